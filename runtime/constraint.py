@@ -1,12 +1,13 @@
 """Constrained output: which tokens may follow, by a grammar that llguidance reads.
 
 A grammar comes from a JSON schema, a regular expression, a list of choices, or a grammar in Lark's or GBNF's form
-(docs/structured-output.md). JSON is written in one line, with at most one space behind ``,`` and ``:``: a model that may write
-blanks for ever sometimes does.
+(docs/structured-output.md). JSON is written in one line.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -22,6 +23,9 @@ from eesd.runtime.text import TextCodec, TokenBytes
 
 try:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+    from eesd.runtime.json_schema import OPTIONS, read_schema, sentence
+    from eesd.runtime.json_text import JSONTokens, Place
 except ModuleNotFoundError as error:
     raise EESDError(f"Constrained output needs {error.name}; pip install 'eesd[serve]'.") from None
 
@@ -29,7 +33,6 @@ LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_e
 """What one grammar may take. A lexer state has 1 to 2 kB. All requests of a batch wait for the mask of a token: with 5,000
 items it takes milliseconds, or a tenth of a second where a text can be read in very many ways; with 50,000 that were seconds. A
 schema of 490 properties needs over 3,000. Errors come without the parser's own state: they go to clients."""
-ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 BLOCK = 256
 """Tokens that are compared at once."""
 
@@ -48,12 +51,13 @@ class GrammarConstraint:
         grammar: As llguidance's ``grammar_from`` makes it.
         vocabulary: The model's tokens.
         eos: The tokens that end a text.
+        json: What its JSON should not go on with; None: the grammar alone decides.
 
     Raises:
         EESDError: The grammar has a mistake, or takes too much.
     """
 
-    def __init__(self, grammar: str, vocabulary: LLTokenizer, eos: Sequence[int]) -> None:
+    def __init__(self, grammar: str, vocabulary: LLTokenizer, eos: Sequence[int], json: JSONTokens | None = None) -> None:
         self.grammar = grammar
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         self._size, self._eos = vocabulary.vocab_size, list(eos)
@@ -61,8 +65,11 @@ class GrammarConstraint:
         self._only_eos[self._eos] = True
         self._tokens: list[int] = []
         """What the matcher has read."""
+        self._json = json
+        self._places = [Place()]
+        """Where its JSON has come to, before and behind each token."""
         if self._matcher.is_error():
-            raise EESDError(f"The constraint cannot be used: {_sentence(self._matcher.get_error())}; give another one.")
+            raise EESDError(f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give another one.")
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
         """The tokens [V] that may follow ``tokens``; at least one.
@@ -78,7 +85,7 @@ class GrammarConstraint:
         count = np.count_nonzero(mask)
         if not count or (count == 1 and not self._fits(int(mask.argmax()))):
             raise ConstraintError("The model has no tokens for what the constraint asks for; give another one.")
-        return mask
+        return self._json.without(mask, self._places[-1]) if self._json else mask
 
     def _fits(self, token: int) -> bool:
         """Whether the only token of a mask may follow. (Where nothing may, the mask of llguidance has a token all the same.)"""
@@ -105,16 +112,19 @@ class GrammarConstraint:
         shared = _shared(self._tokens, given)
         if len(self._tokens) > shared:
             self._matcher.rollback(len(self._tokens) - shared)
-            del self._tokens[shared:]
+            del self._tokens[shared:], self._places[shared + 1 :]
         read = self._matcher.try_consume_tokens(given[shared:])
         self._check()
         self._tokens += given[shared : shared + read]
+        if self._json:
+            for token in given[shared : shared + read]:
+                self._places.append(self._json.after(self._places[-1], token))
         return len(self._tokens) == len(given)
 
     def _check(self) -> None:
         """Raise if the matcher has failed. It stays so, reads nothing more, and calls itself stopped as at a text's end."""
         if self._matcher.is_error():
-            reason = _sentence(self._matcher.get_error())
+            reason = sentence(self._matcher.get_error())
             raise ConstraintError(f"The constraint takes too much, or nothing fits it ({reason}); give a simpler one.")
 
 
@@ -126,13 +136,6 @@ def _shared(first: list[int], second: list[int]) -> int:
     while at < end and first[at] == second[at]:
         at += 1
     return min(at, end)
-
-
-def _sentence(message: str) -> str:
-    """What llguidance says, without the excerpt of the grammar, in one line."""
-    lines = [line.strip() for line in message.replace("<non-verbose/>", "").splitlines()]
-    text = next((line for line in reversed(lines) if line.startswith("error:")), next(filter(None, lines), "unknown error"))
-    return text.removeprefix("error:").strip()[:200].rstrip(".:")
 
 
 class _Tokens:
@@ -154,12 +157,23 @@ class _Tokens:
         return list(self._encode(text, add_special_tokens=False).ids)
 
 
-_vocabularies: WeakKeyDictionary[TextCodec, LLTokenizer] = WeakKeyDictionary()
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's tokens as llguidance knows them, and those that JSON should not go on with."""
+
+    tokens: LLTokenizer
+
+    @cached_property
+    def json(self) -> JSONTokens:
+        return JSONTokens(self.tokens)
+
+
+_vocabularies: WeakKeyDictionary[TextCodec, Vocabulary] = WeakKeyDictionary()
 _making = Lock()
 
 
-def vocabulary_of(llm: LLM) -> LLTokenizer:
-    """The model's tokens as llguidance knows them. Made once for a model: it takes a fraction of a second.
+def vocabulary_of(llm: LLM) -> Vocabulary:
+    """The model's tokens. Made once for a model: it takes a fraction of a second.
 
     Raises:
         EESDError: The model has no tokenizer, or one that llguidance cannot use.
@@ -171,9 +185,10 @@ def vocabulary_of(llm: LLM) -> LLTokenizer:
             if not eos:
                 raise EESDError("This model has no EOS token, so constrained output could not end; leave the constraint out.")
             try:
-                _vocabularies[codec] = LLTokenizer(TokenizerWrapper(_Tokens(codec, size, eos[0])), size, eos)
+                tokens = LLTokenizer(TokenizerWrapper(_Tokens(codec, size, eos[0])), size, eos)
             except Exception as error:  # the library raises plain Exceptions
-                raise EESDError(f"This model's tokenizer allows no constrained output ({_sentence(str(error))}).") from None
+                raise EESDError(f"This model's tokenizer allows no constrained output ({sentence(str(error))}).") from None
+            _vocabularies[codec] = Vocabulary(tokens)
         return _vocabularies[codec]
 
 
@@ -198,16 +213,14 @@ def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
     Raises:
         EESDError: The grammar has a mistake, or takes too much.
     """
-    return GrammarConstraint(grammar, vocabulary_of(llm), llm.manifest.eos_token_ids)
+    vocabulary = vocabulary_of(llm)
+    json_tokens = vocabulary.json if OPTIONS in grammar else None  # a schema of a request, and no grammar of a user's own
+    return GrammarConstraint(grammar, vocabulary.tokens, llm.manifest.eos_token_ids, json_tokens)
 
 
 def _grammar(kind: str, value: Any, lenient: bool) -> str:
     if kind == "json":
-        options: Any = {**ONE_LINE, "lenient": lenient}
-        try:
-            return LLMatcher.grammar_from_json_schema(_schema(value), overrides=options)
-        except ValueError as error:  # a number beyond 64-bit floats
-            raise EESDError(f"The JSON schema cannot be used: {_sentence(str(error))}; give another schema.") from None
+        return read_schema(_schema(value), lenient)[1]
     if kind == "choice":
         if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
             raise EESDError("The choices are no list of texts; give at least one text.")
@@ -218,7 +231,7 @@ def _grammar(kind: str, value: Any, lenient: bool) -> str:
     try:
         return grammar_from("grammar", text)
     except ValueError as error:
-        raise EESDError(f"The grammar cannot be used: {_sentence(str(error))}; give it in Lark's or GBNF's form.") from None
+        raise EESDError(f"The grammar cannot be used: {sentence(str(error))}; give it in Lark's or GBNF's form.") from None
 
 
 def quoted(text: str) -> str:
@@ -234,14 +247,15 @@ def _text(name: str, value: Any) -> str:
     return str(value)
 
 
-def _schema(value: Any) -> str:
-    """A JSON schema as text. It is written and parsed once more, so that what nests too deeply is refused."""
+def _schema(value: Any) -> dict[str, Any] | bool:
+    """A JSON schema. It is written and parsed, so that what nests too deeply is refused."""
     remedy = "give a JSON schema"
     try:
         text = value if isinstance(value, str) else json.dumps(value)
         schema = parse_json(_text("The JSON schema", text), "The JSON schema", remedy)
         if not isinstance(schema, dict | bool):
             raise EESDError(f"The JSON schema is {type(schema).__name__}; {remedy}, which is an object.")
-        return json.dumps(schema, allow_nan=False)
+        json.dumps(schema, allow_nan=False)
+        return schema
     except (TypeError, ValueError, RecursionError):
         raise EESDError(f"The JSON schema is no plain JSON, or nested too deeply; {remedy}.") from None

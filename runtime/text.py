@@ -36,6 +36,7 @@ class TextCodec:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
         tool_template: The chat template for messages with tools: the one called ``tool_use`` if there is one, else the same.
+        plain: Reads messages if they cannot write special tokens, else None.
 
     Raises:
         EESDError: There is no tokenizer, or a file is damaged, or ``plain_content`` cannot be had with this template.
@@ -59,23 +60,23 @@ class TextCodec:
         tokens = {name: _content(path, name, config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
         self.chat_template = ChatTemplate(named["default"], tokens) if "default" in named else None
         self.tool_template = ChatTemplate(named["tool_use"], tokens) if "tool_use" in named else self.chat_template
-        self._plain = PlainContent(self.tokenizer, self._read) if plain_content and self.chat_template else None
+        self.plain = PlainContent(self.tokenizer, self._read) if plain_content and self.chat_template else None
         for template in (self.chat_template, self.tool_template):
-            if self._plain is not None and template is not None:
-                self._plain.check(template)
+            if self.plain is not None and template is not None:
+                self.plain.check(template)
 
     def encode(
         self,
         prompt: str | Sequence[Message],
         tools: Sequence[Tool] | None = None,
         variables: Mapping[str, Any] = MappingProxyType({}),
+        answer: bool = True,
     ) -> list[int]:
         """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
         if isinstance(prompt, str):
             return self.ids(prompt, special=True)
-        if self._plain is None:
-            return self.ids(self.render(prompt, tools, variables=variables), special=False)
-        return self._plain.read(partial(self.render, variables=variables), prompt, tools)
+        render = partial(self.render, answer=answer, variables=variables)
+        return self.ids(render(prompt, tools), special=False) if self.plain is None else self.plain.read(render, prompt, tools)
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with or without the tokenizer's own special tokens."""

@@ -108,6 +108,14 @@ def test_forced_tokens_are_what_must_follow(llm: LLM) -> None:
         ({"guided_grammar": 'start: "a" (b | "c")\nb: "bb"'}, ["abb", "ac"].__contains__),
         ({"guided_grammar": 'root ::= "a" b\nb ::= "b" | "c"'}, ["ab", "ac"].__contains__),
         ({"structured_outputs": {"choice": ["x"]}}, "x".__eq__),
+        ({"grammar": 'root ::= "ab"'}, "ab".__eq__),
+        ({"ebnf": 'root ::= "ab"', "regex": ""}, "ab".__eq__),
+        ({"regex": "ab"}, "ab".__eq__),
+        ({"json_schema": {"const": "a"}}, '"a"'.__eq__),
+        ({"format": {"const": "a"}}, '"a"'.__eq__),
+        ({"format": "json"}, lambda text: isinstance(json.loads(text), dict)),
+        ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, "1".__eq__),
+        ({"response_format": {"type": "json_schema", "schema": {"const": 1}}}, "1".__eq__),
         ({"structured_outputs": {"json_object": True, "regex": None}}, lambda text: isinstance(json.loads(text), dict)),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
@@ -127,16 +135,120 @@ def test_requests_without_constraint(llm: LLM, body: dict[str, Any]) -> None:
     assert constraint_of(body, llm) is None
 
 
+def by_schema(schema: Any, **more: bool) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
+
+
+LOOK_AHEAD = "^(?!.*b)[a-c]{1,3}$"
+
+
 def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None:
-    schema = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
+    """And patterns that cannot be read. Who says nothing is not strict, as with OpenAI."""
+    unknown = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
+    pattern = {"type": "string", "pattern": LOOK_AHEAD, "maxLength": 3}
+    counted = {"type": "object", "properties": {"a": {}}, "minProperties": 1}
+    for schema, name in ((unknown, "uniqueItems"), (pattern, "look-ahead"), (counted, "min/maxProperties")):
+        for inner in (schema, {"type": "object", "properties": {"a/b": {"anyOf": [{"const": 1}, schema]}}}):
+            for more in ({}, {"strict": False}):
+                assert constraint_of(by_schema(inner, **more), llm) is not None
+            place = "" if inner is schema else "properties/a/b/anyOf/1: "
+            for body in (by_schema(inner, strict=True), {"guided_json": inner}):
+                with pytest.raises(EESDError, match=f"cannot be used: {place}.*{name}.*strict"):
+                    constraint_of(body, llm)
 
-    def body(**more: bool) -> dict[str, Any]:
-        return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
 
-    assert constraint_of(body(strict=False), llm) is not None
-    for more in ({}, {"strict": True}):
-        with pytest.raises(EESDError, match="uniqueItems"):
-            constraint_of(body(**more), llm)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"propertyNames": {"type": "string"}},
+        {"properties": {"a": {"type": "array", "uniqueItems": False, "items": {"const": 1}, "maxItems": 2}}},
+        {"properties": {"a": {"type": "string", "format": "password", "maxLength": 3}}},
+        {"properties": {"a": {"type": "string", "format": "uri-reference", "maxLength": 3}}},
+        {
+            "minContains": 0,
+            "dependencies": {},
+            "dependentRequired": {},
+            "unevaluatedProperties": True,
+            "then": {},
+            "not": False,
+        },
+        {"maxProperties": 2.0, "required": ["a"]},
+    ],
+)
+def test_keywords_that_change_nothing_are_taken(llm: LLM, more: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": False, **more}
+    made = constraint_of(by_schema(schema, strict=True), llm)
+    assert made is not None
+    Draft202012Validator(schema).validate(json.loads(random_text(made, llm, 0)))
+
+
+OPEN = {"type": "object", "additionalProperties": {"const": 1}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "taken"),
+    [
+        ({**OPEN, "minProperties": 2}, False),
+        ({**OPEN, "minProperties": 1}, True),
+        ({**OPEN, "minProperties": 3, "properties": {"a": {"const": 1}}, "required": ["a"]}, False),
+        ({**OPEN, "minProperties": 2, "properties": {"a": {"const": 1}}, "required": ["a"], "maxProperties": 4}, True),
+        ({**OPEN, "additionalProperties": False, "patternProperties": {"^s_": {"const": 1}}, "minProperties": 2}, False),
+        (
+            {**OPEN, "additionalProperties": False, "properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 1},
+            True,
+        ),
+        ({"minProperties": 2}, False),
+        ({"type": "array", "maxItems": 1, "minProperties": 2}, True),
+    ],
+)
+def test_a_text_that_would_need_equal_keys_is_refused(llm: LLM, schema: dict[str, Any], taken: bool) -> None:
+    """The grammar counts members. Who reads the text keeps one of equal keys, and then the object has too few."""
+    nested = {"type": "object", "properties": {"map": schema}, "required": ["map"], "additionalProperties": False}
+    if not taken:
+        with pytest.raises(EESDError, match=r"properties/map/minProperties: .*may be equal"):
+            constraint_of(by_schema(nested, strict=True), llm)
+    made = constraint_of(by_schema(nested, strict=taken), llm)
+    assert made is not None
+    if taken and "additionalProperties" in schema:
+        Draft202012Validator(nested).validate(json.loads(random_text(made, llm, 1, 4000)))
+
+
+def may_begin(made: GrammarConstraint, llm: LLM, text: str) -> bool:
+    """Whether a constraint allows all tokens of a text."""
+    tokens = llm.encode(text)
+    return all(made.allowed(tokens[:at])[token] for at, token in enumerate(tokens))
+
+
+def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
+    """The grammar would take it for another key, and readers for the same one, whose value must be a number."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    made = constraint("json", schema, llm)
+    assert may_begin(made, llm, '{"a": 1, "b": "\\n') and not may_begin(made, llm, '{"\\u')
+    assert may_begin(constraint("json", {"type": "object"}, llm), llm, '{"a":"\\"')
+    assert not may_begin(constraint("json", {"type": "object"}, llm), llm, '{"a":"\\u')
+    only = constraint("json", {"const": "\x07"}, llm)  # what can be written in no other way
+    assert may_begin(only, llm, '"\\u0007"')
+    assert may_begin(constraint("regex", '"\\\\u00e9"', llm), llm, '"\\u00e9"')  # no JSON of ours
+
+
+@pytest.mark.parametrize(
+    ("schema", "begins", "digits"),
+    [
+        ({"type": "number"}, "-1.", 17),
+        ({"type": "number"}, "1e-", 2),
+        ({"type": "integer"}, "", 40),
+        ({"type": "string", "format": "date-time"}, '"2026-01-02T03:04:05.', 9),
+        ({"type": "string", "format": "time"}, '"03:04:05.', 9),
+        ({"const": 1.5}, "1.", 1),
+        ({"type": "number", "minimum": 0, "maximum": 1}, "0.", 17),
+    ],
+)
+def test_digits_end(llm: LLM, schema: dict[str, Any], begins: str, digits: int) -> None:
+    """Some models write zeros for ever, where they may."""
+    made = constraint("json", schema, llm)
+    assert may_begin(made, llm, begins + "5" * digits) and not may_begin(made, llm, begins + "5" * (digits + 1))
+    text = {"type": "array", "items": {"type": "string"}}
+    assert may_begin(constraint("json", text, llm), llm, '["1.' + "0" * 99)
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -174,6 +286,8 @@ def nested(depth: int) -> dict[str, Any]:
         ({"structured_outputs": {"structural_tag": {}}}, "structural_tag"),
         ({"structured_outputs": {"whitespace_pattern": "x"}}, "whitespace_pattern"),
         ({"structured_outputs": 5}, "no object"),
+        ({"format": "yaml"}, "format is unknown"),
+        ({"grammar": 'root ::= "a"', "json_schema": {}}, "several constraints"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": "json_object"}, "response_format"),
         ({"response_format": {"type": "json_schema"}}, "no schema"),

@@ -65,6 +65,9 @@ def codec_of(directory: Path, template: str, special: Sequence[str] = ()) -> Tex
     return TextCodec(directory)
 
 
+NAMED, FLAT = {"type": "function", "function": {"name": "g"}}, {"type": "function", "name": "h"}
+
+
 def answer(parser: ToolParser, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
     """The content, and name and arguments of each call, as a client puts them together."""
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
@@ -92,6 +95,37 @@ def test_the_format_is_that_of_the_template(tmp_path: Path, template: str, forma
     assert tools is not None and tools.format is format and tools.choice == "auto"
 
 
+@pytest.mark.parametrize(
+    ("choice", "chosen", "names"),
+    [
+        ("any", "required", "fgh"),
+        ({"type": "any"}, "required", "fgh"),
+        ({"type": "auto"}, "auto", "fgh"),
+        ({"type": "function", "name": "g"}, "g", "fgh"),
+        ({"type": "tool", "name": "g"}, "g", "fgh"),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED, FLAT]}}, "required", "gh"),
+        ({"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}, "auto", "g"),
+        ({"type": "allowed_tools", "tools": []}, "has no tools", ""),
+        ({"type": "allowed_tools", "tools": [NAMED], "mode": "never"}, "another mode", ""),
+        ({"type": "allowed_tools", "tools": [{"type": "function", "name": "x"}]}, "not among the tools", ""),
+        ({"type": "custom", "name": "f"}, "give none, auto, required", ""),
+    ],
+)
+def test_choices_of_tools_in_the_forms_of_others(tmp_path: Path, choice: Any, chosen: str, names: str) -> None:
+    given = {"tools": [{"type": "function", "function": {"name": name}} for name in "fgh"], "tool_choice": choice}
+    codec = codec_of(tmp_path, TEMPLATES["qwen25"])
+    if not names:
+        with pytest.raises(EESDError, match=chosen):
+            tools_of(given, codec)
+        return
+    tools = tools_of(given, codec)
+    assert tools is not None and (tools.choice, "".join(tools.functions)) == (chosen, names)
+    # A call that must come, and is cut off, is part of a call with and without streaming.
+    cut = '<tool_call>\n{"name": "g", "arguments": {"a'
+    found = answer(tools.parser(codec, streaming=False), [cut])
+    assert found == (("", [("g", '{"a')]) if chosen != "auto" else (cut, []))
+
+
 @pytest.mark.parametrize("template", ["qwen25", "llama3_tools_date", "mistral_v3"])
 def test_calls_and_results_are_rendered_as_transformers_does(
     tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +133,7 @@ def test_calls_and_results_are_rendered_as_transformers_does(
     """Clients send arguments as text; templates expect them as JSON."""
     codec = codec_of(tmp_path, TEMPLATES[template])
     rendered: list[str] = []
-    monkeypatch.setattr(codec, "encode", lambda messages, tools, _: rendered.append(codec.render(messages, tools)))
+    monkeypatch.setattr(codec, "encode", lambda messages, tools, *_: rendered.append(codec.render(messages, tools)))
     as_json: dict[str, Any] = {**CALL, "function": {"name": "weather", "arguments": {"city": "Bern"}}}
     reference: Any = AutoTokenizer.from_pretrained(tmp_path)
     for tools in (tools_of({"tools": TOOLS}, codec), None):

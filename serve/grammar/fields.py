@@ -7,16 +7,21 @@ from eesd.common.errors import EESDError
 from eesd.runtime.constraint import GrammarConstraint, make_constraint
 from eesd.runtime.llm import LLM
 
-_GUIDED = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-"""vLLM's older fields."""
+_FIELDS = {
+    **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+    **{"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"},
+}
+"""vLLM's older fields, and those of llama.cpp and SGLang."""
 _OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
 """The entries of vLLM's ``structured_outputs`` that say what is allowed."""
 _IGNORED = ("disable_any_whitespace", "disable_fallback")
 """Entries that change nothing here."""
+_OBJECT = {"type": "object"}
 
 
 def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None:
-    """The constraint that a request asks for: OpenAI's ``response_format``, or vLLM's ``structured_outputs`` or ``guided_*``.
+    """The constraint that a request asks for: OpenAI's ``response_format``, vLLM's ``structured_outputs`` or ``guided_*``,
+    Ollama's ``format``, or ``json_schema``, ``regex``, ``grammar`` and ``ebnf`` of llama.cpp and SGLang.
 
     Args:
         body: The request's JSON.
@@ -29,8 +34,9 @@ def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None
         EESDError: It asks for one that cannot be used, or for several.
     """
     asked = _of_response_format(body.get("response_format"))
-    asked += [(kind, body[name], False) for name, kind in _GUIDED.items() if body.get(name) is not None]
-    asked += [("json", {"type": "object"}, False)] if body.get("guided_json_object") is True else []
+    asked += [(kind, body[name], False) for name, kind in _FIELDS.items() if body.get(name) not in (None, "")]
+    asked += [("json", _OBJECT, False)] if body.get("guided_json_object") is True else []
+    asked += _of_format(body.get("format"))
     asked += _of_structured_outputs(body.get("structured_outputs"))
     if len(asked) > 1:
         raise EESDError("The request has several constraints of its output; give one.")
@@ -44,12 +50,22 @@ def _of_response_format(given: Any) -> list[tuple[str, Any, bool]]:
         raise EESDError('response_format is unknown; give {"type": "json_schema", ...}, or the type json_object or text.')
     if given["type"] == "text":
         return []
+    # llama.cpp and others have the schema beside the type
+    beside = given.get("schema")
     if given["type"] == "json_object":
-        return [("json", {"type": "object"}, False)]
-    inner = given.get("json_schema")
+        return [("json", _OBJECT if beside is None else beside, False)]
+    inner = given.get("json_schema") if beside is None else given
     if not isinstance(inner, Mapping) or inner.get("schema") is None:
         raise EESDError('response_format has no schema; give {"type": "json_schema", "json_schema": {"schema": {...}}}.')
-    return [("json", inner["schema"], inner.get("strict") is False)]
+    return [("json", inner["schema"], inner.get("strict") is not True)]
+
+
+def _of_format(given: Any) -> list[tuple[str, Any, bool]]:
+    if given in (None, ""):
+        return []
+    if given != "json" and not isinstance(given, Mapping):
+        raise EESDError('format is unknown; give "json", or a JSON schema.')
+    return [("json", _OBJECT if given == "json" else given, False)]
 
 
 def _of_structured_outputs(given: Any) -> list[tuple[str, Any, bool]]:
@@ -63,4 +79,4 @@ def _of_structured_outputs(given: Any) -> list[tuple[str, Any, bool]]:
     for name in present:
         if name not in _OUTPUTS:
             raise EESDError(f"structured_outputs has {name!r}, which is not supported; give one of {', '.join(_OUTPUTS)}.")
-    return [("json", {"type": "object"}, False) if n == "json_object" else (n, value, False) for n, value in present.items()]
+    return [("json", _OBJECT, False) if name == "json_object" else (name, value, False) for name, value in present.items()]

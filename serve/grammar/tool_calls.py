@@ -50,18 +50,22 @@ _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """What a piece of text added to the answer: content, the beginning of a call (``id`` and ``name``), or its arguments."""
+    """What a piece of text added to the answer: content, a thought, the beginning of a call (``id`` and ``name``), or its
+    arguments."""
 
     content: str = ""
     index: int = 0
     id: str = ""
     name: str = ""
     arguments: str = ""
+    thought: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """As the ``delta`` of a chunk of OpenAI's API."""
         if self.content:
             return {"content": self.content}
+        if self.thought:
+            return {"reasoning_content": self.thought}
         begins = {"id": self.id, "type": "function"} if self.id else {}
         function = ({"name": self.name} if self.id else {}) | {"arguments": self.arguments}
         return {"tool_calls": [{"index": self.index, **begins, "function": function}]}
@@ -125,6 +129,7 @@ class ToolParser:
 
     Attributes:
         calls: How many calls were told.
+        marks: As given.
     """
 
     def __init__(
@@ -138,7 +143,7 @@ class ToolParser:
         marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
         self._format, self._names, self._streaming, self._most = format, frozenset(names), streaming, most
-        self._marks, self._forced = marks, forced
+        self.marks, self._forced = dict(marks), forced
         self.calls = 0
         self._text = ""
         """What is not told yet."""
@@ -152,7 +157,7 @@ class ToolParser:
 
     def read(self, update: Update) -> list[ToolDelta]:
         """What is certain with an update of the answer; all of it with the last one."""
-        text = "".join(self._marks.get(output.token, "") + output.text for output in update.tokens) + update.held
+        text = "".join(self.marks.get(output.token, "") + output.text for output in update.tokens) + update.held
         return self.push(text) + (self.finish() if update.finish_reason else [])
 
     def push(self, text: str) -> list[ToolDelta]:

@@ -5,19 +5,25 @@ asked for calls in the hermes format. :mod:`eesd.serve.grammar.tool_calls` reads
 """
 
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
 from typing import Any
 
 from eesd.common.checks import check_flag, shown
 from eesd.common.errors import EESDError
 from eesd.runtime.chat_template import ChatTemplate, Message
-from eesd.runtime.constraint import ONE_LINE, GrammarConstraint, make_constraint, quoted
+from eesd.runtime.constraint import GrammarConstraint, make_constraint, quoted
+from eesd.runtime.json_schema import OPTIONS, options_of, read_schema
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolFormat, ToolParser
 
+LOGGER = logging.getLogger("eesd.serve")
+_OTHER_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 MAX_TOOLS = 128
 MAX_CALLS = 16
 """Calls of one answer whose number is not given; else a model that has to call could do so for ever."""
@@ -62,7 +68,10 @@ class Tools:
     def parser(self, codec: TextCodec, *, streaming: bool) -> ToolParser:
         """What reads an answer; one for each."""
         most = 128 if self.parallel else 1
-        marks = {token: text for text in (self.format.begin, self.format.end) if (token := _special(text, codec)) is not None}
+        streaming = streaming or self.choice != "auto"  # a call that must come, and is cut off, is part of one and no content
+        marks = {
+            token: text for text in (self.format.begin, self.format.end) if (token := special_token(text, codec)) is not None
+        }
         names, forced = self.functions.keys(), self.choice != "auto"
         return ToolParser(self.format, names, streaming=streaming, most=most, forced=forced, marks=marks)
 
@@ -87,14 +96,14 @@ class Tools:
 
     def _call_rule(self, name: str) -> str:
         function = self.functions[name]
-        schema = dict(function.get("parameters") or {})
-        options = {**ONE_LINE, "lenient": function.get("strict") is not True}
-        schema = {"type": "object", "additionalProperties": False, **schema, "x-guidance": options}
+        lenient = function.get("strict") is not True
+        schema = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
+        schema = {**read_schema(schema, lenient, (name,))[0], OPTIONS: options_of(lenient)}
         head = quoted(f'{{"name": {json.dumps(name)}, "{self.format.arguments}": ')
         return f'{head} %json {json.dumps(schema)} "}}"'
 
 
-def _special(text: str, codec: TextCodec) -> int | None:
+def special_token(text: str, codec: TextCodec) -> int | None:
     """The special token that is written so, if the model has one: no text spells it, and it is not part of the answer's."""
     token = codec.tokenizer.token_to_id(text)
     added = codec.tokenizer.get_added_tokens_decoder()
@@ -103,7 +112,7 @@ def _special(text: str, codec: TextCodec) -> int | None:
 
 def _literal(text: str, codec: TextCodec) -> str:
     """A text in a grammar."""
-    token = _special(text, codec)
+    token = special_token(text, codec)
     return quoted(text) if token is None else f"<[{token}]>"
 
 
@@ -134,7 +143,8 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
     names = [tool["function"]["name"] for tool in given]
     if len(set(names)) < len(names):
         raise EESDError("Two tools have the same name; give each its own.")
-    chosen = _choice(choice, names)
+    chosen, allowed = _choice(choice, names)
+    given = [tool for tool in given if tool["function"]["name"] in allowed]
     parallel = body.get("parallel_tool_calls")
     parallel = True if parallel is None else check_flag("parallel_tool_calls", parallel)
     return None if chosen == "none" else Tools(tuple(given), chosen, parallel, _format_of(codec))
@@ -153,15 +163,31 @@ def _check_tool(tool: Any, name: str) -> None:
         raise EESDError(f"{name} has parameters of type {shown((parameters or {})['type'])}; give the schema of an object.")
 
 
-def _choice(given: Any, names: Sequence[str]) -> str:
-    if given in (None, "none", "auto", "required"):
-        return given or "auto"
-    function = given.get("function") if isinstance(given, Mapping) and given.get("type") == "function" else None
-    if not isinstance(function, Mapping) or "name" not in function:
+def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """What the model must do, and the tools that it is told of: all of them, but for OpenAI's ``allowed_tools``."""
+    chosen = given.get("type") if isinstance(given, Mapping) else given
+    if chosen in (None, "none", "auto", "required"):
+        return chosen or "auto", names
+    if chosen == "any":  # as Mistral and Anthropic have it
+        return "required", names
+    if chosen == "allowed_tools":
+        inner = given.get(chosen, given)
+        tools = inner.get("tools") if isinstance(inner, Mapping) else None
+        if not isinstance(tools, list) or not tools or inner.get("mode", "auto") not in ("auto", "required"):
+            raise EESDError("tool_choice allowed_tools has no tools, or another mode than auto or required; give both.")
+        return inner.get("mode", "auto"), [_named(tool, names) for tool in tools]
+    return _named(given, names), names
+
+
+def _named(given: Any, names: Sequence[str]) -> str:
+    """The name in a choice of a function: OpenAI's form in chats or in responses, or Anthropic's."""
+    found = given if isinstance(given, Mapping) and given.get("type") in ("function", "tool") else {}
+    found = found.get("function", found)
+    if not isinstance(found, Mapping) or "name" not in found:
         raise EESDError(f"tool_choice is {shown(given)}; give none, auto, required, or a function with its name.")
-    if function["name"] not in names:
-        raise EESDError(f"tool_choice names {shown(function['name'])}, which is not among the tools; add it, or give another.")
-    return str(function["name"])
+    if found["name"] not in names:
+        raise EESDError(f"tool_choice names {shown(found['name'])}, which is not among the tools; add it, or give another.")
+    return str(found["name"])
 
 
 def _format_of(codec: TextCodec) -> ToolFormat:
@@ -174,7 +200,14 @@ def _format_of(codec: TextCodec) -> ToolFormat:
     return LLAMA if '"parameters": ' in template.source else HERMES
 
 
-def encode_chat(messages: Sequence[Message], tools: Tools | None, codec: TextCodec, effort: str | None = None) -> list[int]:
+def encode_chat(
+    messages: Sequence[Message],
+    tools: Tools | None,
+    codec: TextCodec,
+    effort: str | None = None,
+    variables: Mapping[str, Any] = MappingProxyType({}),
+    ending: str = "answer",
+) -> list[int]:
     """Token ids of chat messages, calls and results among them, and of the tools.
 
     Args:
@@ -182,24 +215,61 @@ def encode_chat(messages: Sequence[Message], tools: Tools | None, codec: TextCod
         tools: The functions.
         codec: Tokenizer and chat template of the model.
         effort: How much the model should think, for templates that read it; None: as the template has it.
+        variables: Values that the template reads.
+        ending: ``answer`` begins an answer, ``end`` begins none, and ``continue`` leaves the last message open.
 
     Raises:
-        EESDError: A message cannot be used, or the template refuses the messages, or it knows of no effort.
+        EESDError: A message cannot be used, or the template refuses the messages.
     """
     parsed = [_with_arguments(message) if isinstance(message, Mapping) else message for message in messages]
     template = codec.tool_template if tools else codec.chat_template
-    variables = {} if effort is None or template is None else _effort(effort, template)
-    if template is None or template.reads_tools:
-        return codec.encode(parsed, tools.tools if tools else None, variables)
-    return codec.encode(_told(_in_words(parsed), tools), None, variables)
+    _check_variables(variables, codec)
+    if effort is not None and template is not None:
+        variables = {**_effort(effort, template), **variables}
+    told: Sequence[Mapping[str, Any]] | None = tools.tools if tools else None
+    if template is not None and not template.reads_tools:
+        parsed, told = _told(_in_words(parsed), tools), None
+    if ending == "continue":
+        return _continued(parsed, told, codec, variables)
+    return codec.encode(parsed, told, variables, ending == "answer")
+
+
+def _check_variables(variables: Mapping[str, Any], codec: TextCodec) -> None:
+    """Refuse values that other fields have, and text that could write special tokens where messages may not."""
+    for name, value in variables.items():
+        if name in _OTHER_FIELDS:
+            raise EESDError(f"chat_template_kwargs has {name}; leave it out, or give the field of this name.")
+        if codec.plain is not None and not (value is None or isinstance(value, bool | int | float)):
+            raise EESDError(f"chat_template_kwargs has text as {name}, which could write special tokens; leave it out.")
+
+
+def _continued(
+    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, codec: TextCodec, variables: Mapping[str, Any]
+) -> list[int]:
+    """Token ids up to the end of the last message's content, as transformers finds it: where the text comes last."""
+    if codec.plain is not None:
+        raise EESDError("continue_final_message is not supported with --plain-content; leave it out.")
+    content = _plain_text(messages[-1])
+    text = codec.render(messages, tools, answer=False, variables=variables)
+    at = text.rfind(content.strip())
+    if not content.strip() or at < 0:
+        raise EESDError("The chat template does not show the last message as it is, so it cannot go on; give another one.")
+    kept = content.lstrip() if text.startswith(content.lstrip(), at) else content.strip()
+    return codec.ids(text[: at + len(kept)], special=False)
 
 
 def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
     """An effort as the variables of a template: ``reasoning_effort`` as it is, ``enable_thinking`` as false for ``none``."""
     values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if not (known := values.keys() & template.names):
-        raise EESDError("This model's chat template knows no reasoning effort; leave it out.")
+        _warn_of_effort()
     return {name: values[name] for name in known}
+
+
+@cache
+def _warn_of_effort() -> None:
+    """Once: clients send an effort with each request."""
+    LOGGER.warning("This model's chat template knows no reasoning effort; reasoning_effort of requests is ignored.")
 
 
 def _with_arguments(message: Message) -> Message:
