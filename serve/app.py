@@ -3,6 +3,7 @@
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
 
@@ -39,6 +40,14 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     handle_errors(app)
     open_paths = ("/health", "/ready", *(["/metrics"] if options.metrics_open else []), *FILES)
     app.add_middleware(Gate, serving=app.state.serving, open_paths=open_paths)
+    if options.allowed_origins:  # in front of the gate: a browser asks for permission without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     paths = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
     app.add_middleware(Observe, serving=app.state.serving, paths=paths)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign] # FastAPI's way to change it

@@ -30,7 +30,11 @@ LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine. Who listens on one of them answers for all of them, and for no other."""
-HOSTS = "Name that requests may be for; repeatable.  [default: those of this machine if --host is one of them, else any]"
+NAMES = "Name that clients give as model; repeatable. Answers have the first.  [default: the model's]"
+HOSTS = (
+    "Name that requests may be for, besides those of this machine; repeatable.  [default: any, unless --host is one of them]"
+)
+ORIGINS = "Origin of pages that may ask from a browser, such as https://chat.example.com; * for all; repeatable."
 CONFIG = "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* variables go before it."
 PLAIN = "Text of chat messages writes no special tokens, so that it can end no turn; refused if the template cannot have it."
 TRITON = "Write a model for Triton Inference Server into this repository instead of serving."
@@ -38,6 +42,11 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 
 def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
     """Make what a configuration file says the defaults of the command's options."""
+    prefix = f"{ctx.auto_envvar_prefix}_"
+    known_variables = {f"{prefix}{str(one.name).upper()}" for one in ctx.command.params}
+    for name in sorted(os.environ.keys() - known_variables):
+        if name.startswith(prefix):
+            raise EESDError(f"The variable {name} names no option; unset it, or see eesd-serve --help.")
     if path is None:
         return
     try:
@@ -49,8 +58,9 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
         if name not in known or name == "config":
             raise EESDError(f"{path}: there is no option {name}; eesd-serve --help lists them all.")
         several = getattr(known[name], "multiple", False)
-        if isinstance(value, dict) or isinstance(value, list) != several:
-            raise EESDError(f"{path}: {name} is no {'list' if several else 'single value'}; write it as --help shows it.")
+        if isinstance(value, dict) or (isinstance(value, list) and not several):
+            raise EESDError(f"{path}: {name} is no single value; write it as --help shows it.")
+        given[name] = [value] if several and not isinstance(value, list) else value
     ctx.default_map = {str(known[name].name): value for name, value in given.items()}
 
 
@@ -59,9 +69,10 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @engine_options
 @click.option("--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
-@click.option("--model-name", default="", show_default=False, help="Name that clients give as model.  [default: the model's]")
+@click.option("--model-name", multiple=True, help=NAMES)
 @click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
 @click.option("--allowed-host", multiple=True, help=HOSTS)
+@click.option("--allowed-origin", multiple=True, help=ORIGINS)
 @click.option("--metrics-open", is_flag=True, help="/metrics needs no key.")
 @click.option("--plain-content", is_flag=True, help=PLAIN)
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
@@ -114,10 +125,16 @@ def main(host: str, port: int, **options: Any) -> None:
         from eesd.serve.http.run import address_of, bind, serve
     except ModuleNotFoundError as error:
         raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
+    name, *aliases = options.pop("model_name") or ("",)
     names = [field.name for field in fields(ServeOptions) if field.name in options]
-    hosts = options["allowed_host"] or (LOOPBACK if host in LOOPBACK else ())
+    hosts = options["allowed_host"]
     limits = ServeOptions(
-        api_keys=api_keys(options["api_key_file"]), allowed_hosts=hosts, **{name: options[name] for name in names}
+        model_name=name,
+        aliases=tuple(aliases),
+        api_keys=api_keys(options["api_key_file"]),
+        allowed_hosts=(*hosts, *LOOPBACK) if hosts or host in LOOPBACK else (),
+        allowed_origins=options["allowed_origin"],
+        **{name: options[name] for name in names},
     )
     log_to_stderr(options["log_format"])
     if rank() > 0:
@@ -136,7 +153,7 @@ def _write_triton_repository(engine_dir: Path, batch: BatchOptions, speculation:
     directory = write_triton_repository(
         engine_dir,
         options["triton_repo"],
-        name=options["model_name"] or "eesd",
+        name=(*options["model_name"], "eesd")[0],
         backend=options["backend"],
         threads=options["threads"],
         speculation=None if options["no_draft"] else speculation,

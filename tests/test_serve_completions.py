@@ -1,5 +1,6 @@
 """``/v1/completions``, asked by the client of OpenAI: the tokens are those of ``llm.generate``, whatever the form."""
 
+import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -7,10 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.engine_dirs import edit_manifest
 from support.serving import Served, events, served
+from tokenizers import Tokenizer, decoders, models
 
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Completion
+from eesd.runtime.request import TokenLogprob
+from eesd.runtime.text import TextCodec
+from eesd.serve.openai.logprobs import TokenWriter
 
 PROMPT = "def f(x): return x"
 COUNT = 24
@@ -55,6 +61,77 @@ def test_choices_have_seeds_of_their_own(server: Served) -> None:
     expected = [alone(server, sampling=Sampling(temperature=0.9, seed=5 + number)) for number in range(3)]
     assert [choice["text"] for choice in choices] == [one.text for one in expected]
     assert [choice["index"] for choice in choices] == [0, 1, 2] and len({one.text for one in expected}) == 3
+
+
+def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
+    def text(**more: Any) -> Any:
+        return server.complete(PROMPT, temperature=0, **{"max_tokens": COUNT, **more})["choices"][0]["text"]
+
+    whole, bias = text(), str(server.llm.encode("a")[0])
+    assert text(stop="") == text(stop=[""]) == text(stop=["", "\x01"]) == whole
+    assert text(max_tokens=None, n_predict=COUNT) == text(max_tokens=None, max_new_tokens=COUNT) == whole
+    assert text(repeat_penalty=1.3) == text(repetition_penalty=1.3) != whole
+    assert text(logit_bias=[[int(bias), 50]]) == text(logit_bias={bias: 50}) != whole
+    assert text(logit_bias=[[int(bias), False]]) == text(logit_bias={bias: -100})
+    assert text(max_tokens=-1) == text(max_tokens=None) and len(text(max_tokens=-1)) > len(whole)
+    neutral = {
+        "typical_p": 1.0,
+        "mirostat": 0,
+        "grammar": "",
+        "options": None,
+        "do_sample": True,
+        "best_of": 1,
+        "bad_words": [],
+    }
+    assert text(**neutral) == whole
+
+
+@pytest.mark.parametrize("draft", [True, False])
+def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> None:
+    """Words may come neither where the text begins nor behind a space; a word of several tokens may begin."""
+    options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.5, "seed": 3, "draft": draft, "ignore_eos": True}
+
+    def text(**more: Any) -> Any:
+        return server.complete(PROMPT, **options, **more)["choices"][0]["text"]
+
+    free = text()
+    letter, pair = free[5], free[10:12]
+    assert letter not in text(bad_words=[letter]) and pair not in text(bad_words=[pair])
+    assert pair[0] in text(bad_words=[pair])
+    ids = server.llm.encode("abc")
+    assert set(text(allowed_token_ids=ids)) == set("abc")
+    assert set(text(allowed_token_ids=ids, bad_words=["b"], guided_regex="[bcd]{99}")) == {"c"}
+    none = server.post("/v1/completions", {"prompt": "a", "allowed_token_ids": ids[:1], "bad_words": ["a"]})
+    assert none.status_code == 400 and "leave no token" in none.text
+
+
+def test_a_text_between_two_others(engine_copy: Path) -> None:
+    """By the tokens that models of code have for it."""
+    file = engine_copy / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    for old, new in zip("`|^", ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), strict=True):
+        vocabulary[new] = vocabulary.pop(old)
+    file.write_text(json.dumps(tokenizer))
+    edit_manifest(engine_copy, "files/tokenizer.json/size", file.stat().st_size)
+    with served(engine_copy) as server:
+        first, second, last = (vocabulary[name] for name in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+        prompt = [first, *server.llm.encode("a = "), second, *server.llm.encode("b"), last]
+        found = server.complete("a = ", suffix="b", max_tokens=8, temperature=0, return_token_ids=True)["choices"][0]
+        assert found["prompt_token_ids"] == prompt and found["text"] == server.llm.generate(prompt, max_new_tokens=8).text
+        assert server.complete("a = ", suffix="", max_tokens=8, temperature=0)["choices"][0]["text"] != found["text"]
+
+
+def test_parts_of_characters_stay_apart(tmp_path: Path) -> None:
+    """In the form that OpenAI has for them. The tokens themselves, and their alternatives."""
+    names = ["<s>", "a", "\u00f0", "\u0141", "\u0142"]  # bytes of level GPT-2: F0, 9F, A0
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    found = TokenWriter(TextCodec(tmp_path)).completion([TokenLogprob(2, -0.1, ((2, -0.1), (3, -3.0), (4, -4.0), (1, -5.0)))])
+    assert found.tokens == ["bytes:\\xf0"] and len(found.top_logprobs[0] or ()) == 4
+    assert [*(found.top_logprobs[0] or ())][3] == "a"
 
 
 def test_without_a_seed_texts_differ(server: Served) -> None:

@@ -10,9 +10,10 @@ from time import sleep
 from typing import Any
 
 import pytest
-from support.serving import Held, Served, eventually, served
+from support.serving import Held, Served, events, eventually, served
 
 from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.serve.http import streaming
 from eesd.serve.http.options import ServeOptions
 from eesd.serve.openai import params
 
@@ -167,6 +168,23 @@ def test_a_broken_request_line_is_a_400(server: Served) -> None:
             connection.sendall(junk)
             assert everything(connection).startswith(b"HTTP/1.1 400 ")
     works(server)
+
+
+def test_a_stream_that_waits_says_so(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies close a connection on which nothing comes. The head comes with the first comment, and the text is not changed."""
+    held = Held()
+    monkeypatch.setattr(params, "constraint_of", lambda *_: held)
+    monkeypatch.setattr(streaming, "QUIET_SECONDS", 0.2)
+    body = {"prompt": "abc", "max_tokens": 8, "stream": True, "temperature": 0}
+    with served(engine, batch=BatchOptions(max_rows=1)) as server, server.http as http:
+        with raw(server, "/v1/completions", LONG), http.stream("POST", "/v1/completions", json=body) as waiting:
+            assert waiting.status_code == 200 and held.reached.wait(30)
+            lines = waiting.iter_lines()
+            assert next(lines) == ": waiting"
+            held.release()
+            found = events(line for line in lines if not line.startswith(":"))
+        expected = server.llm.generate("abc", max_new_tokens=8).text
+        assert "".join(chunk["choices"][0]["text"] for chunk in found[:-1]) == expected
 
 
 def test_a_deadline_gives_what_there_is(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ def refused(response: Any, status: int, *words: str, param: str | None = None) -
         ({"prompt": [-1]}, "prompt", "greater"),
         ({"prompt": "a" * 101}, None, "at most 100"),
         ({"max_tokens": 0}, "max_tokens", "echo"),
-        ({"max_tokens": -1}, "max_tokens", "greater"),
+        ({"max_tokens": -2}, "max_tokens", "greater"),
         ({"max_tokens": "5"}, "max_tokens", "integer"),
         ({"max_tokens": 2**70}, "max_tokens", "less"),
         ({"max_tokens": True}, "max_tokens", "integer"),
@@ -65,8 +65,6 @@ def refused(response: Any, status: int, *words: str, param: str | None = None) -
         ({"n": 0}, "n", "greater"),
         ({"n": 9}, "n", "at most 8"),
         ({"prompt": ["a"] * 3, "n": 3}, "n", "at most 8"),
-        ({"stop": ""}, "stop", "least 1"),
-        ({"stop": [""]}, "stop", "least 1"),
         ({"stop": ["a"] * 17}, "stop", "16"),
         ({"logprobs": 21}, "logprobs", "20"),
         ({"logprobs": True}, "logprobs", "integer"),
@@ -78,7 +76,25 @@ def refused(response: Any, status: int, *words: str, param: str | None = None) -
         ({"logit_bias": {"a": 1}}, "logit_bias", "pattern"),
         ({"logit_bias": {"97": 1}}, "logit_bias", "97"),
         ({"best_of": 3}, "best_of", "not supported"),
-        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"suffix": "x"}, None, "no tokens for text in the middle"),
+        ({"suffix": "x", "prompt": [5]}, "suffix", "texts"),
+        ({"logit_bias": [[5]]}, "logit_bias", "dictionary"),
+        ({"logit_bias": [["Hi", 1]]}, "logit_bias", "pattern"),
+        ({"allowed_token_ids": []}, "allowed_token_ids", "least 1"),
+        ({"allowed_token_ids": [97]}, "allowed_token_ids", "97"),
+        ({"bad_words": "x"}, "bad_words", "list"),
+        ({"repeat_penalty": 200}, "repetition_penalty", "less"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty", "not supported"),
+        ({"think": True}, "think", "not supported"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "not supported"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs", "not supported"),
+        ({"options": {"num_ctx": 5}}, "options", "not supported"),
+        ({"typical_p": 0.9}, "typical_p", "not supported"),
+        ({"mirostat": 2}, "mirostat", "not supported"),
+        ({"dry_multiplier": 0.8}, "dry_multiplier", "not supported"),
+        ({"no_repeat_ngram_size": 3}, "no_repeat_ngram_size", "not supported"),
+        ({"do_sample": False}, "do_sample", "not supported"),
+        ({"extra_body": {"top_k": 1}}, "extra_body", "not supported"),
         ({"use_beam_search": True}, "use_beam_search", "not supported"),
         ({"stop_token_ids": [97]}, "stop_token_ids", "97"),
         ({"stop_token_ids": 5}, "stop_token_ids", "list"),
@@ -108,7 +124,13 @@ def test_a_completion_that_cannot_be_made(server: Served, more: dict[str, Any], 
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
         ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
-        ({"continue_final_message": True}, "continue_final_message", "not supported"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "give one"),
+        ({"chat_template_kwargs": {"messages": []}}, None, "chat_template_kwargs has messages"),
+        ({"chat_template_kwargs": 5}, "chat_template_kwargs", "dictionary"),
+        ({"echo": True}, "echo", "not supported"),
+        ({"suffix": "x"}, "suffix", "not supported"),
+        ({"web_search_options": {}}, "web_search_options", "not supported"),
+        ({"think": "high", "reasoning_effort": "low"}, "think", "not supported"),
     ],
 )
 def test_a_chat_that_cannot_be_answered(server: Served, more: dict[str, Any], param: str | None, word: str) -> None:
@@ -170,8 +192,6 @@ def test_tokens_that_do_not_exist(server: Served) -> None:
     for body in ({"prompt": [97]}, {"prompt": [[5], [999_999_999_999, 3]], "echo": True}):
         refused(server.post("/v1/completions", body), 400, "97 tokens", param="prompt")
     refused(server.post("/tokenize", {}), 400, "prompt or messages", param="prompt")
-    body = {"messages": MESSAGES, "continue_final_message": True}
-    refused(server.post("/tokenize", body), 400, "not supported", param="continue_final_message")
 
 
 def test_an_error_in_a_stream_has_a_status(server: Served) -> None:

@@ -30,6 +30,9 @@ def test_every_key_opens(server: Served, key: str) -> None:
     assert client.completions.create(model=server.serving.model_name, prompt="abc", max_tokens=2).choices
     with server.http as http:
         assert http.get("/metrics", headers={"Authorization": f"bearer {key}"}).status_code == 200
+        assert http.get("/v1/models", headers={"x-api-key": key, "Authorization": "Bearer x"}).status_code == 200
+        wrong = http.post("/v1/messages", headers={"x-api-key": f"{key}4"})
+    assert wrong.status_code == 401 and wrong.json()["type"] == "error"
 
 
 WRONG = (

@@ -17,6 +17,7 @@ from support.command import assert_refused, run
 from support.serving import Served, eventually, served
 
 from eesd import Sampling, load
+from eesd.common.errors import EESDError
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.text import TextCodec
 from eesd.serve import cli as serve_cli
@@ -30,8 +31,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples" / "serving"
 
 @pytest.fixture(scope="module")
 def server(engine: Path) -> Iterator[Served]:
-    """With keys, open metrics, and two names."""
-    options = ServeOptions(api_keys=KEYS, metrics_open=True, allowed_hosts=("127.0.0.1", "api.example.com"))
+    """With keys, open metrics, two hosts, two names of the model, and pages of one origin."""
+    hosts, origins = ("127.0.0.1", "Api.Example.com"), ("https://chat.example.com",)
+    options = ServeOptions(
+        api_keys=KEYS, metrics_open=True, allowed_hosts=hosts, allowed_origins=origins, model_name="one", aliases=("gpt-4o",)
+    )
     with served(engine, options, BatchOptions(max_rows=2, max_queue=3)) as running:
         yield running
 
@@ -57,7 +61,68 @@ def test_a_request_for_another_host_is_refused(server: Served, host: str, status
     response = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(Host=host))
     assert response.status_code == status
     if status == 400:
-        assert response.json()["error"]["code"] == "unknown_host" and "api.example.com" in response.json()["error"]["message"]
+        assert response.json()["error"]["code"] == "unknown_host" and "Api.Example.com" in response.json()["error"]["message"]
+
+
+def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
+    """kubelet asks for the pod's address, the container's own check for 127.0.0.1, and Prometheus for either."""
+    other = {"Host": "10.1.2.3:8000"}
+    with server.http as client:
+        assert [client.get(path, headers=other).status_code for path in ("/health", "/ready", "/metrics")] == [200] * 3
+        assert client.get("/v1/models", headers=bearer(**other)).status_code == 400
+        assert client.head("/health").status_code == 200 and client.head("/").status_code == 200
+        assert client.head("/health").content == b"" and client.head("/v1/completions", headers=bearer()).status_code == 405
+    with served(engine, ServeOptions(allowed_hosts=("api.example.com",))) as closed, closed.http as client:
+        assert client.get("/metrics", headers=other).status_code == 400  # open to everybody but the pages of other sites
+        assert client.get("/health", headers=other).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["api.example.com:8443", "", "a b", "http://a.example", "a/b", "[::1]", "*"])
+def test_a_host_that_could_never_match_is_refused(host: str) -> None:
+    with pytest.raises(EESDError, match="is no name of a machine"):
+        ServeOptions(allowed_hosts=(host,))
+    assert ServeOptions(allowed_hosts=("::1", "10.1.2.3", "A.example"))
+    for origin in ("chat.example.com", "https://chat.example.com/", "https://", "**"):
+        with pytest.raises(EESDError, match="allowed origin"):
+            ServeOptions(allowed_origins=(origin,))
+
+
+def test_a_page_of_an_allowed_origin_may_ask(server: Served) -> None:
+    """Its browser asks for permission first, without the key."""
+    page = {"Origin": "https://chat.example.com"}
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    with server.http as client:
+        permission = client.options("/v1/chat/completions", headers=page | asks)
+        assert permission.status_code == 200 and "authorization" in permission.headers["access-control-allow-headers"].lower()
+        body = {"prompt": "a", "max_tokens": 1}
+        for key, status in ((KEYS[0], 200), ("wrong-key-1", 401)):
+            found = client.post("/v1/completions", json=body, headers=bearer(key, **page))
+            assert found.status_code == status and found.headers["access-control-allow-origin"] == page["Origin"]
+        other = client.options("/v1/chat/completions", headers={"Origin": "https://evil.example", **asks})
+        assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
+
+
+def test_a_model_has_several_names(server: Served) -> None:
+    for name in ("one", "gpt-4o", ""):
+        body = {"prompt": "a", "max_tokens": 1, "model": name}
+        assert server.post("/v1/completions", body, headers=bearer()).json()["model"] == "one"
+    with server.http as client:
+        models = client.get("/v1/models", headers=bearer()).json()["data"]
+        assert [model["id"] for model in models] == ["one", "gpt-4o"]
+        assert client.get("/v1/models/gpt-4o", headers=bearer()).json()["id"] == "gpt-4o"
+
+
+def test_a_request_with_two_lengths_is_refused(server: Served) -> None:
+    """A proxy that believes Content-Length would take the second request for a part of the first one's body."""
+    second = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEYS[0]}\r\n".encode()
+    head += b"Content-Type: application/json\r\nContent-Length: 9\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(head + b"2\r\n{}\r\n0\r\n\r\n" + second)
+        received = b""
+        while piece := connection.recv(65536):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 400 ") and received.count(b"HTTP/1.1") == 1
 
 
 @pytest.mark.parametrize(
@@ -66,7 +131,7 @@ def test_a_request_for_another_host_is_refused(server: Served, host: str, status
         ((), serve_cli.LOOPBACK),
         (("--host", "localhost"), serve_cli.LOOPBACK),
         (("--host", "0.0.0.0"), ()),
-        (("--allowed-host", "a.example", "--allowed-host", "b.example"), ("a.example", "b.example")),
+        (("--allowed-host", "a.example", "--allowed-host", "b.example"), ("a.example", "b.example", *serve_cli.LOOPBACK)),
     ],
 )
 def test_who_listens_on_this_machine_alone_answers_for_it_alone(
@@ -99,10 +164,15 @@ def test_options_come_from_the_environment_and_a_file(engine: Path, monkeypatch:
     monkeypatch.setenv("EESD_SERVE_BODY_TIMEOUT", "7")
     monkeypatch.setenv("EESD_SERVE_METRICS_OPEN", "1")
     found = started(monkeypatch, "--config", file, "--body-timeout", 9)
-    assert (found.max_n, found.model_name, found.body_timeout, found.allowed_hosts) == (5, "environment", 9.0, ("a.example",))
-    assert found.metrics_open
+    assert (found.max_n, found.model_name, found.body_timeout) == (5, "environment", 9.0)
+    assert found.allowed_hosts == ("a.example", *serve_cli.LOOPBACK) and found.metrics_open
     monkeypatch.setenv("EESD_SERVE_ALLOWED_HOST", "b.example c.example")
-    assert started(monkeypatch, "--config", file).allowed_hosts == ("b.example", "c.example")
+    monkeypatch.setenv("EESD_SERVE_MODEL_NAME", "one two")
+    found = started(monkeypatch, "--config", file)
+    assert found.allowed_hosts[:2] == ("b.example", "c.example") and (found.model_name, found.aliases) == ("one", ("two",))
+    monkeypatch.setenv("EESD_SERVE_PROT", "1")
+    assert_refused(run(serve_cli.main, "--config", file), "EESD_SERVE_PROT names no option", "--help")
+    monkeypatch.delenv("EESD_SERVE_PROT")
     for option in serve_cli.main.params:
         assert f"--{str(option.name).replace('_', '-')}" in option.opts, "its variable has another name"
 
@@ -114,7 +184,7 @@ def test_options_come_from_the_environment_and_a_file(engine: Path, monkeypatch:
         ("prot = 1", ("no option prot", "--help")),
         ('config = "x"', ("no option config",)),
         ("port = [1]", ("port is no single value",)),
-        ('allowed-host = "a"', ("allowed-host is no list",)),
+        ('allowed-host = "a:1"', ("allowed host 'a:1' is no name",)),
         ("port = -1", ("--port",)),
         ("[port]", ("port is no single value",)),
     ],

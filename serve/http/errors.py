@@ -91,9 +91,10 @@ class APIError(Exception):
         detail = {"message": self.message, "type": TYPES[self.status], "param": self.param, "code": self.code}
         return json.dumps({"error": detail}).encode()  # ASCII: the message may quote half a surrogate pair
 
-    @property
-    def response(self) -> Response:
-        return Response(self.body, self.status, self.headers, "application/json")
+    def response_for(self, path: str) -> Response:
+        """The response of a path. Anthropic's form has one field more."""
+        body = b'{"type": "error", ' + self.body[1:] if path.startswith("/v1/messages") else self.body
+        return Response(body, self.status, self.headers, "application/json")
 
 
 class ClientLeftError(Exception):
@@ -135,8 +136,8 @@ def _invalid(error: RequestValidationError) -> APIError:
 def handle_errors(app: FastAPI) -> None:
     """Make the app answer every exception in OpenAI's form."""
 
-    async def answer(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response
+    async def answer(request: Request, error: Exception) -> Response:
+        return as_api_error(error).response_for(request.url.path)
 
     async def left(_: Request, error: Exception) -> Response:  # noqa: ARG001 - the handlers' signature
         return Response(status_code=LEFT)

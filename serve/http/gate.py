@@ -30,18 +30,21 @@ class Gate:
     def __init__(self, app: ASGIApp, serving: Serving, open_paths: Collection[str]) -> None:
         self._app, self._serving, self._open = app, serving, open_paths
         self._keys = [sha256(key.encode()).digest() for key in serving.options.api_keys]
+        self._hosts = {host.lower() for host in serving.options.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # of monitors: a GET, of which the server sends the head
+            scope = {**scope, "method": "GET"}
         quiet = scope["path"] in QUIET
         self._serving.active += not quiet
         try:
             try:
                 body = await self._admit(scope, receive)
             except APIError as error:
-                await error.response(scope, receive, send)
+                await error.response_for(scope["path"])(scope, receive, send)
                 return
             if body is not None:
                 await self._app(scope, _replay(body, receive), send)
@@ -55,15 +58,19 @@ class Gate:
             APIError: It may not enter.
         """
         headers, options = Headers(scope=scope), self._serving.options
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # RFC 9112, 6.1: a proxy that reads the one and a server that reads the other see different requests
+            message = "The request has both Content-Length and Transfer-Encoding; send one of them."
+            raise APIError(400, message, code="ambiguous_length", headers=CLOSE)
+        key = self._key(headers)
+        scope.setdefault("state", {})["key"] = key
         host = headers.get("host")  # HTTP/1.0 has none: probes of load balancers use it, browsers do not
-        if options.allowed_hosts and host is not None and _name_of(host) not in options.allowed_hosts:
+        if self._hosts and host is not None and _name_of(host) not in self._hosts and not self._any_host(scope["path"], key):
             names = ", ".join(options.allowed_hosts)
             message = f"The request is for another host; this server answers for {names}. --allowed-host adds one."
             raise APIError(400, message, code="unknown_host", headers=CLOSE)
-        key = self._key(headers.get("authorization", ""))
-        scope.setdefault("state", {})["key"] = key
         if self._keys and scope["path"] not in self._open and not key:
-            message = "The API key is missing or wrong; send it as Authorization: Bearer KEY."
+            message = "The API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY."
             raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
         if self._serving.draining and scope["path"] not in QUIET:
             raise APIError(503, "The server is stopping; ask another one.", code="stopping", headers=CLOSE)
@@ -74,15 +81,20 @@ class Gate:
             message = f"The body did not come within {options.body_timeout:g} seconds; send it faster."
             raise APIError(408, message, code="timeout", headers=CLOSE) from None
 
-    def _key(self, authorization: str) -> str:
-        """What the log calls the key of a header: the beginning of its SHA-256. Empty if it is none of the keys.
+    def _any_host(self, path: str, key: str) -> bool:
+        """Whether a path answers for every name. Kubernetes and Prometheus ask for an address, and a page learns nothing."""
+        return path in ("/health", "/ready") or (path == "/metrics" and (bool(key) or self._serving.options.metrics_open))
+
+    def _key(self, headers: Headers) -> str:
+        """What the log calls the key of a request: the beginning of its SHA-256. Empty if it is none of the keys.
 
         Takes the same time for every wrong key.
         """
-        kind, _, key = authorization.partition(" ")
-        digest = sha256(key.strip().encode()).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        return digest.hex()[:8] if any(matches) and kind.lower() == "bearer" else ""
+        kind, _, key = headers.get("authorization", "").partition(" ")
+        given = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
+        digests = [sha256(one.encode()).digest() for one in given]
+        found = [digest for digest in digests for known in self._keys if hmac.compare_digest(digest, known)]
+        return found[0].hex()[:8] if found else ""
 
 
 def _name_of(host: str) -> str:

@@ -122,7 +122,7 @@ class Observe:
         except Exception as error:
             LOGGER.error("A request failed.", exc_info=error)
             if status == LEFT:
-                await as_api_error(error).response(scope, receive, sending)
+                await as_api_error(error).response_for(scope["path"])(scope, receive, sending)
         finally:
             facts |= _outcome(scope, status, start)
             _add_to_span(facts)

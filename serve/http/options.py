@@ -1,12 +1,24 @@
 """How a server is set up, and what all its routes share."""
 
+import re
 from dataclasses import dataclass, field
+from ipaddress import ip_address
 
 from eesd.common.checks import check_integer, check_number, shown
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.service import Service
 from eesd.runtime.text import TextCodec
 from eesd.serve.http.metrics import Metrics
+
+_HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9_.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
+
+
+def _is_address(host: str) -> bool:
+    try:
+        return bool(ip_address(host))
+    except ValueError:
+        return False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,9 +27,12 @@ class ServeOptions:
 
     Attributes:
         model_name: The name that clients give as ``model``; "": the name in the engine directory.
+        aliases: More names that they may give.
         api_keys: Any one of these must come as a bearer token; empty: no key is needed.
-        allowed_hosts: Names that requests may be for (``Host``), without ports; empty: any. A page of another site whose name
-            is made to lead here (DNS rebinding) is then refused. A request without ``Host``, as of HTTP/1.0, is answered.
+        allowed_hosts: Names that requests may be for (``Host``), without ports, in any case; empty: any. A page of another site
+            whose name is made to lead here (DNS rebinding) is then refused. A request without ``Host``, as of HTTP/1.0, is
+            answered, and so are probes.
+        allowed_origins: Origins of pages that may ask from a browser (CORS), or ``*`` for all of them.
         metrics_open: Whether ``/metrics`` needs no key.
         max_body_bytes: Largest body.
         max_prompt_tokens: Longest prompt; 0: what the engines' KV cache holds.
@@ -32,8 +47,10 @@ class ServeOptions:
     """
 
     model_name: str = ""
+    aliases: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     metrics_open: bool = False
     max_body_bytes: int = 4 << 20
     max_prompt_tokens: int = 0
@@ -44,14 +61,18 @@ class ServeOptions:
     drain_seconds: float = 30.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.model_name, str) or not self.model_name.isprintable():
-            raise EESDError(f"model_name is {shown(self.model_name)}; give a name that can be printed.")
+        for name in (self.model_name, *self.aliases):
+            if not isinstance(name, str) or not name.isprintable():
+                raise EESDError(f"model_name is {shown(name)}; give a name that can be printed.")
         for key in self.api_keys:
             if not key.isascii() or not key.isprintable() or not key.strip() == key or not 8 <= len(key) <= 1024:
                 raise EESDError("An API key is unusable; give 8 to 1024 printable ASCII characters without blanks around.")
         for host in self.allowed_hosts:
-            if not host or host.strip() != host or "/" in host:
+            if not _HOST.fullmatch(host) and not _is_address(host):
                 raise EESDError(f"The allowed host {shown(host)} is no name of a machine; give one such as api.example.com.")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise EESDError(f"The allowed origin {shown(origin)} is none; give one such as https://chat.example.com, or *.")
         check_integer("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         check_integer("max_prompt_tokens", self.max_prompt_tokens, 0, 2**63 - 1)
         check_integer("max_n", self.max_n, 1, 1 << 20)
@@ -67,7 +88,7 @@ class Serving:
     Attributes:
         service: The batch.
         options: The limits.
-        model_name: The name that clients give as ``model``.
+        model_name: The name that answers have as ``model``.
         codec: Tokenizer and chat template; None if the model has none.
         metrics: What Prometheus is told.
         active: Requests that are being answered, probes not counted.
@@ -87,6 +108,11 @@ class Serving:
         self.model_name = self.options.model_name or llm.manifest.model
         self.codec = llm.codec if llm.has_tokenizer else None
         self.metrics = Metrics(self.service, self.model_name)
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """All names that clients may give."""
+        return tuple(dict.fromkeys((self.model_name, *self.options.aliases)))
 
     @property
     def max_model_len(self) -> int:

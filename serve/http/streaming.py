@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import TypeVar
 
 from fastapi import Request
@@ -16,6 +16,10 @@ from eesd.serve.http.observe import LOGGER
 T = TypeVar("T")
 Events = AsyncGenerator[bytes, None]
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": waiting\n\n"
+"""Clients ignore it. Proxies close a connection on which nothing comes for long."""
+QUIET_SECONDS = 10.0
+"""How long nothing comes before a comment does."""
 
 
 def json_bytes(value: BaseModel) -> bytes:
@@ -44,7 +48,7 @@ class EventStream(Response):
     """A response that sends events as they come.
 
     What is raised before the first event becomes an error with a status. Later the status has been sent, and an error is the
-    last event: ``data: {"error": ...}`` without ``[DONE]``.
+    last event: ``data: {"error": ...}`` without ``[DONE]``. While nothing comes, comments do, the first one with the status.
 
     Args:
         events: The events; closed at the end, also when the client leaves.
@@ -65,16 +69,36 @@ class EventStream(Response):
             await self._events.aclose()
 
     async def _send(self, send: Send) -> None:
-        first = await anext(self._events)
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": first, "more_body": True})
-        try:
-            async for piece in self._events:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except Exception as error:  # the status has been sent
-            last = b"data: " + stream_error(error).body + b"\n\n"
-            await send({"type": "http.response.body", "body": last, "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
+        async with aclosing(_with_comments(self._events)) as events:
+            first = await anext(events)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send({"type": "http.response.body", "body": first, "more_body": True})
+            try:
+                async for piece in events:
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+            except Exception as error:  # the status has been sent
+                last = b"data: " + stream_error(error).body + b"\n\n"
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+            await send({"type": "http.response.body", "body": b""})
+
+
+async def _with_comments(events: Events) -> Events:
+    """The events, and a comment whenever none comes for :data:`QUIET_SECONDS`."""
+    waiting = asyncio.ensure_future(anext(events, None))
+    try:
+        while True:
+            await asyncio.wait({waiting}, timeout=QUIET_SECONDS)
+            if not waiting.done():
+                yield COMMENT
+                continue
+            if (piece := waiting.result()) is None:
+                return
+            yield piece
+            waiting = asyncio.ensure_future(anext(events, None))
+    finally:
+        waiting.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await waiting
 
 
 async def unless_left(request: Request, work: Coroutine[None, None, T]) -> T:

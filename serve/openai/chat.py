@@ -8,10 +8,12 @@ from fastapi import APIRouter, Depends, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
+from eesd.runtime.chat_template import Message
 from eesd.runtime.request import TokenOutput, Update
 from eesd.runtime.text import TextCodec
+from eesd.serve.grammar.thinking import BEGIN, END, ThinkParser, may_think
 from eesd.serve.grammar.tool_calls import ToolDelta, whole_calls
-from eesd.serve.grammar.tools import Tools, encode_chat, tools_of
+from eesd.serve.grammar.tools import Tools, encode_chat, special_token, tools_of
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
@@ -29,6 +31,7 @@ from eesd.serve.openai.schemas import (
     ChatLogprobs,
     ChatMessage,
     Delta,
+    TemplateBody,
     ToolCall,
 )
 
@@ -57,8 +60,7 @@ async def begin(body: ChatBody, request: Request, serving: Serving) -> tuple[Gen
     """
     check_model(body.model, serving)
     codec = serving.service.llm.codec
-    tools = tools_of(body.given(), codec)
-    tokens = await run_in_threadpool(_encode, body, tools, codec)
+    tools, tokens = await run_in_threadpool(encode, body, codec)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     # In a thread: a grammar may take long to read.
@@ -68,13 +70,30 @@ async def begin(body: ChatBody, request: Request, serving: Serving) -> tuple[Gen
     return generations, [Reader(choice, tools, codec, bool(body.stream)) for choice in generations.progress]
 
 
-def _encode(body: ChatBody, tools: Tools | None, codec: TextCodec) -> list[int]:
-    """The messages as tokens. A template is a program and may take long, so it runs in a thread."""
-    return encode_chat([message.given() for message in body.messages], tools, codec, body.reasoning_effort)
+def encode(body: ChatBody, codec: TextCodec) -> tuple[Tools | None, list[int]]:
+    """The tools, and the messages as tokens. A template is a program and may take long: call this in a thread."""
+    tools = tools_of(body.given(), codec)
+    messages = [message.given() for message in body.messages]
+    return tools, prompt_of(messages, tools, codec, body, body.reasoning_effort)
+
+
+def prompt_of(
+    messages: Sequence[Message], tools: Tools | None, codec: TextCodec, body: TemplateBody, effort: str | None = None
+) -> list[int]:
+    """Token ids of messages, as a body says that they become a prompt.
+
+    Raises:
+        APIError, EESDError: The body contradicts itself, or a message cannot be used.
+    """
+    if body.continue_final_message and body.add_generation_prompt:
+        message = "continue_final_message goes on with a message, and add_generation_prompt begins one; give one of them."
+        raise APIError(400, message, "continue_final_message", "invalid_value")
+    ending = "continue" if body.continue_final_message else "end" if body.add_generation_prompt is False else "answer"
+    return encode_chat(messages, tools, codec, effort, body.chat_template_kwargs or {}, ending)
 
 
 class Reader:
-    """Reads one answer: its text, and the calls in it.
+    """Reads one answer: what the model thinks, its text, and the calls in it.
 
     Attributes:
         progress: What has come.
@@ -84,13 +103,27 @@ class Reader:
     def __init__(self, progress: Progress, tools: Tools | None, codec: TextCodec, streaming: bool) -> None:
         self.progress, self.tools = progress, tools
         self._parser = tools.parser(codec, streaming=streaming) if tools else None
+        marks = {special_token(mark, codec): mark for mark in (BEGIN, END)}
+        self._marks = {token: mark for token, mark in marks.items() if token is not None}
+        end = codec.tokenizer.decode(list(progress.request.tokens[-2 * len(BEGIN) :]), skip_special_tokens=False)
+        # Who constrains the output asks for it alone: the model does not think.
+        thinks = may_think(codec) and progress.request.constraint is None
+        self._thoughts = ThinkParser(end.rstrip().endswith(BEGIN)) if thinks else None
 
     def see(self, update: Update) -> list[ToolDelta]:
         """Take an update in. Returns what it adds to the answer."""
         text = self.progress.see(update)
+        last = self.progress.finish_reason is not None
+        marks = self._marks if self._parser is None else self._parser.marks | self._marks
+        if self._thoughts or self._parser:
+            text = "".join(marks.get(output.token, "") + output.text for output in update.tokens) + update.held
+        thought = ""
+        if self._thoughts:
+            thought, text = self._thoughts.push(text, last)
+        deltas = [ToolDelta(thought=thought)] if thought else []
         if self._parser is None:
-            return [ToolDelta(text)] if text else []
-        deltas = self._parser.read(update)
+            return [*deltas, ToolDelta(text)] if text else deltas
+        deltas += self._parser.push(text) + (self._parser.finish() if last else [])
         if self._parser.calls and self.progress.finish_reason == "stop":
             self.progress.finish_reason = "tool_calls"
         return deltas
@@ -118,6 +151,8 @@ class _Writer:
         progress = self._progress
         content = "".join(delta.content for delta in self._said)
         message = ChatMessage(role="assistant", content=content if self._reader.tools is None else content or None)
+        if thought := "".join(delta.thought for delta in self._said):
+            message.reasoning_content = thought
         if calls := whole_calls(self._said):
             message.tool_calls = [ToolCall(**call) for call in calls]
         choice = ChatChoice(index=index, message=message, logprobs=self.logprobs(progress.outputs), **finished(progress))

@@ -10,6 +10,7 @@ from fastapi.responses import Response
 
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import TokenOutput, Update
+from eesd.serve.grammar.fill_in import fill_in
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
@@ -49,6 +50,10 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
     prompt = body.prompt
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found: list[tuple[Sequence[int], str]] = []
+    if body.suffix:
+        if body.echo or not all(isinstance(item, str) for item in prompts):
+            raise APIError(400, "suffix needs prompts that are texts, and no echo; change those.", "suffix", "invalid_value")
+        return [(fill_in(str(item), body.suffix, llm.codec), "") for item in prompts]
     for item in prompts:
         # A text without the tokenizer's special tokens, or what llm.encode makes of a text or ids.
         bare = isinstance(item, str) and body.add_special_tokens is False

@@ -34,6 +34,14 @@ class TokenWriter:
             return f"token_id:{token}".encode()
         return self._bytes.added(token, self._before) if self._bytes.name(token) else name.encode()
 
+    def _name(self, token: int) -> str:
+        """A token as text; parts of characters as bytes, as OpenAI writes them, so that they are not all alike."""
+        written = self._written(token)
+        try:
+            return written.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in written)
+
     def _advance(self, token: int) -> None:
         if self._bytes and self._bytes.name(token):
             self._offset += len(self._utf8.decode(self._bytes.added(token, self._before)))
@@ -43,7 +51,7 @@ class TokenWriter:
         """The next tokens as ``/v1/completions`` reports them. The token itself is always among the most likely ones."""
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in found:
-            text = self._written(item.token).decode(errors="replace")
+            text = self._name(item.token)
             result.tokens.append(text)
             result.text_offset.append(self._offset)
             if item.logprob is None:
@@ -52,7 +60,7 @@ class TokenWriter:
             else:
                 top: dict[str, float] = {}
                 for token, logprob in (*item.top, (item.token, item.logprob)):  # best first: of equal texts the best stays
-                    top.setdefault(self._written(token).decode(errors="replace"), _finite(logprob))
+                    top.setdefault(self._name(token), _finite(logprob))
                 result.token_logprobs.append(_finite(item.logprob))
                 result.top_logprobs.append(top)
             self._advance(item.token)

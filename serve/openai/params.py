@@ -1,7 +1,7 @@
 """From the body of a request to what the batch is asked for."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,18 +9,17 @@ from eesd.common.checks import shown
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import Constraint, Request
 from eesd.serve.grammar.fields import constraint_of
+from eesd.serve.grammar.token_filter import TokenFilter, word_tokens
 from eesd.serve.grammar.tools import Tools
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.options import Serving
-from eesd.serve.openai.schemas import Body, GenerationBody
+from eesd.serve.openai.schemas import ALIASES, Body, GenerationBody
 
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NEUTRAL: dict[str, Any] = {
     "suffix": "",
     "use_beam_search": False,
     "length_penalty": 1,
-    "bad_words": [],
-    "allowed_token_ids": [],
     "logits_processors": [],
     "include_stop_str_in_output": False,
     "skip_special_tokens": True,
@@ -37,8 +36,25 @@ NEUTRAL: dict[str, Any] = {
     "reasoning_effort": None,
     "audio": None,
     "modalities": ["text"],
+    "web_search_options": None,
+    "prompt_embeds": None,
+    "thinking_token_budget": None,
+    "structural_tag": None,
+    "stop_regex": None,
+    "custom_logit_processor": None,
+    "lora_path": None,
+    "extra_body": {},
+    "vllm_xargs": {},
+    **dict.fromkeys(("options", "lora", "samplers"), None),
+    **dict.fromkeys(("typical_p", "tfs_z", "num_beams", "guidance_scale", "cfg_scale"), 1),
+    **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier", "smoothing_factor"), 0),
+    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("top_n_sigma", "repeat_last_n"), -1),
+    **dict.fromkeys(ALIASES, None),
+    **{"do_sample": True, "negative_prompt": "", "echo": False},
 }
-"""Fields of OpenAI's and vLLM's APIs that are not supported, and the value that changes nothing."""
+"""Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the text and are not supported, and
+the value that changes nothing. An alias is refused beside the field that it stands for, and where there is no such field."""
 
 
 def check_supported(body: Body, choices: int = 1) -> None:
@@ -61,9 +77,9 @@ def check_supported(body: Body, choices: int = 1) -> None:
 
 def check_model(model: str | None, serving: Serving) -> None:
     """Raises :class:`APIError` (404) for the name of another model. No name, or "", means the model that there is."""
-    if model and model != serving.model_name:
-        names = f"{shown(model)}; this server has {serving.model_name!r}"
-        raise APIError(404, f"There is no model {names}.", "model", "model_not_found")
+    if model and model not in serving.model_names:
+        names = ", ".join(map(repr, serving.model_names))
+        raise APIError(404, f"There is no model {shown(model)}; this server has {names}.", "model", "model_not_found")
 
 
 def check_ids(tokens: Sequence[int], llm: LLM, field: str) -> None:
@@ -106,7 +122,6 @@ def requests_of(
         APIError, EESDError: The server cannot do what is asked for.
     """
     check_supported(body, body.choices)
-    given = body.given()
     if len(prompts) * body.choices > serving.options.max_n:
         message = f"The request asks for {len(prompts) * body.choices} texts; ask for at most {serving.options.max_n}."
         raise APIError(400, message, "n")
@@ -121,6 +136,7 @@ def requests_of(
         chosen["logit_bias"] = {int(token): value for token, value in body.logit_bias.items()}
         check_ids(list(chosen["logit_bias"]), llm, "logit_bias")
     check_ids(body.stop_token_ids or (), llm, "stop_token_ids")
+    check_ids(body.allowed_token_ids or (), llm, "allowed_token_ids")
     if body.sampling_method is not None:
         chosen["method"] = body.sampling_method
     seed = secrets.randbits(63) if body.seed is None else body.seed
@@ -141,16 +157,19 @@ def requests_of(
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
                 seconds=serving.options.request_timeout,
-                constraint=_constraint(given, llm, tools),
+                constraint=_constraint(body, llm, tools),
                 salt=f"{key} {body.cache_salt or ''}",
             )
             requests.append(request)
     return requests
 
 
-def _constraint(body: Mapping[str, Any], llm: LLM, tools: Tools | None) -> Constraint | None:
-    """What restricts the output: the calls that must come, or what the body asks for."""
-    asked, calls = constraint_of(body, llm), tools.constraint(llm) if tools else None
+def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constraint | None:
+    """What restricts the output: the calls that must come, or what the body asks for; and lists of tokens."""
+    asked, calls = constraint_of(body.given(), llm), tools.constraint(llm) if tools else None
     if asked is not None and calls is not None:
         raise APIError(400, "tool_choice asks for a call, and another field constrains the output; give one.", "tool_choice")
-    return calls or asked
+    words = word_tokens(body.bad_words, llm.codec) if body.bad_words else []
+    if not words and body.allowed_token_ids is None:
+        return calls or asked
+    return TokenFilter(llm.manifest.geometry.vocab_size, body.allowed_token_ids, words, calls or asked)

@@ -6,7 +6,7 @@ from typing import Any
 from eesd.common.checks import shown
 from eesd.serve.http.errors import APIError
 from eesd.serve.openai.response_schemas import ContentPart, InputItem, ResponsesBody, TextOptions
-from eesd.serve.openai.schemas import ChatBody, GenerationBody
+from eesd.serve.openai.schemas import ChatBody, GenerationBody, TemplateBody
 
 WHOLE = "send the whole input"
 REFUSED = {
@@ -44,7 +44,8 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
         messages.insert(0, {"role": "system", "content": body.instructions})
     if not knows_developer:
         messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
-    shared = {name: getattr(body, name) for name in GenerationBody.model_fields if name not in ("n", "stream_options")}
+    fields = (*GenerationBody.model_fields, *TemplateBody.model_fields)
+    shared = {name: getattr(body, name) for name in fields if name not in ("n", "stream_options")}
     unknown = {name: value for name, value in extra.items() if name not in ChatBody.model_fields and name not in REFUSED}
     logprobs = LOGPROBS in (body.include or ())
     values = {
@@ -152,12 +153,10 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(given: str | dict[str, Any] | None) -> Any:
-    if not isinstance(given, dict):
-        return given
-    if given.get("type") != "function":
+    if isinstance(given, dict) and given.get("type") not in ("function", "allowed_tools"):
         message = f"tool_choice of type {shown(given.get('type'))} is not supported; give none, auto, required, or a function."
         raise _refusal("tool_choice", message)
-    return {"type": "function", "function": {name: value for name, value in given.items() if name == "name"}}
+    return given
 
 
 def _response_format(text: TextOptions) -> dict[str, Any] | None:

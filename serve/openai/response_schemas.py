@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from eesd.runtime.request import MAX_LOGPROBS
-from eesd.serve.openai.schemas import INT64, Body, ChatLogprob, Effort, GenerationBody, Many, ResponseMetrics
+from eesd.serve.openai.schemas import INT64, Body, ChatLogprob, Effort, GenerationBody, Many, ResponseMetrics, TemplateBody
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=1 << 10, fail_fast=True)]
 Strings = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
@@ -49,7 +49,7 @@ class Reasoning(Body):
     effort: Annotated[Effort, Field(description="For chat templates that read it.")] | None = None
 
 
-class ResponsesBody(GenerationBody):
+class ResponsesBody(GenerationBody, TemplateBody):
     """``POST /v1/responses``: what needs no memory of earlier responses."""
 
     input: str | Annotated[list[InputItem], Many]
@@ -69,20 +69,23 @@ class ResponsesBody(GenerationBody):
 
 
 class OutputText(BaseModel):
+    """A part of a message, or the text of what the model thinks, which has no annotations and log-probabilities."""
+
     type: str
     text: str
-    annotations: list[Any]
-    logprobs: list[ChatLogprob]
+    annotations: list[Any] | None = None
+    logprobs: list[ChatLogprob] | None = None
 
 
 class OutputItem(BaseModel):
-    """A message of the model, or a call of a function. ``arguments`` is JSON, as the model wrote it."""
+    """A message of the model, what it thinks (``reasoning``), or a call of a function, whose ``arguments`` are JSON."""
 
     id: str
     type: str
     status: str
     role: str | None = None
     content: list[OutputText] | None = None
+    summary: list[Any] | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
@@ -94,7 +97,7 @@ class InputDetails(BaseModel):
 
 
 class OutputDetails(BaseModel):
-    """Reasoning is part of the text here, and not counted apart: ``reasoning_tokens`` is 0."""
+    """Tokens of thoughts are not counted apart: ``reasoning_tokens`` is 0."""
 
     reasoning_tokens: int
 

@@ -118,7 +118,8 @@ class _Writer:
         for delta in deltas:
             yield from self._take(delta)
         if self._reader.progress.finish_reason:
-            if not self._items:
+            if not any(item.type != "reasoning" for item in self._items):
+                yield from self._close(self.status)
                 yield from self._begin_text()
             yield from self._close(self.status)
 
@@ -136,6 +137,13 @@ class _Writer:
         yield "response.failed", {"response": answer}
 
     def _take(self, delta: ToolDelta) -> Iterator[Event]:
+        if delta.thought:
+            if not self._open or self._items[-1].type != "reasoning":
+                yield from self._close("completed")
+                item = OutputItem(id=f"rs_{uuid4().hex}", type="reasoning", status="in_progress", summary=[], content=[])
+                yield from self._begin(item)
+            self._pieces.append(delta.thought)
+            yield "response.reasoning_text.delta", {**self._place(0), "delta": delta.thought}
         if delta.content:
             if not self._open or self._items[-1].type != "message":
                 yield from self._close("completed")
@@ -172,6 +180,9 @@ class _Writer:
             yield "response.output_text.done", {**self._place(0), "text": value, "logprobs": part.logprobs}
             yield "response.content_part.done", {**self._place(0), "part": part}
             item.content, item.status = [part], status
+        elif item.type == "reasoning":
+            yield "response.reasoning_text.done", {**self._place(0), "text": value}
+            item.content, item.status = [OutputText(type="reasoning_text", text=value)], status
         else:
             yield "response.function_call_arguments.done", {**self._place(), "name": item.name, "arguments": value}
             item.arguments, item.status = value, "completed" if _is_whole(value) else "incomplete"

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from eesd.runtime.request import MAX_LOGPROBS
 
@@ -31,8 +31,52 @@ class StreamOptions(Body):
     include_usage: bool | None = None
 
 
+ALIASES = {
+    "repeat_penalty": "repetition_penalty",
+    "stop_sequences": "stop",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "thinking": "reasoning_effort",
+    "think": "reasoning_effort",
+    "enable_thinking": "reasoning_effort",
+}
+"""Names that other servers have for a field."""
+THINKING = {"enabled": "medium", "disabled": "none", True: "medium", False: "none"}
+"""Efforts as Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek (``thinking``, an object with this type) have them."""
+
+
 class GenerationBody(Body):
     """What both ways to generate have in common. Fields that are left out, or null, take the server's defaults."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_others_write_it(cls, given: Any) -> Any:
+        """Fields in the forms of other servers: their names, -1 tokens for no limit, empty stop strings, biases as pairs."""
+        if not isinstance(given, dict):
+            return given
+        found = {**given}
+        for alias, name in ALIASES.items():
+            if name in cls.model_fields and found.get(alias) is not None and found.get(name) is None:
+                value = found.pop(alias)
+                if name == "reasoning_effort":
+                    value = value.get("type") if isinstance(value, dict) else value
+                    value = THINKING.get(value, value) if isinstance(value, str | bool) else value
+                found[name] = value
+        for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+            if found.get(name) == -1 and type(found[name]) is int:
+                found[name] = None
+        if found.get("stop") == "":
+            found["stop"] = None
+        elif isinstance(found.get("stop"), list):
+            found["stop"] = [text for text in found["stop"] if text != ""]
+        if isinstance(pairs := found.get("logit_bias"), list) and all(
+            isinstance(pair, list) and len(pair) == 2 for pair in pairs
+        ):
+            # false is llama.cpp's for never
+            found["logit_bias"] = {str(token): -100.0 if bias is False else bias for token, bias in pairs}
+        return found
 
     model: str | None = None
     stream: bool | None = None
@@ -50,6 +94,8 @@ class GenerationBody(Body):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], Annotated[float, Field(ge=-100, le=100)]] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 18, fail_fast=True)] | None = None
+    bad_words: Annotated[list[Text], Field(max_length=128, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     ignore_eos: bool | None = None
     sampling_method: (
@@ -80,6 +126,7 @@ class CompletionBody(GenerationBody):
     logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: Special = None
+    suffix: Annotated[str, Field(description="The text behind; needs a tokenizer with tokens for it.")] | None = None
 
 
 class Part(Body):
@@ -92,10 +139,18 @@ class Message(Body):
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
-class ChatBody(GenerationBody):
+class TemplateBody(Body):
+    """How messages become a prompt."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(description="Values that the template reads.")] | None = None
+    add_generation_prompt: Annotated[bool, Field(description="Whether the template begins an answer.")] | None = None
+    continue_final_message: Annotated[bool, Field(description="Go on with the last message.")] | None = None
+
+
+class ChatBody(GenerationBody, TemplateBody):
     """``POST /v1/chat/completions``."""
 
     messages: Annotated[list[Message], Many]
@@ -106,7 +161,7 @@ class ChatBody(GenerationBody):
     reasoning_effort: Annotated[Effort, Field(description="For chat templates that read it.")] | None = None
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """``POST /tokenize``: a text or chat messages."""
 
     model: str | None = None
@@ -215,6 +270,7 @@ class ToolCall(BaseModel):
 class ChatMessage(BaseModel):
     role: str
     content: str | None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -226,6 +282,7 @@ class ChatChoice(Choice):
 class Delta(BaseModel):
     role: str | None = None
     content: str | None = None
+    reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 

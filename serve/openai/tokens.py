@@ -9,6 +9,7 @@ from fastapi.concurrency import run_in_threadpool
 from eesd.serve.http.errors import ERRORS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
+from eesd.serve.openai.chat import prompt_of
 from eesd.serve.openai.params import check_ids, check_model, check_supported
 from eesd.serve.openai.schemas import (
     DetokenizeAnswer,
@@ -25,22 +26,21 @@ STARTED = int(time())
 Shared = Annotated[Serving, Depends(serving_of)]
 
 
-def _card(serving: Serving) -> ModelCard:
-    name, most = serving.model_name, serving.max_model_len
-    return ModelCard(id=name, object="model", created=STARTED, owned_by="eesd", max_model_len=most)
+def _card(name: str, serving: Serving) -> ModelCard:
+    return ModelCard(id=name, object="model", created=STARTED, owned_by="eesd", max_model_len=serving.max_model_len)
 
 
 @router.get("/v1/models")
 async def models(serving: Shared) -> ModelList:
-    """The model that is served."""
-    return ModelList(object="list", data=[_card(serving)])
+    """The model that is served, under each of its names."""
+    return ModelList(object="list", data=[_card(name, serving) for name in serving.model_names])
 
 
 @router.get("/v1/models/{model:path}")
 async def model(model: str, serving: Shared) -> ModelCard:
     """The model of this name."""
     check_model(model, serving)
-    return _card(serving)
+    return _card(model, serving)
 
 
 @router.post("/tokenize")
@@ -56,7 +56,7 @@ async def tokenize(body: TokenizeBody, serving: Shared) -> TokenizeAnswer:
         )
     codec = serving.service.llm.codec
     if body.prompt is None:
-        tokens = await run_in_threadpool(codec.encode, [message.given() for message in body.messages or ()])
+        tokens = await run_in_threadpool(prompt_of, [message.given() for message in body.messages or ()], None, codec, body)
     else:
         tokens = await run_in_threadpool(codec.ids, body.prompt, body.add_special_tokens is not False)
     return TokenizeAnswer(count=len(tokens), max_model_len=serving.max_model_len, tokens=tokens)

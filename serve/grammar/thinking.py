@@ -1,0 +1,52 @@
+"""What a model thinks, told apart from its answer: ``<think>...</think>`` in front, as Qwen3, DeepSeek and SmolLM3 write it."""
+
+from eesd.runtime.text import TextCodec
+
+BEGIN, END = "<think>", "</think>"
+BLANKS = " \t\r\n"
+
+
+def may_think(codec: TextCodec) -> bool:
+    """Whether a model's chat template knows these marks."""
+    template = codec.chat_template
+    return template is not None and END in template.source
+
+
+class ThinkParser:
+    """Splits an answer, piece by piece, into what the model thinks and what it says. Blanks around the marks are dropped.
+
+    Args:
+        begun: Whether the prompt ends with ``<think>``, so that the answer begins inside.
+    """
+
+    def __init__(self, begun: bool) -> None:
+        self._held = BEGIN if begun else ""
+        self._state = "before"
+
+    def push(self, text: str, last: bool) -> tuple[str, str]:
+        """What is certain with more text: thoughts and answer; all of it with the ``last`` piece."""
+        self._held += text
+        thought = ""
+        if self._state == "before":
+            begins = self._held.lstrip(BLANKS)
+            if begins.startswith(BEGIN):
+                self._held, self._state = begins.removeprefix(BEGIN), "start"
+            elif last or not BEGIN.startswith(begins):
+                self._state = "answer"
+        if self._state == "start" and (rest := self._held.lstrip(BLANKS)):
+            self._held, self._state = rest, "thinking"
+        if self._state == "thinking":
+            thought, mark, rest = self._held.partition(END)
+            if mark:
+                self._held, self._state = rest, "end"
+            else:  # neither what may be the mark, nor blanks that may stand before it
+                kept = next((n for n in range(len(END) - 1, 0, -1) if thought.endswith(END[:n])), 0)
+                sure = thought if last else thought[: len(thought) - kept].rstrip(BLANKS)
+                thought, self._held = sure, thought[len(sure) :]
+            thought = thought.rstrip(BLANKS) if mark else thought
+        if self._state == "end" and (rest := self._held.lstrip(BLANKS)):
+            self._held, self._state = rest, "answer"
+        if self._state != "answer":
+            return thought, ""
+        answer, self._held = self._held, ""
+        return thought, answer

@@ -1,0 +1,52 @@
+"""Tokens that a request allows or forbids by name: vLLM's ``allowed_token_ids`` and ``bad_words``."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.runtime.request import Constraint, ConstraintError
+from eesd.runtime.text import TextCodec
+
+
+def word_tokens(words: Sequence[str], codec: TextCodec) -> list[tuple[int, ...]]:
+    """The ways to write each word in tokens: as a text begins, and behind a space."""
+    ways = dict.fromkeys(tuple(codec.ids(before + word.lstrip(), special=False)) for word in words for before in ("", " "))
+    return [way for way in ways if way]
+
+
+class TokenFilter:
+    """A :class:`~eesd.runtime.request.Constraint` by lists of tokens, and another one.
+
+    Args:
+        size: Tokens of the model.
+        only: Tokens that may come; None: all.
+        words: Runs of tokens that may not come.
+        inner: What else restricts the text.
+    """
+
+    def __init__(
+        self, size: int, only: Sequence[int] | None, words: Sequence[tuple[int, ...]], inner: Constraint | None = None
+    ) -> None:
+        self._mask, self._words, self._inner = np.full(size, only is None), words, inner
+        if only is not None:
+            self._mask[list(only)] = True
+
+    def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
+        """The tokens [V] that may follow these.
+
+        Raises:
+            ConstraintError: None may, or the other constraint cannot tell.
+        """
+        inner = self._inner.allowed(tokens) if self._inner else None
+        mask = self._mask.copy() if inner is None else self._mask & inner
+        for *before, last in self._words:
+            if not before or list(tokens[-len(before) :]) == before:
+                mask[last] = False
+        if not mask.any():
+            raise ConstraintError("allowed_token_ids and bad_words leave no token; give others.")
+        return mask
+
+    def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
+        """What the other constraint says must follow."""
+        return self._inner.forced(tokens, most) if self._inner else ()
