@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 
 import eesd
 from eesd.runtime.batch.service import Service
+from eesd.serve.anthropic import messages
 from eesd.serve.http import probes
 from eesd.serve.http.errors import handle_errors
 from eesd.serve.http.gate import Gate
@@ -17,7 +18,7 @@ from eesd.serve.http.options import ServeOptions, Serving
 from eesd.serve.openai import chat, completions, responses, tokens
 from eesd.serve.page.routes import FILES, mount_page
 
-ROUTERS = (completions.router, chat.router, responses.router, tokens.router, probes.router)
+ROUTERS = (completions.router, chat.router, responses.router, messages.router, tokens.router, probes.router)
 
 
 def make_app(service: Service, options: ServeOptions) -> FastAPI:

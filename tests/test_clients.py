@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 CLIENTS = Path(__file__).parent / "clients"
 CALLS = {
     "openai": "chat stream object responses",
+    "anthropic": "chat stream function object",
     "litellm": "chat stream function object responses completion",
     "langchain-openai": "chat stream function object completion",
     "langchain-openai by responses": "chat stream function object",

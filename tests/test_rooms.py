@@ -26,6 +26,7 @@ LAZILY = {"runtime.engine_options": "eesd.export.prepare"}
 MAY_IMPORT_INSIDE = {
     "runtime.engines": set(),
     "runtime.decoding": {"runtime.engines"},
+    "serve.anthropic": {"serve.grammar", "serve.http", "serve.openai"},
     "serve.grammar": set(),
     "serve.http": set(),
     "serve.openai": {"serve.grammar", "serve.http"},

@@ -26,6 +26,7 @@ def server(engine: Path) -> Iterator[Served]:
 
 OPERATIONS = [
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")),
+    *(("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/ready", "/metrics")),
 ]
 PATIENCE = 300
@@ -54,7 +55,7 @@ def test_the_server_does_what_its_schema_says(server: Served, method: str, path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("method", "path"), OPERATIONS[:5])
+@pytest.mark.parametrize(("method", "path"), OPERATIONS[:7])
 def test_the_server_does_what_its_schema_says_many_times(server: Served, method: str, path: str) -> None:
     ask(server, method, path, THOROUGH)
 
@@ -64,7 +65,7 @@ def test_every_operation_declares_its_errors(server: Served) -> None:
         schema = http.get("/openapi.json").json()
     found = {(method.upper(), path) for path, methods in schema["paths"].items() for method in methods}
     assert found == set(OPERATIONS)
-    for method, path in OPERATIONS[:5]:
+    for method, path in OPERATIONS[:7]:
         responses = schema["paths"][path][method.lower()]["responses"]
         assert responses.keys() == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
         for status, response in responses.items():

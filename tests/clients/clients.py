@@ -13,6 +13,7 @@ from typing import Any
 BASE, MODEL = sys.argv[1], sys.argv[2]
 KEY = os.environ["OPENAI_API_KEY"] = "none"
 
+import anthropic  # noqa: E402
 import instructor  # noqa: E402
 import litellm  # noqa: E402
 import openai  # noqa: E402
@@ -66,6 +67,26 @@ def ask_openai() -> None:
     show("openai", "object", lambda: parse(**chat, max_tokens=ROOM, response_format=City).choices[0].message.parsed)
     options: Any = {"model": MODEL, "input": CHAT, "temperature": 0, "max_output_tokens": COUNT}
     show("openai", "responses", lambda: client.responses.create(**options).output_text)
+
+
+def ask_anthropic() -> None:
+    client = anthropic.Anthropic(base_url=BASE.removesuffix("/v1"), api_key=KEY)
+    chat: Any = {"model": MODEL, "messages": CHAT, "extra_body": {"temperature": 0}}
+    create = client.messages.create
+    show("anthropic", "chat", lambda: create(**chat, max_tokens=COUNT).content[0].text)
+
+    def streamed() -> str:
+        with client.messages.stream(**chat, max_tokens=COUNT) as stream:
+            text = "".join(stream.text_stream)
+            assert stream.get_final_message().content[0].text == text
+            return text
+
+    show("anthropic", "stream", streamed)
+    tool = {"name": "City", "input_schema": SCHEMA}
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    show("anthropic", "function", lambda: create(**chat, max_tokens=ROOM, tools=[tool], tool_choice=choice).content[0].input)
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}}
+    show("anthropic", "object", lambda: json.loads(create(**chat, max_tokens=ROOM, output_config=form).content[0].text))
 
 
 def ask_litellm() -> None:
@@ -128,6 +149,7 @@ def ask_pydantic_ai(kind: Any, client: str) -> None:
 
 
 ask_openai()
+ask_anthropic()
 ask_litellm()
 ask_langchain(responses=False)
 ask_langchain(responses=True)
