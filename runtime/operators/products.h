@@ -1,6 +1,8 @@
 // Products of a few rows with panels of a weight: every (row, column) has a sum of its own, over the inputs in order.
 
-constexpr int64_t ROW_BYTES = 1 << 17;  // of activations, which stay in the cache while panels pass
+constexpr int64_t ROW_BYTES = 1 << 17;    // of activations, which stay in the cache while panels pass
+constexpr int64_t FLOATS_AHEAD = 1 << 12;  // bytes: a page, beyond which the processor does not fetch by itself
+constexpr int ONE_STREAM = 5;              // rows up to which a thread reads 16-bit weights of one panel at a time
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -14,9 +16,13 @@ static void multiply_floats(const uint8_t *const panels[P], const float *x, int6
   Floats sum[M][P];
   for (int m = 0; m < M; m++)
     for (int i = 0; i < P; i++) sum[m][i] = all(0);
+  constexpr int64_t size = format == FLOAT32 ? 4 : 2, line = 64 / (PANEL * size);
   for (int64_t k = 0; k < inputs; k++) {
     Floats weights[P];
-    for (int i = 0; i < P; i++) weights[i] = load_weights(format, panels[i], k);
+    for (int i = 0; i < P; i++) {
+      if (k % line == 0) prefetch(panels[i] + k * PANEL * size + FLOATS_AHEAD);
+      weights[i] = load_weights(format, panels[i], k);
+    }
     for (int m = 0; m < M; m++) {
       const Floats v = all(x[m * inputs + k]);
       for (int i = 0; i < P; i++) sum[m][i] = fma(v, weights[i], sum[m][i]);
@@ -88,7 +94,7 @@ static void multiply_panels(const Matrix &w, const uint8_t *const panels[P], con
 
 template <Format format, int M>
 static void multiply_two(const uint8_t *const panels[2], int count, const float *x, int64_t inputs, float *out) {
-  if (count == 2 && M > 1 && M * 2 <= EESD_SUMS) return multiply_floats<format, 2, M>(panels, x, inputs, out);
+  if (count == 2 && M > (format == FLOAT32 ? 1 : ONE_STREAM) && M * 2 <= EESD_SUMS) return multiply_floats<format, 2, M>(panels, x, inputs, out);
   for (int i = 0; i < count; i++) multiply_floats<format, 1, M>(panels + i, x, inputs, out + i * PANEL);
 }
 
