@@ -65,8 +65,7 @@ class GgufFile:
 
     Attributes:
         path: The file.
-        metadata: Values by key: numbers, booleans, strings, and lists. The strings of a list are left out: it is as many times
-            None, because only transformers needs the vocabulary.
+        metadata: Values by key: numbers, booleans, strings, and lists.
         tensors: Tensors by name, as they are stored.
     """
 
@@ -140,9 +139,7 @@ class _Header:
             return list(self._numbers(_SCALARS[kind], count))
         if kind != _STRING:
             raise self.damaged(f"its metadata have a list of type {kind}")
-        for _ in range(count):  # bounded by the file: each string takes at least the bytes of its length
-            self._bytes(self.number("Q"))
-        return [None] * count
+        return [self.text() for _ in range(count)]  # bounded by the file: each string takes at least the bytes of its length
 
     def entry(self) -> tuple[str, tuple[int, ...], str, int]:
         """Name, shape, type and offset of a tensor. The file gives the shape with the consecutive values first."""

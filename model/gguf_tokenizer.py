@@ -1,0 +1,158 @@
+"""The tokenizer of a GGUF file, as llama.cpp reads it.
+
+It is made from the metadata alone, so the token ids do not depend on what transformers knows of GGUF files.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from eesd.common.checks import shown
+from eesd.common.errors import EESDError
+from eesd.common.json_input import Fields
+from eesd.model.gguf_file import GgufFile
+from eesd.model.gguf_pre_tokenizers import BEGINS, PRE_TOKENIZERS, WHOLE_PIECES
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Values of ``tokenizer.ggml.token_type``."""
+_ENDS = ("eot_id", "im_end", "end", "return", "call", "calls", "flush", "eom_id", "endoftext", "end_of_text")
+_PARTS = ("code_prefix", "code_suffix", "code_middle", "prefix", "suffix", "middle", "repo_name", "file_sep")
+_FILLED = ("fim_prefix", "fim_suffix", "fim_middle", "fim_pad", "fim_repo")
+_CONTROL_NAMES = {
+    *(f"<|{name}|>" for name in (*_ENDS, *_PARTS, *_FILLED)),
+    *(f"<{name}>" for name in ("end_of_turn", "/s", "EOT", "end_of_utterance", "eos", "turn|", "|tool_response")),
+    *(f"<{name.replace('_', '-')}>" for name in _FILLED),
+    *(f"<{name}>" for name in (*_FILLED[:-1], "PRE", "SUF", "MID", "PAD", "REPO", "reponame")),
+    *(f"\u2581<{name}>" for name in ("PRE", "SUF", "MID")),
+    *(f"<\uff5c{name}\uff5c>" for name in ("end\u2581of\u2581sentence", "fim\u2581begin", "fim\u2581hole", "fim\u2581end")),
+    *("_<EOT>", "[EOT]", "[EOS]", "[PAD]", "[e~["),
+}
+"""Tokens that llama.cpp takes for control tokens, whatever their type in the file is."""
+_NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPM_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
+
+
+def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
+    """Make the tokenizer of a GGUF file.
+
+    Args:
+        file: The file, with ``tokenizer.ggml.tokens``.
+
+    Returns:
+        The tokenizer, and the special tokens by their names in ``tokenizer_config.json``.
+
+    Raises:
+        EESDError: The kind of tokenizer or its rule is not known, or the metadata are damaged.
+    """
+    try:
+        return _tokenizer(Fields(file.metadata))
+    except (KeyError, ValueError) as error:
+        reason = f"it has no {error.args[0]!r}" if isinstance(error, KeyError) else error
+        raise EESDError(f"The tokenizer in {file.path} cannot be used: {reason}.") from None
+
+
+def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
+    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_list(fields, "tokens", str))]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) < len(tokens):
+        twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
+        raise ValueError(f"the token {shown(twice)} is in its vocabulary twice")
+    kind = fields.text("tokenizer.ggml.model")
+    sentencepiece = kind == "llama"
+    special = _special(fields, tokens, _SPM_DEFAULTS if sentencepiece else {})
+    if sentencepiece:
+        tokenizer = _sentencepiece(fields, vocabulary, special)
+    elif kind == "gpt2":
+        tokenizer = _byte_level(fields, vocabulary)
+    else:
+        raise ValueError(f"its kind is {shown(kind)}; supported are gpt2 and llama")
+    tokenizer.add_tokens(_added_tokens(fields, tokens))
+    begin = fields.flag("tokenizer.ggml.add_bos_token", sentencepiece or fields.raw.get("tokenizer.ggml.pre") in BEGINS)
+    end = fields.flag("tokenizer.ggml.add_eos_token")
+    template = ["$A"]
+    for wanted, name, place in ((begin, "bos_token", 0), (end, "eos_token", 2)):
+        if wanted and name not in special:
+            raise ValueError(f"texts get its {name.replace('_', ' ')}, which it does not name")
+        if wanted:
+            template.insert(place, name)
+    if begin or end:
+        pieces = [{"id": name, "ids": [vocabulary[text]], "tokens": [text]} for name, text in special.items()]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=pieces)
+    return tokenizer, special
+
+
+def _list(fields: Fields, name: str, *kinds: type) -> list[Any]:
+    values = fields.take(f"tokenizer.ggml.{name}")
+    if not isinstance(values, list) or any(type(value) not in kinds for value in values):
+        raise ValueError(f"tokenizer.ggml.{name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}")
+    return values
+
+
+def _special(fields: Fields, tokens: Sequence[str], defaults: dict[str, int]) -> dict[str, str]:
+    found = {}
+    for name, own in _SPECIAL.items():
+        default = defaults.get(name)
+        key = f"tokenizer.ggml.{own}_token_id"
+        index = fields.integer(key, default, optional=True, least=0, most=len(tokens) - 1)
+        if index is not None:
+            found[name] = tokens[index]
+    return found
+
+
+def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
+    """Byte-level BPE: pieces of the text, whose bytes are spelled as characters, are merged."""
+    name = fields.text("tokenizer.ggml.pre")
+    if name not in PRE_TOKENIZERS:
+        raise ValueError(
+            f"its tokenizer.ggml.pre is {shown(name)}, and a text can be cut only by a known rule; if you know the right one, "
+            "write it with: gguf-new-metadata --pre-tokenizer NAME IN OUT"
+        )
+    merges: dict[tuple[str, str], None] = {}
+    for merge in _list(fields, "merges", str):
+        cut = merge.find(" ", 1)
+        pair = (merge[:cut], merge[cut + 1 :])
+        if cut < 0 or not vocabulary.keys() >= {*pair, "".join(pair)}:
+            raise ValueError(f"the merge {shown(merge)} is not one of tokens to a token")
+        merges[pair] = None  # the first of several counts
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges), ignore_merges=name in WHOLE_PIECES))
+    cuts = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in PRE_TOKENIZERS[name]]
+    spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, spell])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(fields: Fields, vocabulary: dict[str, int], special: dict[str, str]) -> Tokenizer:
+    """BPE of SentencePiece: of neighbours that make a token, those whose token has the best score are merged first."""
+    scores = _list(fields, "scores", float, int)
+    if len(scores) < len(vocabulary):
+        raise ValueError(f"it has {len(scores)} scores for {len(vocabulary)} tokens")
+    merges = []
+    for token in sorted(vocabulary, key=lambda token: -scores[vocabulary[token]]):
+        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True))
+    prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
+    spaces = normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+    steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    return tokenizer
+
+
+def _added_tokens(fields: Fields, tokens: Sequence[str]) -> list[AddedToken]:
+    """Tokens that are found in a text before it is cut: those for control, and those of the users."""
+    types = _list(fields, "token_type", int) if "tokenizer.ggml.token_type" in fields.raw else [1] * len(tokens)
+    if len(types) < len(tokens):
+        raise ValueError(f"it has {len(types)} types for {len(tokens)} tokens")
+    model = (fields.text("general.name") or "").lower()
+    stripped = "phi-3" in model or "phi3" in model
+    return [
+        AddedToken(token, rstrip=stripped and token not in _NOT_STRIPPED, normalized=False, special=kind != _USER_DEFINED)
+        for token, kind in (
+            (token, _CONTROL if token in _CONTROL_NAMES else kind) for token, kind in zip(tokens, types, strict=False)
+        )
+        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+    ]
