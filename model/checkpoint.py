@@ -1,7 +1,7 @@
 """Open checkpoints: their configuration, and their tensors by name. No tensor is read before it is asked for."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from itertools import chain
@@ -227,9 +227,7 @@ def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
     if not directory.is_dir():
         raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory or a GGUF file.")
     config = load_config(directory)
-    stored: dict[str, CheckpointTensor] = {}
-    for path in weight_files(directory):
-        stored.update(read_header(path))
+    stored = stored_tensors(directory)
     return config, dict(stored) if config.packing is None else _packed(stored, config.packing)
 
 
@@ -265,22 +263,33 @@ def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
             raise EESDError(f"{bias.path}: the architecture has no {bias.name}, and it is not zero; it is not supported.")
 
 
-def weight_files(directory: Path) -> Iterator[Path]:
+def stored_tensors(directory: Path) -> dict[str, CheckpointTensor]:
+    """The tensors in a directory's safetensors files. Of a tensor in several files, that in the file of the index counts.
+
+    Raises:
+        EESDError: A file is missing, damaged or of another format, or the index does not say which of two tensors counts.
+    """
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file():  # wins over an index, as in transformers
-        yield directory / "model.safetensors"
-    elif index.is_file():
-        shards = read_json_object(index, REMEDY).get("weight_map")
-        if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-            raise EESDError(f"{index} is damaged: it has no weight_map of file names; fetch the file again.")
-        if not all(is_file_name(shard) for shard in shards.values()):
-            raise EESDError(f"{index} names a file outside of its directory; fetch the file again.")
-        yield from (directory / shard for shard in sorted(set(shards.values())))
-    else:
+        return read_header(directory / "model.safetensors")
+    if not index.is_file():
         raise EESDError(
             f"{directory} has neither model.safetensors nor model.safetensors.index.json; "
             "only safetensors checkpoints are supported."
         )
+    shards = read_json_object(index, REMEDY).get("weight_map")
+    if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
+        raise EESDError(f"{index} is damaged: it has no weight_map of file names; fetch the file again.")
+    if not all(is_file_name(shard) for shard in shards.values()):
+        raise EESDError(f"{index} names a file outside of its directory; fetch the file again.")
+    stored: dict[str, CheckpointTensor] = {}
+    for shard in sorted(set(shards.values())):
+        for name, tensor in read_header(directory / shard).items():
+            if name in stored and shards.get(name) not in (stored[name].path.name, shard):
+                raise EESDError(f"{index} does not say which file's {name} counts, and two have one; fetch the files again.")
+            if name not in stored or shards[name] == shard:
+                stored[name] = tensor
+    return stored
 
 
 def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> dict[str, CheckpointTensor]:

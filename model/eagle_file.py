@@ -19,11 +19,11 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE, Eagle, ExitConfig, Geometry, eagle_fault
 from eesd.common.json_input import Fields, read_json_object
 from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, FUSE, exit_head_shapes
-from eesd.model.checkpoint import Checkpoint, weight_files
+from eesd.model.checkpoint import Checkpoint, stored_tensors
 from eesd.model.config import NO_EFFECT
 from eesd.model.families.llama import LLAMA
 from eesd.model.rope_config import read_rope
-from eesd.model.safetensors_file import CheckpointTensor, read_header
+from eesd.model.safetensors_file import CheckpointTensor
 
 CONFIG_FILE = "config.json"
 BLOCKS = ("midlayer.", "layers.0.")
@@ -70,9 +70,7 @@ def read_eagle(checkpoint: Checkpoint, directory: Path) -> tuple[ExitConfig, dic
         raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
     except ValueError as error:
         raise EESDError(f"The EAGLE-3 head {path} cannot be used: {error}.") from None
-    stored: dict[str, CheckpointTensor] = {}
-    for file in weight_files(directory):
-        stored |= read_header(file)
+    stored = stored_tensors(directory)
     config = replace(config, draft_vocab=columns if columns < checkpoint.geometry.vocab_size else 0)
     ids = _draft_vocab(stored, columns, checkpoint.geometry, directory) if config.draft_vocab else None
     _check_embeddings(stored, checkpoint, directory)

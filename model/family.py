@@ -188,7 +188,13 @@ def full_rope(fields: Fields, theta: float) -> Fields:
     if not isinstance(scaling, dict | None):
         raise ValueError(f"rope_scaling is {shown(scaling)}, and must be an object")
     given = {"rope_theta": fields.take("rope_theta", theta)}
-    return Fields(given | {"rope_parameters": given | full | (scaling or {})})
+    rope = given | full | (scaling or {})
+    if rope.get("truncate") is False and "yarn" in (rope.get("rope_type"), rope.get("type")):
+        raise ValueError(
+            "the rotary embedding of its full_attention has truncate: false, which transformers overlooks; set it to true for "
+            "the tokens of transformers"
+        )
+    return Fields(given | {"rope_parameters": rope})
 
 
 def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[str, float]:

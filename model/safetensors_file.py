@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from eesd.common.errors import EESDError
@@ -109,9 +110,13 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
             raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are supported.") from None
     try:
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        return {name: _tensor(path, 8 + length, size, name, entry) for name, entry in entries}
+        tensors = {name: _tensor(path, 8 + length, size, name, entry) for name, entry in entries}
+        with safe_open(path, "numpy"):  # the library finds what is left, such as tensors that overlap
+            return tensors
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
         raise EESDError(f"{path} is damaged: its header is invalid; fetch the file again.") from None
+    except SafetensorError as error:
+        raise EESDError(f"{path} is damaged, and the safetensors library refuses it ({error}); fetch the file again.") from None
 
 
 def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> CheckpointTensor:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from support.tiny_checkpoints import FAMILIES, build
+from support.tiny_checkpoints import FAMILIES, GEOMETRY, build
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -23,7 +24,7 @@ from eesd.model.safetensors_file import read_header
 
 SUPPORTED = tuple(family.architecture for family in SUPPORTED_FAMILIES.values())
 FamilyDir = Callable[[str], Path]
-WEIGHTS = "model.safetensors"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -118,6 +119,8 @@ def test_eos_ids_of_the_generation_config_take_precedence(
     edit_json(model_dir / "config.json", eos_token_id=in_config)
     edit_json(model_dir / "generation_config.json", eos_token_id=in_generation_config)
     assert load_config(model_dir).eos_token_ids == expected
+    edit_json(model_dir / "generation_config.json", eos_token_id=[10**20])
+    refused(lambda: load_config(model_dir), "generation_config.json", "eos_token_id", "token id")
 
 
 @pytest.mark.parametrize(
@@ -162,6 +165,7 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"bos_token_id": [1]}, ("bos_token_id is [1]", "integer")),
         ({"eos_token_id": "2"}, ("eos_token_id is '2'", "token id")),
         ({"eos_token_id": [2, True]}, ("eos_token_id", "token id")),
+        ({"eos_token_id": [2, 10**20]}, ("eos_token_id", "token id")),
         ({"tie_word_embeddings": 1}, ("tie_word_embeddings is 1", "true or false")),
         ({"dtype": 16}, ("dtype is 16", "string")),
         ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "unquantized")),
@@ -180,6 +184,20 @@ def test_eos_ids_of_the_generation_config_take_precedence(
 def test_unsupported_configs_are_refused(model_dir: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
     edit_json(model_dir / "config.json", **changes)
     refused(lambda: Checkpoint(model_dir), *words)
+
+
+@pytest.mark.parametrize("model_type", ["olmo3", "gemma3_text"])
+def test_a_truncate_that_transformers_overlooks_is_refused(tmp_path: Path, model_type: str) -> None:
+    """It looks for it beside the kinds of layers: ``config.rope_parameters.get("truncate", True)``."""
+    default = {"rope_type": "default", "rope_theta": 1e4}
+    full: dict[str, Any] = default | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    for more, is_refused in (({}, False), ({"truncate": True}, False), ({"truncate": False}, True)):
+        ropes = {"full_attention": full | more, "sliding_attention": default}
+        (tmp_path / "config.json").write_text(json.dumps(GEOMETRY | {"model_type": model_type, "rope_parameters": ropes}))
+        if is_refused:
+            refused(lambda: load_config(tmp_path), "config.json", "truncate", "transformers")
+        else:
+            assert load_config(tmp_path).geometry.rope_scaling is not None
 
 
 def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(family_dir: FamilyDir, tmp_path: Path) -> None:
@@ -291,8 +309,25 @@ def test_missing_files_are_refused(model_dir: Path, sharded_dir: Path) -> None:
 
 @pytest.mark.parametrize("weight_map", [..., {}, [1], "model.safetensors", {"lm_head.weight": 3}])
 def test_damaged_shard_index_is_refused(sharded_dir: Path, weight_map: Any) -> None:
-    edit_json(sharded_dir / "model.safetensors.index.json", weight_map=weight_map)
+    edit_json(sharded_dir / INDEX, weight_map=weight_map)
     refused(lambda: Checkpoint(sharded_dir), str(sharded_dir), "fetch")
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_the_index_decides_which_of_two_tensors_counts(sharded_dir: Path, first: int) -> None:
+    """A shard may hold a copy that is out of date, before or behind the right one."""
+    index = json.loads((sharded_dir / INDEX).read_text())
+    expected = Checkpoint(sharded_dir).decoder().state_dict()
+    shards = sorted(sharded_dir.glob("*.safetensors"))[:: -1 if first else 1]
+    name, tensor = next(iter(load_file(shards[0]).items()))
+    save_file(load_file(shards[-1]) | {name: torch.zeros_like(tensor)}, shards[-1])
+    found = Checkpoint(sharded_dir).decoder().state_dict()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    for other in (..., sorted(set(index["weight_map"].values()) - {shards[0].name, shards[-1].name})[0]):
+        edit_json(sharded_dir / INDEX, weight_map={**index["weight_map"], name: other} if other is not ... else {
+            key: shard for key, shard in index["weight_map"].items() if key != name
+        })  # fmt: skip
+        refused(lambda: Checkpoint(sharded_dir), INDEX, name, "fetch")
 
 
 @pytest.mark.parametrize("keep", [0, 5, 8, 200, -1, -5000], ids=lambda keep: f"[:{keep}]")
@@ -344,6 +379,42 @@ def test_invalid_header_is_refused(model_dir: Path, header: object) -> None:
     text = json.dumps(header).encode()
     (model_dir / WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + bytes(64))
     refused(lambda: Checkpoint(model_dir), WEIGHTS, "damaged", "fetch")
+
+
+def with_header(path: Path, encoding: str = "utf-8", more: bytes = b"", **changes: Any) -> None:
+    """Write a file with another header, whose entries are changed, and with more bytes behind the data."""
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    for name, change in changes.items():
+        header[name] = header.get(name, {}) | change if isinstance(change, dict) else change
+    text = json.dumps(header).encode(encoding)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:] + more)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"b": {"data_offsets": [0, 400]}},
+        {"b": {"data_offsets": [404, 804]}},
+        {"b": {"data_offsets": [400.0, 800.0]}},
+        {"b": {"shape": [10, 10.0]}},
+        {"b": {"shape": [True, 100]}},
+        {"more": b"\0"},
+        {"encoding": "utf-16"},
+        {"encoding": "utf-8-sig"},
+        {"__metadata__": 5},
+        {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [800, 800]}},
+    ],
+    ids=str,
+)
+def test_files_that_the_safetensors_library_refuses_are_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+    save_file({"a": torch.ones(10, 10), "b": torch.zeros(10, 10)}, tmp_path / WEIGHTS)
+    assert len(read_header(tmp_path / WEIGHTS)) == 2
+    with_header(tmp_path / WEIGHTS, **damage)
+    with pytest.raises(SafetensorError):
+        load_file(tmp_path / WEIGHTS)
+    refused(lambda: read_header(tmp_path / WEIGHTS), WEIGHTS, "fetch")
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

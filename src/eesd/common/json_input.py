@@ -178,7 +178,7 @@ class Fields:
         """One token id or a list of them; None if there is none."""
         value = self.take(name, None)
         ids = value if isinstance(value, list) else [value]
-        if value is not None and any(type(token) is not int for token in ids):
+        if value is not None and any(type(token) is not int or not -1 <= token < 2**31 for token in ids):
             raise ValueError(f"{name} is {shown(value)}, and must be a token id or a list of them")
         return None if value is None else tuple(ids)
 
