@@ -16,7 +16,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.utils import Namespace
 
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, reason, refused
 from eesd.common.json_input import MAX_DEPTH
 from eesd.runtime.template_limits import LimitedEnvironment
 
@@ -67,15 +67,10 @@ class ChatTemplate:
             raise EESDError("There is no chat message; give a list of at least one.")
         conversation = [_checked(message, number) for number, message in enumerate(messages, 1)]
         plain_tools = None if tools is None else [_plain(tool, f"Tool {number}") for number, tool in enumerate(tools, 1)]
-        try:
+        with refused(lambda error: f"The chat template refuses these messages: {reason(error)}."):
             code, reads_parts, _ = self._compiled
             seen = conversation if reads_parts else [_without_parts(message) for message in conversation]
             return self._run(code, {**variables, "messages": seen, "tools": plain_tools, "add_generation_prompt": answer})
-        except EESDError:
-            raise
-        except Exception as error:  # a template is a program: it may fail in any way
-            reason = (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
-            raise EESDError(f"The chat template refuses these messages: {reason}.") from None
 
     @property
     def reads_tools(self) -> bool:

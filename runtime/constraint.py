@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, refused
 from eesd.common.json_input import parse_json
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import ConstraintError
@@ -184,10 +184,8 @@ def vocabulary_of(llm: LLM) -> Vocabulary:
             size, eos = llm.manifest.geometry.vocab_size, list(llm.manifest.eos_token_ids)
             if not eos:
                 raise EESDError("This model has no EOS token, so constrained output could not end; leave the constraint out.")
-            try:
+            with refused(lambda error: f"This model's tokenizer allows no constrained output ({sentence(str(error))})."):
                 tokens = LLTokenizer(TokenizerWrapper(_Tokens(codec, size, eos[0])), size, eos)
-            except Exception as error:  # the library raises plain Exceptions
-                raise EESDError(f"This model's tokenizer allows no constrained output ({sentence(str(error))}).") from None
             _vocabularies[codec] = Vocabulary(tokens)
         return _vocabularies[codec]
 

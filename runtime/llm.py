@@ -3,12 +3,14 @@
 import logging
 import os
 import time
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral
 from pathlib import Path
+from threading import RLock
 from typing import Any, TypedDict, Unpack
 
 import numpy as np
@@ -244,7 +246,7 @@ def models_sampling(directory: Path) -> Sampling:
 
 
 class LLM:
-    """A model ready to generate. Not thread-safe: serve requests from one thread, or load the model once for each.
+    """A model ready to generate. Any thread may use it: calls wait for each other's rounds.
 
     The controller and the guard live as long as the LLM: what they learned from one request helps the next.
 
@@ -258,6 +260,7 @@ class LLM:
         text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
         prefixes: Keys and values of earlier texts; None: they are not kept.
         observer: Told each round's tokens and logits; see :data:`~eesd.runtime.decoding.session.Observer`.
+        lock: Held while the engines run, and while what requests share changes.
     """
 
     def __init__(
@@ -278,7 +281,9 @@ class LLM:
         self.draft_columns = DraftColumns(load_draft_vocab(directory, manifest))
         has_tokenizer = (directory / "tokenizer.json").exists()
         self._codec = TextCodec(directory, manifest.max_seq_len, plain_content) if has_tokenizer else None
+        self.lock = RLock()
         self._idle: list[KVCache] = []
+        self._ended: deque[tuple[Running, PrefixCache | None]] = deque()
         self.prefixes = PrefixCache(prefix_memory) if prefix_memory else None
         self.observer: Observer | None = None
         self._draft_with(speculation)
@@ -309,7 +314,7 @@ class LLM:
     def with_speculation(self, speculation: Speculation | None) -> "LLM":
         """An LLM that drafts in another way with the engines and KV caches of this one. Nothing is loaded again.
 
-        Its controller and guard are new. Use both LLMs from the same thread. Raises :class:`EESDError` for an invalid width.
+        Its controller and guard are new. Raises :class:`EESDError` for an invalid width.
         """
         other = copy(self)
         other._draft_with(speculation)
@@ -351,6 +356,8 @@ class LLM:
         """
         if not isinstance(sampling, Sampling | None):
             raise EESDError(f"sampling is {shown(sampling)}; it must be a Sampling or None.")
+        if unknown := options.keys() - {field.name for field in fields(Request)[2:]}:
+            raise EESDError(f"There is no option {shown(min(unknown))}; give some of {', '.join(Options.__annotations__)}.")
         chosen: dict[str, Any] = {**options, "stop": _stop_strings(options.get("stop", ()))}
         return Request(tokens=self.encode(prompt), sampling=sampling or self.default_sampling, **chosen)
 
@@ -378,21 +385,32 @@ class LLM:
     @contextmanager
     def _running(self, request: Request) -> Iterator[Running]:
         """A request that runs alone."""
-        kv_cache = self._idle.pop() if self._idle else self._new_kv_cache()
-        kv_cache.reset()
-        running = None
-        try:
-            running = self.begin(request, kv_cache, self.observer)
+        with self.lock:
+            self._settle()
+            if not self._idle:
+                self._idle.append(self._new_kv_cache())
+            self._idle[-1].reset()
+            running = self.begin(request, self._idle[-1], self.observer)
             running.session.drafting.begin_request()
             if self.prefixes is not None:
                 running.take_prefix(self.prefixes)
+            self._idle.pop()
+        try:
             yield running
-        finally:
-            if running is not None:
-                if self.prefixes is not None:
-                    running.keep_prefix(self.prefixes)
-                running.session.close()
-            self._idle.append(kv_cache)
+        finally:  # here, too, if an abandoned generator is collected: anywhere, in any thread. So this waits for nobody.
+            running.session.close()
+            self._ended.append((running, self.prefixes))
+        with self.lock:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Keep what requests that have ended leave, and let others use their caches."""
+        while self._ended:
+            running, prefixes = self._ended.popleft()
+            if prefixes is not None:
+                running.keep_prefix(prefixes)
+            running.end()
+            self._idle.append(running.kv_cache)
 
     def begin(self, request: Request, kv_cache: KVCache, observer: Observer | None = None) -> Running:
         """Begin a request over an empty cache.
@@ -412,6 +430,7 @@ class LLM:
             observer,
         )
         running.session.stats.exact = self.engines.exact
+        running.session.lock = self.lock
         return running
 
     def _drafting(self, request: Request) -> Drafting:

@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from eesd.common.checks import shown
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, refused
 from eesd.common.json_input import MAX_DEPTH
 from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 
@@ -137,10 +137,8 @@ def _marked_tokenizer(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[Token
         pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
         model["merges"] = [pair for pair in pairs if "".join(pair) not in new]
     document["post_processor"] = None
-    try:
+    with refused(lambda error: f"The tokenizer's special tokens cannot be kept apart from text ({error}); {_REMEDY}."):
         return Tokenizer.from_str(json.dumps(document)), unknown
-    except Exception as error:  # the library raises plain Exceptions
-        raise EESDError(f"The tokenizer's special tokens cannot be kept apart from text ({error}); {_REMEDY}.") from None
 
 
 def _each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

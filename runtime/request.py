@@ -1,5 +1,6 @@
 """What a service asks the batch for, and what it is told."""
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from eesd.common.errors import EESDError
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 
+LOGGER = logging.getLogger(__name__)
 MAX_LOGPROBS = 20
 """Alternatives that a token can be reported with, as in OpenAI's API."""
 
@@ -91,6 +93,8 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Sampling):
             raise EESDError(f"sampling is {shown(self.sampling)}; it must be a Sampling.")
+        if self.constraint is not None and not (hasattr(self.constraint, "allowed") and hasattr(self.constraint, "forced")):
+            raise EESDError(f"constraint is {shown(self.constraint)}; give what eesd.make_constraint returns.")
         if not isinstance(self.salt, str):
             raise EESDError(f"salt is {shown(self.salt)}; it must be a text.")
         check_integer("max_new_tokens", self.max_new_tokens, 1, 2**63 - 1)
@@ -170,7 +174,7 @@ class Update:
 
 
 OnUpdate = Callable[[Update], None]
-"""Called in the thread of the batch; it must return at once and not raise."""
+"""Called in the thread of the batch; it must return at once. If it raises, its request ends, and the others go on."""
 
 
 class Generation:
@@ -181,11 +185,25 @@ class Generation:
     """
 
     def __init__(self, request: Request, on_update: OnUpdate = lambda _: None) -> None:
+        if not isinstance(request, Request):
+            raise EESDError(f"request is {shown(request)}; it must be a Request.")
+        if not callable(on_update):
+            raise EESDError(f"on_update is {shown(on_update)}; it must be a function.")
         self.request = request
-        self.on_update = on_update
+        self._on_update = on_update
         self._ends_at = None if request.seconds is None else time.monotonic() + request.seconds
         self._cancelled = threading.Event()
         self.began: float | None = None
+
+    def tell(self, update: Update) -> None:
+        """Report an update."""
+        try:
+            self._on_update(update)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
+            LOGGER.exception("The on_update of a request failed; the request ends.")
+            self.cancel()
 
     def cancel(self) -> None:
         """End the request at the next round. Its last update says ``cancelled``, unless it was finished before."""

@@ -105,6 +105,11 @@ class Running:
         if not self.session.unfilled:
             prefixes.add(self.session.tokens[:-1], self.kv_cache.values, self.request.salt)
 
+    def end(self) -> None:
+        """Close the sequence, and keep its output for drafts of later ones."""
+        self.session.close()
+        self.session.drafting.end_request(self._new_tokens())
+
     def update(self, result: RoundResult) -> Update:
         """What to report of a round. A stop string ends the request."""
         outputs: list[TokenOutput] = []

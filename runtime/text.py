@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Encoding, Tokenizer
 
 from eesd.common.checks import shown
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, refused
 from eesd.common.json_input import read_json_object, read_text
 from eesd.common.manifest import SPECIAL_TOKENS
 from eesd.runtime.chat_template import ChatTemplate, Message, Tool
@@ -46,10 +46,8 @@ class TextCodec:
         path = directory / "tokenizer.json"
         if not path.exists():
             raise EESDError(f"{directory} has no tokenizer.json; give token ids, or export from a model that has one.")
-        try:
+        with refused(lambda error: f"{path} cannot be read ({error}); {_REMEDY}."):
             self.tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exceptions
-            raise EESDError(f"{path} cannot be read ({error}); {_REMEDY}.") from None
         _check_post_processor(path, self.tokenizer)
         self._most = most_tokens
         self._vocabulary = self.tokenizer.get_vocab
@@ -86,12 +84,8 @@ class TextCodec:
         """A text as a tokenizer reads it; None: as the model's does."""
         if self._most is not None and len(text) > self._most and (least := len(text) // self._longest) > self._most:
             raise EESDError(f"The text has at least {least} tokens, and the model takes {self._most}; give a shorter one.")
-        try:
+        with refused(_no_tokens):
             return (tokenizer or self.tokenizer).encode(text, add_special_tokens=special)
-        except TypeError:  # the tokenizer raises this for lone surrogates, which stand for bytes that were not UTF-8
-            raise EESDError("The prompt is not valid Unicode text; give it as UTF-8.") from None
-        except Exception as error:  # and plain Exceptions for text that its vocabulary cannot express
-            raise EESDError(f"The tokenizer cannot encode the prompt ({error}); give token ids.") from None
 
     @cached_property
     def _longest(self) -> int:
@@ -113,6 +107,13 @@ class TextCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _no_tokens(error: Exception) -> str:
+    """Why a text has no tokens."""
+    if isinstance(error, TypeError):  # for lone surrogates, which stand for bytes that were not UTF-8
+        return "The prompt is not valid Unicode text; give it as UTF-8."
+    return f"The tokenizer cannot encode the prompt ({error}); give token ids."
 
 
 def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:

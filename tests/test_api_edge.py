@@ -1,7 +1,9 @@
 """The edge of the Python API: whatever is passed, it works or it is an EESDError of one sentence."""
 
 import os
+import signal
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from hypothesis import strategies as st
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.json_input import MAX_DEPTH
+from eesd.runtime.chat_template import ChatTemplate
 from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.text import TextCodec
 
 PROMPT = [1, 40, 50, 60]
 
@@ -87,6 +91,14 @@ def test_an_empty_prompt_is_refused(llm: LLM, prompt: Any) -> None:
         ({"draft": 1}, "draft is 1; it must be True or False"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'"),
         ({"sampling": {"temperature": 1}}, "sampling is {'temperature': 1}; it must be a Sampling or None"),
+        ({"constraint": 5}, "constraint is 5; give what eesd.make_constraint returns"),
+        ({"constraint": "a+"}, "constraint is 'a+'"),
+        ({"constraint": object()}, "constraint is <object"),
+        ({"bogus": 1}, "There is no option 'bogus'; give some of max_new_tokens, stop"),
+        ({"tokens": [1]}, "There is no option 'tokens'"),
+        ({"logprobs": "5"}, "logprobs is '5'"),
+        ({"seconds": "5"}, "seconds is '5'"),
+        ({"min_tokens": 1.5}, "min_tokens is 1.5"),
     ],
 )
 def test_arguments_of_another_type_are_refused(llm: LLM, arguments: dict[str, Any], words: str) -> None:
@@ -142,6 +154,106 @@ def test_speculation_of_another_type_is_refused(arguments: dict[str, Any], words
 )
 def test_load_refuses_arguments_of_another_type(engine: Path, arguments: dict[str, Any], words: str) -> None:
     refused(lambda: eesd.load(**{"engine_dir": engine} | arguments), words)
+
+
+def test_a_service_refuses_arguments_of_another_type(llm: LLM) -> None:
+    service: Any = eesd.Service(llm, eesd.BatchOptions(max_rows=2))
+    refused(lambda: service.generate(5), "request is 5; it must be a Request")
+    refused(lambda: service.submit(llm.request(PROMPT), 5), "on_update is 5; it must be a function")
+    service.close()
+    refused(lambda: [*llm.run(PROMPT)], "request is [1, 40, 50, 60]; it must be a Request")  # type: ignore[arg-type]
+    broken: Any = eesd.Service
+    refused(lambda: broken(5), "llm is 5; it must be an LLM")
+    refused(lambda: broken(llm, 5), "options is 5; it must be BatchOptions")
+
+
+def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
+    """What four threads get of one LLM at once, and what each should get: whole texts, streams, sessions and prefixes."""
+    prompts = [[1 + number, 40, 50, 60] * 12 for number in range(4)]
+    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
+    expected = [llm.generate(prompt, **options).tokens for prompt in prompts]
+
+    def driven(prompt: list[int]) -> list[int]:
+        with llm.session(prompt, **options) as session:
+            while session.finish_reason is None:
+                session.peek()
+                session.step()
+        return session.tokens[len(prompt) :]
+
+    ways: list[Callable[[list[int]], list[int]]] = [
+        lambda prompt: llm.generate(prompt, **options).tokens,
+        lambda prompt: [piece.token for piece in llm.stream(prompt, **options) if piece.token is not None],
+        driven,
+        lambda prompt: llm.with_speculation(None).generate(prompt, **options).tokens,
+    ]
+
+    def ask(number: int) -> list[tuple[list[int], list[int]]]:
+        return [(ways[(number + at) % 4](prompts[number]), expected[number]) for at in range(8)]
+
+    with ThreadPoolExecutor(4) as pool:
+        return [one for found in pool.map(ask, range(4)) for one in found]
+
+
+@pytest.mark.parametrize("beside", ["alone", "served"])
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_threads_of_one_llm_get_their_own_tokens(engine: Path, backend: str, beside: str) -> None:
+    """Calls wait for each other's rounds, also for those of a service."""
+    llm = eesd.load(engine, backend, threads=1, prefix_memory=1 << 20)
+    service = eesd.Service(llm, eesd.BatchOptions(max_rows=2)) if beside == "served" else None
+    request = llm.request([7, 8, 9], max_new_tokens=200, ignore_eos=True)
+    with ThreadPoolExecutor(2) as pool:
+        served = [pool.submit(service.generate, request) for _ in range(2)] if service else []
+        for found, expected in answers_of_threads(llm):
+            assert found == expected
+        for one in served:
+            assert one.result().tokens == llm.generate([7, 8, 9], max_new_tokens=200, ignore_eos=True).tokens
+    if service:
+        service.close()
+
+
+def test_a_stream_that_a_thread_abandons_locks_nobody(llm: LLM) -> None:
+    expected = llm.generate(PROMPT, max_new_tokens=8).tokens
+    left: list[Any] = []
+
+    def abandon() -> None:
+        left.append(llm.stream(PROMPT, max_new_tokens=8))  # this one is never closed
+        next(left[0])
+        next(llm.stream(PROMPT, max_new_tokens=8))  # and this one is collected
+        with llm.session(PROMPT) as session:
+            session.step()
+            raise KeyError
+
+    with ThreadPoolExecutor(1) as pool:
+        assert isinstance(pool.submit(abandon).exception(), KeyError)
+    assert llm.generate(PROMPT, max_new_tokens=8).tokens == expected
+    with ThreadPoolExecutor(1) as pool:  # another thread may end it
+        assert [piece.token for piece in pool.submit(list, left[0]).result()] == expected[1:]
+
+
+class Late(Exception):
+    """Raised by the handler of an alarm."""
+
+
+@pytest.mark.parametrize("raises", [Late, Exception, TypeError, EESDError])
+def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(llm: LLM, raises: type[Exception]) -> None:
+    def ring(*_: object) -> None:
+        raise raises("late")
+
+    text, before = "to be or not " * 100_000, signal.signal(signal.SIGALRM, ring)
+    codec = TextCodec(llm.directory)  # without a limit
+    message: Any = [{"role": "user", "content": "a"}]
+    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
+    try:
+        for call in (lambda: codec.encode(text), lambda: template.render(message), lambda: llm.generate(PROMPT, **ENDLESS)):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(raises, match="^late$"):
+                call()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+ENDLESS: dict[str, Any] = {"max_new_tokens": 10**6, "ignore_eos": True}
 
 
 def test_a_stop_string_is_one_string(llm: LLM) -> None:

@@ -1,6 +1,7 @@
 """The batch: every request gets, bit for bit, what it gets alone, whatever runs beside it."""
 
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -397,6 +398,29 @@ def test_a_full_queue_and_a_closed_service_refuse(service: Service) -> None:
     service.close()
     with pytest.raises(ClosedError, match="no more requests"):
         service.submit(endless, lambda _: None)
+
+
+@pytest.mark.parametrize("raises", [ValueError, SystemExit, CancelledError])
+def test_a_callback_that_raises_ends_its_request_alone(
+    llm: LLM, service: Service, raises: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[Update] = []
+
+    def fail(update: Update) -> None:
+        seen.append(update)
+        raise raises
+
+    given = list(requests(4))
+    records = [Record() for _ in given]
+    for request, record in zip(given, records, strict=True):
+        service.submit(request, record)
+    service.submit(Request(tokens=[1], max_new_tokens=370, ignore_eos=True), fail)
+    service.submit(Request(tokens=[1], max_new_tokens=1), fail)  # its only update is the last
+    assert service.generate(given[0]).tokens == alone(llm, given[0])
+    service.close(drain_seconds=60)
+    assert [record.tokens for record in records] == [alone(llm, request) for request in given]
+    assert len(seen) == 3 and [one.finish_reason for one in seen].count("cancelled") == 1
+    assert "The on_update of a request failed; the request ends." in caplog.text and service.load().running == 0
 
 
 def test_deadlines_and_cancelling_end_a_request(service: Service) -> None:

@@ -177,7 +177,7 @@ class Scheduler:
     def end_all(self, reason: str, error: Exception | None = None) -> None:
         """End every request."""
         while self.waiting:
-            self.waiting.popleft().on_update(Update(finish_reason=reason, error=_sentence(error) if error else None))
+            self.waiting.popleft().tell(Update(finish_reason=reason, error=_sentence(error) if error else None))
         for row in [*self._rows(), *self._paused]:
             self._end(row, reason, error)
 
@@ -218,7 +218,7 @@ class Scheduler:
         now = time.monotonic()
         for generation in [one for one in self.waiting if one.cancelled or one.is_late(now)]:
             self.waiting.remove(generation)
-            generation.on_update(Update(finish_reason="cancelled" if generation.cancelled else "deadline"))
+            generation.tell(Update(finish_reason="cancelled" if generation.cancelled else "deadline"))
         for row in [*self._rows(), *self._paused]:
             if row.generation.cancelled or row.generation.is_late(now):
                 self._end(row, "cancelled" if row.generation.cancelled else "deadline")
@@ -246,7 +246,7 @@ class Scheduler:
             except Exception as error:  # whatever it is, it concerns this request alone
                 LOGGER.exception("A request could not begin.")
                 self._give_back(kv_cache)
-                generation.on_update(Update(finish_reason="error", error=_sentence(error)))
+                generation.tell(Update(finish_reason="error", error=_sentence(error)))
                 continue
             row.running.take_prefix(self.prefixes)
             self._go_on(row)  # of some prompts nothing is left to prefill
@@ -351,7 +351,7 @@ class Scheduler:
             self._keep_prefix(row)
             self._active.remove(row)
             self._leave(row)
-        row.generation.on_update(update)
+        row.generation.tell(update)
 
     def _fail(self, row: Row, error: Exception) -> None:
         """End a request that failed alone."""
@@ -365,11 +365,11 @@ class Scheduler:
         rows.remove(row)
         self._leave(row, has_cache=rows is not self._paused)
         update = row.running.last_update(reason, None if error is None else _sentence(error))
-        row.generation.on_update(replace(update, refused=isinstance(error, ConstraintError)))
+        row.generation.tell(replace(update, refused=isinstance(error, ConstraintError)))
 
     def _leave(self, row: Row, has_cache: bool = True) -> None:
         """Let another request use a row's cache."""
-        row.session.close()
+        row.running.end()
         self._last_alone = None if self._last_alone is row.session else self._last_alone
         if has_cache:
             self._give_back(row.running.kv_cache)

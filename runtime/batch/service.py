@@ -5,6 +5,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.llm import LLM, Completion, completion_of
@@ -45,7 +46,7 @@ class Service:
     """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it gets alone. On a GPU without
     ``exact`` that is so up to rounding, which depends on what else runs.
 
-    The LLM must not be used otherwise while the service is open.
+    Other calls of the LLM wait for the service's rounds.
 
     Attributes:
         llm: The model.
@@ -53,9 +54,14 @@ class Service:
 
     def __init__(self, llm: LLM, options: BatchOptions = OPTIONS) -> None:
         """Start. Raises :class:`EESDError` if the backend cannot run several rows."""
+        if not isinstance(llm, LLM):
+            raise EESDError(f"llm is {shown(llm)}; it must be an LLM.")
+        if not isinstance(options, BatchOptions):
+            raise EESDError(f"options is {shown(options)}; it must be BatchOptions.")
         self.llm = llm
         self._options = options
-        self._scheduler = Scheduler(llm, options)
+        with llm.lock:
+            self._scheduler = Scheduler(llm, options)
         self._inbox: deque[Generation] = deque()
         self._changed = threading.Condition()
         self._closing = self._stopping = False
@@ -171,7 +177,8 @@ class Service:
                         break
                     while self._inbox:
                         self._scheduler.add(self._inbox.popleft())
-                busy = self._scheduler.step()
+                with self.llm.lock:
+                    busy = self._scheduler.step()
                 self._kv_used = self._scheduler.kv_used
             self._scheduler.end_all("cancelled")
         except BaseException as error:
@@ -182,4 +189,4 @@ class Service:
                 self._closing = True
                 left, self._inbox = [*self._inbox], deque()
             for generation in left:
-                generation.on_update(Update(finish_reason="cancelled"))
+                generation.tell(Update(finish_reason="cancelled"))

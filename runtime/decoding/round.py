@@ -78,6 +78,11 @@ class Drafting:
         if self.text is not None:
             self.text.rule.begin_request()
 
+    def end_request(self, output: Sequence[int]) -> None:
+        """Keep a text's output for the texts that come."""
+        if self.text is not None and self.text.past is not None:
+            self.text.past.add(output)
+
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         """Whether the guard lets this drafter draft now; see :meth:`Guard.allows`."""
         return self.guard is None or self.guard.allows(drafter, sure)

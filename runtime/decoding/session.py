@@ -9,6 +9,7 @@ round's passes, so nothing runs twice or alone.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import RLock
 
 import numpy as np
 
@@ -66,6 +67,7 @@ class Session:
         stats: Counts and seconds so far.
         finish_reason: None until the sequence ends; see :class:`RoundResult`.
         drafting: How it drafts alone.
+        lock: Held while engines run. Sessions over the same engines share it, so other threads wait for a round to end.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Session:
         self.stats = Stats(prompt_tokens=len(prompt))
         self.finish_reason: str | None = None
         self.drafting = drafting
+        self.lock = RLock()
         self._kv_cache = kv_cache
         self._verify = verify
         self._index = TextIndex()
@@ -125,9 +128,9 @@ class Session:
 
         The last token is the first root, so prefill needs no logits.
         """
-        self._check_open()
-        while (piece := self.next_piece(self._limits.prefill_chunk)) is not None:
-            self.add_piece(piece, *_timed(self._verify, piece))
+        with self.lock:
+            while (piece := self.next_piece(self._limits.prefill_chunk)) is not None:
+                self.add_piece(piece, *_timed(self._verify, piece))
 
     def next_piece(self, most: int) -> Call | None:
         """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is complete."""
@@ -171,7 +174,8 @@ class Session:
 
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
-        [current] = run_round([self], self._verify)
+        with self.lock:
+            [current] = run_round([self], self._verify)
         if current.error is not None:
             raise current.error
         assert current.result is not None
@@ -343,10 +347,11 @@ class Session:
 
     def peek(self) -> Logits:
         """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
-        self.prefill()
-        self._kv_cache.reserve(len(self.tokens))
-        outputs, _ = _timed(self._verify, self._verified([Node(self.tokens[-1], index=0)]))
-        row: Logits = outputs.logits[0].copy()
+        with self.lock:
+            self.prefill()
+            self._kv_cache.reserve(len(self.tokens))
+            outputs, _ = _timed(self._verify, self._verified([Node(self.tokens[-1], index=0)]))
+            row: Logits = outputs.logits[0].copy()
         return row
 
     @property
@@ -357,9 +362,6 @@ class Session:
 
     def close(self) -> None:
         """Give up the cache, which the next session will use. Then only ``tokens``, ``stats``, ``finish_reason`` are left."""
-        text = self.drafting.text
-        if text is not None and text.past is not None and not self._closed:
-            text.past.add(self.tokens[self.stats.prompt_tokens :])
         self._closed = True
 
     def _check_open(self) -> None:

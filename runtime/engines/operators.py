@@ -13,7 +13,7 @@ from typing import Any
 
 import onnxruntime as ort
 
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, reason, refused
 
 DOMAIN = "eesd"
 LIBRARY = Path(__file__).with_name("libeesd_operators.so")
@@ -101,9 +101,6 @@ def make_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:
         configure(kernels, threads, int8_activations, float16_caches)
-        try:
+        with refused(lambda error: f"ONNX Runtime cannot load {graph} ({reason(error)}); delete it, and it is made again."):
             options.register_custom_ops_library(str(LIBRARY))
             return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # ONNX Runtime's exceptions have no common base class
-            reason = str(error).splitlines()[0][:200]
-            raise EESDError(f"ONNX Runtime cannot load {graph} ({reason}); delete it, and it is made again.") from None

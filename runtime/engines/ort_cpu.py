@@ -8,7 +8,7 @@ import numpy as np
 import onnxruntime as ort
 from numpy.typing import NDArray
 
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, reason, refused
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.graph_file import to_session
@@ -166,11 +166,8 @@ def load_session(
     path = directory / graph.file
     options = _options(manifest, graph, threads, int8_activations)
     model = str(path) if widened is None else to_session(widen(path, options, widened, threads), path, options)
-    try:
+    with refused(lambda error: f"ONNX Runtime cannot load {path} ({reason(error)}); export again."):
         session = ort.InferenceSession(model, options, providers=providers)
-    except Exception as error:  # ONNX Runtime's exceptions have no common base class
-        reason = str(error).splitlines()[0][:200]
-        raise EESDError(f"ONNX Runtime cannot load {path} ({reason}); export again.") from None
     graph = graph if widened is None else widened_info(graph)
     found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
     if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:

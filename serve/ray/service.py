@@ -127,7 +127,7 @@ class RemoteService:
             )
             end = Update(finish_reason="error", error=reason)
             LOGGER.warning("A request failed in a replica.", exc_info=error)
-        generation.on_update(end)
+        generation.tell(end)
 
     async def _attempts(self, generation: RemoteGeneration) -> Update:
         """The last update of the request; those before it are passed on."""
@@ -149,7 +149,7 @@ class RemoteService:
                         if update.finish_reason:
                             return update
                         if tokens:
-                            generation.on_update(update)
+                            generation.tell(update)
             if sent and not (request.sampling.greedy or request.sampling.method == "coupled"):
                 return Update(finish_reason="error", error="The replica stopped, and this text cannot be repeated; ask again.")
         return Update(finish_reason="error", error=f"Replicas stopped {ATTEMPTS} times while they ran the request; ask again.")
