@@ -39,7 +39,7 @@ class RoundOutcome:
             the text do not count.
         nodes: Nodes that were verified, the root not counted.
         verify_seconds: Time of the verify pass over these nodes and the root.
-        accepted: Draft tokens that were accepted.
+        accepted: Draft tokens that the verifier accepted, also behind the end of the text, where nothing is committed.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted`` when an accepted token was a
             candidate that was never expanded, or the text's.
         copied: Tokens of the text that were verified before the first drafted one.

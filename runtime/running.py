@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 
 import numpy as np
@@ -50,7 +51,7 @@ class Running:
             kv_cache,
             verify,
             drafting,
-            limits,
+            replace(limits, until_stop=self._until_stop) if request.stop else limits,
             request.sampling,
             vocab_size,
             observer if request.logprobs is None else self._observe,
@@ -87,6 +88,17 @@ class Running:
     def _new_tokens(self) -> list[int]:
         return self.session.tokens[self.session.stats.prompt_tokens :]
 
+    def _until_stop(self, tokens: Sequence[int]) -> int | None:
+        """How many of the next tokens belong to the text, if a stop string ends it within them."""
+        text = copy(self._text)
+        assert text is not None
+        for count, token in enumerate(tokens, 1):
+            if token not in self.request.stop_token_ids:
+                text.push(token)
+            if text.stop:
+                return count
+        return None
+
     def take_prefix(self, prefixes: PrefixCache) -> None:
         """Take the keys and values of the prompt's beginning that are known, unless its logits are asked for."""
         if self.request.prompt_logprobs is None:
@@ -111,26 +123,22 @@ class Running:
         self.session.drafting.end_request(self._new_tokens())
 
     def update(self, result: RoundResult) -> Update:
-        """What to report of a round. A stop string ends the request."""
+        """What to report of a round."""
         outputs: list[TokenOutput] = []
-        reason, stop = result.finish_reason, None
         sources = ["text" if text else "exit" for text in result.from_text]
         sources += ["verify"] * (len(result.tokens) - len(sources))
         for at, (token, source) in enumerate(zip(result.tokens, sources, strict=True)):
             text = self._text.push(token) if self._text and token not in self.request.stop_token_ids else ""
             outputs.append(TokenOutput(token, text, source, self._logprobs[at] if self._logprobs else None))
-            if self._text and self._text.stopped:
-                reason, stop = "stop", self._text.stop
-                break
         self._logprobs = []
-        held = self._text.finish() if self._text and reason else ""
+        held = self._text.finish() if self._text and result.finish_reason else ""
         prompt, self._prompt_logprobs = self._prompt_logprobs, None
         return Update(
             tuple(outputs),
             tuple(result.rejected),
             held,
-            reason,
-            stop=stop,
+            result.finish_reason,
+            stop=self._text.stop if self._text else None,
             prompt_logprobs=None if prompt is None else tuple(prompt),
             cached_tokens=self.cached_tokens,
             stats=self.session.stats,

@@ -201,57 +201,38 @@ class TokenBytes:
         return self._decode([*context, token])[len(self._decode(context)) :].encode()
 
 
-class _CharacterStream:
-    """Turns tokens into bytes, and bytes into whole characters.
+class TextStream:
+    """Turns tokens into text as they come. A ``copy`` goes its own way.
+
+    ``push`` returns the text that is certain: whole characters that cannot be the beginning of a stop string. When a stop
+    string is complete, it becomes ``stop``, and the text ends before it.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers cannot wait for the rest: they
     write U+FFFD, and ``ByteFallback`` does so for a whole run of bytes if one is broken, even for characters shown long ago.
     So bytes are joined here. Valid text is the text that the decoder writes. Of broken bytes, only bytes that belong to no
     character become U+FFFD, as SentencePiece itself has it, and only once it is certain that they do not.
-    """
-
-    def __init__(self, codec: TextCodec, prompt: Sequence[int]) -> None:
-        self._bytes = TokenBytes(codec)
-        self._utf8 = codecs.getincrementaldecoder("utf-8")(_EACH_BYTE if self._bytes.has_byte_tokens else "replace")
-        self._before: int | None = None
-        # At most three bytes wait for the rest of their character, and each token has one at least.
-        tail = list(islice((token for token in reversed(prompt) if self._bytes.name(token)), 3))
-        for token in reversed(tail):
-            self.push(token)
-
-    def push(self, token: int) -> str:
-        if not self._bytes.name(token):
-            return ""
-        before, self._before = self._before, token
-        return self._utf8.decode(self._bytes.added(token, before))
-
-
-class TextStream:
-    """Turns tokens into text as they come.
-
-    ``push`` returns the text that is certain: whole characters that cannot be the beginning of a stop string. When a stop
-    string is complete, it becomes ``stop``, and the text ends before it.
 
     Wherever a text is cut into prompt and tokens, the pieces are what the tokens add to the text that the prompt shows. A
     character that the prompt begins comes with the token that completes it. One that is never completed is not shown.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:
-        self._characters = _CharacterStream(codec, prompt)
+        self._bytes = TokenBytes(codec)
+        self._rest = b""
+        self._before: int | None = None
         self._stop = tuple(stop)
         self._held = ""
         self.stop: str | None = None
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string is complete."""
-        return self.stop is not None
+        # At most three bytes wait for the rest of their character, and each token has one at least.
+        tail = list(islice((token for token in reversed(prompt) if self._bytes.name(token)), 3))
+        for token in reversed(tail):
+            self._characters(token)
 
     def push(self, token: int) -> str:
         """The text that became certain with this token (often "")."""
-        if self.stopped:
+        if self.stop:
             return ""
-        text = self._held + self._characters.push(token)
+        text = self._held + self._characters(token)
         found = min(((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
         if found is not None:
             (at, self.stop), self._held = found, ""
@@ -264,6 +245,15 @@ class TextStream:
         """The text held back for a stop string that did not come."""
         held, self._held = self._held, ""
         return held
+
+    def _characters(self, token: int) -> str:
+        """The characters that are whole with this token."""
+        if not self._bytes.name(token):
+            return ""
+        data, self._before = self._rest + self._bytes.added(token, self._before), token
+        text, used = codecs.utf_8_decode(data, _EACH_BYTE if self._bytes.has_byte_tokens else "replace", False)
+        self._rest = data[used:]
+        return text
 
     @staticmethod
     def _overlap(text: str, stop: str) -> int:

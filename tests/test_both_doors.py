@@ -1,13 +1,16 @@
 """One request through both doors, the API and the batch: the same tokens, text, log-probabilities and rounds."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
+from operator import ge
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
 
-from eesd import BatchOptions, Completion, EESDError, Request, Sampling, Service, make_constraint
+from eesd import BatchOptions, Completion, EESDError, Request, Sampling, Service, Update, make_constraint
 from eesd.runtime.llm import LLM, Speculation, load
 
 GREEDY, COUPLED = Sampling(), Sampling(temperature=0.9, seed=3)
@@ -65,6 +68,74 @@ def test_every_option_gives_the_same_through_both(doors: tuple[LLM, Service], sa
     assert through_both(doors, sampling, regex="[ab]{5,60}").text.strip("ab") == ""
     longer = through_both(doors, sampling, regex="[ab]{1,60}", min_tokens=12, ignore_eos=False)
     assert len(longer.tokens) >= 12
+
+
+def endings(llm: LLM) -> Iterator[tuple[str, list[int] | str, dict[str, Any]]]:
+    """The ways in which a text ends by itself: the reason, the prompt, and what is asked for."""
+    whole = llm.generate(PROMPT, draft=False, max_new_tokens=40, ignore_eos=True)
+    for at in range(1, 20, 2):
+        yield "stop", PROMPT, {"stop_token_ids": (whole.tokens[at],)}
+        yield "stop", PROMPT, {"stop": whole.text[at : at + 3]}
+    for most in range(1, 8):
+        yield "length", PROMPT, {"max_new_tokens": most}
+    yield "length", [*llm.encode(PROMPT) * 99][: llm.manifest.max_seq_len - 9], {}
+    yield "stop", PROMPT, {"constraint": "(ab){5}", "ignore_eos": False}
+
+
+def check_counts(updates: Sequence[Update], prompt: Sequence[int]) -> list[int]:
+    """The statistics count the tokens that were reported, and no others. Returns the tokens."""
+    outputs, stats = [output for update in updates for output in update.tokens], updates[-1].stats
+    drafted = [output.source for output in outputs if output.source != "verify"]
+    assert (stats.prompt_tokens, stats.new_tokens) == (len(prompt), len(outputs))
+    assert stats.accepted_tokens == len(drafted) == sum(stats.accepted_at_depth) <= stats.draft_tokens
+    assert stats.accepted_text_tokens == drafted.count("text")
+    bonus = sum(update.tokens[-1].source == "verify" for update in updates if update.tokens)
+    assert stats.new_tokens == stats.accepted_tokens + bonus and stats.rounds == sum(bool(update.tokens) for update in updates)
+    assert all(map(ge, stats.verified_at_depth, stats.accepted_at_depth))
+    assert all(map(ge, stats.accepted_at_depth, stats.verified_at_depth[1:]))
+    return [output.token for output in outputs]
+
+
+def test_what_is_counted_is_what_came_however_a_text_ends(doors: tuple[LLM, Service]) -> None:
+    llm, service = doors
+    for reason, prompt, options in endings(llm):
+        counts = []
+        for served, draft in ((False, False), (False, True), (True, False), (True, True)):
+            asked: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, **options}
+            if "constraint" in asked:
+                asked["constraint"] = make_constraint("regex", options["constraint"], llm)
+            request, updates, ended = llm.request(prompt, draft=draft, **asked), [], Event()
+            if served:
+                service.submit(request, lambda update: (updates.append(update), update.finish_reason and ended.set()))  # noqa: B023
+                assert ended.wait(30)
+            else:
+                updates += llm.run(request)
+            counts.append(check_counts(updates, request.tokens))
+            assert updates[-1].finish_reason == reason
+        assert all(one == counts[0] for one in counts), options
+
+
+@pytest.mark.parametrize("reason", ["deadline", "cancelled"])
+def test_what_is_counted_is_what_came_before_a_text_was_ended(doors: tuple[LLM, Service], reason: str) -> None:
+    llm, service = doors
+    updates: list[Update] = []
+    ended, begun = Event(), Event()
+
+    def see(update: Update) -> None:
+        updates.append(update)
+        begun.set()
+        if update.finish_reason:
+            ended.set()
+
+    request = llm.request(PROMPT, max_new_tokens=10**6, ignore_eos=True)
+    generation = service.submit(replace(request, seconds=0.02) if reason == "deadline" else request, see)
+    assert begun.wait(30)
+    if reason == "cancelled":
+        generation.cancel()
+    assert ended.wait(30) and updates[-1].finish_reason in (reason, "length")
+    check_counts(updates, request.tokens)
+    alone = [*islice(llm.run(replace(request, seconds=0.02 if reason == "deadline" else None)), 30)]
+    check_counts(alone, request.tokens)
 
 
 def test_a_tree_is_drafted_for_a_request_alone_in_a_service(model: LLM) -> None:

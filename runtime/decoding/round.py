@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
-from eesd.controllers import Controller
+from eesd.controllers import Controller, RoundOutcome
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
@@ -22,21 +22,30 @@ R = TypeVar("R")
 
 
 class RoundResult(NamedTuple):
-    """What one round committed.
+    """What one round committed, and what it took: all that statistics count.
 
     Attributes:
         tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there is one, is the bonus token.
-        num_accepted: Draft tokens among them.
+        num_accepted: Draft tokens among them. What the verifier accepts behind the end of the text is not committed.
         finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None: call ``step`` again.
         from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
         rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
+        outcome: What was judged, also behind the end of the text: what all that learn are told.
+        levels: Deepest level that was verified, whoever proposed it.
+        drafting: Whether the round was allowed to draft.
+        draft_seconds, seconds: Time in the draft engine, and of the whole round.
     """
 
     tokens: list[int]
     num_accepted: int
     finish_reason: str | None
-    from_text: Sequence[bool] = ()
-    rejected: Sequence[int] = ()
+    from_text: Sequence[bool]
+    rejected: Sequence[int]
+    outcome: RoundOutcome
+    levels: int
+    drafting: bool
+    draft_seconds: float
+    seconds: float
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class Limits:
     """Where a sequence ends (EOS ids, new tokens, slots of the cache), how many nodes a round may verify besides the root, how
     many tokens of the prompt one call takes, and whether only logits of nodes ``in_place`` count: in the slots that they would
     have as a chain. A path that leaves them is cut: what its first displaced node says about the next token is asked again. A
-    round does not draft beyond the next of ``last_positions``, ascending: another kernel computes the tokens behind them."""
+    round does not draft beyond the next of ``last_positions``, ascending: another kernel computes the tokens behind them.
+    ``until_stop`` says how many of the next tokens belong to the text, if a stop string ends it within them."""
 
     eos_token_ids: tuple[int, ...]
     max_new_tokens: int
@@ -46,6 +47,7 @@ class Limits:
     prefill_chunk: int = PREFILL_CHUNK
     in_place: bool = False
     last_positions: tuple[int, ...] = ()
+    until_stop: Callable[[Sequence[int]], int | None] | None = None
 
 
 Forced = Callable[[int], Sequence[int]]
@@ -291,7 +293,6 @@ class Session:
             self._kv_cache.compact(len(self.tokens), [len(self.tokens) - 1 + node.index for node in path])
 
         chosen = [*[node.token for node in path], bonus]
-        result = self._result(chosen, path, nodes)
         outcome = RoundOutcome(
             steps=tree.steps,
             draft_seconds=current.drafted_at - started,
@@ -303,16 +304,8 @@ class Session:
             copied=current.copied if tree.steps else 0,
             first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
         )
-        committed_at = time.perf_counter()
-        stats = self.stats.with_round(
-            outcome,
-            len(result.tokens),
-            current.draft_seconds,
-            committed_at - started,
-            drafting=current.drafter is not None or len(nodes) > 1,
-            depth=max([node.depth for node in nodes]),
-            from_text=sum([node.from_text for node in path]),
-        )
+        result = self._result(current, outcome, path, chosen)
+        committed_at, stats = time.perf_counter(), self.stats.with_round(result)
         # The commit: one statement behind everything that may raise. No signal is handled within it.
         self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason
 
@@ -444,17 +437,27 @@ class Session:
             return Call(self._kv_cache, tokens, positions, root + first)
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
 
-    def _result(self, tokens: list[int], path: Sequence[Node], nodes: Sequence[Node]) -> RoundResult:
-        """What the round commits of its tokens: everything up to EOS; and why the sequence ends with them, if it does."""
-        limits, reason = self._limits, None
-        ends = [i for i, token in enumerate(tokens) if token in limits.eos_token_ids]
+    def _result(self, current: Round, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]) -> RoundResult:
+        """What the round commits of its tokens: everything up to EOS or a stop string; and why the sequence ends, if it does."""
+        limits, reason = self._limits, "length" if len(tokens) >= self.left else None
+        ends = [i for i, token in enumerate(tokens, 1) if token in limits.eos_token_ids]
         if ends:
-            tokens, reason = tokens[: ends[0] + 1], "stop"
-        elif len(tokens) >= self.left:
-            reason = "length"
+            tokens, reason = tokens[: ends[0]], "stop"
+        if limits.until_stop is not None and (count := limits.until_stop(tokens)) is not None:
+            tokens, reason = tokens[:count], "stop"
         accepted = path[: len(tokens)]
-        rejected = [] if reason else _rejected(path[-1] if path else nodes[0])
-        return RoundResult(tokens, len(accepted), reason, [node.from_text for node in accepted], rejected)
+        return RoundResult(
+            tokens,
+            len(accepted),
+            reason,
+            [node.from_text for node in accepted],
+            [] if reason else _rejected(path[-1] if path else current.nodes[0]),
+            outcome,
+            levels=max([node.depth for node in current.nodes]),
+            drafting=current.drafter is not None or len(current.nodes) > 1,
+            draft_seconds=current.draft_seconds,
+            seconds=time.perf_counter() - current.started,
+        )
 
 
 def check_prompt(prompt: Sequence[int], limits: Limits, vocab_size: int) -> None:

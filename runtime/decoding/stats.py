@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from eesd.controllers import RoundOutcome
+from eesd.runtime.decoding.round import RoundResult
 
 
 @dataclass
@@ -12,13 +12,13 @@ class Stats:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
-        new_tokens: Tokens generated.
+        new_tokens: Tokens generated: those of the text, and no token behind its end.
         rounds: Verify passes.
         drafting_rounds: Rounds in which drafting was allowed, by the exit head or from the text.
         text_rounds: Those of them that verified what the text proposed, without a draft step.
         draft_steps: Calls of the draft engine.
-        draft_tokens: Draft tokens that were verified.
-        accepted_tokens: Draft tokens that were accepted.
+        draft_tokens: Draft tokens that were verified, also behind the end of the text.
+        accepted_tokens: Draft tokens that were accepted: those of them among the new tokens.
         accepted_text_tokens: Those of them that the text proposed, and the exit head did not.
         verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all before was accepted).
         accepted_at_depth: Of these, the rounds whose token at that depth was accepted.
@@ -70,46 +70,26 @@ class Stats:
         """Share of the decode time spent outside both engines."""
         return self.host_seconds / self.decode_seconds if self.decode_seconds else 0.0
 
-    def with_round(
-        self,
-        outcome: RoundOutcome,
-        new_tokens: int,
-        draft_seconds: float,
-        seconds: float,
-        drafting: bool,
-        depth: int,
-        from_text: int,
-    ) -> "Stats":
-        """These statistics and one more round.
-
-        Args:
-            outcome: What became of the round.
-            new_tokens: Tokens it committed.
-            draft_seconds: Time in the draft engine.
-            seconds: Time of the whole round.
-            drafting: Whether the round was allowed to draft.
-            depth: Deepest level that was verified, whoever proposed it.
-            from_text: Accepted tokens that the text alone proposed.
-        """
-        stats = Stats(**vars(self))
-        stats.new_tokens += new_tokens
+    def with_round(self, result: RoundResult) -> "Stats":
+        """These statistics and one more round."""
+        stats, outcome = Stats(**vars(self)), result.outcome
+        stats.new_tokens += len(result.tokens)
         stats.rounds += 1
-        stats.draft_seconds += draft_seconds
+        stats.draft_seconds += result.draft_seconds
         stats.verify_seconds += outcome.verify_seconds
-        stats.host_seconds += seconds - draft_seconds - outcome.verify_seconds
-        if drafting:
-            stats.drafting_rounds += 1
-            stats.text_rounds += outcome.nodes > 0 and not outcome.steps
-            stats.draft_steps += outcome.steps
-            stats.draft_tokens += outcome.nodes
-            stats.accepted_tokens += outcome.accepted
-            stats.accepted_text_tokens += from_text
-            more = [0] * (depth - len(self.verified_at_depth))
-            stats.verified_at_depth = [*self.verified_at_depth, *more]
-            stats.accepted_at_depth = [*self.accepted_at_depth, *more]
-            for level in range(min(depth, outcome.accepted + 1)):
-                stats.verified_at_depth[level] += 1
-                stats.accepted_at_depth[level] += level < outcome.accepted
+        stats.host_seconds += result.seconds - result.draft_seconds - outcome.verify_seconds
+        stats.drafting_rounds += result.drafting
+        stats.text_rounds += outcome.nodes > 0 and not outcome.steps
+        stats.draft_steps += outcome.steps
+        stats.draft_tokens += outcome.nodes
+        stats.accepted_tokens += result.num_accepted
+        stats.accepted_text_tokens += sum(result.from_text)
+        more = [0] * (result.levels - len(self.verified_at_depth))
+        stats.verified_at_depth = [*self.verified_at_depth, *more]
+        stats.accepted_at_depth = [*self.accepted_at_depth, *more]
+        for level in range(min(result.levels, len(result.tokens))):  # the bonus token says that a draft token is wrong
+            stats.verified_at_depth[level] += 1
+            stats.accepted_at_depth[level] += level < result.num_accepted
         return stats
 
     def to_dict(self) -> dict[str, Any]:
