@@ -86,7 +86,7 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 @click.option("--min-p", type=float, help="0 is off.  [default: the model's, else 0]")
 @click.option("--repetition-penalty", type=float, help="1 is off.  [default: the model's, else 1]")
 @click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help=MODELS_SAMPLING)
-@click.option("--seed", type=int, default=0)
+@click.option("--seed", type=int, default=0, help="Of all random numbers. Each further prompt gets others.  [default: 0]")
 @click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
 @click.option("--min-tokens", type=int, default=0, help="No end before so many new tokens.")
@@ -124,8 +124,8 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
         if options["comparing"]:
             _compare(llm, found, sampling, options)
         else:
-            for prompt in found:
-                _run(llm, prompt, sampling, options)
+            for number, prompt in enumerate(found):
+                _run(llm, prompt, sampling.of_text(number), options)
         if on_terminal:
             _chat(llm, sampling, options)
 
@@ -347,7 +347,8 @@ def _compare(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, options: d
     """Run prompts with and without drafting, and show texts and speeds; with ``--json`` one object for each prompt."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
-        comparison = compare(llm, prompt, sampling, options["max_new_tokens"], options["stop"], options["ignore_eos"])
+        chosen = sampling.of_text(number - 1)
+        comparison = compare(llm, prompt, chosen, options["max_new_tokens"], options["stop"], options["ignore_eos"])
         found.append(comparison)
         if options["as_json"]:
             click.echo(json.dumps(_comparison_object(comparison)))

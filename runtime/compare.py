@@ -140,7 +140,7 @@ def compare(
     llm: LLM, prompt: Prompt, sampling: Sampling, max_new_tokens: int, stop: Sequence[str] = (), ignore_eos: bool = False
 ) -> Comparison:
     """Run the prompt once each way, after a short warm-up of both. The arguments are those of :meth:`LLM.generate`."""
-    tokens = llm.encode(prompt)
+    tokens, sampling = llm.encode(prompt), sampling.of_text()
 
     def run(limit: int, draft: bool, record: LogitRecord | None = None, model: LLM = llm) -> Completion:
         observed = copy(model)

@@ -58,7 +58,7 @@ class Request:
 
     Attributes:
         tokens: The prompt's ids.
-        sampling: How tokens are chosen.
+        sampling: How tokens are chosen. Without a seed the request draws one, and keeps it.
         max_new_tokens: Most tokens to generate.
         stop: Strings to stop before; they need a tokenizer.
         stop_token_ids: Tokens that end the text as EOS does, also with ``ignore_eos``.
@@ -93,6 +93,7 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.sampling, Sampling):
             raise EESDError(f"sampling is {shown(self.sampling)}; it must be a Sampling.")
+        object.__setattr__(self, "sampling", self.sampling.of_text())
         if self.constraint is not None and not (hasattr(self.constraint, "allowed") and hasattr(self.constraint, "forced")):
             raise EESDError(f"constraint is {shown(self.constraint)}; give what eesd.make_constraint returns.")
         if not isinstance(self.salt, str):

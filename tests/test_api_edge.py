@@ -110,7 +110,29 @@ def test_arguments_of_another_type_are_refused(llm: LLM, arguments: dict[str, An
     "value", [None, "1", True, [], float("nan"), float("inf"), -1, 10**400, 1j, b"1"], ids=lambda v: repr(v)[:9]
 )
 def test_sampling_options_of_another_type_are_refused(name: str, value: Any) -> None:
-    refused(lambda: eesd.Sampling(**{name: value}), name if name != "method" else "sampling method")
+    if (name, value) != ("seed", None):  # each request draws one
+        refused(lambda: eesd.Sampling(**{name: value}), name if name != "method" else "sampling method")
+
+
+def test_texts_are_independent_without_a_seed_and_have_their_own_with_one(llm: LLM) -> None:
+    hot = eesd.Sampling(temperature=3.0)
+    for sampling in (hot, eesd.Sampling(temperature=3.0, method="rejection")):
+        found = [tuple(llm.generate(PROMPT, sampling, max_new_tokens=12, ignore_eos=True).tokens) for _ in range(4)]
+        assert len(set(found)) == 4
+    request = llm.request(PROMPT, hot, max_new_tokens=12, ignore_eos=True)
+    assert list(llm.run(request))[-1].stats.new_tokens == 12 and len({*map(str, [tokens(llm, request) for _ in range(3)])}) == 1
+    seeded = eesd.Sampling(temperature=3.0, seed=7)
+    seeds = [seeded.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)]
+    assert seeds[0] == 7 and len(set(seeds)) == 1600 and seeds == [
+        seeded.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)
+    ]
+    other = eesd.Sampling(temperature=3.0, seed=8)
+    assert not {*seeds} & {other.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)}
+    assert eesd.Sampling().of_text(3, 4) == eesd.Sampling(), "greedy texts have no random numbers"
+
+
+def tokens(llm: LLM, request: eesd.Request) -> list[int]:
+    return [output.token for update in llm.run(request) for output in update.tokens]
 
 
 def test_numbers_of_numpy_are_numbers() -> None:

@@ -90,6 +90,9 @@ def test_sampling_options_reach_the_engine(engine: Path, api: LLM) -> None:
     [found] = objects(engine, "-p", PROMPT, *SAMPLED, *options)
     assert found["tokens"] == expected(api, sampling=sampling).tokens
     assert found["tokens"] != objects(engine, "-p", PROMPT, *SAMPLED, *options, "--seed", 6)[0]["tokens"]
+    first, second = objects(engine, "-p", PROMPT, "-p", PROMPT, *SAMPLED, *options)
+    assert first["tokens"] == found["tokens"], "the first prompt has the seed itself"
+    assert second["tokens"] == expected(api, sampling=sampling.of_text(1)).tokens != first["tokens"]
     [rejection] = objects(engine, "-p", PROMPT, *SAMPLED, "--sampling", "rejection", "--ignore-eos")
     assert len(rejection["tokens"]) == COUNT
 

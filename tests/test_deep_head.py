@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from support.command import assert_refused, run, succeed
 from support.deep_heads import deep_head
+from support.lossless_checks import check_kept_prefixes
 from support.on_cache import OnCache
 
 from eesd.common.geometry import ExitConfig
@@ -145,6 +146,11 @@ def test_drafting_changes_no_token(exported: Path, backend: str, speculation: Sp
         plain = llm.with_speculation(None).generate(TEXT[:6], max_new_tokens=40, sampling=sampling)
         found = llm.with_speculation(speculation).generate(TEXT[:6], max_new_tokens=40, sampling=sampling)
         assert found.tokens == plain.tokens
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_kept_prefixes_hold_the_deep_states(exported: Path, backend: str) -> None:
+    assert check_kept_prefixes(exported / "plans", backend, [*TEXT, *TEXT[:12]]) > 200
 
 
 def test_what_does_not_fit_is_refused(exported: Path, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, run, succeed
 from support.eagle_heads import LAYOUTS, Reference, train, write_head
+from support.lossless_checks import check_kept_prefixes
 from support.on_cache import OnCache, both_on_cache
 from transformers import AutoModelForCausalLM
 
@@ -186,6 +187,12 @@ def test_a_service_gives_what_a_request_gets_alone(exported: Path) -> None:
     service.close()
     for prompt, one in zip(prompts, served, strict=True):
         assert one.tokens == llm.with_speculation(None).generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_kept_prefixes_hold_the_states(exported: Path, backend: str) -> None:
+    """The state of the last kept token is read by the first token that is computed, whichever it is."""
+    assert check_kept_prefixes(exported / "plans", backend, [*TEXT, *TEXT[:16]]) > 200
 
 
 @ONE

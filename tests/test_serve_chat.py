@@ -52,7 +52,7 @@ def test_the_raw_stream_begins_with_the_role_and_ends_with_done(server: Served) 
     assert done == "[DONE]" and "metrics" in chunks[-1]
     for number in range(2):
         parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == number]
-        expected = server.llm.generate(MESSAGES, Sampling(temperature=0.8, seed=3 + number), max_new_tokens=COUNT)
+        expected = server.llm.generate(MESSAGES, Sampling(temperature=0.8, seed=3).of_text(0, number), max_new_tokens=COUNT)
         assert "".join(part["delta"].get("content", "") for part in parts) == expected.text
         assert parts[-1]["delta"] == {} and parts[-1]["finish_reason"] == expected.finish_reason
 

@@ -20,7 +20,7 @@ from eesd.serve.openai.logprobs import TokenWriter
 
 PROMPT = "def f(x): return x"
 COUNT = 24
-SAMPLED = {"temperature": 0.9, "seed": 5}
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_the_tokens_are_those_of_generate(server: Served, sampling: Sampling, st
 
 def test_choices_have_seeds_of_their_own(server: Served) -> None:
     choices = server.complete(PROMPT, max_tokens=COUNT, n=3, **SAMPLED)["choices"]
-    expected = [alone(server, sampling=Sampling(temperature=0.9, seed=5 + number)) for number in range(3)]
+    expected = [alone(server, sampling=Sampling(**SAMPLED).of_text(0, number)) for number in range(3)]
     assert [choice["text"] for choice in choices] == [one.text for one in expected]
     assert [choice["index"] for choice in choices] == [0, 1, 2] and len({one.text for one in expected}) == 3
 
@@ -137,6 +137,9 @@ def test_parts_of_characters_stay_apart(tmp_path: Path) -> None:
 def test_without_a_seed_texts_differ(server: Served) -> None:
     texts = {server.complete(PROMPT, max_tokens=COUNT, temperature=2.0)["choices"][0]["text"] for _ in range(3)}
     assert len(texts) == 3
+    for asked in ({"prompt": [PROMPT] * 4}, {"prompt": [PROMPT] * 2, "n": 2}):
+        choices = server.post("/v1/completions", asked | {"max_tokens": COUNT, "temperature": 2.0}).json()["choices"]
+        assert len({choice["text"] for choice in choices}) == 4, "prompts and choices of one request are independent, too"
 
 
 def test_prompts_of_every_form(server: Served) -> None:
@@ -147,9 +150,10 @@ def test_prompts_of_every_form(server: Served) -> None:
         found = server.complete(prompts, max_tokens=COUNT, temperature=0)
         assert [choice["text"] for choice in found["choices"]] == expected[:count]
     found = server.complete(texts, max_tokens=COUNT, n=2, **SAMPLED)
-    sampled = [alone(server, text, Sampling(temperature=0.9, seed=5 + n)).text for text in texts for n in range(2)]
-    assert [choice["text"] for choice in found["choices"]] == sampled
-    new = sum(len(alone(server, text, Sampling(temperature=0.9, seed=5 + n)).tokens) for text in texts for n in range(2))
+    own = [(text, Sampling(**SAMPLED).of_text(number, choice)) for number, text in enumerate(texts) for choice in range(2)]
+    sampled = [alone(server, text, sampling) for text, sampling in own]
+    assert [choice["text"] for choice in found["choices"]] == [one.text for one in sampled]
+    new = sum(len(one.tokens) for one in sampled)
     assert found["usage"]["prompt_tokens"] == sum(map(len, ids)) and found["usage"]["completion_tokens"] == new
 
 

@@ -15,7 +15,7 @@ from eesd.serve.openai import params
 
 ROOT = Path(__file__).parent.parent
 DASHBOARD = ROOT / "examples/serving/grafana.json"
-BODY = {"max_tokens": 200, "temperature": 0, "ignore_eos": True}
+BODY: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,18 @@ def test_counters_agree_with_answers(server: Served) -> None:
         *(f"spec_decode_num_{n}" for n in ("drafts", "draft_tokens", "accepted_tokens")),
     )
     before = {name: server.metric(f"vllm:{name}_total") for name in names}
+    lengths = server.metric("vllm:request_generation_tokens_sum")
     answers = [server.complete(prompt, **BODY) for prompt in ("abc", ["a b", "a b"], "import")]
+    ids, text = (answers[0]["choices"][0][name] for name in ("token_ids", "text"))
+    for at in range(1, 40, 3):  # ends within drafts
+        answers.append(server.complete("abc", **BODY | {"stop_token_ids": [ids[at]]}))
+        answers.append(server.complete("abc", **BODY | {"stop": text[at : at + 3]}))
+        answers.append(server.complete("abc", **BODY | {"max_tokens": at}))
     found = {name: server.metric(f"vllm:{name}_total") - before[name] for name in names}
+    assert server.metric("vllm:request_generation_tokens_sum") - lengths == found["generation_tokens"]
+    for answer in answers:
+        one, new = answer["metrics"]["speculative_decoding"], [len(choice["token_ids"]) for choice in answer["choices"]]
+        assert one["num_accepted_draft_tokens"] <= sum(new) == answer["usage"]["completion_tokens"]
     spec = [answer["metrics"]["speculative_decoding"] for answer in answers]
     assert found == {
         "prompt_tokens": sum(answer["usage"]["prompt_tokens"] for answer in answers),

@@ -95,7 +95,7 @@ class DeviceSampler:
         """The noise of each column of each row."""
         device, size = logits.device, logits.shape[-1]
         if device not in self._noise:
-            self._noise[device] = DeviceNoise(self._sampling.seed, self._vocab_size, device)
+            self._noise[device] = DeviceNoise(self._sampling.seed or 0, self._vocab_size, device)
         rows = self._noise[device].rows([len(tokens) + len(path) for path in paths], first=len(tokens))
         return rows if size == self._vocab_size else rows.index_select(1, self._scores.ids(size, device))
 

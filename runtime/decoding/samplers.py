@@ -246,7 +246,7 @@ class Coupled(_Deterministic):
     ) -> None:
         super().__init__(sampling, columns, allowed)
         self._vocab_size = vocab_size
-        self._noise = GumbelNoise(sampling.seed, vocab_size)
+        self._noise = GumbelNoise(sampling.seed or 0, vocab_size)
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         if outputs.chosen is not None:
@@ -273,7 +273,7 @@ class Rejection(_Base):
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         super().begin_round(tokens)
-        self._random = philox(self._sampling.seed, 1, len(tokens))
+        self._random = philox(self._sampling.seed or 0, 1, len(tokens))
         self._numbers: list[float] = []
         """Uniform numbers, of which so many are used."""
         self._used = 0

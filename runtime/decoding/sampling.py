@@ -1,7 +1,8 @@
 """From logits to a distribution: a request's sampling options, what they do to logits, and reproducible noise."""
 
+import secrets
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ class Sampling:
         presence_penalty: Taken from the logits of tokens that were generated; 0 is off. The prompt does not count.
         frequency_penalty: The same, as often as a token was generated.
         logit_bias: Added to the logits of tokens, by id: a mapping, or pairs.
-        seed: Of the request's random numbers.
+        seed: Of the request's random numbers; None: each request draws one.
         method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the same text with and without
             drafting) or ``rejection`` (the same distribution).
 
@@ -46,7 +47,7 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    seed: int = 0
+    seed: int | None = None
     method: str = "coupled"
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -62,8 +63,21 @@ class Sampling:
         for name in ("presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name), lambda x: -2 <= x <= 2, "a number from -2 to 2")
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
-        check_integer("seed", self.seed, 0, 2**63 - 1)
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, 2**63 - 1)
         check_choice("The sampling method", self.method, METHODS)
+
+    def of_text(self, prompt: int = 0, choice: int = 0) -> "Sampling":
+        """With the seed of one text among those of several prompts, and of several choices of each. Without a seed it is drawn.
+
+        The first text has the seed itself. That of another one is a random number of Philox, so no two texts share any noise.
+        """
+        if self.seed is None:
+            return self if self.greedy else replace(self, seed=secrets.randbits(63))
+        if prompt == choice == 0:
+            return self
+        bits = np.random.Philox(key=[self.seed, 2], counter=[0, 0, prompt, choice]).random_raw()
+        return replace(self, seed=int(bits) >> 1)
 
     @property
     def greedy(self) -> bool:

@@ -1,6 +1,5 @@
 """From the body of a request to what the batch is asked for."""
 
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -139,15 +138,16 @@ def requests_of(
     check_ids(body.allowed_token_ids or (), llm, "allowed_token_ids")
     if body.sampling_method is not None:
         chosen["method"] = body.sampling_method
-    seed = secrets.randbits(63) if body.seed is None else body.seed
-    requests = []
-    for tokens in prompts:
+    if body.seed is not None:
+        chosen["seed"] = body.seed % 2**63
+    sampling, requests = replace(llm.default_sampling, **chosen), []
+    for number, tokens in enumerate(prompts):
         check_prompt(tokens, serving)
         room, fits = serving.max_model_len - len(tokens), serving.service.longest - len(tokens)
         for choice in range(body.choices):
             request = Request(
                 tokens=tokens,
-                sampling=replace(llm.default_sampling, **chosen, seed=(seed + choice) % 2**63),
+                sampling=sampling.of_text(number, choice),
                 max_new_tokens=max(1, min(room, fits) if max_tokens is None else min(max_tokens, room)),
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),

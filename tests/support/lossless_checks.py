@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,6 +19,8 @@ from scipy.stats import chi2
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
 from eesd.runtime.decoding.round import ALONE, Round, draft, run_round
@@ -27,6 +30,8 @@ from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import StepOutputs
+from eesd.runtime.llm import Options, Speculation, load
+from eesd.runtime.prefix_cache import BLOCK
 from support.harness import Harness, Workspace, finish, generated, recording_drafts
 
 Vector = NDArray[np.float64]
@@ -338,3 +343,29 @@ def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
         finish(session)
         assert session.tokens[session.stats.prompt_tokens :] == expected
         line += 1
+
+
+def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:
+    """Behind kept prefixes the same is drafted, and as much of it accepted, as without: solo and served, whatever token comes
+    behind the kept ones, be they a prompt's or generated. Returns the number of draft tokens."""
+    speculation = Speculation("fixed:k=3", tree_width=2, guard=False, drafter="exit")
+    kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
+    alone = load(directory, backend, threads=1, speculation=speculation)
+    services = [Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)]
+    options: Options = {"max_new_tokens": 12, "ignore_eos": True}
+    first, drafts = alone.generate(text, **options).tokens, 0
+    others = [[*text[:BLOCK], 3 + token, *text[:2]] for token in range(3)]
+    for prompt in (text, text, *others, [*text, *first[:-1]], [*text, *first[:4], 7, 8]):
+        request, rounds = alone.request(prompt, **options), []
+        for llm in (kept, alone):
+            rounds.append([(update.tokens, update.rejected) for update in llm.run(llm.request(prompt, **options))])
+        assert rounds[0] == rounds[1]
+        found, expected = (service.generate(request) for service in services)
+        assert found.tokens == expected.tokens and bool(found.cached_tokens) == (drafts > 0)
+        counts = [(one.stats.draft_tokens, one.stats.accepted_at_depth) for one in (found, expected)]
+        assert counts[0] == counts[1]
+        drafts += counts[0][0]
+    for service in services:
+        service.close()
+    assert kept.prefixes is not None and kept.prefixes.hits >= 6 * BLOCK
+    return drafts
