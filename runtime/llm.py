@@ -15,7 +15,7 @@ from typing import Any, TypedDict, Unpack
 
 import numpy as np
 
-from eesd.common.checks import check_choice, check_flag, check_integer, check_path, shown
+from eesd.common.checks import check_choice, check_flag, check_integer, check_path, check_type, shown
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_generation_config
@@ -83,8 +83,7 @@ class Speculation:
     past_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.controller, str):
-            raise EESDError(f"controller is {shown(self.controller)}; it must be a name such as fixed:k=4.")
+        check_type("controller", self.controller, str, "a name such as fixed:k=4")
         check_integer("tree_width", self.tree_width, 1, MAX_TREE_NODES)
         check_integer("seed", self.seed, 0, 2**63 - 1)
         check_flag("guard", self.guard)
@@ -258,7 +257,7 @@ class LLM:
         value: What rounds cost and are worth, which controller, budget and text share.
         controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
         text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
-        prefixes: Keys and values of earlier texts; None: they are not kept.
+        prefixes: Keys and values of earlier texts.
         observer: Told each round's tokens and logits; see :data:`~eesd.runtime.decoding.session.Observer`.
         lock: Held while the engines run, and while what requests share changes.
     """
@@ -283,15 +282,14 @@ class LLM:
         self._codec = TextCodec(directory, manifest.max_seq_len, plain_content) if has_tokenizer else None
         self.lock = RLock()
         self._idle: list[KVCache] = []
-        self._ended: deque[tuple[Running, PrefixCache | None]] = deque()
-        self.prefixes = PrefixCache(prefix_memory) if prefix_memory else None
+        self._ended: deque[tuple[Running, PrefixCache]] = deque()
+        self.prefixes = PrefixCache(prefix_memory)
         self.observer: Observer | None = None
         self._draft_with(speculation)
 
     def _draft_with(self, speculation: Speculation | None) -> None:
         """Make the controller, the guard and the budget."""
-        if not isinstance(speculation, Speculation | None):
-            raise EESDError(f"speculation is {shown(speculation)}; it must be a Speculation or None.")
+        check_type("speculation", speculation, Speculation | None, "a Speculation or None")
         self.speculation, self.value = speculation, RoundValue()
         self.controller: Controller | None = None
         self.guard = Guard() if speculation is not None and speculation.guard else None
@@ -354,8 +352,7 @@ class LLM:
         Raises:
             EESDError: The prompt or an option cannot be used.
         """
-        if not isinstance(sampling, Sampling | None):
-            raise EESDError(f"sampling is {shown(sampling)}; it must be a Sampling or None.")
+        check_type("sampling", sampling, Sampling | None, "a Sampling or None")
         if unknown := options.keys() - {field.name for field in fields(Request)[2:]}:
             raise EESDError(f"There is no option {shown(min(unknown))}; give some of {', '.join(Options.__annotations__)}.")
         chosen: dict[str, Any] = {**options, "stop": _stop_strings(options.get("stop", ()))}
@@ -392,8 +389,7 @@ class LLM:
             self._idle[-1].reset()
             running = self.begin(request, self._idle[-1], self.observer)
             running.session.drafting.begin_request()
-            if self.prefixes is not None:
-                running.take_prefix(self.prefixes)
+            running.take_prefix(self.prefixes)
             self._idle.pop()
         try:
             yield running
@@ -407,8 +403,7 @@ class LLM:
         """Keep what requests that have ended leave, and let others use their caches."""
         while self._ended:
             running, prefixes = self._ended.popleft()
-            if prefixes is not None:
-                running.keep_prefix(prefixes)
+            running.keep_prefix(prefixes)
             running.end()
             self._idle.append(running.kv_cache)
 
@@ -507,12 +502,11 @@ class LLM:
         """Run a request alone. Yields what each round brought, as a service tells it; the last update has a reason."""
         generation = Generation(request)
         with self._running(request) as running:
-            reason = None
-            while reason is None:
+            update = Update()
+            while update.finish_reason is None:
                 late = generation.is_late(time.monotonic())
                 update = running.last_update("deadline") if late else running.update(running.session.step())
                 yield update
-                reason = update.finish_reason
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

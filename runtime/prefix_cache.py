@@ -32,6 +32,7 @@ class PrefixCache:
     Attributes:
         queries: Tokens of all prompts that were looked up.
         hits: Those of them that were found.
+        bytes_used: Bytes of the keys and values that are kept.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -39,14 +40,9 @@ class PrefixCache:
         self.queries = 0
         self.hits = 0
         self._capacity = capacity
-        self._bytes = 0
+        self.bytes_used = 0
         self._root = _Block(None, (), None)
         self._clock = count(1)
-
-    @property
-    def bytes_used(self) -> int:
-        """Bytes of the keys and values that are kept."""
-        return self._bytes
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[Values]:
         """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of :data:`BLOCK` tokens.
@@ -73,6 +69,8 @@ class PrefixCache:
             read: Gives those of the slots from ``start`` to ``stop - 1``, [L+E, 2, KV, n, D]. They are copied.
             salt: See :meth:`find`.
         """
+        if not self._capacity:
+            return
         block, now = self._root, next(self._clock)
         for number, key in enumerate(_keys(tokens, salt)):
             following = block.following.get(key)
@@ -81,20 +79,20 @@ class PrefixCache:
                 if not self._make_room(values.nbytes, now):
                     return
                 following = block.following[key] = _Block(block, key, values.copy())
-                self._bytes += values.nbytes
+                self.bytes_used += values.nbytes
             following.used = now
             block = following
 
     def _make_room(self, size: int, now: int) -> bool:
         """Drop blocks until ``size`` bytes are free; False if only blocks in use now could go."""
-        while self._bytes + size > self._capacity:
+        while self.bytes_used + size > self._capacity:
             ends = [block for block in self._blocks(self._root) if not block.following and block.used < now]
             if not ends:
                 return False
             for oldest in sorted(ends, key=lambda block: block.used)[: max(len(ends) // 4, 1)]:
                 assert oldest.parent is not None and oldest.values is not None
                 del oldest.parent.following[oldest.key]
-                self._bytes -= oldest.values.nbytes
+                self.bytes_used -= oldest.values.nbytes
         return True
 
     def _blocks(self, block: _Block) -> list[_Block]:

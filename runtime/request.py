@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.common.checks import check_flag, check_integer, check_number, shown
+from eesd.common.checks import check_flag, check_integer, check_number, check_type, shown
 from eesd.common.errors import EESDError
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
@@ -91,13 +91,11 @@ class Request:
     salt: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.sampling, Sampling):
-            raise EESDError(f"sampling is {shown(self.sampling)}; it must be a Sampling.")
+        check_type("sampling", self.sampling, Sampling, "a Sampling")
         object.__setattr__(self, "sampling", self.sampling.of_text())
         if self.constraint is not None and not (hasattr(self.constraint, "allowed") and hasattr(self.constraint, "forced")):
             raise EESDError(f"constraint is {shown(self.constraint)}; give what eesd.make_constraint returns.")
-        if not isinstance(self.salt, str):
-            raise EESDError(f"salt is {shown(self.salt)}; it must be a text.")
+        check_type("salt", self.salt, str, "a text")
         check_integer("max_new_tokens", self.max_new_tokens, 1, 2**63 - 1)
         check_flag("draft", self.draft)
         check_flag("ignore_eos", self.ignore_eos)
@@ -109,8 +107,7 @@ class Request:
             check_number("seconds", self.seconds, lambda x: 0 < x < 1e9, "a number above 0")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) for text in self.stop):
             raise EESDError(f"stop is {shown(self.stop)}; it must be a tuple of strings.")
-        if not isinstance(self.stop_token_ids, tuple):
-            raise EESDError(f"stop_token_ids is {shown(self.stop_token_ids)}; it must be a tuple of token ids.")
+        check_type("stop_token_ids", self.stop_token_ids, tuple, "a tuple of token ids")
         for token in self.stop_token_ids:
             check_integer("A stop token", token, 0, 2**63 - 1)
         if "" in self.stop:
@@ -186,8 +183,7 @@ class Generation:
     """
 
     def __init__(self, request: Request, on_update: OnUpdate = lambda _: None) -> None:
-        if not isinstance(request, Request):
-            raise EESDError(f"request is {shown(request)}; it must be a Request.")
+        check_type("request", request, Request, "a Request")
         if not callable(on_update):
             raise EESDError(f"on_update is {shown(on_update)}; it must be a function.")
         self.request = request

@@ -120,7 +120,9 @@ class Running:
     def end(self) -> None:
         """Close the sequence, and keep its output for drafts of later ones."""
         self.session.close()
-        self.session.drafting.end_request(self._new_tokens())
+        text = self.session.drafting.text
+        if text is not None and text.past is not None:
+            text.past.add(self._new_tokens())
 
     def update(self, result: RoundResult) -> Update:
         """What to report of a round."""

@@ -84,7 +84,10 @@ class TextCodec:
         """A text as a tokenizer reads it; None: as the model's does."""
         if self._most is not None and len(text) > self._most and (least := len(text) // self._longest) > self._most:
             raise EESDError(f"The text has at least {least} tokens, and the model takes {self._most}; give a shorter one.")
-        with refused(_no_tokens):
+        # A TypeError stands for lone surrogates, which stand for bytes that were not UTF-8.
+        no_text = "The prompt is not valid Unicode text; give it as UTF-8."
+        no_tokens = "The tokenizer cannot encode the prompt ({}); give token ids."
+        with refused(lambda error: no_text if isinstance(error, TypeError) else no_tokens.format(error)):
             return (tokenizer or self.tokenizer).encode(text, add_special_tokens=special)
 
     @cached_property
@@ -107,13 +110,6 @@ class TextCodec:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-def _no_tokens(error: Exception) -> str:
-    """Why a text has no tokens."""
-    if isinstance(error, TypeError):  # for lone surrogates, which stand for bytes that were not UTF-8
-        return "The prompt is not valid Unicode text; give it as UTF-8."
-    return f"The tokenizer cannot encode the prompt ({error}); give token ids."
 
 
 def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:

@@ -39,10 +39,10 @@ from eesd.model import graphs
 from eesd.model.exit_head import ExitHead
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding import round as decoding_round
-from eesd.runtime.decoding import samplers, sampling, session
+from eesd.runtime.decoding import sampling, session
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.round import Policy, Round
-from eesd.runtime.decoding.samplers import Coupled, Rejection
+from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines import cpu_engine
@@ -102,7 +102,7 @@ def test_a_mistake_in_rejection_sampling_is_caught(
 @pytest.mark.parametrize(
     ("owner", "name", "old", "new"),
     [
-        pytest.param(samplers._Base, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
+        pytest.param(SpecSampler, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
         pytest.param(DraftColumns, "spread", "np.zeros(vocab_size)", "np.full(vocab_size, 0.3)", id="q not zero elsewhere"),
         pytest.param(DraftColumns, "spread", "spread[self._ids] = values", "spread[: len(values)] = values", id="q by column"),
     ],
@@ -118,8 +118,8 @@ def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
 @pytest.mark.parametrize(
     ("owner", "name", "old", "new"),
     [
-        pytest.param(samplers._Base, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
-        pytest.param(samplers._Base, "_adjusted", "columns.of([*self._tokens, *node.path()])", "{3, 5, 9, 60}", id="penalty"),
+        pytest.param(SpecSampler, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
+        pytest.param(SpecSampler, "_adjusted", "columns.of([*self._tokens, *node.path()])", "{3, 5, 9, 60}", id="penalty"),
         pytest.param(sampling.GumbelNoise, "best", "columns.tokens(likely)", "likely", id="noise by column"),
         pytest.param(sampling.GumbelNoise, "best", "columns.tokens(found)", "found", id="noise by column, unlikely tokens"),
     ],
@@ -211,7 +211,7 @@ def test_a_mistake_with_text_in_rejection_sampling_is_caught(
     [
         pytest.param(DraftTree, "follow_text", "parent.depth + 1", "1", id="depth"),
         pytest.param(DraftTree, "follow_text", "index=len(self.nodes)", "index=len(self.nodes) - 1", id="slot"),
-        pytest.param(samplers._Base, "_position", "+ node.depth", "", id="noise"),
+        pytest.param(SpecSampler, "_position", "+ node.depth", "", id="noise"),
     ],
 )
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a draft"])
@@ -295,7 +295,7 @@ def test_noise_that_forgets_the_depth_is_caught(harness: Harness, monkeypatch: p
 
 
 def test_a_penalty_that_forgets_the_draft_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    mutate(monkeypatch, samplers._Base, "_adjusted", "*node.path()", "")
+    mutate(monkeypatch, SpecSampler, "_adjusted", "*node.path()", "")
     with caught():
         check_same_tokens(harness, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
 from eesd.runtime.decoding.draft_tree import Share
-from eesd.runtime.decoding.round import Drafting, Round
+from eesd.runtime.decoding.round import Drafting, Policy, Round
 from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache
@@ -28,8 +28,8 @@ PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
 """Tokens that pieces of prompts beside rows have at most; or as many as the batch's options say."""
 
 
-class LoadPolicy:
-    """A :class:`~eesd.runtime.decoding.round.Policy` by the load: :class:`~eesd.controllers.load_rule.LoadRule` decides."""
+class LoadPolicy(Policy):
+    """By the load: :class:`~eesd.controllers.load_rule.LoadRule` decides."""
 
     def __init__(self, rule: LoadRule, verify: Engine, draft: Engine | None) -> None:
         self._rule, self._verify, self._draft = rule, verify, draft

@@ -256,7 +256,7 @@ class Scheduler:
         while len(rows := self._rows()) > 1 and self._bytes(rows) > self._options.kv_memory:
             row = max(rows, key=lambda row: row.number)
             if not row.session.unfilled:
-                self._keep_prefix(row)
+                row.running.keep_prefix(self.prefixes)
             self._rows_of(row).remove(row)
             self._give_back(row.running.kv_cache)
             self._paused.append(row)
@@ -276,7 +276,8 @@ class Scheduler:
             if pieces and unfilled > left:
                 break
             try:
-                call = row.session.next_piece(_piece(unfilled, left))
+                pieces_left = max(-(-unfilled // left), 1)  # as few as possible, and alike
+                call = row.session.next_piece(-(-unfilled // pieces_left))
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(row, "error", error)
                 continue
@@ -298,7 +299,7 @@ class Scheduler:
         if row.session.unfilled:
             self._prefilling.append(row)
         else:
-            self._keep_prefix(row)
+            row.running.keep_prefix(self.prefixes)
             self._active.append(row)
 
     def _policy_of(self, shared: bool) -> Policy:
@@ -348,7 +349,7 @@ class Scheduler:
         if update.finish_reason is not None:
             self.request_seconds += (time.monotonic() - row.running.began - self.request_seconds) / 8
             self._lengths.append(row.session.stats.new_tokens)
-            self._keep_prefix(row)
+            row.running.keep_prefix(self.prefixes)
             self._active.remove(row)
             self._leave(row)
         row.generation.tell(update)
@@ -380,11 +381,6 @@ class Scheduler:
         self._free.append(kv_cache)
         self._free.sort(key=self._kv_caches.index, reverse=True)
 
-    def _keep_prefix(self, row: Row) -> None:
-        """Keep a row's keys and values for requests that begin like it."""
-        if self._options.prefix_memory:
-            row.running.keep_prefix(self.prefixes)
-
     def _check_memory(self) -> None:
         """Raise :class:`EESDError` if caches that are allocated whole take more than requests may."""
         taken, given = sum(kv_cache.fixed_bytes for kv_cache in self._kv_caches), self._options.kv_memory
@@ -394,12 +390,6 @@ class Scheduler:
                 f"{rows} rows of {taken // rows // self._slot_bytes} slots take {-(-taken >> 20)} MiB of the GPU's memory, and "
                 f"{given >> 20} MiB are given for keys and values; start with fewer rows or more memory."
             )
-
-
-def _piece(tokens: int, most: int) -> int:
-    """Tokens of the next piece, if as few pieces as possible are alike."""
-    pieces = max(-(-tokens // most), 1)
-    return -(-tokens // pieces)
 
 
 def _sentence(error: Exception) -> str:

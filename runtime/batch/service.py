@@ -3,9 +3,10 @@
 import threading
 from collections import deque
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any
 
-from eesd.common.checks import shown
+from eesd.common.checks import check_type
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.llm import LLM, Completion, completion_of
@@ -54,10 +55,8 @@ class Service:
 
     def __init__(self, llm: LLM, options: BatchOptions = OPTIONS) -> None:
         """Start. Raises :class:`EESDError` if the backend cannot run several rows."""
-        if not isinstance(llm, LLM):
-            raise EESDError(f"llm is {shown(llm)}; it must be an LLM.")
-        if not isinstance(options, BatchOptions):
-            raise EESDError(f"options is {shown(options)}; it must be BatchOptions.")
+        check_type("llm", llm, LLM, "an LLM")
+        check_type("options", options, BatchOptions, "BatchOptions")
         self.llm = llm
         self._options = options
         with llm.lock:
@@ -90,7 +89,8 @@ class Service:
             waiting = len(self._inbox) + len(self._scheduler.waiting)
             free = self._options.max_rows - self._scheduler.running - self._scheduler.prefilling
             if waiting >= self._options.max_queue + max(free, 0):
-                raise QueueFullError(f"The queue is full: {waiting} requests wait; try again later.", self._until_free(waiting))
+                until_half_empty = max(1.0, self._scheduler.request_seconds * (waiting / 2) / self._options.max_rows)
+                raise QueueFullError(f"The queue is full: {waiting} requests wait; try again later.", until_half_empty)
             self._inbox.append(generation)
             self._changed.notify_all()
         return generation
@@ -105,23 +105,13 @@ class Service:
         """Requests that can run or wait at once."""
         return self._options.max_rows + self._options.max_queue
 
-    def _until_free(self, waiting: int) -> float:
-        """Seconds until the queue is likely half empty."""
-        return max(1.0, self._scheduler.request_seconds * (waiting / 2) / self._options.max_rows)
-
     def generate(self, request: Request) -> Completion:
         """Ask for a text, and wait for it. Raises :class:`EESDError` also if the request fails later."""
-        updates: list[Update] = []
-        done = threading.Event()
-
-        def on_update(update: Update) -> None:
-            updates.append(update)
-            if update.finish_reason is not None:
-                done.set()
-
-        self.submit(request, on_update)
-        done.wait()
-        last = updates[-1]
+        told = SimpleQueue[Update]()
+        self.submit(request, told.put)
+        updates = [told.get()]
+        while (last := updates[-1]).finish_reason is None:
+            updates.append(told.get())
         if last.finish_reason not in ("stop", "length", "deadline"):
             raise EESDError(last.error or f"The request ended early: {last.finish_reason}.")
         return completion_of(updates, request)

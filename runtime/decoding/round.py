@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller, RoundOutcome
@@ -87,11 +87,6 @@ class Drafting:
         if self.text is not None:
             self.text.rule.begin_request()
 
-    def end_request(self, output: Sequence[int]) -> None:
-        """Keep a text's output for the texts that come."""
-        if self.text is not None and self.text.past is not None:
-            self.text.past.add(output)
-
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         """Whether the guard lets this drafter draft now; see :meth:`Guard.allows`."""
         return self.guard is None or self.guard.allows(drafter, sure)
@@ -147,24 +142,23 @@ class Piece:
     error: Exception | None = None
 
 
-class Policy(Protocol):
-    """How far the sequences of a round draft."""
+class Policy:
+    """How far the sequences of a round draft. By this one they draft as if each had the engines to itself."""
 
     def begin(self, sessions: Sequence["Session"]) -> Sequence[Drafting]:
         """How each of them drafts in this round."""
-        ...
+        return [session.drafting for session in sessions]
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
         """The rounds that draft another level, after ``depth`` levels. An empty list ends all drafts."""
-        ...
+        return [current for current in rounds if current.wants_more]
 
     def share(self, rounds: Sequence[Round]) -> Share | None:
         """What of each draft is verified, except where drafting is fixed; None: what is worth it for a request alone."""
-        ...
+        return None
 
     def drafted(self, rounds: int, seconds: float) -> None:
         """Learn that a draft call took ``seconds``, for so many ``rounds`` together."""
-        ...
 
     def verified(
         self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
@@ -177,31 +171,9 @@ class Policy(Protocol):
             seconds: Before the verify call, and from there on.
             prompts: Of the pieces of prompts that ran with it.
         """
-        ...
 
 
-class Alone:
-    """A sequence with the engines to itself: what it drafts with decides by itself."""
-
-    def begin(self, sessions: Sequence["Session"]) -> Sequence[Drafting]:
-        return [session.drafting for session in sessions]
-
-    def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
-        return [current for current in rounds if current.wants_more]
-
-    def share(self, rounds: Sequence[Round]) -> Share | None:
-        return None
-
-    def drafted(self, rounds: int, seconds: float) -> None:
-        """It knows from :meth:`Session.commit`."""
-
-    def verified(
-        self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
-    ) -> None:
-        """It knows from :meth:`Session.commit`."""
-
-
-ALONE = Alone()
+ALONE = Policy()
 
 
 def run_round(

@@ -21,7 +21,7 @@ noise and penalty are those of their tokens.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from math import exp, log
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,31 +57,9 @@ Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
 """Which tokens [V] may follow everything committed and a path of drafted tokens; None: all."""
 
 
-class SpecSampler(Protocol):
-    proposes_top_tokens: bool
-    """Whether a chain's proposals are simply the draft's most likely tokens, so that an engine can draft it by itself."""
-
-    def begin_round(self, tokens: Sequence[int]) -> None:
-        """Begin a round; ``tokens`` is everything committed, the root last."""
-        ...
-
-    def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        """What chooses on a device, behind each of these nodes, ``count`` proposals or, for 0, the verifier's token. None: this
-        sampler chooses from logits on the host, or from what the engine returns anyway."""
-        ...
-
-    def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
-        """The ``count`` best children for ``node``, best first; the draft's outputs for the node are in ``row``."""
-        ...
-
-    def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
-        """Judge the tree by the verifier's outputs; those for a node are in the row ``node.index``."""
-        ...
-
-
 def make_sampler(
     sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
-) -> SpecSampler:
+) -> "SpecSampler":
     """The sampler of a request.
 
     Args:
@@ -117,8 +95,9 @@ def _margins(scores: Vector, indices: list[int]) -> list[float]:
     return margins
 
 
-class _Base:
+class SpecSampler:
     proposes_top_tokens = False
+    """Whether a chain's proposals are simply the draft's most likely tokens, so that an engine can draft it by itself."""
 
     def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None) -> None:
         self._sampling = sampling
@@ -130,12 +109,23 @@ class _Base:
         self._counted = 0
 
     def begin_round(self, tokens: Sequence[int]) -> None:
+        """Begin a round; ``tokens`` is everything committed, the root last."""
         if self._sampling.counts and self._counted:  # before the first round there is only the prompt
             self._generated.update(tokens[self._counted :])
         self._tokens, self._counted = tokens, len(tokens)
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
+        """What chooses on a device, behind each of these nodes, ``count`` proposals or, for 0, the verifier's token. None: this
+        sampler chooses from logits on the host, or from what the engine returns anyway."""
         return None
+
+    def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
+        """The ``count`` best children for ``node``, best first; the draft's outputs for the node are in ``row``."""
+        raise NotImplementedError
+
+    def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
+        """Judge the tree by the verifier's outputs; those for a node are in the row ``node.index``."""
+        raise NotImplementedError
 
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
         """Logits after ``node``, with bias and penalties for all tokens before and on its path; -inf for tokens that are not
@@ -177,7 +167,7 @@ class _Base:
         return len(self._tokens) + node.depth
 
 
-class _Deterministic(_Base):
+class _Deterministic(SpecSampler):
     """Walks the tree along the verifier's own tokens, which do not depend on what was drafted."""
 
     _vocab_size = 0
@@ -266,7 +256,7 @@ class Coupled(_Deterministic):
         return int(tokens[noisy.argmax()])
 
 
-class Rejection(_Base):
+class Rejection(SpecSampler):
     """A round's random numbers depend on the seed and the root's position alone: a cancelled round leaves no trace."""
 
     _device: "DeviceRejection | None" = None

@@ -23,7 +23,7 @@ from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share, is_chain, t
 from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT
 from eesd.runtime.decoding.round import Drafting, Round, RoundResult, run_round
 from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
-from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.sampling import Sampling, normalize
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
 from eesd.runtime.engines.base import Call, Engine, KVCache, Logits, StepOutputs, Values
@@ -438,7 +438,7 @@ class Session:
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
 
     def _result(self, current: Round, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]) -> RoundResult:
-        """What the round commits of its tokens: everything up to EOS or a stop string; and why the sequence ends, if it does."""
+        """What the round commits of its tokens: everything up to EOS or a stop string; and why the sequence ends there."""
         limits, reason = self._limits, "length" if len(tokens) >= self.left else None
         ends = [i for i, token in enumerate(tokens, 1) if token in limits.eos_token_ids]
         if ends:
@@ -499,7 +499,5 @@ def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
 
 def entropy_of(logits: Logits) -> float:
     """Entropy in nats of the softmax of ``logits`` [V]."""
-    scores = logits.astype(np.float64) - logits.max()
-    weights = np.exp(scores)
-    total = weights.sum()
-    return float(np.log(total) - (weights * scores).sum() / total)
+    logprobs = normalize(logits.astype(np.float64))
+    return -float((np.exp(logprobs) * logprobs).sum())

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eesd.common.errors import EESDError
+from eesd.common.errors import refused
 
 if TYPE_CHECKING:
     import onnxruntime as ort
@@ -20,10 +20,8 @@ def read_graph(path: Path) -> Any:
     """
     import onnx
 
-    try:
+    with refused(lambda _: f"onnx cannot read {path}; export the model again."):
         return onnx.load(path, load_external_data=False)
-    except Exception:  # protobuf's DecodeError; protobuf is no dependency of this project
-        raise EESDError(f"onnx cannot read {path}; export the model again.") from None
 
 
 def to_session(model: Any, path: Path, options: "ort.SessionOptions") -> bytes:

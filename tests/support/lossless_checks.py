@@ -356,9 +356,8 @@ def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> i
     first, drafts = alone.generate(text, **options).tokens, 0
     others = [[*text[:BLOCK], 3 + token, *text[:2]] for token in range(3)]
     for prompt in (text, text, *others, [*text, *first[:-1]], [*text, *first[:4], 7, 8]):
-        request, rounds = alone.request(prompt, **options), []
-        for llm in (kept, alone):
-            rounds.append([(update.tokens, update.rejected) for update in llm.run(llm.request(prompt, **options))])
+        request = alone.request(prompt, **options)
+        rounds = [[(update.tokens, update.rejected) for update in llm.run(request)] for llm in (kept, alone)]
         assert rounds[0] == rounds[1]
         found, expected = (service.generate(request) for service in services)
         assert found.tokens == expected.tokens and bool(found.cached_tokens) == (drafts > 0)
@@ -367,5 +366,5 @@ def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> i
         drafts += counts[0][0]
     for service in services:
         service.close()
-    assert kept.prefixes is not None and kept.prefixes.hits >= 6 * BLOCK
+    assert kept.prefixes.hits >= 6 * BLOCK
     return drafts

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from math import isfinite
 from numbers import Integral, Real
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from eesd.common.errors import EESDError
@@ -41,6 +42,12 @@ def check_flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise EESDError(f"{name} is {shown(value)}; it must be True or False.")
     return value
+
+
+def check_type(name: str, value: Any, kind: type | UnionType, wanted: str) -> None:
+    """Raises :class:`EESDError` for a value of another type."""
+    if not isinstance(value, kind):
+        raise EESDError(f"{name} is {shown(value)}; it must be {wanted}.")
 
 
 def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
