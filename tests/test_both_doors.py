@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import islice
 from operator import ge
 from pathlib import Path
+from queue import SimpleQueue
 from threading import Event
 from typing import Any
 
@@ -96,6 +97,15 @@ def check_counts(updates: Sequence[Update], prompt: Sequence[int]) -> list[int]:
     return [output.token for output in outputs]
 
 
+def served_updates(service: Service, request: Request) -> list[Update]:
+    told = SimpleQueue[Update]()
+    service.submit(request, told.put)
+    updates = [told.get(timeout=30)]
+    while updates[-1].finish_reason is None:
+        updates.append(told.get(timeout=30))
+    return updates
+
+
 def test_what_is_counted_is_what_came_however_a_text_ends(doors: tuple[LLM, Service]) -> None:
     llm, service = doors
     for reason, prompt, options in endings(llm):
@@ -104,12 +114,8 @@ def test_what_is_counted_is_what_came_however_a_text_ends(doors: tuple[LLM, Serv
             asked: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, **options}
             if "constraint" in asked:
                 asked["constraint"] = make_constraint("regex", options["constraint"], llm)
-            request, updates, ended = llm.request(prompt, draft=draft, **asked), [], Event()
-            if served:
-                service.submit(request, lambda update: (updates.append(update), update.finish_reason and ended.set()))  # noqa: B023
-                assert ended.wait(30)
-            else:
-                updates += llm.run(request)
+            request = llm.request(prompt, draft=draft, **asked)
+            updates = served_updates(service, request) if served else [*llm.run(request)]
             counts.append(check_counts(updates, request.tokens))
             assert updates[-1].finish_reason == reason
         assert all(one == counts[0] for one in counts), options

@@ -39,7 +39,7 @@ from eesd.model import graphs
 from eesd.model.exit_head import ExitHead
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding import round as decoding_round
-from eesd.runtime.decoding import sampling, session
+from eesd.runtime.decoding import samplers, sampling, session
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.round import Policy, Round
 from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler

@@ -163,7 +163,7 @@ def test_text_ends_before_a_stop_string(codec: TextCodec, text: str, stops: list
         shown += stream.push(token)
         so_far = codec.decode(tokens[:count]).rstrip(HALF)
         found = min((so_far.find(stop) for stop in stops if stop in so_far), default=None)
-        assert stream.stopped == (found is not None)
+        assert (stream.stop is not None) == (found is not None)
         if found is not None:
             assert shown == so_far[:found]
             assert stream.push(token) == stream.finish() == ""
@@ -177,7 +177,7 @@ def test_held_text_is_released_when_the_stop_does_not_come(codec: TextCodec) -> 
     stream = TextStream(codec, codec.encode("x"), ["STOP!"])
     shown = [stream.push(token) for token in raw(codec, "a STO")]
     assert "".join(shown) == "a "
-    assert stream.finish() == "STO" and stream.finish() == "" and not stream.stopped
+    assert stream.finish() == "STO" and stream.finish() == "" and not stream.stop
     stream = TextStream(codec, codec.encode("x"), ["STOP!"])
     assert "".join(stream.push(token) for token in raw(codec, "STOP it")) == "STOP it"
 
@@ -185,7 +185,7 @@ def test_held_text_is_released_when_the_stop_does_not_come(codec: TextCodec) -> 
 def test_the_longest_possible_beginning_is_held(codec: TextCodec) -> None:
     stream = TextStream(codec, [], ["aab", "b!"])
     assert [stream.push(token) for token in raw(codec, "a") * 3] == ["", "", "a"]
-    assert stream.push(raw(codec, "b")[0]) == "" and stream.stopped
+    assert stream.push(raw(codec, "b")[0]) == "" and stream.stop
 
 
 CHATML = """{{ bos_token }}{% for message in messages %}
