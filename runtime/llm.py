@@ -490,7 +490,6 @@ class LLM:
 
         Text comes in whole characters. The generator's return value is (finish_reason, :class:`Stats`).
         """
-        update = Update()
         for update in self.run(self.request(prompt, sampling, **options)):
             for output in update.tokens:
                 yield Piece(output.text, output.token, output.source != "verify", output.logprob)

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller, RoundOutcome
@@ -21,8 +21,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class RoundResult(NamedTuple):
-    """What one round committed, and what it took: all that statistics count.
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What one round committed, by which results compare, and what it took: all that statistics count.
 
     Attributes:
         tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there is one, is the bonus token.
@@ -41,11 +42,11 @@ class RoundResult(NamedTuple):
     finish_reason: str | None
     from_text: Sequence[bool]
     rejected: Sequence[int]
-    outcome: RoundOutcome
-    levels: int
-    drafting: bool
-    draft_seconds: float
-    seconds: float
+    outcome: RoundOutcome = field(compare=False)
+    levels: int = field(compare=False)
+    drafting: bool = field(compare=False)
+    draft_seconds: float = field(compare=False)
+    seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True)
