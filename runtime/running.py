@@ -120,8 +120,7 @@ class Running:
     def end(self) -> None:
         """Close the sequence, and keep its output for drafts of later ones."""
         self.session.close()
-        text = self.session.drafting.text
-        if text is not None and text.past is not None:
+        if (text := self.session.drafting.text) is not None and text.past is not None:
             text.past.add(self._new_tokens())
 
     def update(self, result: RoundResult) -> Update:
