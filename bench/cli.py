@@ -58,7 +58,7 @@ def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output:
         click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
         click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run."),
         THREADS,
-        click.option("-o", "--output", type=cli.PATH, default=Path(output), help="Directory to write."),
+        click.option("-o", "--output", type=cli.OUTPUT, default=Path(output), help="Directory to write."),
         OVERWRITE,
     ]
 
@@ -242,7 +242,7 @@ def replay_log(file: Path) -> None:
 
 @main.command(context_settings=cli.HELP)
 @click.argument("files", nargs=-1, required=True, type=cli.PATH)
-@click.option("-o", "--output", type=cli.PATH, required=True, help="Markdown to write.")
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Markdown to write.")
 @PLOTS
 def report(files: tuple[Path, ...], output: Path, plots: bool) -> None:
     """Write Markdown and plots from FILES that eesd-bench wrote, or a page from the lease.jsonl of tests/gpu_lease.py."""

@@ -4,8 +4,11 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig
 from eesd.common.markdown import table_text
+from eesd.common.outputs import check_own
+from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance
 from eesd.distill.data import Rows
 from eesd.distill.options import TrainingOptions
@@ -14,6 +17,7 @@ from eesd.model.exit_head import ExitHead
 from eesd.model.hub import ALIASES
 
 CARD_FILE = "README.md"
+_BEGINNING = '---\nlibrary_name: "eesd"'
 
 
 def write_card(
@@ -40,7 +44,13 @@ def write_card(
         acceptance: On the validation texts.
         kinds: The same by kind of prompt; empty if there is one kind.
     """
-    with saved_whole(directory / CARD_FILE) as temporary:
+    path = directory / CARD_FILE
+    try:
+        check_own(path, _BEGINNING)
+    except EESDError:
+        notice(f"{path} is not of eesd-distill, and stays; the head gets no card.")
+        return
+    with saved_whole(path) as temporary:
         facts = table_text(("", ""), _facts(head, rows, training, processes, acceptance).items())
         parts = [
             _metadata(model, licence),
@@ -54,12 +64,12 @@ def write_card(
 
 def _metadata(model: str, licence: str | None) -> str:
     """What a hub reads: YAML, in JSON's form of it. A local path says nothing to others."""
-    entries: dict[str, object] = {"library_name": "eesd", "tags": ["speculative-decoding", "exit-head"]}
+    entries: dict[str, object] = {"tags": ["speculative-decoding", "exit-head"]}
     if not Path(model).exists():
         entries["base_model"] = ALIASES.get(model, model)
     if licence is not None:
         entries["license"] = licence
-    return "\n".join(["---", *(f"{name}: {json.dumps(value)}" for name, value in entries.items()), "---"])
+    return "\n".join([_BEGINNING, *(f"{name}: {json.dumps(value)}" for name, value in entries.items()), "---"])
 
 
 def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int, acceptance: Acceptance) -> dict[str, str]:

@@ -31,7 +31,7 @@ INTERVAL = click.IntRange(1, 10**9)
     help="Number of model layers before the exit head (N).  [default: 4, or fewer]",
 )
 @click.option(
-    "-o", "--output", type=cli.PATH, help="Directory for the head, checkpoints and metrics. Only --predict needs none."
+    "-o", "--output", type=cli.OUTPUT, help="Directory for the head, checkpoints and metrics. Only --predict needs none."
 )
 @click.option(
     "--blocks",
@@ -80,7 +80,7 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option(
     "--self-prompt-start", default=STARTS, multiple=True, help="Words that its prompts begin with, in turn; repeatable."
 )
-@click.option("--own-text", type=cli.PATH, help="Directory of the generated text.  [default: OUTPUT/own-text]")
+@click.option("--own-text", type=cli.OUTPUT, help="Directory of the generated text.  [default: OUTPUT/own-text]")
 @click.option("--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate.")
 @click.option("--own-batch", type=click.IntRange(1, 65536), default=64, help="Rows generated at a time.")
 @click.option("--temperatures", default="0,0.7,1", help="Temperatures of the generated rows, in turn.")
@@ -99,7 +99,7 @@ INTERVAL = click.IntRange(1, 10**9)
     default=128,
     help="Tokens that the model appends to each validation prompt.",
 )
-@click.option("--offline", type=cli.PATH, help="Cache of the teacher's targets. With a complete cache no teacher is loaded.")
+@click.option("--offline", type=cli.OUTPUT, help="Cache of the teacher's targets. With a complete cache no teacher is loaded.")
 @click.option("--ce", type=WEIGHT, default=0.5, help="Weight of the cross-entropy on the teacher's most likely token.")
 @click.option("--kl", type=WEIGHT, default=1.0, help="Weight of the KL divergence from the teacher's distribution.")
 @click.option(
@@ -178,8 +178,8 @@ def main(**options: Any) -> None:
         raise EESDError("Give a directory for the head, checkpoints and metrics: -o DIR.")
     try:
         run = make_run(options, progress_bar)
-        _run(run, layers, blocks, node)
-        run.clean()
+        with run.resources:
+            _run(run, layers, blocks, node)
     except RuntimeError as error:
         if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":  # what torch raises on CPUs and GPUs
             raise

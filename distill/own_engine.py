@@ -23,7 +23,7 @@ def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Pat
 
     Args:
         checkpoint: The model. Levels of a quantized one stay as they are, and so do weights of 16 and 32 bits.
-        directory: Anything else that is there is replaced.
+        directory: The process's own. An engine with fewer slots that is there is replaced.
         slots: Slots of the engine, at least.
 
     Returns:

@@ -7,8 +7,8 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields, replace
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
-from eesd.common.files import remove_leftovers, written_whole
+from eesd.common.files import remove_leftovers, temporary_beside, written_whole
 from eesd.common.geometry import ExitConfig
+from eesd.common.outputs import existing_parent
 from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, drafted_rounds, replay_acceptance
 from eesd.distill.card import write_card
@@ -86,6 +87,7 @@ class Run:
         licence: Of the head, for its card; None: it is not said.
         dtype: Element type of the base model's weights.
         progress: Opens progress bars.
+        resources: What this process alone needs until the command ends.
     """
 
     model: str
@@ -101,6 +103,7 @@ class Run:
     licence: str | None
     dtype: torch.dtype
     progress: ProgressBar
+    resources: ExitStack = field(default_factory=ExitStack)
 
     @property
     def is_main(self) -> bool:
@@ -156,14 +159,11 @@ class Run:
         self.accelerator.wait_for_everyone()
         return sorted(data.own_text.glob("shard-*.safetensors"))
 
-    @property
+    @cached_property
     def _engine_directory(self) -> Path:
-        """The engine that writes and reads in this process. It stays until the command ends."""
-        return self.output / f"engine-{self.accelerator.process_index}"
-
-    def clean(self) -> None:
-        """Delete what only this command needed."""
-        shutil.rmtree(self._engine_directory, ignore_errors=True)
+        """The engine that writes and reads in this process. It stays until ``resources`` end."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        return self.resources.enter_context(temporary_beside(self.output / "engine"))
 
     @property
     def _has_operators(self) -> bool:
@@ -545,6 +545,8 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         check_compiler()
     accelerator = make_accelerator()
     for directory in filter(None, (output, data.own_text, options["offline"])):
+        if not (directory if directory.exists() else existing_parent(directory)).is_dir():
+            raise EESDError(f"{directory} is not a directory; give another one.")
         remove_leftovers(directory)
     on_cpu = accelerator.device.type == "cpu"
     dtype = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
@@ -566,6 +568,11 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     check_exit(checkpoint.geometry, run.head_config(training))
     if data.self_prompt:
         if run.codec is None:
-            raise EESDError("--self-prompt needs a tokenizer; give prompts as token arrays with --self-generate.")
-        around_turns(run.codec)  # refuses a model without a chat template
+            raise EESDError("The model has no tokenizer to write prompts with; give token arrays with --data FILE.")
+        try:
+            around_turns(run.codec)
+        except EESDError:
+            raise EESDError(
+                "The model has no chat template to write prompts with; give --data FILE or --self-generate FILE."
+            ) from None
     return run

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -23,10 +22,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, remove_leftovers
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
+from eesd.common.outputs import remove_directory
+from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, replay_acceptance
 from eesd.distill.ages import random_roots
 from eesd.distill.data import Rows, batch_indices
@@ -44,8 +46,16 @@ Report = Callable[[dict[str, Any]], None]
 LATE = 3
 """How much more later weights count in the mean of a run at a constant rate: step t as t to this power, so that the mean is a
 fifth of the run old."""
+_FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
+"""Of a checkpoint."""
 FULL_ON_FIRST_PROCESS = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FULL_ON_ALL_PROCESSES = StateDictOptions(full_state_dict=True)
+
+
+def _foreign(checkpoint: Path) -> str:
+    """Why a checkpoint's directory may not be replaced or deleted; "" if it holds nothing else."""
+    other = (path.name for path in checkpoint.iterdir() if path.name not in _FILES or not path.is_file())
+    return next((f"it also holds {shown(name)}, which no run wrote" for name in other), "")
 
 
 def learning_rate(options: TrainingOptions, step: int) -> float:
@@ -280,15 +290,15 @@ class Trainer:
         averaged = self._averaged_state()
         if self.accelerator.is_main_process:
             final = self.output / f"checkpoint-{self.step}"
-            with saving(final), directory_written_whole(final) as temporary:
+            with saving(final), directory_written_whole(final, _foreign) as temporary:
                 save_file(head_state, temporary / "head.safetensors")
                 if self._means:
                     save_file(averaged, temporary / "average.safetensors")
                 save_file(optimizer_state, temporary / "optimizer.safetensors")
                 (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
             for other in self._checkpoints():
-                if other != final:
-                    shutil.rmtree(other)
+                if other != final and (kept := remove_directory(other, _foreign)):
+                    notice(f"{other} is kept: {kept}.")
             self._save_head(averaged)
             self.metrics.plot()
         self.accelerator.wait_for_everyone()
@@ -306,7 +316,13 @@ class Trainer:
         """Load the newest checkpoint, if there is one."""
         remove_leftovers(self.output)
         checkpoints = self._checkpoints()
+        for found in checkpoints:
+            if found.is_symlink() or not found.is_dir() or _foreign(found):
+                raise EESDError(f"{found} is no checkpoint of eesd-distill; give another --output, or move it away.")
         if not checkpoints:
+            head = self.output / exit_head_file.WEIGHTS_FILE
+            if head.exists() and not self.metrics.path.exists():
+                raise EESDError(f"{head} is of no run in this directory; give another --output, or move it away.")
             self.metrics.start(-1)
             return
         newest = checkpoints[-1]

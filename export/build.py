@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from eesd.common.cli import PATH, command
+from eesd.common.cli import OUTPUT, command
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.geometry import state_caches
@@ -25,7 +25,7 @@ from eesd.runtime.engines.trt_flavours import capabilities_for
 
 
 @command()
-@click.argument("directory", type=PATH)
+@click.argument("directory", type=OUTPUT)
 @click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build.  [default: the installed one]")
 @click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
 @click.option("--batch", type=click.IntRange(1, 64), default=1, help="Most rows of a batch: sequences that decode in one call.")

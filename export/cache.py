@@ -6,27 +6,30 @@ last use. Only a directory with such a mark is ever removed, and only while it h
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from re import fullmatch, sub
 from typing import Any
 
 import eesd
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.files import is_temporary, remove_leftovers, temporary_beside
+from eesd.common.files import is_temporary, remove_leftovers
 from eesd.common.integrity import link_info, sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.machine import user_cache
 from eesd.common.manifest import FORMAT_VERSION
+from eesd.common.outputs import remove_directory, resolved
 from eesd.common.turns import turn
 from eesd.runtime.engines.packed import is_packed
 
 MARK_FILE = "eesd-cache.json"
-_ADDED = (".plan", ".cache", ".kernels")
-"""Suffixes of the files that builds and the runtime add to an engine directory."""
+_ADDED = (MARK_FILE, "timing.cache")
+"""Files that commands add to an engine directory, beside those named after its graphs."""
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """The files of a directory that an export may read."""
 _SMALL = 1 << 26
@@ -57,14 +60,14 @@ def cache_directory(given: Path | None) -> Path:
     found = given or user_cache()
     if found is None:
         raise EESDError("This user has no home directory for a cache; give --cache-dir DIR, or set EESD_CACHE_DIR.")
-    return found.expanduser()
+    return resolved(found.expanduser())
 
 
 def place_of(cache: Path, name: str, model: Path, options: Mapping[str, Any], head: Path | None) -> Path:
     """Where the engine directory of a model lies.
 
     Args:
-        cache: The cache.
+        cache: The cache, as :func:`cache_directory` gives it.
         name: The model as the user named it.
         model: Its directory or GGUF file.
         options: The options of its export.
@@ -77,7 +80,7 @@ def place_of(cache: Path, name: str, model: Path, options: Mapping[str, Any], he
     key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     named = model.resolve() if Path(name).expanduser().exists() else Path(name)  # the hub's directories are called like hashes
     readable = sub(r"[^A-Za-z0-9._-]+", "-", named.name.removesuffix(".gguf")).strip("-.")[:80]
-    return cache.resolve() / f"{readable or 'model'}-{key}"
+    return cache / f"{readable or 'model'}-{key}"
 
 
 def _contents(path: Path) -> dict[str, Any]:
@@ -154,27 +157,25 @@ def discard(place: Path) -> str:
         Why it was kept; "" if it is gone.
     """
     remove_leftovers(place)
-    kept = _foreign(place, place.name)
-    if kept:
-        return kept
-    with temporary_beside(place) as aside:  # deleted at the end
-        place.rename(aside)
-        kept = _foreign(aside, place.name)  # what came in the meantime
-        if kept:
-            aside.rename(place)
-    return kept
+    return remove_directory(place, partial(foreign, name=place.name))
 
 
-def _foreign(path: Path, name: str) -> str:
-    """Why a directory is not one to remove; "" if everything in it was made by EESD."""
+def foreign(path: Path, name: str) -> str:
+    """Why a directory of the cache with this name is not one to remove; "" if everything in it was made by EESD."""
     found = _mark_of(path, name)
     if found is None:
         return "no command of EESD made it"
     made = found.get("files")
-    for file in sorted(path.iterdir()):
+    return other_file(path, made if isinstance(made, list) else ())
+
+
+def other_file(directory: Path, made: Collection[str]) -> str:
+    """Why an engine directory is not one to remove; "" if all of it is ``made``, or added by builds and the runtime."""
+    graphs = [Path(name).stem for name in made if isinstance(name, str) and name.endswith(".onnx")]
+    known = {*_ADDED, *(stem + suffix for stem in graphs for suffix in (".plan", ".kernels"))}
+    for file in sorted(directory.iterdir()):
         if is_temporary(file.name):
             return "another process is writing into it"
-        known = file.suffix in _ADDED or file.name == MARK_FILE or (isinstance(made, list) and file.name in made)
-        if not (known and file.is_file() and not file.is_symlink()) and not is_packed(file):
-            return f"it also holds {file.name}, which EESD did not make"
+        if not ((file.name in known or file.name in made) and file.is_file() and not file.is_symlink()) and not is_packed(file):
+            return f"it also holds {shown(file.name)}, which EESD did not make"
     return ""

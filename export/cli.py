@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from eesd.common.cli import NAME, PATH, command
+from eesd.common.cli import NAME, OUTPUT, command
 from eesd.common.manifest import (
     DEFAULT_SLOTS,
     DEFAULT_TOP_K,
@@ -35,7 +35,7 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "early. none: nothing but the text.  [default: the head in the model directory; own with --exit-layer if the model's name "
     "says LayerSkip; quantized for weights of 8 bits or more; else none]",
 )
-@click.option("-o", "--output", type=PATH, default=Path("plans"), help="Engine directory to write.")
+@click.option("-o", "--output", type=OUTPUT, default=Path("plans"), help="Engine directory to write.")
 @click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
 @click.option(
     "--quantize",

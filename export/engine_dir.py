@@ -15,7 +15,7 @@ from torch import Tensor
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.files import directory_written_whole, existing_parent, is_temporary, remove_leftovers
+from eesd.common.files import directory_written_whole, remove_leftovers, temporary_beside
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.integrity import sha256_of
@@ -28,6 +28,7 @@ from eesd.common.manifest import (
     FileInfo,
     Manifest,
 )
+from eesd.common.outputs import existing_parent, resolved
 from eesd.common.weights import (
     EXIT_HEAD,
     HEAD_TABLES,
@@ -38,6 +39,7 @@ from eesd.common.weights import (
     lm_head_name,
     model_shapes,
 )
+from eesd.export.cache import other_file
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
 from eesd.export.weights import (
@@ -56,10 +58,6 @@ from eesd.model.eagle_file import read_eagle
 from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.packed import is_packed
-
-_REPLACEABLE = (".onnx", ".bin", ".json", ".jinja", ".plan", ".cache", ".kernels")
-"""Suffixes of the files that exports, builds and the runtime write. An export replaces a directory with only such files."""
 
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current step or weight, the bytes just written, and the bytes to write in all (0: unknown)."""
@@ -187,9 +185,15 @@ def export(
 
     Raises:
         EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too small, or ``output`` holds
-            other files.
+            other files. If these came during the export, it is kept beside ``output``, and the message says where.
     """
+    output = resolved(output)
     check_output(output)
+    before = _any_manifest(output)
+
+    def foreign(directory: Path) -> str:
+        return _foreign(directory) or "another run wrote it meanwhile" * (_any_manifest(directory) != before)
+
     try:
         checkpoint.geometry.check_window(options.max_tree_nodes)
     except ValueError as error:
@@ -213,7 +217,7 @@ def export(
     check_space(existing_parent(output), layout.size + 64_000_000)
     sources = stored_sources(layout.weights, sources, checkpoint.geometry)
     progress("writing the weights", 0, 0)
-    with directory_written_whole(output) as directory:
+    with directory_written_whole(output, foreign) as directory:
         links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
         files = _write_files(directory, sources, graphs, layout, texts, progress)
         if head.draft_vocab is not None:
@@ -331,28 +335,33 @@ def check_output(output: Path) -> None:
 
     A directory that exists must be empty, or an engine directory without other files. Packed weights are part of it.
 
+    Args:
+        output: The directory, without links and "..".
+
     Raises:
-        EESDError: ``output`` holds files that replacing it would delete, or one of its parents is a file.
+        EESDError: ``output`` holds files that replacing it would delete, one of its parents is a file, or it cannot be written.
     """
-    remove_leftovers(output.resolve().parent, output.resolve().name)
+    remove_leftovers(output.parent, output.name)
     remove_leftovers(output)
     existing = output if output.exists() else existing_parent(output)
     if not existing.is_dir():
         raise EESDError(f"{existing} is a file; give another --output.")
-    if not output.exists():
-        return
-    paths = sorted(output.iterdir())
+    if output.exists() and (reason := _foreign(output)):
+        raise EESDError(f"{output} is not replaced: {reason}; give another --output.")
+    try:
+        with temporary_beside(existing_parent(output) / output.name):
+            pass  # the place can be written
+    except OSError as error:
+        raise EESDError(f"{output} cannot be written ({error.strerror}); give another --output.") from None
+
+
+def _foreign(output: Path) -> str:
+    """Why a directory may not be replaced; "" if it is empty, or an engine directory without other files."""
     manifest = _any_manifest(output)
-    if paths and manifest is None:
-        raise EESDError(f"{output} exists and is not an engine directory; give another --output.")
-    links = manifest.get("linked") if manifest else None
-    linked = set(links) if isinstance(links, dict) else set()
-    unknown = [path for path in paths if path.is_dir() or (path.suffix not in _REPLACEABLE and path.name not in linked)]
-    other = next((path.name for path in unknown if not is_packed(path)), None)
-    if other is not None and is_temporary(other):
-        raise EESDError(f"Another run writes to {output} ({other}); wait for its end, or give another --output.")
-    if other is not None:
-        raise EESDError(f"{output} also holds {other}, which no export wrote; move it away or give another --output.")
+    if manifest is None:
+        return "it is not an engine directory" * any(output.iterdir())
+    listed = [found for part in ("files", "linked") if isinstance(found := manifest.get(part), dict)]
+    return other_file(output, {MANIFEST_FILE}.union(*listed))
 
 
 def _any_manifest(directory: Path) -> dict[str, Any] | None:

@@ -10,11 +10,11 @@ from shutil import disk_usage
 from typing import TYPE_CHECKING
 
 from eesd.common.errors import EESDError
-from eesd.common.files import existing_parent
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.common.geometry import draft_columns
 from eesd.common.machine import available_memory, torch_sees_gpu
 from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, WEIGHTS_FILE
+from eesd.common.outputs import existing_parent
 from eesd.common.terminal import notice
 from eesd.common.weights import (
     BLOCK,
@@ -146,7 +146,7 @@ def make_engines(
     for line in report:
         say(line)
     say(f"exported in {steps.seconds()}")
-    _warn(choices, checkpoint, head)
+    _warn(output, choices, checkpoint, head)
 
 
 def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptions]:
@@ -195,11 +195,18 @@ def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool
     return f"{output}: {geometry.architecture}, {_types(options, own)}, {drafts}, {options.max_seq_len} slots"
 
 
-def _warn(choices: Choices, checkpoint: Checkpoint, head: Head) -> None:
+def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) -> None:
     """What the user should know of the checkpoint, the choices and the head."""
+    from tokenizers import Tokenizer
+
     unused = parse_generation_config(checkpoint.config.generation, GENERATION_CONFIG_FILE).notice
     for text in (*checkpoint.config.notices, *([unused] if unused else [])):
         notice(text)
+    tokenizer, size = output / "tokenizer.json", checkpoint.geometry.vocab_size
+    if not tokenizer.exists():
+        notice("The model has no tokenizer, so prompts are token ids.")
+    elif (largest := max(Tokenizer.from_file(str(tokenizer)).get_vocab().values(), default=0)) >= size:
+        notice(f"The tokenizer has ids up to {largest}, and the model ids below {size}; prompts with the others are refused.")
     if {choices.quantize, choices.quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
         notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
     if not head.config.can_draft:

@@ -29,6 +29,7 @@ from eesd.common.manifest import (
     PlanInfo,
     one_node_is_faster,
 )
+from eesd.common.manifest_reader import load_manifest
 from eesd.export.plan_graph import fixed_graph
 from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
 from eesd.runtime.engines.trt_plans import make_logger
@@ -332,7 +333,9 @@ def _plan_info(name: str, built: Built, manifest: Manifest, graph: GraphInfo, op
 
 
 def record(directory: Path, manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> Manifest:
-    """Add a plan to the manifest on disk, and return the new manifest."""
+    """Add a plan to the manifest on disk, and return the new manifest. Raises EESDError if that is another one by now."""
+    if load_manifest(directory) != manifest:
+        raise EESDError(f"{directory} was written again meanwhile; build its plans again.")
     manifest = replace(manifest, plans={**manifest.plans, graph.file: plan})
     with written_whole(directory / MANIFEST_FILE) as temporary:
         temporary.write_text(manifest.to_json())

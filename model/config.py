@@ -20,6 +20,8 @@ from eesd.model.packed import Packing, read_packing
 from eesd.model.rope_config import read_rope
 
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
+_READ = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "additional_chat_templates/*")
+"""What is read of a model directory beside its weights, here or by transformers."""
 
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """The decoder's activations by their names in transformers."""
@@ -79,8 +81,12 @@ def load_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` and the EOS ids of ``generation_config.json`` of a model directory.
 
     Raises:
-        EESDError: A file is missing or damaged, or the decoder does not implement the architecture or one of its options.
+        EESDError: A file is missing or damaged, a link leads nowhere, or the decoder does not implement the architecture or one
+            of its options.
     """
+    for file in sorted(path for pattern in _READ for path in model_dir.glob(pattern)):
+        if not file.exists():  # transformers takes such a file to be absent
+            raise EESDError(f"{file} is a link that leads nowhere; fetch the model again, or delete the link to do without it.")
     path = model_dir / "config.json"
     fields = Fields(read_json_object(path, REMEDY))
     generation = models_generation_config(model_dir, fields.raw)

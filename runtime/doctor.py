@@ -7,6 +7,7 @@ import click
 
 from eesd.common import cli, machine
 from eesd.common.machine import installed
+from eesd.common.machine_report import describe
 from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table
@@ -38,7 +39,7 @@ BUILD = "install a C++ compiler (g++), then: pip install --force-reinstall --no-
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(engine_dir: Path | None, as_json: bool) -> None:
     """Show versions, processor and GPU, and for each job whether this machine can do it."""
-    facts = {"packages": packages(), "machine": machine.describe() | {"cache of models": _cache()}, "jobs": jobs()}
+    facts = {"packages": packages(), "machine": describe() | {"cache of models": _cache()}, "jobs": jobs()}
     if engine_dir is not None:
         facts["engines"] = engines(engine_dir)
     if as_json:

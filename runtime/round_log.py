@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from eesd.common.errors import EESDError
+from eesd.common.outputs import check_own
 from eesd.controllers import Controller
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
@@ -33,12 +34,13 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
     they learn ends with the block.
 
     Raises:
-        EESDError: The LLM does not draft, or the file cannot be written.
+        EESDError: The LLM does not draft, or the file cannot be written, or is no such record.
     """
     if llm.speculation is None:
         raise EESDError("This LLM does not draft, so there is nothing to record; load it with a Speculation.")
     parts, new = (llm.value, llm.controller, llm.guard, llm.budget, llm.text), llm.with_speculation(llm.speculation)
     try:
+        check_own(path, f'{{"kind": "{KIND}"')
         file = path.open("w", encoding="utf-8")
     except OSError as error:
         raise EESDError(f"{path} cannot be written ({error.strerror}); give another file.") from None

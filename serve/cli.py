@@ -104,7 +104,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--activations", type=click.Choice(ACTIVATIONS), help="As in eesd-run.")
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
-@click.option("--triton-repo", type=cli.PATH, metavar="DIR", help=TRITON)
+@click.option("--triton-repo", type=cli.OUTPUT, metavar="DIR", help=TRITON)
 def main(host: str, port: int, **options: Any) -> None:
     """Serve OpenAI's API with a model, which is exported first, or from the engines of a directory.
 

@@ -298,10 +298,10 @@ def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Permissions do not stop the superuser, who may run the tests."""
     write = directory_written_whole
 
-    def refuse(place: Path) -> Any:
+    def refuse(place: Path, foreign: Callable[[Path], str]) -> Any:
         if place.is_relative_to(forbidden):
             raise PermissionError(f"Permission denied: {place}")
-        return write(place)
+        return write(place, foreign)
 
     monkeypatch.setattr(packed, "directory_written_whole", refuse)
 

@@ -42,7 +42,7 @@ def write_file(target: Path) -> None:
 
 
 def write_directory(target: Path) -> None:
-    with directory_written_whole(target) as directory:
+    with directory_written_whole(target, lambda _: "") as directory:
         (directory / "weights.bin").write_bytes(b"new" * 100_000)
         (directory / "manifest.json").write_text("new")
 
@@ -247,5 +247,5 @@ def test_a_distillation_continues_after_a_killed_one(learner: Path, own_rows: Pa
 def test_an_export_waits_for_a_running_build(text_model: Path, engine_copy: Path) -> None:
     process = hold(engine_copy / "draft.plan")
     result = run(export_main, "--model", text_model, "-o", engine_copy, "--exit-layer", 1)
-    assert result.exit_code == 2 and "Another run writes to" in result.stderr
+    assert result.exit_code == 2 and "another process is writing into it" in result.stderr
     process.communicate()

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-from eesd.common import json_input, machine
+from eesd.common import json_input, machine, machine_report
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.runtime.engines import operators
@@ -22,10 +22,10 @@ LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
 
 def describe_machine() -> dict[str, str]:
     """Processor, cores that this process may use, kernels of the CPU engine, GPU, memory, system and library versions."""
-    facts = machine.describe()
+    facts = machine_report.describe()
     return {
         "CPU": _cpu_model(),
-        "cores": f"{machine.cores()} cores ({', '.join(machine.cpu_features())})",
+        "cores": f"{machine.cores()} cores ({', '.join(machine_report.cpu_features())})",
         "kernels": "ONNX Runtime's" if operators.missing() else operators.fastest(),
         "memory": facts["memory"],
         "GPU": facts["GPU"],

@@ -11,8 +11,10 @@ from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.json_input import json_lines, read_text
 from eesd.common.markdown import table
+from eesd.common.outputs import check_own
 from eesd.export.predict import GPUS, KERNELS_PER_BLOCK, OTHER_KERNELS, Hardware
 
+TITLE = "# A lease:"
 Found = Mapping[str, Any]
 """What the steps found, by their names."""
 
@@ -31,11 +33,12 @@ def read_lease(path: Path) -> list[dict[str, Any]]:
 
 
 def write_lease(lines: Sequence[dict[str, Any]], output: Path) -> None:
-    """Write the page as Markdown."""
+    """Write the page as Markdown. Raises :class:`EESDError` if ``output`` is something else."""
+    check_own(output, TITLE)
     found = {line["step"]: line["found"] for line in lines if "found" in line}
     ended = sum(line["status"] == "ok" for line in lines)
     parts = [
-        f"# A lease: {_machine(found)}",
+        f"{TITLE} {_machine(found)}",
         f"{ended} of {len(lines)} steps ended well.",
         "\n".join(
             table(["step", "how it ended", "seconds"], [[one["step"], one["status"], str(one["seconds"])] for one in lines])

@@ -12,7 +12,9 @@ from eesd.bench.report.stats import Summary, best_fixed_lengths, summarize
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.markdown import table
+from eesd.common.outputs import check_own
 
+TITLE = "# Results"
 DEEPEST = 8
 """Last depth of the acceptance tables."""
 
@@ -30,10 +32,11 @@ def write_report(
         first: Lines of sections that come first.
 
     Raises:
-        EESDError: A result has no runs.
+        EESDError: A result has no runs, or ``output`` is something else.
     """
+    check_own(output, TITLE)
     lines = [
-        "# Results",
+        TITLE,
         "",
         "Generated from the JSON files of `eesd-bench` and of the tools in bench/. Do not edit.",
         "",

@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from eesd.bench.measure.results import describe_machine, read_json, shown_machine, write_json
-from eesd.common.cli import PATH, command
+from eesd.common.cli import OUTPUT, PATH, command
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.markdown import table
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
@@ -259,7 +259,7 @@ def totals(rows: Sequence[Row]) -> tuple[int, int]:
 @click.argument("directories", type=PATH, nargs=-1, required=True)
 @click.option("--new-tokens", type=click.IntRange(1), default=24, help="Of each text.")
 @click.option("--backend", default="ort")
-@click.option("-o", "--output", type=PATH, help="JSON to write; what it has of other directories is kept.")
+@click.option("-o", "--output", type=OUTPUT, help="JSON to write; what it has of other directories is kept.")
 def main(directories: tuple[Path, ...], new_tokens: int, backend: str, output: Path | None) -> None:
     """Compare the bits of logits between all ways to compute a text, on engine DIRECTORIES."""
 

@@ -137,7 +137,7 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
 @click.option("--streams", type=click.IntRange(1, 256), default=8, help="Clients that stream.")
 @click.option("--prompt-tokens", type=click.IntRange(1, 10**6), default=3500, help="Of the long prompt.")
 @click.option("--again", type=click.IntRange(1, 100), default=3, help="How often it is sent.")
-@click.option("-o", "--output", type=cli.PATH, required=True, help="JSON file with the report.")
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="JSON file with the report.")
 def main(engine_dir: Path, streams: int, prompt_tokens: int, again: int, output: Path) -> None:
     """Measure how long streams wait while a long prompt is read beside them."""
     manifest = load_manifest(engine_dir)

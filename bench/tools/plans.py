@@ -20,9 +20,9 @@ import click
 from eesd.bench.tools.shapes import SHAPES, run_command, write_checkpoint
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.files import scratch_directory
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.markdown import table
+from eesd.common.outputs import scratch_directory
 from eesd.export import plans
 from eesd.runtime.engines.trt_flavours import capabilities_for
 from eesd.runtime.engines.trt_plans import LOGGER
@@ -146,7 +146,7 @@ def _cells(row: Row) -> list[object]:
 @click.option("--name", help="Name of the model in the table.  [default: that of its file or shape]")
 @click.option("--forms", default="float16", help="Element types, each with a quantization or without, separated by spaces.")
 @click.option("--parts", is_flag=True, help="Let attention be built from parts, as where there is no kernel for it.")
-@click.option("-o", "--output", type=cli.PATH, required=True, help="JSON lines, which are added to.")
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="JSON lines, which are added to.")
 def main(
     model: str | None, shape: str | None, layers: int | None, exit_head: Path | None, exit_layer: int | None, name: str | None,
     forms: str, parts: bool, output: Path,

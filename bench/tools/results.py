@@ -38,7 +38,7 @@ def _files(directory: Path) -> list[Path]:
 
 @cli.command()
 @click.argument("results", nargs=-1, required=True, type=cli.PATH)
-@click.option("-o", "--output", type=cli.PATH, default=Path("docs/results.md"), help="Markdown to write.")
+@click.option("-o", "--output", type=cli.OUTPUT, default=Path("docs/results.md"), help="Markdown to write.")
 @click.option("--plots/--no-plots", default=True, help="Also draw regret curves (needs matplotlib).")
 def main(results: tuple[Path, ...], output: Path, plots: bool) -> None:
     """Write Markdown and plots from RESULTS: files that eesd-bench and the tools wrote, and directories of them."""

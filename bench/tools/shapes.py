@@ -25,11 +25,11 @@ from eesd.bench.measure.results import describe_machine, write_json
 from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.files import scratch_directory
 from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest import MANIFEST_FILE, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.markdown import table
+from eesd.common.outputs import scratch_directory
 from eesd.common.weights import DTYPES
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
@@ -246,13 +246,13 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
 @click.option("--gpu", type=click.Choice((*GPUS, CPU)), help="Also show predictions for this GPU, or for this CPU.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
 @click.option("--dtype", type=click.Choice(DTYPES), default="float16")
-@click.option("--work", type=cli.PATH, help="Keep the engine directory here, for another backend.  [default: delete it]")
+@click.option("--work", type=cli.OUTPUT, help="Keep the engine directory here, for another backend.  [default: delete it]")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
 @click.option("--nodes", default="1 2 4 8 16 32 64", callback=numbers, help="Nodes of verify passes.")
 @click.option("--behind", default=str(PROMPT), callback=numbers, help="Tokens before a pass, and of prompts.")
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
-@click.option("--json", "json_file", type=cli.PATH, help="Also write the figures to this file.")
+@click.option("--json", "json_file", type=cli.OUTPUT, help="Also write the figures to this file.")
 def main(
     shape: str | None, engine_dir: Path | None, gpu: str | None, backend: str, dtype: str, work: Path | None,
     threads: int | None, repeats: int, nodes: tuple[int, ...], behind: tuple[int, ...], kv_cache_dtype: str | None,

@@ -77,7 +77,7 @@ def report_of(rates: dict[str, list[float]], wrong: int, pauses: float) -> dict[
 @click.option("--texts", type=click.IntRange(4, 10_000), default=48, help="Texts in each round.")
 @click.option("--rounds", type=click.IntRange(1, 100), default=3, help="Rounds of each server, in turn.")
 @click.option("--task", multiple=True, help="Prompts, as eesd-bench takes them; repeatable.  [default: the bundled ones]")
-@click.option("-o", "--output", type=cli.PATH, required=True, help="JSON file with the report.")
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="JSON file with the report.")
 def main(engine_dir: Path, clients: int, texts: int, rounds: int, task: tuple[str, ...], output: Path) -> None:
     """Compare a server that has a third of the memory that its texts need with one that has enough."""
     llm = load(engine_dir, "ort", speculation=None)

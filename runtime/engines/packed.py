@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 LAYOUT = 4
 """Version of packed weights and graphs. Another one makes them again."""
 _NAME = re.compile("cpu-[0-9a-f]{16}")
+_FILES = re.compile(r"weights\.bin|sizes\.json|(draft|verify|verify_[0-9]+|states)\.onnx")
+"""The last of the graphs is of a distillation."""
 WEIGHTS, SIZES = "weights.bin", "sizes.json"
 ALIGNMENT = 4096
 _TWICE_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
@@ -62,7 +64,9 @@ def packed_directory(directory: Path, manifest: Manifest) -> Path:
     problem = ""
     for place in _places(directory, manifest):
         try:
-            with suppress(_MadeElsewhere), directory_written_whole(place) as new:
+            if place.is_symlink() or (place.exists() and not is_packed(place)):
+                raise OSError(f"{place} holds other files")
+            with suppress(_MadeElsewhere), directory_written_whole(place, foreign) as new:
                 _write(directory, manifest, new)
                 if _is_complete(place, manifest):  # another process was faster, and may be reading its files now
                     raise _MadeElsewhere
@@ -84,9 +88,13 @@ def describe_packed(place: Path) -> str:
 
 def is_packed(path: Path) -> bool:
     """Whether :func:`packed_directory` made this directory, and it holds no other files."""
-    if not _NAME.fullmatch(path.name) or path.is_symlink() or not path.is_dir():
-        return False
-    return all(file.is_file() and (file.suffix == ".onnx" or file.name in (WEIGHTS, SIZES)) for file in path.iterdir())
+    return _NAME.fullmatch(path.name) is not None and not path.is_symlink() and path.is_dir() and not foreign(path)
+
+
+def foreign(path: Path) -> str:
+    """Why a directory with the name of packed weights may not be replaced; "" if it holds nothing else."""
+    other = (file.name for file in path.iterdir() if not (_FILES.fullmatch(file.name) and file.is_file()))
+    return next((f"it also holds {name}" for name in other), "")
 
 
 def _places(directory: Path, manifest: Manifest) -> list[Path]:

@@ -46,7 +46,7 @@ def pairs(name: str, given: tuple[str, ...]) -> dict[str, str]:
 @main.command("convert", context_settings=cli.HELP)
 @click.option("--model", type=cli.PATH, help="GGUF file, or directory with a checkpoint and tokenizer.json.")
 @click.option("--shape", type=click.Choice(list(SHAPES)), help="Made-up weights of this shape, instead of a model.")
-@click.option("-o", "--output", type=cli.PATH, required=True, help="Work directory; what it has already is kept.")
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Work directory; what it has already is kept.")
 @click.option("--type", "types", type=click.Choice(TYPES), multiple=True, help="Also make a file of this type; repeatable.")
 @click.option("--peer-python", type=cli.NAME, default=sys.executable, show_default=False, help=f"{PYTHON}  [default: this one]")
 @click.option("--exit-head", type=cli.PATH, help="Directory of a trained exit head.  [default: the model directory]")
@@ -81,9 +81,9 @@ def convert_command(
 
 
 @main.command(context_settings=cli.HELP)
-@click.option("--work", type=cli.PATH, required=True, help="Work directory that convert made.")
+@click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
 @click.option(
-    "-o", "--output", type=cli.PATH, default=Path("results.json"), help="JSON to write; a table is written beside it."
+    "-o", "--output", type=cli.OUTPUT, default=Path("results.json"), help="JSON to write; a table is written beside it."
 )
 @click.option("--eesd", multiple=True, metavar="NAME=DIR", help=f"Engine directory; NAME begins with {', '.join(GROUPS)}.")
 @click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
@@ -141,8 +141,8 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
 
 
 @main.command("passes", context_settings=cli.HELP)
-@click.option("--work", type=cli.PATH, required=True, help="Work directory that convert made.")
-@click.option("-o", "--output", type=cli.PATH, default=Path("passes.json"), help="JSON to write.")
+@click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
+@click.option("-o", "--output", type=cli.OUTPUT, default=Path("passes.json"), help="JSON to write.")
 @click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
 @click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf'.")
 @click.option("--rows", default="1 4 8", callback=numbers, help="Tokens of a pass.")
@@ -167,8 +167,8 @@ def passes_command(
 
 
 @main.command("batches", context_settings=cli.HELP)
-@click.option("--work", type=cli.PATH, required=True, help="Work directory that convert made.")
-@click.option("-o", "--output", type=cli.PATH, default=Path("batches.json"), help="JSON to write.")
+@click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
+@click.option("-o", "--output", type=cli.OUTPUT, default=Path("batches.json"), help="JSON to write.")
 @click.option("--eesd", type=cli.PATH, help="Engine directory.  [default: that of the group]")
 @click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
 @click.option("--group", type=click.Choice(GROUPS), default=GGUF, help="Form of the model.")

@@ -157,7 +157,8 @@ def file_of(work: Work, directory: Path, variant: str) -> Path:
 
 
 def _convert(source: Path, output: Path, peer: str, variant: str, python: str, seconds: float) -> None:
-    with started(python, WORKERS / PEERS[peer].worker, 1, seconds) as process, directory_written_whole(output) as temporary:
+    made = directory_written_whole(output, lambda _: "")  # what is there is of a run that was stopped before it said so
+    with started(python, WORKERS / PEERS[peer].worker, 1, seconds) as process, made as temporary:
         process.ask("convert", model=str(source), output=str(temporary), variant=variant)
 
 

@@ -11,7 +11,7 @@ from eesd.bench.tools.peers.contestants import EESD, F32, Contestant
 from eesd.bench.tools.peers.process import PeerError, Process
 from eesd.bench.tools.peers.results import Quality
 from eesd.common.errors import EESDError
-from eesd.common.files import scratch_directory
+from eesd.common.outputs import scratch_directory
 
 Logits = NDArray[np.float32]
 Start = Callable[[Contestant], Any]

@@ -62,7 +62,7 @@ def check_path(name: str, value: Any, wanted: str) -> Path:
     """``value`` as a path. Raises :class:`EESDError` for other types, and for text that cannot name a file."""
     try:
         text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-        if isinstance(text, str) and text and b"\0" not in os.fsencode(text):
+        if isinstance(text, str) and text and b"\0" not in text.encode():
             Path(text).exists()  # raises where a name is too long, or a directory cannot be entered
             return Path(text)
     except (UnicodeEncodeError, TypeError):

@@ -13,7 +13,8 @@ from typing import Any, TextIO, TypeVar
 import click
 
 import eesd
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, shortened
+from eesd.common.outputs import resolved
 
 C = TypeVar("C", bound=click.Command)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -26,7 +27,23 @@ class _Path(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("it is empty; give a path", param, ctx)
-        return super().convert(value, param, ctx)
+        path = super().convert(value, param, ctx)
+        try:
+            str(resolved(path)).encode()  # ONNX Runtime and others open no other names
+        except OSError:
+            self.fail(f"the links of {path} lead in a circle; give another path", param, ctx)
+        except UnicodeEncodeError:
+            self.fail(f"the name of {str(path)!a} is not UTF-8; give another path", param, ctx)
+        return path
+
+
+class _Output(_Path):
+    """A path that a command writes: what it names when the command begins, whatever becomes of links and ".." later."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = super().convert(value, param, ctx)
+        whole = resolved(path)
+        return path if Path.cwd() / path == whole else whole
 
 
 class _Name(click.types.StringParamType):
@@ -48,7 +65,7 @@ class Number(click.FloatRange):
         return number
 
 
-PATH = _Path(path_type=Path)
+PATH, OUTPUT = _Path(path_type=Path), _Output(path_type=Path)
 NAME = _Name()
 SEED = click.IntRange(0, 2**32 - 1)
 
@@ -105,7 +122,7 @@ def _one_line_errors() -> Iterator[None]:
         fail(str(error))
     except click.UsageError as error:
         program = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        fail(f"{error.format_message().rstrip('.')}{program}.")
+        fail(shortened(f"{error.format_message().rstrip('.')}{program}."))
     except KeyboardInterrupt:
         click.echo(err=True)
         sys.exit(130)
@@ -117,7 +134,7 @@ def _one_line_errors() -> Iterator[None]:
     except OSError as error:
         place = f": {error.filename}" if error.filename else ""
         remedy = "; free some space, or write to another place" if error.errno in _FULL else ""
-        fail(f"{error.strerror or error}{place}{remedy}.")
+        fail(shortened(f"{error.strerror or error}{place}{remedy}."))
 
 
 def _check_streams() -> None:

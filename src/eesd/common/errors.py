@@ -9,6 +9,14 @@ from types import FrameType
 class EESDError(Exception):
     """Bad input. The message is one sentence that says what is wrong and what to do."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(shortened(message))
+
+
+def shortened(message: str) -> str:
+    """A message without its middle if it repeats input of thousands of characters. Its end says what to do."""
+    return message if len(message) <= 1000 else f"{message[:600]} ... {message[-300:]}"
+
 
 @contextmanager
 def refused(sentence: Callable[[Exception], str]) -> Iterator[None]:

@@ -3,7 +3,7 @@
 What is being written lies beside its final name as ``.NAME.eesd-RANDOM.new``; a directory that it replaces is moved to ``.old``
 for a moment. Before either exists there is ``.NAME.eesd-RANDOM.lock``, which the writing process keeps locked. The operating
 system unlocks it when the process ends, however it ends: a lock that can be taken shows that the files beside it are leftovers.
-The next run that writes to the same place removes them.
+The next run that writes to the same place removes them. What no run wrote is never removed: the caller says what is foreign.
 """
 
 import logging
@@ -13,11 +13,13 @@ import secrets
 import shutil
 import socket
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from os.path import lexists
 from pathlib import Path
 from typing import NamedTuple
+
+from eesd.common.errors import EESDError
 
 if sys.platform != "win32":
     import fcntl
@@ -40,41 +42,32 @@ def written_whole(path: Path) -> Iterator[Path]:
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
     """The name of a temporary file or directory beside ``path``. What is there when the block ends is deleted."""
-    with _claimed(path) as claim:
+    with claimed(path) as claim:
         yield claim.new
 
 
+def _not_empty(directory: Path) -> str:
+    return "it is not empty" * any(directory.iterdir())
+
+
 @contextmanager
-def directory_written_whole(output: Path) -> Iterator[Path]:
-    """A temporary directory beside ``output``. It is renamed to ``output`` if the block succeeds, and deleted if it raises."""
-    output = output.resolve()
+def directory_written_whole(output: Path, foreign: Callable[[Path], str] = _not_empty) -> Iterator[Path]:
+    """A temporary directory beside ``output``. It is renamed to ``output`` if the block succeeds, and deleted if it raises.
+
+    Args:
+        output: The directory to write. It is no link by then.
+        foreign: Says of a directory that was there why it may not be replaced, as "it ..."; "" if it may.
+
+    Raises:
+        EESDError: What is there may not be replaced. The new directory is kept beside it, and the message says where.
+    """
     output.parent.mkdir(parents=True, exist_ok=True)
-    with _claimed(output) as claim:
+    with claimed(output) as claim:
         claim.new.mkdir()
         yield claim.new
-        if not output.exists():
-            claim.new.rename(output)
-            return
-        try:
-            output.rename(claim.old)
-            claim.new.rename(output)
-        except BaseException:
-            claim.put_back()
-            raise
-
-
-@contextmanager
-def scratch_directory(name: str) -> Iterator[Path]:
-    """A directory for large intermediate files, in the system's directory for temporary files. It is deleted afterwards."""
-    owner = os.getuid() if sys.platform != "win32" else ""
-    with temporary_beside(Path(tempfile.gettempdir()) / f"{name}-{owner}") as directory:
-        directory.mkdir(mode=0o700)
-        yield directory
-
-
-def existing_parent(path: Path) -> Path:
-    """The nearest directory above ``path`` that exists."""
-    return next(parent for parent in path.resolve().parents if parent.exists())
+        if kept := claim.move_aside(foreign):
+            raise EESDError(f"{output} is not replaced: {kept}; what was written is in {claim.keep(claim.new)}.")
+        claim.new.rename(output)
 
 
 def is_temporary(name: str) -> bool:
@@ -126,16 +119,37 @@ class Claim(NamedTuple):
 
     def put_back(self) -> bool:
         """Undo the first of the two renames of a replacement if the second did not happen. Returns whether it did that."""
-        if _exists(self.target) or not _exists(self.old):
+        if lexists(self.target) or not lexists(self.old):
             return False
         self.old.rename(self.target)
         return True
+
+    def move_aside(self, foreign: Callable[[Path], str]) -> str:
+        """Move the directory of the final name to ``old``, unless it is ``foreign``. Returns why it stays, or ""."""
+        if not lexists(self.target):
+            return ""
+        kept = foreign(self.target) if self.target.is_dir() and not self.target.is_symlink() else "it is no directory"
+        if not kept:
+            self.target.rename(self.old)
+            kept = "it cannot be read"
+            try:
+                kept = foreign(self.old)  # something may have come in the meantime
+            finally:
+                if kept:
+                    self.keep(self.old)
+        return kept
+
+    def keep(self, path: Path) -> Path:
+        """Give a directory with a temporary name a lasting one: the final name, or one beside it. Returns that."""
+        lasting = self.target.with_name(f"{self.target.name}-{self.key}") if lexists(self.target) else self.target
+        path.rename(lasting)
+        return lasting
 
     def clean_up(self) -> None:
         """Delete everything, the lock last: without it nobody could tell what the rest is."""
         with suppress(OSError):
             self.put_back()
-        if _delete(self.new) and (_exists(self.target) or not _exists(self.old)) and _delete(self.old):
+        if _delete(self.new) and (lexists(self.target) or not lexists(self.old)) and _delete(self.old):
             self.lock.unlink(missing_ok=True)
 
     def sweep(self) -> None:
@@ -145,18 +159,18 @@ class Claim(NamedTuple):
         with suppress(OSError), _taken(self.lock) as (is_free, text):
             if not is_free:
                 return
-            sure = _from_this_machine(text) if text else not (_exists(self.new) or _exists(self.old))
+            sure = _from_this_machine(text) if text else not (lexists(self.new) or lexists(self.old))
             # Something took the place of a directory that was moved aside: only its owner knows which of the two is wanted.
-            if sure and not (_exists(self.new) and _exists(self.old) and _exists(self.target)):
+            if sure and not (lexists(self.new) and lexists(self.old) and lexists(self.target)):
                 if self.put_back():
                     LOGGER.warning("%s is back, which a killed run had moved aside to replace it.", self.target)
                     size = _size(self.new)
                 self.clean_up()
-                if not (_exists(self.new) or _exists(self.old)):
+                if not (lexists(self.new) or lexists(self.old)):
                     if size:
                         LOGGER.warning("Removed %s that a killed run left beside %s.", readable(size), self.target)
                     return
-        left = [str(path) for path in (self.new, self.old) if _exists(path)]
+        left = [str(path) for path in (self.new, self.old) if lexists(path)]
         if left:
             LOGGER.warning(
                 "A run that may still be going on left %s (%s); if none writes to %s, delete it, or rename it to keep it.",
@@ -165,7 +179,7 @@ class Claim(NamedTuple):
 
 
 @contextmanager
-def _claimed(target: Path) -> Iterator[Claim]:
+def claimed(target: Path) -> Iterator[Claim]:
     """Temporary names for what will be ``target``, under a lock. They are cleaned up at the end."""
     remove_leftovers(target.parent, target.name)
     claim, lock = _new_claim(target)
@@ -240,10 +254,6 @@ def _boot_id() -> str:
         return ""
 
 
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
-
-
 def _delete(path: Path) -> bool:
     """Delete a file or a directory, and never what a link points at. Returns whether it is gone."""
     if path.is_dir() and not path.is_symlink():
@@ -251,7 +261,7 @@ def _delete(path: Path) -> bool:
     else:
         with suppress(OSError):
             path.unlink(missing_ok=True)
-    return not _exists(path)
+    return not lexists(path)
 
 
 def _size(path: Path) -> int:

@@ -1,16 +1,14 @@
-"""Probes of this machine: packages, processor, memory, GPU. None of them loads torch unless there is an NVIDIA driver."""
+"""Probes of this machine: packages, processors, memory, GPU. None of them loads torch unless there is an NVIDIA driver."""
 
 import ctypes
 import importlib.util
 import os
-import platform
 import shutil
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 TORCH_ENGINE = ("torch", "safetensors")
 """What the torch engine imports, besides what every installation has."""
 
@@ -21,32 +19,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def describe() -> dict[str, str]:
-    """Python, processor, memory, GPU and driver, and ONNX Runtime's providers, in words."""
-    try:
-        from onnxruntime import get_available_providers
-
-        providers = ", ".join(get_available_providers())
-    except ImportError as error:
-        providers = f"onnxruntime cannot be loaded: {error}"
-    return {
-        "python": f"{platform.python_version()} on {platform.platform()}",
-        "processor": f"{os.cpu_count()} cores, {', '.join(cpu_features()) or 'features unknown'}",
-        "memory": _memory(),
-        "GPU": _gpu(),
-        "onnxruntime providers": providers,
-    }
-
-
-def cpu_features() -> list[str]:
-    """The vector extensions that matter for matrix products and that Linux reports."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
-    except (OSError, IndexError):
-        return []
-    return [feature for feature in CPU_FEATURES if feature in flags]
 
 
 def user_cache() -> Path | None:
@@ -121,7 +93,7 @@ def free_gpu_memory() -> int | None:
 
 def _of_first_gpu(field: str) -> str | None:
     """What the driver says of the first GPU that CUDA programs see."""
-    gpus = [line.split(", ") for line in _query_gpus(f"index,uuid,{field}") or () if line.count(", ") == 2]
+    gpus = [line.split(", ") for line in query_gpus(f"index,uuid,{field}") or () if line.count(", ") == 2]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         first = visible.split(",")[0].strip()
@@ -141,20 +113,7 @@ def torch_sees_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def _memory() -> str:
-    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
-        return "unknown"
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-
-
-def _gpu() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return "none (no NVIDIA driver)"
-    found = _query_gpus("name,memory.total,driver_version,compute_cap")
-    return "the NVIDIA driver does not answer" if found is None else "; ".join(found) or "none"
-
-
-def _query_gpus(fields: str) -> list[str] | None:
+def query_gpus(fields: str) -> list[str] | None:
     """A line for each GPU; None where no driver answers."""
     query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
     try:

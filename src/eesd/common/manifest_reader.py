@@ -1,6 +1,7 @@
 """Reading ``manifest.json``: every value is checked before anything uses it."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import is_dataclass
 from functools import cache
 from pathlib import Path
@@ -51,7 +52,8 @@ def load_manifest(directory: Path) -> Manifest:
     """
     path = directory / MANIFEST_FILE
     if not directory.exists():  # a killed export may have moved it aside to replace it
-        remove_leftovers(directory.resolve().parent, directory.resolve().name)
+        with suppress(OSError, RuntimeError):  # of links that lead in a circle
+            remove_leftovers(directory.resolve().parent, directory.resolve().name)
     if not directory.is_dir():
         raise EESDError(f"{directory} is not a directory; give the output directory of eesd-export.")
     if not path.exists():

@@ -1,0 +1,53 @@
+"""Where commands write, and what they delete: nothing that no command wrote."""
+
+import errno
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from os.path import lexists
+from pathlib import Path
+
+from eesd.common.errors import EESDError
+from eesd.common.files import claimed, temporary_beside
+
+
+def resolved(path: Path) -> Path:
+    """``path`` without links and "..", as it is now. Raises OSError if links lead in a circle."""
+    try:
+        return path.resolve()
+    except RuntimeError:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest directory above ``path`` that exists."""
+    return next(parent for parent in resolved(path).parents if parent.exists())
+
+
+def check_own(path: Path, *beginnings: str) -> None:
+    """Raise :class:`EESDError` if there is a file that begins otherwise than those that a command writes. It may be empty."""
+    if path.is_file():
+        with path.open("rb") as file:
+            found = file.read(max(map(len, beginnings)))
+        if found and not any(found.startswith(beginning.encode()) for beginning in beginnings):
+            raise EESDError(f"{path} exists, and this command did not write it; give another file, or move it away.")
+
+
+def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
+    """Delete a directory unless it is ``foreign``. Returns why it is kept; "" if it is gone."""
+    with claimed(path) as claim:
+        kept = claim.move_aside(foreign)
+        if not kept and lexists(claim.old):
+            claim.old.rename(claim.new)  # which the next run deletes, and does not put back, if this one is killed
+    return kept
+
+
+@contextmanager
+def scratch_directory(name: str) -> Iterator[Path]:
+    """A directory for large intermediate files, in the system's directory for temporary files. It is deleted afterwards."""
+    owner = os.getuid() if sys.platform != "win32" else ""
+    with temporary_beside(Path(tempfile.gettempdir()) / f"{name}-{owner}") as directory:
+        directory.mkdir(mode=0o700)
+        yield directory
