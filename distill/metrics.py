@@ -8,6 +8,8 @@ from eesd.common.files import written_whole
 from eesd.common.json_input import json_lines, read_text
 from eesd.distill.stored import damaged, saved_whole, saving
 
+CURVES_FILE = "curves.png"
+
 
 class MetricsLog:
     """Writes ``metrics.jsonl`` (one JSON object per line: training metrics or a validation), ``events/`` and ``curves.png``."""
@@ -15,6 +17,7 @@ class MetricsLog:
     def __init__(self, output: Path) -> None:
         self.output, self.path = output, output / "metrics.jsonl"
         self._writer: Any = None
+        self._draws = True
 
     def start(self, step: int) -> None:
         """Continue after ``step``. Lines of later steps are deleted, because the run logs those steps again.
@@ -22,6 +25,7 @@ class MetricsLog:
         Raises:
             EESDError: The file is damaged.
         """
+        self._draws = self.path.exists() or not (self.output / CURVES_FILE).exists()  # else the picture is somebody's
         kept = [line for line in self.lines() if line["step"] <= step]
         with saved_whole(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -61,6 +65,8 @@ class MetricsLog:
             from matplotlib.figure import Figure
         except ImportError:
             return
+        if not self._draws:
+            return
         lines = self.lines()
         figure = Figure(figsize=(10, 4), layout="constrained")
         left, right = figure.subplots(1, 2)
@@ -76,7 +82,7 @@ class MetricsLog:
         for axes in (left, right):
             axes.grid(alpha=0.3)
             axes.legend(fontsize="small")
-        with written_whole(self.output / "curves.png") as temporary:
+        with written_whole(self.output / CURVES_FILE) as temporary:
             figure.savefig(temporary, format="png", dpi=120)
 
 

@@ -23,6 +23,7 @@ from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers, temporary_beside, written_whole
 from eesd.common.geometry import ExitConfig
+from eesd.common.integrity import sha256_of
 from eesd.common.outputs import existing_parent
 from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, drafted_rounds, replay_acceptance
@@ -395,10 +396,13 @@ class Run:
         model's own norm and LM head, with the draft vocabulary that the options say.
 
         Raises:
-            EESDError: The head has another shape than the options say, or weights that are not finite.
+            EESDError: The head has another shape than the options say, or weights that are not finite; or the output directory
+                has another head.
         """
+        self._check_head()
         if self.init_head is None:
             rows = self.validation_and_training_rows(self.training.layers)[1] if self.training.draft_vocab else self.rows
+            self._check_head()
             if self.is_main:
                 save(self.initial_head(self.training, rows), self.output)
             self.accelerator.wait_for_everyone()
@@ -413,6 +417,18 @@ class Run:
                 with written_whole(self.output / name) as temporary:
                     shutil.copyfile(self.init_head / name, temporary)
         self.accelerator.wait_for_everyone()
+
+    def _check_head(self) -> None:
+        """Raise :class:`EESDError` if the output directory has a head that this command would not make again."""
+        weights, config = self.output / WEIGHTS_FILE, self.output / CONFIG_FILE
+        if not weights.exists():
+            same = not config.exists()
+        elif self.init_head is None:
+            same = not read_exit_config(self.output, None).blocks
+        else:
+            same = sha256_of(weights) == sha256_of(self.init_head / WEIGHTS_FILE)
+        if not same:
+            raise EESDError(f"{self.output} has another exit head; give another --output.")
 
     def evaluate(self) -> tuple[Acceptance, CalibrationResult]:
         """Evaluate the head in the output directory, and write its calibration prior into its configuration.

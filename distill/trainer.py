@@ -303,7 +303,15 @@ class Trainer:
             self.metrics.plot()
         self.accelerator.wait_for_everyone()
 
+    def _check_head(self) -> None:
+        """Raise :class:`EESDError` if there is a head that neither this run nor the one that it continues has written."""
+        files = (self.output / name for name in (exit_head_file.WEIGHTS_FILE, exit_head_file.CONFIG_FILE))
+        if not self._own_head and any(file.exists() for file in files):
+            raise EESDError(f"{self.output} has an exit head that no run here trained; move it away, or give another --output.")
+
     def _save_head(self, state: dict[str, Tensor]) -> None:
+        self._check_head()
+        self._own_head = True
         with saving(self.output / exit_head_file.WEIGHTS_FILE):
             exit_head_file.save(self._with_state(state), self.output)
 
@@ -319,10 +327,9 @@ class Trainer:
         for found in checkpoints:
             if found.is_symlink() or not found.is_dir() or _foreign(found):
                 raise EESDError(f"{found} is no checkpoint of eesd-distill; give another --output, or move it away.")
+        self._own_head = bool(checkpoints) or self.metrics.path.exists()
+        self._check_head()
         if not checkpoints:
-            head = self.output / exit_head_file.WEIGHTS_FILE
-            if head.exists() and not self.metrics.path.exists():
-                raise EESDError(f"{head} is of no run in this directory; give another --output, or move it away.")
             self.metrics.start(-1)
             return
         newest = checkpoints[-1]

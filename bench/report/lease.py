@@ -34,7 +34,6 @@ def read_lease(path: Path) -> list[dict[str, Any]]:
 
 def write_lease(lines: Sequence[dict[str, Any]], output: Path) -> None:
     """Write the page as Markdown. Raises :class:`EESDError` if ``output`` is something else."""
-    check_own(output, TITLE)
     found = {line["step"]: line["found"] for line in lines if "found" in line}
     ended = sum(line["status"] == "ok" for line in lines)
     parts = [
@@ -52,6 +51,7 @@ def write_lease(lines: Sequence[dict[str, Any]], output: Path) -> None:
     ]
     with written_whole(output) as temporary:
         temporary.write_text("\n\n".join(parts) + "\n", "utf-8")
+        check_own(output, TITLE)
 
 
 def _machine(found: Found) -> str:

@@ -34,7 +34,6 @@ def write_report(
     Raises:
         EESDError: A result has no runs, or ``output`` is something else.
     """
-    check_own(output, TITLE)
     lines = [
         TITLE,
         "",
@@ -51,6 +50,7 @@ def write_report(
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as temporary:
         temporary.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
+        check_own(output, TITLE)
 
 
 class _Section:
