@@ -3,17 +3,24 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 from click.testing import Result
-from support.command import run
+from support.command import add_tokenizer, assert_one_line, assert_refused, contents, listing, run, succeed
 from support.distilling import SMALL
+from support.killing import kill_command
+from support.without_operators import needs_operators
 
+import eesd
 from eesd.bench.cli import main as bench_main
 from eesd.common import files
+from eesd.common.errors import EESDError
 from eesd.distill.cli import main as distill_main
 from eesd.export import cache as caches
 from eesd.export import prepare
@@ -21,6 +28,7 @@ from eesd.export.cache_cli import main as cache_main
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.cli import main as run_main
+from eesd.runtime.doctor import main as doctor_main
 from eesd.serve.cli import main as serve_main
 
 CASES = int(os.environ.get("FOREIGN_CASES", "150"))
@@ -98,7 +106,7 @@ class World:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.path.lexists(path):
                 path.symlink_to(path.name if target == path.name else self.root / target)
-                self.foreign[path.parent.resolve() / path.name] = os.readlink(path)
+                self.foreign[path.parent.resolve() / path.name] = str(path.readlink())
         except OSError:
             return
 
@@ -115,13 +123,21 @@ class World:
         else:
             self.link(directory / "link" if directory.exists() else directory, self.random.choice(TARGETS))
 
+    def intrude_once(self, left: list[int], path: Path) -> None:
+        """Intrude when this was called so many times as ``left`` says."""
+        left[0] -= 1
+        if not left[0] and path.is_relative_to(self.root) and not files.is_temporary(path.name):
+            self.intrude(path)
+
     def lost(self) -> list[Path]:
         """What is not in its place as it was."""
-        now = {path: os.readlink(path) if path.is_symlink() else contents_of(path) for path in self.foreign}
-        return [path for path in self.foreign if now[path] != self.foreign[path]]
+        return [path for path, was in self.foreign.items() if found(path) != was]
 
 
-def contents_of(path: Path) -> bytes | None:
+def found(path: Path) -> bytes | str | None:
+    """The bytes of a file, or the target of a link."""
+    if path.is_symlink():
+        return str(path.readlink())
     return path.read_bytes() if path.is_file() else None
 
 
@@ -133,6 +149,7 @@ def commands(
     export = prepare.main.callback
     assert export
     monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))  # in this process
+    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "cache"))
     lease = tmp_path / "lease.jsonl"
     lease.write_text(json.dumps({"step": "machine", "status": "ok", "seconds": 1}) + "\n")
     ask = ("-p", "hello", "-n", 2, "--no-stats")
@@ -191,14 +208,7 @@ def test_nothing_foreign_is_lost(
         random = Random(case)
         world = World(tmp_path / str(case), engine, random)
         command, path = random.choice(commands), world.any_path()
-        left = [random.randrange(1, 6)]
-
-        def intrude(target: Path) -> None:
-            left[0] -= 1
-            if not left[0] and target.is_relative_to(world.root) and not files.is_temporary(target.name):
-                world.intrude(target)
-
-        at_claim[:] = [intrude]
+        at_claim[:] = [partial(world.intrude_once, [random.randrange(1, 6)])]
         result = command(path)
         at_claim.clear()
         assert result.exit_code in (0, 2) and isinstance(result.exception, SystemExit | None), (case, path, result.exception)
@@ -207,3 +217,240 @@ def test_nothing_foreign_is_lost(
         done += result.exit_code == 0
         files._delete(world.root)
     assert done > CASES / 5
+
+
+@pytest.mark.parametrize("model_is_output", [False, True])
+def test_an_output_is_what_its_path_names(text_model: Path, tmp_path: Path, model_is_output: bool) -> None:
+    """``new`` does not exist, and so neither does ``new/..`` before ``new`` is made."""
+    mine = shutil.copytree(text_model, tmp_path / "mine") if model_is_output else tmp_path / "mine"
+    (mine / "more").mkdir(parents=True)
+    (mine / "thesis.txt").write_text("thesis")
+    before = contents(tmp_path)
+    result = run(export_main, "--model", text_model, "-o", mine / "new" / "..", *AS_IS)
+    assert_refused(result, f"{mine} is not replaced", "not an engine directory", "another --output")
+    assert contents(tmp_path) == before
+
+
+def arrive(what: str, engine: Path, output: Path) -> None:
+    """Somebody writes where an export is to write."""
+    if what == "another export":
+        shutil.copytree(engine, output)
+    elif what == "a link":
+        output.symlink_to(shutil.copytree(engine, output.with_name("other")).name)
+    else:
+        output.mkdir()
+        (output / "thesis.txt").write_text("thesis")
+
+
+def assert_both_are_there(stderr: str, output: Path, before: dict[str, bytes]) -> None:
+    """What came, and the export, whose name the message says."""
+    assert_one_line(stderr, f"{output} is not replaced", "what was written is in")
+    (kept,) = output.parent.glob("plans-*")
+    assert str(kept) in stderr and "all files are as exported" in succeed(inspect_main, kept, "--verify").stdout
+    shutil.rmtree(kept)
+    assert contents(output.parent) == before
+
+
+@pytest.mark.parametrize("what", ["thesis", "another export", "a link"])
+def test_what_comes_while_an_export_runs_is_kept(
+    text_model: Path, engine: Path, tmp_path: Path, what: str, at_claim: list[Callable[[Path], None]]
+) -> None:
+    output = tmp_path / "plans"
+    before: dict[str, bytes] = {}
+
+    def come(path: Path) -> None:
+        if path == output and claims and claims.pop():
+            arrive(what, engine, output)
+            before.update({name: content for name, content in contents(tmp_path).items() if "eesd-" not in name})
+
+    claims = [True, False]  # the first, False, only tries whether the place can be written
+    at_claim[:] = [come]
+    result = run(export_main, "--model", text_model, "-o", output, *AS_IS)
+    at_claim.clear()
+    assert result.exit_code == 2
+    assert_both_are_there(result.stderr, output, before)
+    assert output.is_symlink() == (what == "a link")
+
+
+SLOW = (
+    "import sys, eesd.export.weights as w; f = w._bytes_of; "
+    "w._bytes_of = lambda *a: (print('writing', flush=True), sys.stdin.readline(), f(*a))[2]"
+)
+"""An export says when it writes a weight, and waits."""
+
+
+def test_what_comes_while_a_process_writes_weights_is_kept(text_model: Path, engine: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", f"{SLOW}; from eesd.export.cli import main; main()"]
+    command += ["--model", str(text_model), "-o", str(tmp_path / "plans"), *map(str, AS_IS)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while process.stdout.readline() not in ("writing\n", ""):
+        pass
+    arrive("thesis", engine, tmp_path / "plans")
+    _, stderr = process.communicate("\n" * 1000)
+    assert process.returncode == 2
+    assert_both_are_there(stderr, tmp_path / "plans", {"plans/thesis.txt": b"thesis"})
+
+
+def test_a_killed_export_and_the_next_one_lose_nothing(text_model: Path, tmp_path: Path) -> None:
+    options = ("--model", text_model, "-o", tmp_path / "plans", *AS_IS)
+    kill_command("eesd.export.cli", "import eesd.export.weights as w; w._bytes_of = kill", *options)
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "plans" / "thesis.txt").write_text("thesis")
+    assert_refused(run(export_main, *options), "is not replaced", "not an engine directory")
+    assert contents(tmp_path) == {"plans/thesis.txt": b"thesis"} and listing(tmp_path) == ["plans"]
+
+
+@pytest.mark.parametrize("name", ["notes.json", "lora.bin", "mine.onnx", "mine.plan", "verify.txt"])
+def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: Path, name: str) -> None:
+    (engine_copy / name).write_text("mine")
+    assert_refused(run(export_main, "--model", text_model, "-o", engine_copy, *AS_IS), "also holds", name)
+    assert (engine_copy / name).read_text() == "mine"
+
+
+@needs_operators()
+def test_packed_weights_go_elsewhere_where_something_else_has_their_name(
+    engine_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "cache"))
+    (packed,) = engine_copy.glob("cpu-*")
+    (packed / "sizes.json").unlink()
+    (packed / "thesis.txt").write_text("thesis")
+    succeed(run_main, "--engine-dir", engine_copy, "-p", "hello", "-n", 2)
+    assert (packed / "thesis.txt").read_text() == "thesis" and listing(tmp_path / "cache") == [packed.name]
+
+
+def distillation(learner: Path, own_rows: Path, output: Path) -> tuple[object, ...]:
+    return ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", output, *SMALL, "--steps", 2, "--save-every", 1)
+
+
+def test_a_distillation_keeps_what_is_in_its_directory(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+    for name in ("engine-0/thesis.txt", "README.md", "curves.png"):
+        (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "out" / name).write_text("mine")
+    result = succeed(distill_main, *distillation(learner, own_rows, tmp_path / "out"))
+    assert "README.md is not of eesd-distill" in result.stderr
+    found = contents(tmp_path / "out")
+    assert all(found[name] == b"mine" for name in ("engine-0/thesis.txt", "README.md", "curves.png"))
+    assert not [name for name in listing(tmp_path / "out") if files.is_temporary(name)]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("checkpoint-500/model.safetensors", ("checkpoint-500", "no checkpoint of eesd-distill")),
+        ("checkpoint-2/notes.txt", ("checkpoint-2", "no checkpoint of eesd-distill")),
+        ("exit_head.safetensors", ("an exit head that no run here trained",)),
+    ],
+)
+def test_checkpoints_and_heads_of_others_are_not_replaced(
+    learner: Path, own_rows: Path, tmp_path: Path, name: str, words: tuple[str, ...]
+) -> None:
+    """transformers' Trainer calls its checkpoints so, too."""
+    (tmp_path / "out" / name).parent.mkdir(parents=True)
+    (tmp_path / "out" / name).write_text("mine")
+    assert_refused(run(distill_main, *distillation(learner, own_rows, tmp_path / "out")), *words)
+    assert (tmp_path / "out" / name).read_text() == "mine"
+
+
+@pytest.mark.fast
+def test_links_in_a_circle_are_refused(text_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("a")
+    ask = ("-p", "hello")
+    for command, *options in (
+        (export_main, "--model", text_model, "-o", tmp_path / "a"),
+        (run_main, *ask, "--engine-dir", tmp_path / "a"),
+        (run_main, *ask, "--engine-dir", tmp_path / "a" / "b"),
+        (run_main, *ask, "--model", text_model, "--cache-dir", tmp_path / "a"),
+        (run_main, *ask, "--model", tmp_path / "a"),
+        (cache_main, "list", "--cache-dir", tmp_path / "a"),
+        (inspect_main, tmp_path / "a"),
+        (doctor_main, "--engine-dir", tmp_path / "a"),
+        (bench_main, "--engine-dir", tmp_path / "a"),
+        (distill_main, "--model", text_model, "-o", tmp_path / "a"),
+        (serve_main, "--engine-dir", tmp_path / "a"),
+    ):
+        assert_refused(run(command, *options), "/a")
+    with pytest.raises(EESDError, match="is not a directory"):
+        eesd.load(tmp_path / "a")
+
+
+@needs_operators()
+def test_packed_weights_that_are_a_link_to_themselves(
+    engine_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "cache"))
+    (packed,) = engine_copy.glob("cpu-*")
+    shutil.rmtree(packed)
+    packed.symlink_to(packed.name)
+    succeed(run_main, "--engine-dir", engine_copy, "-p", "hello", "-n", 2)
+    assert packed.is_symlink() and listing(tmp_path / "cache") == [packed.name]
+
+
+@pytest.mark.fast
+def test_a_name_that_is_not_utf8_is_refused(text_model: Path, tmp_path: Path) -> None:
+    name = os.fsdecode(b"bad\xff")
+    assert_refused(run(export_main, "--model", text_model, "-o", tmp_path / name), "bad", "not UTF-8")
+    with pytest.raises(EESDError, match="engine_dir is"):
+        eesd.load(tmp_path / name)
+
+
+@pytest.mark.fast
+def test_a_place_that_cannot_be_written_is_refused_before_the_long_work(text_model: Path, tmp_path: Path) -> None:
+    assert_refused(run(export_main, "--model", text_model, "-o", "/proc/x"), "/proc/x cannot be written", "another --output")
+    assert_refused(run(export_main, "--model", text_model, "-o", tmp_path / ("x" * 300)), "File name too long")
+
+
+@pytest.mark.fast
+def test_records_and_reports_replace_only_their_like(engine: Path, tmp_path: Path) -> None:
+    lease, thesis = tmp_path / "lease.jsonl", tmp_path / "thesis.md"
+    lease.write_text(json.dumps({"step": "machine", "status": "ok", "seconds": 1}) + "\n")
+    thesis.write_text("thesis")
+    ask = ("--engine-dir", engine, "-p", "hello", "-n", 2)
+    for command, *options in ((run_main, *ask, "--log-rounds"), (bench_main, "report", lease, "-o")):
+        assert_refused(run(command, *options, thesis), str(thesis), "did not write it")
+        for _ in range(2):
+            succeed(command, *options, tmp_path / f"{command.name}.own")
+    assert thesis.read_text() == "thesis"
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_a_link_that_leads_nowhere_is_not_taken_for_absent(text_model: Path, tmp_path: Path, name: str) -> None:
+    model = shutil.copytree(text_model, tmp_path / "model")
+    (model / name).unlink(missing_ok=True)
+    (model / name).symlink_to("/nonexistent/blob")
+    result = run(export_main, "--model", model, "-o", tmp_path / "plans", *AS_IS)
+    assert_refused(result, name, "a link that leads nowhere", "fetch the model again")
+
+
+def test_an_export_says_what_its_tokenizer_lacks(text_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(text_model, tmp_path / "model")
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {"more": 97, "most": 4095}
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    result = succeed(export_main, "--model", model, "-o", tmp_path / "plans", *AS_IS)
+    assert "ids up to 4095" in result.stderr and "ids below 97" in result.stderr
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).unlink()
+    assert "has no tokenizer" in succeed(export_main, "--model", model, "-o", tmp_path / "none", *AS_IS).stderr
+
+
+@pytest.mark.fast
+def test_a_message_does_not_repeat_thousands_of_characters(text_model: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(text_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "x" * 9000, "architectures": ["y" * 9000]}))
+    for options in (("--model", model), ("--model", "x" * 9000), ("--model", text_model, "--dtype", "x" * 9000)):
+        result = run(export_main, *options, "-o", tmp_path / "plans")
+        assert_refused(result)
+        assert len(result.stderr) < 1100
+
+
+def test_a_distillation_without_data_says_what_to_give(learner: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(learner, tmp_path / "model")
+    add_tokenizer(model, template=None)
+    for more in ((), ("--own-rows", 8)):
+        result = run(distill_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "out", *more)
+        assert_refused(result, "no chat template", "--data FILE", "--self-generate FILE")
+    assert not (tmp_path / "out").exists()
