@@ -49,7 +49,7 @@ from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import head_config, structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall, check_compiler
-from eesd.distill.trainer import Report, Trainer
+from eesd.distill.trainer import Report, Trainer, check_output
 from eesd.export.own_text import around_turns
 from eesd.export.prior import CalibrationResult, calibrate, label_rounds
 from eesd.model.checkpoint import Checkpoint
@@ -381,7 +381,8 @@ class Run:
     def train(self, report: Report) -> None:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
-        self.given_head(self.training)  # first, because it refuses a wrong --init-head before the long work
+        check_output(self.output)
+        self.given_head(self.training)  # both first, because they refuse before the long work
         if self.is_main and not any(self.output.glob("checkpoint-*")):
             click.echo(self.forecast())
         layers = self.training.layers

@@ -58,6 +58,26 @@ def _foreign(checkpoint: Path) -> str:
     return next((f"it also holds {shown(name)}, which no run wrote" for name in other), "")
 
 
+def _checkpoints(output: Path) -> list[Path]:
+    found = (re.fullmatch(r"checkpoint-([0-9]{1,18})", path.name) for path in output.iterdir())
+    return [output / match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
+
+
+def check_output(output: Path) -> None:
+    """Raise :class:`EESDError` if a directory has checkpoints or a head that training in it would replace and did not write."""
+    checkpoints = _checkpoints(output)
+    for found in checkpoints:
+        if found.is_symlink() or not found.is_dir() or _foreign(found):
+            raise EESDError(f"{found} is no checkpoint of eesd-distill; give another --output, or move it away.")
+    if not checkpoints and not MetricsLog(output).path.exists():
+        _check_head(output)
+
+
+def _check_head(output: Path) -> None:
+    if any((output / name).exists() for name in (exit_head_file.WEIGHTS_FILE, exit_head_file.CONFIG_FILE)):
+        raise EESDError(f"{output} has an exit head that no run here trained; move it away, or give another --output.")
+
+
 def learning_rate(options: TrainingOptions, step: int) -> float:
     """The learning rate of step ``step`` (from 0): linear warm-up, plateau, linear cooldown to 2 % of the peak."""
     warmup = (step + 1) / max(1.0, options.warmup * options.steps)
@@ -296,39 +316,26 @@ class Trainer:
                     save_file(averaged, temporary / "average.safetensors")
                 save_file(optimizer_state, temporary / "optimizer.safetensors")
                 (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
-            for other in self._checkpoints():
+            for other in _checkpoints(self.output):
                 if other != final and (kept := remove_directory(other, _foreign)):
                     notice(f"{other} is kept: {kept}.")
             self._save_head(averaged)
             self.metrics.plot()
         self.accelerator.wait_for_everyone()
 
-    def _check_head(self) -> None:
-        """Raise :class:`EESDError` if there is a head that neither this run nor the one that it continues has written."""
-        files = (self.output / name for name in (exit_head_file.WEIGHTS_FILE, exit_head_file.CONFIG_FILE))
-        if not self._own_head and any(file.exists() for file in files):
-            raise EESDError(f"{self.output} has an exit head that no run here trained; move it away, or give another --output.")
-
     def _save_head(self, state: dict[str, Tensor]) -> None:
-        self._check_head()
+        if not self._own_head:
+            _check_head(self.output)  # one may have come in the meantime
         self._own_head = True
         with saving(self.output / exit_head_file.WEIGHTS_FILE):
             exit_head_file.save(self._with_state(state), self.output)
 
-    def _checkpoints(self) -> list[Path]:
-        """The directories of all checkpoints, oldest first."""
-        found = (re.fullmatch(r"checkpoint-([0-9]{1,18})", path.name) for path in self.output.iterdir())
-        return [self.output / match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
-
     def _resume(self) -> None:
         """Load the newest checkpoint, if there is one."""
         remove_leftovers(self.output)
-        checkpoints = self._checkpoints()
-        for found in checkpoints:
-            if found.is_symlink() or not found.is_dir() or _foreign(found):
-                raise EESDError(f"{found} is no checkpoint of eesd-distill; give another --output, or move it away.")
+        check_output(self.output)
+        checkpoints = _checkpoints(self.output)
         self._own_head = bool(checkpoints) or self.metrics.path.exists()
-        self._check_head()
         if not checkpoints:
             self.metrics.start(-1)
             return
