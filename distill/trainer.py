@@ -147,7 +147,7 @@ class Trainer:
         self._inputs, self._caches = full_sequence_inputs(
             geometry, options.batch, options.length, len(head.blocks), dtype, accelerator.device
         )
-        self.metrics = MetricsLog(output)
+        self.metrics, self._own_head = MetricsLog(output), False
         self.step = 0
         self._means = [] if options.cooldown else [value.detach().clone() for value in self.student.parameters()]
 

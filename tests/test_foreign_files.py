@@ -35,43 +35,28 @@ CASES = int(os.environ.get("FOREIGN_CASES", "100"))
 """Commands of the property test; some thousand are thorough."""
 AS_IS = ("--exit-layer", 1, "--no-check", "--no-pack")
 ENTRY = "model-0123456789abcdef"
-PLACES = (
-    "",
-    "plans",
-    "plans/cpu-0123456789abcdef",
-    "plans/more",
-    "out",
-    "out/checkpoint-2",
-    "out/engine-0",
-    "out/own-text",
-    "a/b",
-)
-PLACES += (f"cache/{ENTRY}", "cache/mine-0123456789abcdef", "repository/eesd/1")
-NAMES = ("thesis.txt", "manifest.json", "weights.bin", "notes.json", "mine.onnx", "mine.plan", "README.md", "report.md")
-NAMES += (
-    "exit_head.json",
-    "exit_head.safetensors",
-    "curves.png",
-    "run.json",
-    "metrics.jsonl",
-    "eesd-cache.json",
-    "result.json",
-)
-TARGETS = (
-    "plans",
-    "out",
-    "cache",
-    "repository",
-    "a",
-    "a/b",
-    "new",
-    "plans/draft.onnx",
-    "thesis.txt",
-    "report.md",
-    "link",
-    "loop",
-)
-TARGETS += ("plans/new", "out/new")
+PLACES = [
+    *(
+        "",
+        "plans",
+        "plans/cpu-0123456789abcdef",
+        "plans/more",
+        "out",
+        "out/checkpoint-2",
+        "out/engine-0",
+        "out/own-text",
+        "a/b",
+    ),
+    *(f"cache/{ENTRY}", "cache/mine-0123456789abcdef", "repository/eesd/1"),
+]
+NAMES = [
+    *("thesis.txt", "manifest.json", "weights.bin", "notes.json", "mine.onnx", "mine.plan", "README.md", "report.md"),
+    *("exit_head.json", "exit_head.safetensors", "curves.png", "run.json", "metrics.jsonl", "eesd-cache.json", "result.json"),
+]
+TARGETS = [
+    *("plans", "out", "cache", "repository", "a", "a/b", "new", "plans/draft.onnx", "thesis.txt", "report.md", "link", "loop"),
+    *("plans/new", "out/new"),
+]
 
 
 class World:

@@ -27,7 +27,7 @@ class _Path(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
             self.fail("it is empty; give a path", param, ctx)
-        path = super().convert(value, param, ctx)
+        path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
         try:
             str(resolved(path)).encode()  # ONNX Runtime and others open no other names
         except OSError:
