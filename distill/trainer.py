@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, remove_leftovers
 from eesd.common.geometry import Geometry
@@ -55,7 +54,7 @@ FULL_ON_ALL_PROCESSES = StateDictOptions(full_state_dict=True)
 def _foreign(checkpoint: Path) -> str:
     """Why a checkpoint's directory may not be replaced or deleted; "" if it holds nothing else."""
     other = (path.name for path in checkpoint.iterdir() if path.name not in _FILES or not path.is_file())
-    return next((f"it also holds {shown(name)}, which no run wrote" for name in other), "")
+    return next((f"it also holds {name}, which no run wrote" for name in other), "")
 
 
 def _checkpoints(output: Path) -> list[Path]:

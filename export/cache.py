@@ -16,7 +16,6 @@ from re import fullmatch, sub
 from typing import Any
 
 import eesd
-from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import is_temporary, remove_leftovers
 from eesd.common.integrity import link_info, sha256_of
@@ -177,5 +176,5 @@ def other_file(directory: Path, made: Collection[str]) -> str:
         if is_temporary(file.name):
             return "another process is writing into it"
         if not ((file.name in known or file.name in made) and file.is_file() and not file.is_symlink()) and not is_packed(file):
-            return f"it also holds {shown(file.name)}, which EESD did not make"
+            return f"it also holds {file.name}, which EESD did not make"
     return ""
