@@ -27,7 +27,7 @@ def existing_parent(path: Path) -> Path:
 
 
 def check_own(path: Path, *beginnings: str) -> None:
-    """Raise :class:`EESDError` if there is a file that begins otherwise than those that a command writes. It may be empty."""
+    """Raise :class:`EESDError` if there is a file that begins otherwise than what a command writes. It may be empty."""
     if path.is_file():
         with path.open("rb") as file:
             found = file.read(max(map(len, beginnings)))
