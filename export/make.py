@@ -135,7 +135,7 @@ def make_engines(
         report += _pack(output, manifest, choices.pack)
     steps.begin("calibrating the draft")  # which shows a bar of its own
     report += calibrate_draft(output, manifest, choices.calibrate)
-    say(_summary(output, manifest, options, own=checkpoint.quantization is not None))
+    say(_summary(output, manifest, options, own=_keeps_levels(checkpoint, options.quantization)))
     if not manifest.exit_head.is_whole(checkpoint.geometry) and manifest.exit_head.can_draft and not head.config.blocks:
         say("draft: the model's own final norm and LM head after its exit layer, without an exit head")
     if unquantized:
@@ -195,6 +195,11 @@ def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool
     return f"{output}: {geometry.architecture}, {_types(options, own)}, {drafts}, {options.max_seq_len} slots"
 
 
+def _keeps_levels(checkpoint: Checkpoint, quantization: Quantizations) -> bool:
+    """Whether the layers have the levels of a checkpoint that says in ``config.json`` how it is quantized."""
+    return quantization.layers is not None and quantization.layers == checkpoint.quantization
+
+
 def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) -> None:
     """What the user should know of the checkpoint, the choices and the head."""
     from tokenizers import Tokenizer
@@ -209,6 +214,9 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
         notice(f"The tokenizer has ids up to {largest}, and the model ids below {size}; prompts with the others are refused.")
     if {choices.quantize, choices.quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
         notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
+    if checkpoint.config.packing is not None and checkpoint.quantization is None:
+        again = " --quantize rounds them a second time." if set(QUANTIZED) & {choices.quantize} else ""
+        notice(f"The checkpoint's quantized weights are dequantized, because engines do not have their levels.{again}")
     if not head.config.can_draft:
         notice(
             "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. Train an exit head with "
@@ -252,8 +260,13 @@ def choose_quantization(
         layers = None
     else:
         tensors = {}
+    if layers == "none":
+        own = None
     if layers is not None and own is not None:
-        raise EESDError("The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out.")
+        raise EESDError(
+            "The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out, or give "
+            "--quantize none to dequantize them."
+        )
     if link_weights and {layers, head} - {None, "none"}:
         raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
     head = head or layers
@@ -263,7 +276,8 @@ def choose_quantization(
             "--exit-head none to draft from the text alone."
         )
     if draft is None and whole:
-        draft = None if layers == "int8" and dtype == "float32" else "int4"  # the CPU reads the upper half of 8 bits
+        eight_bits = layers == "int8" or (own is not None and own.weights == "int8")
+        draft = None if eight_bits and dtype == "float32" else "int4"  # the CPU reads the upper half of 8 bits
     elif draft is None:
         draft = "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
     if dtype == "float32" and {layers, head, draft} & {"fp8", "nvfp4"}:
@@ -451,7 +465,7 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
                 f"this model was not trained to exit after layer {head.config.layer}: drafting will gain nothing; give another "
                 "--exit-layer, or train an exit head with eesd-distill"
             )
-    if (manifest.quantization.layers or manifest.quantization.head) and checkpoint.quantization is None:
+    if (manifest.quantization.layers or manifest.quantization.head) and not _keeps_levels(checkpoint, manifest.quantization):
         drift = quantization_drift(manifest, checkpoint, head)
         lines.append(
             f"quantized: logits change by {drift.logit_change:.1%} of their standard deviation; the most "

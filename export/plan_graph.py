@@ -140,7 +140,8 @@ def join_scales(model: Any, directory: Path) -> None:
         if scales is None or len(scales.dims) != 2 or tensors[node.input[0]].data_type not in eight_bits:
             continue
         place, shape = ExternalDataInfo(scales), tuple(scales.dims)
-        values = np.memmap(directory / place.location, np.uint16, mode="r", offset=place.offset or 0, shape=shape)
+        bits = np.uint32 if scales.data_type == onnx.TensorProto.FLOAT else np.uint16
+        values = np.memmap(directory / place.location, bits, mode="r", offset=place.offset or 0, shape=shape)
         if (values != values[0]).any():
             continue
         next(entry for entry in scales.external_data if entry.key == "length").value = str(values[0].nbytes)

@@ -1,7 +1,7 @@
 """Open checkpoints: their configuration, and their tensors by name. No tensor is read before it is asked for."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
 from itertools import chain
@@ -34,7 +34,7 @@ from eesd.model.experts import check_routers
 from eesd.model.family import Tensors, divided, halves_apart
 from eesd.model.gguf_file import GgufTensor, read_gguf
 from eesd.model.gguf_model import config_fields, model_tensors
-from eesd.model.packed import PARTS, PackedTensor, Packing
+from eesd.model.packed import PackedTensor, packed_tensors
 from eesd.model.safetensors_file import CheckpointTensor, read_header
 
 
@@ -118,20 +118,18 @@ class Checkpoint:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization of the checkpoint's own weights.
+        """The quantization that keeps the levels of the layers' linear weights; None if they have none.
 
-        Raises:
-            EESDError: Only some linear weights of the layers are quantized.
+        Where only some of them have levels, or engines do not have such levels, it is None, too: all are read dequantized.
         """
         if self.config.packing is None:
             return None
         shapes = layer_shapes(self.geometry, range(self.geometry.num_layers))
-        widths = {}
-        for name in filter(is_linear, shapes):
-            if not isinstance(self.tensors[name], PackedTensor):
-                raise EESDError(f"{self.path} has quantized weights, but {name} is not; such a mixture is not supported.")
-            widths[name] = shapes[name][1]
-        return self.config.packing.quantization(set(widths.values()))
+        linear = {name: shape[1] for name, shape in shapes.items() if is_linear(name)}
+        found = self.config.packing.quantization(set(linear.values()))
+        stored = [self.tensors[name] for name in linear]
+        keeps = found is not None and all(isinstance(one, PackedTensor) and one.fits(found) for one in stored)
+        return found if keeps else None
 
     @property
     def own_levels(self) -> dict[str, Quantization]:
@@ -228,7 +226,7 @@ def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
         raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory or a GGUF file.")
     config = load_config(directory)
     stored = stored_tensors(directory)
-    return config, dict(stored) if config.packing is None else _packed(stored, config.packing)
+    return config, dict(stored) if config.packing is None else dict(packed_tensors(stored, config.packing))
 
 
 def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
@@ -236,24 +234,6 @@ def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
     file = read_gguf(path)
     fields = config_fields(file)
     return parse_config(Fields(fields), path), dict(model_tensors(file, fields))
-
-
-def _packed(stored: Mapping[str, CheckpointTensor], packing: Packing) -> Tensors:
-    """The tensors of a checkpoint whose quantized weights are one tensor each.
-
-    Raises:
-        EESDError: There is none, or a layer has a bias that the architecture does not have.
-    """
-    modules = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
-    if not modules:
-        raise EESDError("config.json has a quantization_config, but no weight is quantized; remove the field, or fetch again.")
-    tensors: Tensors = dict(stored)
-    for module in modules:
-        parts = {part: stored[f"{module}.{part}"] for part in PARTS if f"{module}.{part}" in stored}
-        for part in parts:
-            del tensors[f"{module}.{part}"]
-        tensors[f"{module}.weight"] = PackedTensor(module, parts, packing)
-    return tensors
 
 
 def _check_biases(biases: Iterable[CheckpointTensor]) -> None:

@@ -16,9 +16,11 @@ from eesd.common.geometry import LARGEST_SIZE, Geometry
 from eesd.common.json_input import Fields, read_json_object
 from eesd.model.families import FAMILIES
 from eesd.model.family import Family, Sizes
-from eesd.model.packed import Packing, read_packing
+from eesd.model.packing import Packing, read_packing
 from eesd.model.rope_config import read_rope
 
+MODELOPT_FILE = "hf_quant_config.json"
+"""Where ModelOpt says how weights are quantized, if ``config.json`` does not."""
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 _READ = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "additional_chat_templates/*")
 """What is read of a model directory beside its weights, here or by transformers."""
@@ -29,7 +31,7 @@ NO_EFFECT = frozenset(
     (
         *("_attn_implementation", "_name_or_path", "attention_dropout", "attn_implementation", "chunk_size_feed_forward"),
         *("id2label", "initializer_range", "label2id", "model_max_length", "name_or_path", "output_attentions"),
-        *("embd_pdrop", "resid_pdrop"),
+        *("auto_map", "cache_implementation", "embd_pdrop", "resid_pdrop"),
         *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class"),
         *("torchscript", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
     )
@@ -87,8 +89,13 @@ def load_config(model_dir: Path) -> ModelConfig:
     for file in sorted(path for pattern in _READ for path in model_dir.glob(pattern)):
         if not file.exists():  # transformers takes such a file to be absent
             raise EESDError(f"{file} is a link that leads nowhere; fetch the model again, or delete the link to do without it.")
-    path = model_dir / "config.json"
-    fields = Fields(read_json_object(path, REMEDY))
+    path, other = model_dir / "config.json", model_dir / MODELOPT_FILE
+    raw = read_json_object(path, REMEDY)
+    if raw.get("quantization_config") is None and other.exists():
+        found = read_json_object(other, REMEDY).get("quantization")
+        if isinstance(found, dict) and found.get("quant_algo") is not None:
+            raw["quantization_config"] = {"quant_method": "modelopt"} | found
+    fields = Fields(raw)
     generation = models_generation_config(model_dir, fields.raw)
     if not (model_dir / GENERATION_CONFIG_FILE).exists():
         fields.taken |= set(generation)
@@ -191,7 +198,8 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 def _notices(fields: Fields, family: Family, of_packing: Sequence[str]) -> list[str]:
     """Sentences about the fields that nobody took, those of ``quantization_config`` included."""
-    left = [name for name in fields.left if name not in NO_EFFECT]
+    without_windows = set() if fields.raw.get("use_sliding_window") else {"max_window_layers"}
+    left = [name for name in fields.left if name not in NO_EFFECT | without_windows]
     foreign = [name for name in left if name in OTHER_FAMILIES and fields.raw[name] is not False]
     unknown = [name for name in left if name not in OTHER_FAMILIES]
     unknown += [f"quantization_config.{name}" for name in of_packing]

@@ -260,8 +260,9 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
     """Some rows of a tensor: bytes of its file, too."""
     if isinstance(tensor, GgufTensor):
         return tensor.rows(start, stop)
-    if not isinstance(tensor, CheckpointTensor):
-        raise EESDError(f"{tensor.name} is quantized and holds several weights, which is not supported; give it unquantized.")
+    if isinstance(tensor, PackedTensor):
+        return tensor.rows(torch.arange(start, stop))
+    assert isinstance(tensor, CheckpointTensor)
     row = tensor.nbytes // max(tensor.shape[0], 1)
     return replace(
         tensor, offset=tensor.offset + start * row, nbytes=(stop - start) * row, shape=(stop - start, *tensor.shape[1:])
@@ -304,8 +305,10 @@ def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     return found
 
 
-def reordered(tensor: StoredTensor, order: Tensor) -> GgufTensor:
+def reordered(tensor: StoredTensor, order: Tensor) -> GgufTensor | PackedTensor:
     """A tensor with its rows in another order."""
+    if isinstance(tensor, PackedTensor):
+        return tensor.rows(order)
     if isinstance(tensor, CheckpointTensor):
         return GgufTensor(tensor, order)
     raise EESDError(f"{tensor.name} is quantized, and its rows cannot be reordered; give it unquantized.")

@@ -1,145 +1,86 @@
-"""Weights that a checkpoint stores quantized, as GPTQ and AWQ do. Their levels are taken as they are.
+"""Weights that a checkpoint stores quantized. Their levels are taken as they are, or dequantized.
 
-Both methods store a linear layer as three tensors, where a level ``q`` stands for the weight ``scale * (q - zero_point)``:
+A level ``q`` stands for the weight ``scale * (q - zero_point)``. Tensors of a linear layer, where p levels of ``32 / p`` bits
+are in an int32, the first in the lowest bits, and an unsigned level is the signed one plus the middle of the range:
 
-* GPTQ: ``qweight`` [in / p, out], int32 of p levels each, consecutive along the inputs; ``qzeros`` [groups, out / p], along the
-  outputs; ``scales`` [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the zero point minus one, except
-  with the ``checkpoint_format`` ``gptq_v2``.
-* AWQ: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], both along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
-
-p is 32 divided by the bits. So both are blockwise quantization along the inputs, as ``eesd.model.quantize`` has it.
+* GPTQ: ``qweight`` [in / p, out], along the inputs; ``qzeros`` [groups, out / p], along the outputs; ``scales``
+  [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the zero point minus one, except in the second
+  format, which configs call ``gptq_v2`` or nothing at all.
+* AWQ, gemm: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
+  gemv: ``qweight`` [out, in / 8], ``qzeros`` [out, n / 8] and ``scales`` [out, n] with n not below the number of groups.
+* compressed-tensors, pack-quantized: ``weight_packed`` [out, in / p]; ``weight_scale`` [out, groups]; ``weight_zero_point``
+  [out / p, groups], along the outputs; ``weight_g_idx`` [in]. int-quantized: ``weight`` [out, in] of signed bytes.
+* FP8: ``weight`` [out, in]; ``weight_scale`` or ``weight_scale_inv``, which is multiplied by, too: one number, [out, 1], or one
+  for each block of a config's size [out / rows, in / columns], rounded up.
+* NVFP4: two levels a byte [out, in / 2], the first in the low half; ``weight_scale`` [out, in / 16] of FP8; and for all of them
+  ``weight_scale_2`` (ModelOpt), a factor, or ``weight_global_scale`` (compressed-tensors), a divisor.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import gcd
-from typing import Any
+from copy import copy
+from math import gcd, prod
 
 import torch
 from torch import Tensor
 
-from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.json_input import Fields
-from eesd.common.weights import BLOCKS, Quantization
-from eesd.model.quantize import Quantized, dequantize, pack
+from eesd.common.weights import FP4, FP8, Quantization
+from eesd.model.packing import AWQ, BYTES, FLOATS, GEMV, GPTQ, NVFP4, WORDS, Packing
+from eesd.model.quantize import Quantized, pack, unpack
 from eesd.model.safetensors_file import CheckpointTensor
 
-PARTS = ("qweight", "qzeros", "scales", "g_idx")
-"""Suffixes of the tensors that replace ``weight``."""
+_SCALES = ("scales", "weight_scale", "weight_scale_inv")
+_PARTS = {
+    GPTQ: ("qweight", "scales", "qzeros", "g_idx"),
+    AWQ: ("qweight", "scales", "qzeros"),
+    GEMV: ("qweight", "scales", "qzeros"),
+    WORDS: ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
+    BYTES: ("weight", "weight_scale", "weight_zero_point"),
+    FLOATS: ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
+    NVFP4: ("weight", "weight_packed", "weight_scale", "weight_scale_2", "weight_global_scale"),
+}
+"""Suffixes of the tensors that replace a weight, by the layout."""
+_OF_ACTIVATIONS = frozenset(
+    f"{of}_{part}"
+    for of in ("input", "activation", "output", "q", "k", "v")
+    for part in ("scale", "zero_point", "global_scale", "scale_ub")
+)
+"""Suffixes of tensors for activations and caches, which stay as they are."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each of the 8 levels in an int32, from the lowest bits on."""
-_NO_EFFECT = frozenset(
-    (
-        *("backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_auto_increment", "damp_percent"),
-        *(
-            "dataset",
-            "disable_exllama",
-            "do_fuse",
-            "exllama_config",
-            "fuse_max_seq_len",
-            "max_input_length",
-            "meta",
-            "model_file",
-        ),
-        *("model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block", "modules_to_fuse"),
-        *("modules_in_block_to_quantize", "modules_to_not_convert", "mse", "pad_token_id", "quantizer", "static_groups"),
-        *("lm_head", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama"),
-    )
-)
-"""Fields that say how levels were found, what computes with them, or which layers have them, which the tensors say as well."""
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How a checkpoint stores its quantized weights.
-
-    Attributes:
-        method: ``gptq`` or ``awq``.
-        bits: 4 or 8.
-        group: Number of consecutive inputs that share a scale; None: all inputs of an output.
-        symmetric: Whether every zero point is the middle of the range.
-        offset: What must be added to a stored zero point.
-        unknown: Names of fields that nobody knows.
-    """
-
-    method: str
-    bits: int
-    group: int | None
-    symmetric: bool
-    offset: int
-    unknown: tuple[str, ...] = ()
-
-    def quantization(self, widths: set[int]) -> Quantization:
-        """The quantization of an engine directory with these levels. A scale may be repeated for several blocks.
-
-        Args:
-            widths: The numbers of inputs of all quantized weights.
-
-        Raises:
-            EESDError: A scale is for all inputs, and their number is not a multiple of 32.
-        """
-        block = gcd(*widths) if self.group is None else self.group
-        kind = f"int{self.bits}" if self.symmetric else f"uint{self.bits}"
-        fitting = [size for size in BLOCKS if block % size == 0]
-        if not fitting:
-            raise EESDError(f"A quantized weight has a number of inputs that is no multiple of {min(BLOCKS)}; not supported.")
-        return Quantization(kind, max(fitting))
-
-
-def read_packing(raw: Any) -> Packing:
-    """Read ``quantization_config``.
+def packed_tensors(stored: Mapping[str, CheckpointTensor], packing: Packing) -> dict[str, "CheckpointTensor | PackedTensor"]:
+    """The tensors of a checkpoint whose quantized weights are one tensor each. Those for activations are left out.
 
     Raises:
-        ValueError: The method or one of its options is not supported.
+        EESDError: No weight is quantized, or one is incomplete, has the wrong shape, or has tensors that are not supported.
     """
-    if not isinstance(raw, Mapping):
-        raise ValueError(f"quantization_config is {shown(raw)}, and must be an object")
-    fields = Fields(raw)
-    method = fields.take("quant_method", None)
-    if method not in ("gptq", "awq"):
-        raise ValueError(
-            f"quantization_config has the method {shown(method)}; supported are gptq and awq, or unquantized weights"
-        )
-    bits, group = fields.integer("bits"), fields.take("group_size", 128)
-    if bits not in ((4, 8) if method == "gptq" else (4,)):
-        raise ValueError(f"quantization_config has {shown(bits)} bits, which is not supported for {method}")
-    if type(group) is not int or (group != -1 and (group < 1 or group % min(BLOCKS))):
-        raise ValueError(f"quantization_config has group_size {shown(group)}; supported are -1 and multiples of {min(BLOCKS)}")
-    symmetric, offset = (_gptq if method == "gptq" else _awq)(fields)
-    if bits == 8 and not symmetric:
-        raise ValueError("quantization_config has 8 bits with zero points (sym is false), which is not supported")
-    unknown = tuple(name for name in fields.left if name not in _NO_EFFECT)
-    return Packing(method, bits, None if group == -1 else group, symmetric, offset, unknown)
-
-
-def _gptq(fields: Fields) -> tuple[bool, int]:
-    layouts = {name: fields.text(name) for name in ("checkpoint_format", "format")}
-    layout = layouts["checkpoint_format"] or layouts["format"] or "gptq"
-    if layout not in ("gptq", "gptq_v2") or fields.flag("is_marlin_format"):
-        raise ValueError(f"quantization_config has the layout {shown(layout)}; supported are gptq and gptq_v2")
-    if fields.take("dynamic", None):
-        raise ValueError("quantization_config has dynamic options, which differ between layers; they are not supported")
-    if fields.text("pack_dtype") not in (None, "int32"):
-        raise ValueError("quantization_config has a pack_dtype other than int32, which is not supported")
-    fields.flag("desc_act")  # what it means for a weight is in its g_idx, which is checked
-    return fields.flag("sym", True), 0 if layout == "gptq_v2" else 1
-
-
-def _awq(fields: Fields) -> tuple[bool, int]:
-    version = fields.text("version") or "gemm"
-    if version.lower() != "gemm":
-        raise ValueError(f"quantization_config has the version {shown(version)}; supported is gemm")
-    if not fields.flag("zero_point", True):
-        raise ValueError("quantization_config has zero_point false, which is not supported for awq")
-    return False, 0
+    modules: dict[str, dict[str, CheckpointTensor]] = {}
+    for name, tensor in stored.items():
+        module, _, part = name.rpartition(".")
+        if part not in _OF_ACTIVATIONS:
+            modules.setdefault(module, {})[part] = tensor
+    found: dict[str, CheckpointTensor | PackedTensor] = {}
+    for module, parts in modules.items():
+        if parts.keys() & {*_SCALES, "qweight", "weight_packed"}:
+            own = {part: parts[part] for part in _PARTS[packing.layout] if part in parts}
+            odd = min(parts.keys() - own.keys() - {"bias"}, default=None)
+            if odd is not None:
+                raise EESDError(f"{parts[odd].path}: the tensor {parts[odd].name} is not supported for weights of this layout.")
+            found[f"{module}.weight"] = _CLASSES.get(packing.layout, PackedIntegers)(module, own, packing)
+            parts = {"bias": parts["bias"]} if "bias" in parts else {}
+        found |= {tensor.name: tensor for tensor in parts.values()}
+    if not any(isinstance(tensor, PackedTensor) for tensor in found.values()):
+        raise EESDError("config.json has a quantization_config, but no weight is quantized; remove the field, or fetch again.")
+    return found
 
 
 class PackedTensor:
-    """A weight that is stored as levels, zero points and scales.
+    """A weight that is stored as levels and scales.
 
     Args:
-        name: Name of the weight.
+        name: Name of the linear layer.
         parts: Its tensors by suffix.
         packing: How they are stored.
 
@@ -148,36 +89,35 @@ class PackedTensor:
         dtype: Element type of the dequantized weight.
 
     Raises:
-        EESDError: A tensor is missing or has another shape, or the groups are not consecutive inputs.
+        EESDError: A tensor is missing or has another shape.
     """
 
     dtype = torch.float32
+    shape: tuple[int, ...]
 
     def __init__(self, name: str, parts: Mapping[str, CheckpointTensor], packing: Packing) -> None:
         self.name, self._parts, self._packing = name, parts, packing
-        per = 32 // packing.bits
-        missing = [part for part in PARTS[:3] if part not in parts]
-        if missing:
-            raise EESDError(f"The checkpoint has no tensor {name}.{missing[0]}; it is incomplete, fetch it again.")
-        qweight, qzeros, scales = (parts[part] for part in PARTS[:3])
-        shapes = [part.shape for part in (qweight, qzeros, scales)]
-        rows, columns = shapes[0] if len(shapes[0]) == 2 else (0, 0)
-        inputs, outputs = (rows * per, columns) if packing.method == "gptq" else (rows, columns * per)
-        groups = 1 if packing.group is None else inputs // packing.group
-        if not inputs or (packing.group and inputs % packing.group) or outputs % per:
-            raise EESDError(
-                f"{qweight.path}: {name}.qweight has a shape that is no whole number of groups; it is not supported."
-            )
-        if shapes[1:] != [(groups, outputs // per), (groups, outputs)] or (qweight.stored, qzeros.stored) != ("I32", "I32"):
-            raise EESDError(f"{qweight.path}: the tensors of {name} do not fit config.json's quantization_config.")
-        self.shape = (outputs, inputs)
-        if "g_idx" in parts:
-            index = torch.frombuffer(parts["g_idx"].read_bytes(), dtype=torch.int32)
-            if not torch.equal(index, torch.arange(inputs, dtype=torch.int32) // (inputs // groups)):
-                raise EESDError(
-                    f"{qweight.path}: the groups of {name} are not consecutive inputs (desc_act); give a checkpoint that was "
-                    "quantized with desc_act false."
-                )
+        self._order: Tensor | None = None
+        self._levels_part, self._scales_part = self._part("qweight", "weight_packed", "weight"), self._part(*_SCALES)
+        if 0 in self._levels_part.shape or len(self._levels_part.shape) != 2:
+            raise self._misfit()
+        self.shape = self._shape()
+
+    def _part(self, *names: str) -> CheckpointTensor:
+        """The tensor with one of these suffixes of the layout."""
+        found = next((name for name in names if name in self._parts), None)
+        if found is None:
+            missing = next((name for name in names if name in _PARTS[self._packing.layout]), names[-1])
+            raise EESDError(f"The checkpoint has no tensor {self.name}.{missing}; it is incomplete, fetch it again.")
+        return self._parts[found]
+
+    def _misfit(self) -> EESDError:
+        path = self._levels_part.path
+        return EESDError(f"{path}: the tensors of {self.name} do not fit config.json's quantization_config.")
+
+    def _shape(self) -> tuple[int, int]:
+        """The shape of the weight. Raises EESDError if the parts do not fit."""
+        raise NotImplementedError
 
     @property
     def nbytes(self) -> int:
@@ -186,49 +126,258 @@ class PackedTensor:
 
     def head(self) -> bytes:
         """The first kilobyte of levels and of scales, for the fingerprint."""
-        return self._parts["qweight"].head() + self._parts["scales"].head()
+        return self._levels_part.head() + self._scales_part.head()
+
+    def rows(self, order: Tensor) -> "PackedTensor":
+        """Some outputs, in this order."""
+        found = copy(self)
+        found._order = order if self._order is None else self._order[order]
+        found.shape = (len(order), self.shape[1])
+        return found
 
     def read(self) -> Tensor:
         """The dequantized weight [out, in] in float32."""
-        return dequantize(self._quantized(torch.float32, 1), self._kind).t()
+        values = self._levels_part.checked(self._values())
+        return values if self._order is None else values[self._order]
+
+    def _values(self) -> Tensor:
+        """All outputs of the dequantized weight [out, in] in float32."""
+        raise NotImplementedError
+
+    def fits(self, quantization: Quantization) -> bool:
+        """Whether the quantization keeps the levels as they are."""
+        return False
 
     def levels(self, quantization: Quantization, dtype: torch.dtype) -> Quantized | None:
-        """The levels as they are, if the quantization has the same type and groups that are no larger.
+        """The levels as they are, if they fit the quantization.
 
         Args:
             quantization: The wanted quantization.
             dtype: Element type of the scales to return.
         """
-        group = self.shape[1] // self._parts["scales"].shape[0]
-        if quantization.weights != self._kind or quantization.minimums or group % quantization.block:
+        if not self.fits(quantization):
             return None
-        return self._quantized(dtype, group // quantization.block)
-
-    @property
-    def _kind(self) -> str:
-        return f"{'' if self._packing.symmetric else 'u'}int{self._packing.bits}"
-
-    def _quantized(self, dtype: torch.dtype, repeat: int) -> Quantized:
-        """Each scale is repeated for as many blocks as ``repeat``."""
-        bits, gptq = self._packing.bits, self._packing.method == "gptq"
-        outputs, inputs = self.shape
-        words = torch.frombuffer(self._parts["qweight"].read_bytes(), dtype=torch.uint8)
-        levels = (_fields(words, bits).view(-1, outputs, 32 // bits).transpose(1, 2) if gptq else _awq_order(words)).reshape(
-            inputs, outputs
-        )
-        words = torch.frombuffer(self._parts["qzeros"].read_bytes(), dtype=torch.uint8)
-        zeros = (_fields(words, bits) if gptq else _awq_order(words)).view(-1, outputs) + self._packing.offset
-        scales = self._parts["scales"].read().to(dtype)
-        if self._packing.symmetric and bool((zeros != 1 << (bits - 1)).any()):
-            raise EESDError(f'{self.name} has zero points, but config.json says "sym": true; set it to false there.')
+        levels, scales, zeros = self._stored(quantization.block)
+        order = slice(None) if self._order is None else self._order
+        levels, scales = levels[:, order].contiguous(), scales[:, order].to(dtype).contiguous()
         if not torch.isfinite(scales).all():
             raise EESDError(f"The scales of {self.name} do not fit {str(dtype).removeprefix('torch.')}; give another --dtype.")
-        if int(zeros.max()) >= 1 << bits:
-            raise EESDError(f"{self.name} has a zero point that does not fit {bits} bits, which programs read differently.")
+        return Quantized(
+            pack(levels, self._packing.bits), scales, None if zeros is None else pack(zeros[:, order], self._packing.bits)
+        )
+
+    def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Bytes of the levels [in, out], and for each block of inputs scales and zero points [in / block, out]."""
+        raise NotImplementedError
+
+
+class PackedIntegers(PackedTensor):
+    """A weight that is stored as integers of 4 or 8 bits."""
+
+    def _shape(self) -> tuple[int, int]:
+        layout, per = self._packing.layout, 32 // self._packing.bits
+        rows, columns = self._levels_part.shape
+        if layout == BYTES:
+            outputs, inputs = rows, columns
+        elif layout in (GPTQ, AWQ):
+            outputs, inputs = (columns, rows * per) if layout == GPTQ else (columns * per, rows)
+        else:
+            outputs, inputs = rows, columns * per
+            if "weight_shape" in self._parts:
+                inputs = self._stored_width(inputs)
+        group = self._packing.group or inputs
+        self._groups = inputs // group
+        if self._levels_part.stored != ("I8" if layout == BYTES else "I32") or inputs % group:
+            raise self._misfit()
+        zeros, shape = self._parts.get("qzeros", self._parts.get("weight_zero_point")), self._scales_part.shape
+        if layout in (GPTQ, AWQ):
+            fits = shape == (self._groups, outputs) and self._part("qzeros").shape == (self._groups, outputs // per)
+            fits &= outputs % per == 0 and self._part("qzeros").stored == "I32"
+        elif layout == GEMV:
+            fits = shape[:-1] == (outputs,) and self._part("qzeros").shape == (outputs, shape[1] // per)
+            fits &= shape[1] >= self._groups and shape[1] % per == 0 and self._part("qzeros").stored == "I32"
+        else:
+            fits = shape == (outputs, self._groups) or (self._packing.group is None and shape in ((), (1,), (outputs,)))
+            known = {"I8": (outputs, self._groups), "I32": (-(-outputs // per), self._groups)}
+            if zeros is not None:
+                fits &= known.get(zeros.stored) == zeros.shape or zeros.shape in ((), (1,), (outputs,))
+            elif not self._packing.symmetric:
+                self._part("weight_zero_point")
+        if not fits:
+            raise self._misfit()
+        self._index = self._group_index(inputs, group)
+        return outputs, inputs
+
+    def _stored_width(self, most: int) -> int:
+        """The number of inputs that ``weight_shape`` says: the last int32 of an output may have fewer levels."""
+        part = self._parts["weight_shape"]
+        kind = {"I64": torch.int64, "I32": torch.int32}.get(part.stored)
+        given = [] if kind is None else torch.frombuffer(part.read_bytes(), dtype=kind).tolist()
+        if len(given) != 2 or given[0] != self._levels_part.shape[0] or not 0 <= most - given[1] < 32 // self._packing.bits:
+            raise self._misfit()
+        return int(given[1])
+
+    def _group_index(self, inputs: int, group: int) -> Tensor | None:
+        """The group [in] of each input; None where groups are consecutive."""
+        part = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
+        if part is None:
+            return None
+        index = torch.frombuffer(part.read_bytes(), dtype=torch.int32).long() if part.stored == "I32" else torch.zeros(0)
+        if bool((index == -1).all()) and len(index) == inputs:  # compressed-tensors' value before it is set
+            return None
+        if len(index) != inputs or index.min() < 0 or index.max() >= self._groups:
+            raise self._misfit()
+        return None if torch.equal(index, torch.arange(inputs) // group) else index
+
+    def fits(self, quantization: Quantization) -> bool:
+        return (
+            quantization.weights == self._packing.kind
+            and not quantization.minimums
+            and self._index is None
+            and self.shape[1] // self._groups % quantization.block == 0
+        )
+
+    def _values(self) -> Tensor:
+        levels, scales, zeros = self._grouped()
+        index = torch.arange(self.shape[1]) // (self.shape[1] // self._groups) if self._index is None else self._index
+        if zeros is None:
+            values = levels.view(torch.int8).float() if self._packing.bits == 8 else ((levels ^ 8).to(torch.int8) - 8).float()
+        else:
+            values = levels.float() - zeros.float()[index]
+        return values.mul_(scales.float()[index]).t()
+
+    def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        levels, scales, zeros = self._grouped()
+        repeat = self.shape[1] // self._groups // block
+        return levels, scales.repeat_interleave(repeat, 0), None if zeros is None else zeros.repeat_interleave(repeat, 0)
+
+    def _grouped(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Levels [in, out], scales and zero points [groups, out]. Without zero points levels are of two's complement."""
+        layout, bits = self._packing.layout, self._packing.bits
+        inputs, outputs = self.shape[1], self._levels_part.shape[0] if layout in (GEMV, WORDS, BYTES) else 0
+        words = _bytes(self._levels_part)
+        if layout == GPTQ:
+            outputs = self._levels_part.shape[1]
+            levels = _fields(words, bits).view(-1, outputs, 32 // bits).transpose(1, 2).reshape(inputs, outputs)
+        elif layout == AWQ:
+            outputs = self._levels_part.shape[1] * 8
+            levels = _awq_order(words).view(inputs, outputs)
+        elif layout == BYTES:
+            levels = (words ^ 128).view(outputs, inputs).t()
+        else:
+            levels = _fields(words, bits).view(outputs, -1)[:, :inputs].t()
+        scales, zeros = self._scales_part.read(), self._zeros(outputs)
+        if layout == GEMV:
+            scales = scales[:, : self._groups].t()
+        elif layout in (WORDS, BYTES):
+            scales = scales.reshape(-1, self._groups).expand(outputs, -1).t()
         if self._packing.symmetric:
-            levels ^= 1 << (bits - 1)  # the two's complement of the level minus the middle
-        scales, zeros = (part.repeat_interleave(repeat, 0) for part in (scales, zeros))
-        return Quantized(pack(levels, bits), scales, None if self._packing.symmetric else pack(zeros, bits))
+            return levels ^ (1 << (bits - 1)), scales, None
+        return levels, scales, zeros
+
+    def _zeros(self, outputs: int) -> Tensor | None:
+        """The zero points [groups, out] of unsigned levels; None where they must be the middle of the range, and are."""
+        layout, bits = self._packing.layout, self._packing.bits
+        middle, part = 1 << (bits - 1), self._parts.get("qzeros", self._parts.get("weight_zero_point"))
+        if part is None:
+            return None
+        words, offset = _bytes(part), self._packing.offset
+        if part.stored != "I32":
+            zeros = words.view(torch.int8).to(torch.int16).reshape(-1, self._groups).expand(outputs, -1).t() + middle
+        elif layout in (GPTQ, AWQ):
+            zeros = (_fields(words, bits) if layout == GPTQ else _awq_order(words)).view(-1, outputs).to(torch.int16)
+        elif layout == GEMV:
+            zeros = _fields(words, bits).view(outputs, -1)[:, : self._groups].t()
+        else:
+            across = words.view(torch.int32).view(-1, self._groups).t().contiguous().view(torch.uint8)
+            zeros = _fields(across.view(-1), bits).view(self._groups, -1)[:, :outputs]
+        if self._packing.symmetric:
+            # A symmetric weight of the second format of GPTQ has the middle itself, whatever the config calls the format.
+            if not any(bool((zeros == one).all()) for one in {middle, middle - int(layout == GPTQ)}):
+                raise EESDError(
+                    f'{part.name} has zero points, but config.json says that there are none ("sym" or "symmetric": true); '
+                    "fetch the checkpoint again, or give another one."
+                )
+            return None
+        if offset and bool((zeros == middle).all()):
+            raise EESDError(
+                f'{part.name} has the zero points of a symmetric weight, but config.json says "sym": false; programs read them '
+                'differently. If the model was quantized with "sym": true, set it to true there.'
+            )
+        if int(zeros.max()) + offset >= 1 << bits:
+            raise EESDError(f"{self.name} has a zero point that does not fit {bits} bits, which programs read differently.")
+        return (zeros + offset).to(torch.uint8)
+
+
+class PackedFloats(PackedTensor):
+    """A weight that is stored as floating-point numbers of 8 bits (e4m3)."""
+
+    def _shape(self) -> tuple[int, int]:
+        (outputs, inputs), shape = self._levels_part.shape, self._scales_part.shape
+        rows, columns = self._packing.rows, self._packing.group or inputs
+        if prod(shape) == 1:
+            rows, columns = outputs, inputs
+        elif shape in ((outputs,), (outputs, 1)):
+            rows, columns = 1, inputs
+        elif shape != (-(-outputs // rows), -(-inputs // columns)):
+            raise self._misfit()
+        zeros = self._parts.get("weight_zero_point")
+        if self._levels_part.stored != "F8_E4M3" or (zeros is not None and any(zeros.read_bytes())):
+            raise self._misfit()
+        self._rows, self._columns = rows, columns
+        return outputs, inputs
+
+    def fits(self, quantization: Quantization) -> bool:
+        block = quantization.block
+        return quantization.weights == FP8 and gcd(self._columns, self.shape[1]) % block == 0
+
+    def _scales(self, block: int) -> Tensor:
+        """The scales [out, in / block]."""
+        outputs, inputs = self._levels_part.shape
+        scales = _scale_values(self._scales_part).reshape(-(-outputs // self._rows), -(-inputs // self._columns))
+        return scales[torch.arange(outputs) // self._rows][:, torch.arange(0, inputs, block) // self._columns]
+
+    def _values(self) -> Tensor:
+        inputs = self._levels_part.shape[1]
+        block = gcd(self._columns, inputs)
+        values = _bytes(self._levels_part).view(torch.float8_e4m3fn).float().view(-1, inputs // block, block)
+        return values.mul_(self._scales(block)[:, :, None]).view(-1, inputs)
+
+    def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        levels = _bytes(self._levels_part).view(self._levels_part.shape)
+        return levels.t(), self._scales(block).t(), None
+
+
+class PackedFp4(PackedTensor):
+    """A weight that is stored as NVFP4."""
+
+    def _shape(self) -> tuple[int, int]:
+        outputs, inputs = self._levels_part.shape[0], self._levels_part.shape[1] * 2
+        self._factor = self._part("weight_scale_2", "weight_global_scale")
+        fits = self._levels_part.stored == "U8" and prod(self._factor.shape) == 1 and self._scales_part.stored == "F8_E4M3"
+        if not fits or self._scales_part.shape != (outputs, inputs // 16) or inputs % 16:
+            raise self._misfit()
+        return outputs, inputs
+
+    def _values(self) -> Tensor:
+        outputs, inputs = self.shape if self._order is None else (self._levels_part.shape[0], self.shape[1])
+        factor, scales = self._factor.read().float().reshape(()), _scale_values(self._scales_part)
+        scales = scales * factor if "weight_scale_2" in self._parts else scales / factor
+        values = unpack(_bytes(self._levels_part), FP4, outputs * inputs).view(outputs, -1, 16)
+        return values.mul_(scales[:, :, None]).view(outputs, inputs)
+
+
+_CLASSES = {FLOATS: PackedFloats, NVFP4: PackedFp4}
+
+
+def _bytes(part: CheckpointTensor) -> Tensor:
+    return torch.frombuffer(part.read_bytes(), dtype=torch.uint8)
+
+
+def _scale_values(part: CheckpointTensor) -> Tensor:
+    """The values of scales in float32, which may be of 8 bits, too."""
+    small = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}.get(part.stored)
+    return part.read().float() if small is None else part.checked(_bytes(part).view(small).float().view(part.shape))
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

@@ -168,7 +168,7 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"eos_token_id": [2, 10**20]}, ("eos_token_id", "token id")),
         ({"tie_word_embeddings": 1}, ("tie_word_embeddings is 1", "true or false")),
         ({"dtype": 16}, ("dtype is 16", "string")),
-        ({"quantization_config": {"quant_method": "fp8"}}, ("quantization_config", "unquantized")),
+        ({"quantization_config": {"quant_method": "hqq"}}, ("quantization_config", "unquantized")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("config.json", "'bits'")),
         ({"per_layer_config": {"0": {}}}, ("per_layer_config",)),
         ({"rope_parameters": ..., "rope_scaling": {"type": "ntk", "factor": 2.0}}, ("'ntk'", "LlamaForCausalLM", "linear")),

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import is_dataclass
+from dataclasses import is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -129,7 +129,7 @@ def _check_quantization(quantization: Quantizations) -> None:
     """Check that every kind of quantization is known."""
     for one in quantization.used:
         known = one.weights in LEVELS and one.block in OWN_BLOCKS and one.scales in (None, *SCALE_TYPES)
-        if one not in (FP8_WEIGHTS, NVFP4) and not (known and one.integers):
+        if one != NVFP4 and not (known and (one.integers or replace(one, block=32, scales=None) == FP8_WEIGHTS)):
             raise ValueError("an unknown quantization")
     if not all(one in (None, NVFP4) or one.block in BLOCKS for one in quantization.places.values()):
         raise ValueError("an unknown quantization")
