@@ -4,7 +4,7 @@ docs/predict.md has the formula, and says which constants are published and whic
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
@@ -117,10 +117,7 @@ def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int
     drafting = slots if draft_slots is None else draft_slots
     return Prediction(
         draft=call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks) if manifest.exit_head.can_draft else 0.0,
-        verify=tuple(
-            call_seconds(manifest, manifest.verify, hardware, slots, nodes, ranks)
-            for nodes in range(1, manifest.max_tree_nodes + 2)
-        ),
+        verify=tuple(_seconds(manifest, manifest.verify, hardware, slots, range(1, manifest.max_tree_nodes + 2), ranks)),
     )
 
 
@@ -128,12 +125,20 @@ def call_seconds(
     manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, nodes: int, ranks: int = 1
 ) -> float:
     """Seconds of a call over ``nodes`` nodes through graphs that run one after another."""
-    seconds = hardware.host + (TELLING if ranks > 1 else 0)
+    return _seconds(manifest, graphs, hardware, slots, (nodes,), ranks)[0]
+
+
+def _seconds(
+    manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, counts: Sequence[int], ranks: int
+) -> list[float]:
+    """Seconds of calls over so many nodes each. A graph of many experts has many weights, which are gone through once."""
+    seconds = [hardware.host + (TELLING if ranks > 1 else 0) for _ in counts]
     for graph in graphs:
         reading = bytes_of_pass(manifest, graph, slots, ranks) / (hardware.bandwidth * hardware.attained)
-        products = nodes * operations_of_node(manifest, graph, ranks) / (hardware.operations * hardware.attained_operations)
-        seconds += max(reading, products) + _kernels(manifest, graph) * hardware.launch
-        seconds += sum_seconds(manifest, graph, hardware, nodes, ranks)
+        product = operations_of_node(manifest, graph, ranks) / (hardware.operations * hardware.attained_operations)
+        launching = _kernels(manifest, graph) * hardware.launch
+        for place, nodes in enumerate(counts):
+            seconds[place] += max(reading, nodes * product) + launching + sum_seconds(manifest, graph, hardware, nodes, ranks)
     return seconds
 
 
