@@ -105,7 +105,7 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
 
 @cli.group(invoke_without_command=True)
 @click.option("--engine-dir", "directories", type=cli.PATH, multiple=True, help="Engine directory; repeatable.")
-@click.option("--controllers", default=" ".join(DEFAULT.controllers), help="fixed and threshold are tuned.")
+@click.option("--controllers", default=" ".join(DEFAULT.controllers), help="fixed is tuned.")
 @click.option("--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain.")
 @click.option("--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="What drafts.")
 @click.option("--budgeted", default="", help="Tree widths to measure also with a tree budget.")

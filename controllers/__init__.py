@@ -4,32 +4,33 @@ By name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.9``.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
-from eesd.controllers.baselines import UCB, AdaEDL, Fixed, Threshold
 from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.fixed import Fixed
 from eesd.controllers.thompson import BetaTS, CalibrationTS
 from eesd.controllers.value import RoundValue
 
 __all__ = ["CONTROLLERS", "Controller", "DraftStep", "RoundOutcome", "make_controller"]
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
-    "adaedl": AdaEDL,
     "beta-ts": BetaTS,
     "calibration-ts": CalibrationTS,
     "cost-aware-ts": CostAwareTS,
     "fixed": Fixed,
-    "threshold": Threshold,
-    "ucb": UCB,
 }
 
 
 def make_controller(
-    spec: str, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None
+    spec: str,
+    seed: int = 0,
+    prior: CalibrationPrior | None = None,
+    value: RoundValue | None = None,
+    kinds: Mapping[str, Callable[..., Controller]] = CONTROLLERS,
 ) -> Controller:
     """Make a controller.
 
@@ -38,14 +39,15 @@ def make_controller(
         seed: Of its random generator.
         prior: Calibration prior of the exit head, for the controllers that calibrate. None: the default prior.
         value: What it shares with other rules, if it needs costs. None: its own.
+        kinds: The controllers to choose from, by name.
 
     Raises:
         EESDError: The name, an option or a value is not known.
     """
     name, colon, rest = spec.partition(":")
-    if name not in CONTROLLERS:
-        raise EESDError(f"There is no controller {name[:80]!r}; there are {', '.join(sorted(CONTROLLERS))}.")
-    kind = CONTROLLERS[name]
+    if name not in kinds:
+        raise EESDError(f"There is no controller {name[:80]!r}; there are {', '.join(sorted(kinds))}.")
+    kind = kinds[name]
     found = inspect.signature(kind).parameters
     parameters = {k: v for k, v in found.items() if k not in ("seed", "prior", "value")}
     given: dict[str, Any] = {k: v for k, v in (("prior", prior), ("value", value)) if k in found}

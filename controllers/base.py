@@ -15,7 +15,6 @@ class DraftStep(NamedTuple):
         depth: Levels drafted in this round; 1 after the first step.
         probability: The draft's probability of the token just drafted (tree: of the new level's best node).
         path_probability: Product of the probabilities along that token's path.
-        entropy: Of the distribution that the token came from, in nats. None unless the controller has ``needs_entropy``.
         margin: The token's score minus that of the best other token, in nats. With coupled sampling scores include the noise.
         nodes: Nodes drafted in this round; equals ``depth`` for a chain.
     """
@@ -23,7 +22,6 @@ class DraftStep(NamedTuple):
     depth: int
     probability: float
     path_probability: float
-    entropy: float | None
     margin: float
     nodes: int
 
@@ -68,7 +66,6 @@ class Controller:
         steps_at_once: Steps of a chain that a device may run before it asks: each answer makes it wait for the host. 0: one.
     """
 
-    needs_entropy: ClassVar[bool] = False
     steps_at_once: ClassVar[int] = 0
     value: "RoundValue | None" = None
 

@@ -161,7 +161,6 @@ def _step(drafts: GreedyDrafts, index: int, depth: int) -> DraftStep:
         depth=depth,
         probability=probability,
         path_probability=probability,
-        entropy=None,
         margin=float(drafts.margin[age, index]),
         nodes=depth,
     )

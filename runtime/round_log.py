@@ -23,7 +23,7 @@ from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.llm import LLM
 
-KIND, FORMAT = "rounds", 6
+KIND, FORMAT = "rounds", 7
 ENDS_ROUND = ("begin_request", "observe", "record")
 """Calls behind which the file is flushed, so that a process that dies leaves its rounds."""
 

@@ -32,7 +32,7 @@ def own_prompts(path: Path) -> str:
 def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(bundled: Path, tmp_path: Path) -> None:
     """Controllers on chains and trees, with and without a tree budget, in every sampling."""
     output = tmp_path / "out"
-    options = ("--controllers", "beta-ts fixed threshold:p=0.6", "--task", own_prompts(tmp_path / "prompts.jsonl"), *FEW)
+    options = ("--controllers", "beta-ts fixed calibration-ts", "--task", own_prompts(tmp_path / "prompts.jsonl"), *FEW)
     succeed(main, "--engine-dir", bundled, "--output", output, *options, "--budgeted", 1)
     result = Result.load(output / "result.json")
     assert result.complete and result.kind == "run"

@@ -166,7 +166,7 @@ def test_larger_models_write_less() -> None:
 
 def rounds_of(chance: float, texts: int, rounds: int, seed: int) -> list[OwnText]:
     """Texts whose drafts are right with one chance, and say so."""
-    random, step = np.random.default_rng(seed), DraftStep(2, chance, chance, None, 0.0, 2)
+    random, step = np.random.default_rng(seed), DraftStep(2, chance, chance, 0.0, 2)
     drawn = [[min(int(random.geometric(1 - chance)) - 1, 4) for _ in range(rounds)] for _ in range(texts)]
     return [OwnText(number, True, [DraftedRound([step] * 4, one) for one in text]) for number, text in enumerate(drawn)]
 
@@ -181,7 +181,7 @@ def test_the_interval_covers_the_expectation() -> None:
 
 
 def test_acceptance_by_depth_counts_what_was_judged() -> None:
-    step = DraftStep(1, 0.5, 0.5, None, 0.0, 1)
+    step = DraftStep(1, 0.5, 0.5, 0.0, 1)
     rounds = [DraftedRound([step] * 3, accepted) for accepted in (3, 1, 0, 0)]
     assert calibrate.acceptance(rounds) == [0.5, 0.5, 1.0] and calibrate.acceptance([]) == []
     labels = label_rounds(rounds)

@@ -137,7 +137,7 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
         (("--controller", "fixed:k=many"), ("k=many", "not a number")),
         (("--controller", "fixed:k=0"), ("k must be at least 1",)),
         (("--controller", "beta-ts:alpha=nan"), ("alpha and beta must be above 0",)),
-        (("--controller", "threshold:p=2"), ("p must be between 0 and 1",)),
+        (("--controller", "beta-ts:discount=2"), ("discount must be above 0 and at most 1",)),
         (("--tree-width", 0), ("tree_width is 0", "between 1 and 512")),
         (("--tree-width", 9), ("tree_width is 9", "1 to 8")),
         (("-n", 0), ("max_new_tokens is 0", "at least 1")),

@@ -33,7 +33,7 @@ def test_any_text_is_a_controller_or_one_sentence(spec: str) -> None:
         return
     assert isinstance(controller, Controller)
     controller.begin_round(1)
-    controller.keep_drafting(DraftStep(1, 0.5, 0.5, 0.5, 1.0, 1))
+    controller.keep_drafting(DraftStep(1, 0.5, 0.5, 1.0, 1))
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)

@@ -11,8 +11,6 @@ from eesd.controllers.thompson import BetaTS
 pytestmark = pytest.mark.fast
 
 SPECS = [
-    "adaedl",
-    "adaedl:gamma=0.1,target=0.6",
     "beta-ts",
     "beta-ts:alpha=2,beta=3,discount=0.95",
     "calibration-ts",
@@ -21,10 +19,6 @@ SPECS = [
     "cost-aware-ts:draws=0",
     "fixed",
     "fixed:k=7",
-    "threshold",
-    "threshold:p=0.25",
-    "ucb",
-    "ucb:longest=5,optimism=0.5,discount=0.9",
 ]
 
 
@@ -38,9 +32,9 @@ def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
         depth, path, more = 0, 1.0, controller.begin_round(1) != 0
         while more and depth < 12:
             depth += 1
-            probability, margin, entropy = random.random(3).tolist()
+            probability, margin = random.random(2).tolist()
             path *= probability
-            more = controller.keep_drafting(DraftStep(depth, probability, path, 4 * entropy, 5 * margin, depth))
+            more = controller.keep_drafting(DraftStep(depth, probability, path, 5 * margin, depth))
             decisions.append(more)
         accepted = int(random.integers(0, depth + 1))
         teach(controller, outcome(depth, accepted, 0.01, 0.02 + 0.001 * depth))
@@ -60,8 +54,8 @@ def test_every_controller_is_tested_here() -> None:
     assert {spec.partition(":")[0] for spec in SPECS} == set(CONTROLLERS)
 
 
-def step(depth: int, probability: float = 0.5, margin: float = 1.0, entropy: float = 1.0) -> DraftStep:
-    return DraftStep(depth, probability, probability**depth, entropy, margin, depth)
+def step(depth: int, probability: float = 0.5, margin: float = 1.0) -> DraftStep:
+    return DraftStep(depth, probability, probability**depth, margin, depth)
 
 
 def outcome(steps: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0) -> RoundOutcome:
@@ -80,11 +74,6 @@ def outcome(steps: int, accepted: int, draft_seconds: float = 0.1, verify_second
 def test_fixed_drafts_k_tokens() -> None:
     controller = make_controller("fixed:k=3")
     assert [controller.keep_drafting(step(depth)) for depth in (1, 2, 3, 4)] == [True, True, False, False]
-
-
-def test_threshold_looks_at_the_last_token() -> None:
-    controller = make_controller("threshold:p=0.5")
-    assert [controller.keep_drafting(step(1, p)) for p in (0.49, 0.5, 1.0)] == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +127,7 @@ def test_beta_ts_follows_drift_with_a_discount() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("beta", "no controller 'beta'; there are adaedl, beta-ts, .*ucb"),
+        ("beta", "no controller 'beta'; there are beta-ts, calibration-ts, cost-aware-ts, fixed\\."),
         ("", "no controller ''"),
         ("fixed:n=4", "fixed has no option 'n'; it has k"),
         ("fixed:=4", "no option ''"),
@@ -147,8 +136,7 @@ def test_beta_ts_follows_drift_with_a_discount() -> None:
         ("fixed:k", "k= .* not a number"),
         ("fixed:k=2.5", "not a number"),
         ("fixed:k=0", "k must be at least 1"),
-        ("threshold:p=1.5", "p must be between 0 and 1"),
-        ("threshold:p=nan", "p must be between 0 and 1"),
+        ("threshold:p=0.5", "no controller 'threshold'"),
         ("beta-ts:alpha=0", "above 0"),
         ("beta-ts:alpha=nan", "above 0"),
         ("beta-ts:beta=inf", "finite"),

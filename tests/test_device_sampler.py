@@ -210,10 +210,9 @@ DRAFTING = {
     "budget": Speculation(tree_budget=True, guard=False, drafter="exit"),
     "wide budget": Speculation("cost-aware-ts", 3, guard=False, tree_budget=True),
     "fixed": Speculation("fixed:k=4", guard=False),
-    "threshold tree": Speculation("threshold:p=0.2", 2, guard=False, drafter="exit"),
+    "tree": Speculation("calibration-ts", 2, guard=False, drafter="exit"),
     "beta-ts": Speculation("beta-ts", 3, guard=False, drafter="exit"),
     "calibration-ts": Speculation("calibration-ts", guard=False),
-    "ucb": Speculation("ucb", guard=False, drafter="exit"),
 }
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]
 
@@ -231,13 +230,6 @@ def test_generations_are_those_of_the_host(harness: Harness, reduced_harness: Ha
         assert llm.generate(PROMPT, sampling, max_new_tokens=60, draft=False, ignore_eos=True).tokens == expected.tokens
 
 
-def test_a_controller_that_asks_for_entropy_gets_it(harness: Harness) -> None:
-    """From logits, which this one needs on the host."""
-    speculation, sampling = Speculation("adaedl", guard=False, drafter="exit"), SAMPLINGS["filtered"]
-    expected = eesd.load(harness.directory, "ort", speculation=None, threads=1).generate(PROMPT, sampling, max_new_tokens=40)
-    assert choosing_llm(harness, speculation).generate(PROMPT, sampling, max_new_tokens=40).tokens == expected.tokens
-
-
 def test_uncertain_choices_do_not_change_a_generation(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = eesd.load(harness.directory, "ort", speculation=None, threads=1)
     llm = choosing_llm(harness, Speculation("fixed:k=4", guard=False))
@@ -251,7 +243,7 @@ def test_uncertain_choices_do_not_change_a_generation(harness: Harness, monkeypa
 REJECTING = {
     "none": None,
     "fixed": Speculation("fixed:k=4", guard=False, drafter="exit"),
-    "threshold tree": Speculation("threshold:p=0.2", 2, guard=False, drafter="exit"),
+    "tree": Speculation("calibration-ts", 2, guard=False, drafter="exit"),
 }
 """Ways of drafting that do not depend on how long calls take: with rejection sampling the draft decides which tokens come."""
 

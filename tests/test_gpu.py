@@ -87,7 +87,7 @@ def cosine(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "coupled"])
-@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("beta-ts", 1), ("threshold:p=0.3", 3)])
+@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("beta-ts", 1), ("calibration-ts", 3)])
 def test_drafting_changes_no_token_beyond_rounding(
     opened: Callable[[str], Path], backend: str, controller: str, width: int, sampling: Sampling
 ) -> None:

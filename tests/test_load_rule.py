@@ -99,7 +99,7 @@ class Rows:
         chance = 0.9 if self.random.random() < self.easy else 0.2
         chances.append(chance)
         margin = max(log(chance / (1 - chance)), 0.0)
-        return self.controllers[row].keep_drafting(DraftStep(depth, chance, chance, None, margin, depth))
+        return self.controllers[row].keep_drafting(DraftStep(depth, chance, chance, margin, depth))
 
 
 def rate(make: Callable[[], LoadRule], rows: int, easy: float, rounds: int = 1000) -> float:

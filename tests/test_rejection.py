@@ -8,6 +8,7 @@ from support.command import slow_but
 from support.harness import Harness, RandomStop
 from support.lossless_checks import Joint, check_joint, check_sampler, exact_joint, g_test
 
+from eesd.bench.replay.baselines import Threshold
 from eesd.controllers import Controller, make_controller
 from eesd.runtime.decoding.sampling import Sampling
 
@@ -16,11 +17,12 @@ PLAIN = Sampling(temperature=1.0, method="rejection")
 
 
 def controller(spec: str) -> Controller:
-    return RandomStop(seed=1) if spec == "random" else make_controller(spec, seed=1)
+    made = {"random": lambda: RandomStop(seed=1), "threshold": lambda: Threshold(p=0.27)}
+    return made[spec]() if spec in made else make_controller(spec, seed=1)
 
 
 @pytest.mark.parametrize(
-    "spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold:p=0.27", "beta-ts:alpha=1,beta=1"], "fixed:k=2", "random")
+    "spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold", "beta-ts:alpha=1,beta=1"], "fixed:k=2", "random")
 )
 def test_chains_follow_the_verifiers_distribution(five_token_harness: Harness, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width=1)

@@ -9,16 +9,27 @@ import pytest
 from support.harness import Harness, RandomStop, finish
 from support.optimal_policy import STREAMS, OptimalPolicy
 
+from eesd.bench.replay.baselines import REPLAYED, UCB, AcceptanceByDepth, AdaEDL, Threshold
 from eesd.bench.replay.costs import BUNDLED, COST_MODELS, CallCosts, CostModel, layer_costs
-from eesd.bench.replay.replay import Clairvoyant, fastest, regret, replay, replay_fixed_lengths, replay_seeds, speed_ratio
+from eesd.bench.replay.replay import (
+    Clairvoyant,
+    chain_outcome,
+    fastest,
+    regret,
+    replay,
+    replay_fixed_lengths,
+    replay_seeds,
+    speed_ratio,
+)
 from eesd.bench.replay.simulation import compare_on_trace
 from eesd.bench.replay.streams import SyntheticStream
-from eesd.bench.replay.traces import ARRAYS, ChainDrafter, Trace, TracedRequest, load_trace, record
+from eesd.bench.replay.traces import ARRAYS, ChainDrafter, Trace, TracedRequest, TracedStep, entropy_of, load_trace, record
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
-from eesd.controllers.baselines import Fixed
 from eesd.controllers.cost_aware_ts import CostAwareTS
+from eesd.controllers.fixed import Fixed
+from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Speculation, load
 
@@ -89,6 +100,34 @@ def test_calibration_beats_beta_where_confidence_is_informative(stream: Syntheti
     assert speed_ratio(calibrated, beta).low > 1.01
 
 
+def test_a_baseline_sees_the_last_token() -> None:
+    assert entropy_of(np.zeros(7, np.float32)) == pytest.approx(np.log(7))
+    answers = [Threshold(p=0.5).keep_drafting(DraftStep(3, p, 0.1, 1.0, 3)) for p in (0.49, 0.5, 1.0)]
+    assert answers == [False, True, True]
+
+
+def test_adaedl_moves_its_threshold_towards_the_target() -> None:
+    lax, strict = AdaEDL(), AdaEDL()
+    for _ in range(50):
+        lax.observe(chain_outcome(4, 4, 0.4, 1.0))
+        strict.observe(chain_outcome(4, 1, 0.4, 1.0))
+    assert lax.threshold < 0.4 < strict.threshold
+    sure, unsure = (TracedStep.of(DraftStep(1, p, p, 1.0, 1), entropy) for p, entropy in ((0.9, 0.1), (0.2, 4.0)))
+    assert AdaEDL().keep_drafting(sure) and not AdaEDL().keep_drafting(unsure)
+
+
+def test_lengths_know_every_shorter_length() -> None:
+    """S_j from rounds of all lengths: the product-limit estimate, posterior mean under Beta(1, 0)."""
+    lengths, curve = AcceptanceByDepth(4, discount=1), RoundValue()
+    for drafted, accepted in [(4, 4), (4, 1), (2, 2), (3, 0), (1, 1)]:
+        lengths.add(drafted, accepted)
+    assert lengths.judged == [5, 3, 1, 1] and lengths.accepted == [4, 2, 1, 1]
+    for nodes in [*range(5)] * 100:
+        curve.observe(chain_outcome(nodes, 0, 0.1 * nodes, 1.0))
+    survival = np.cumprod([5 / 6, 3 / 4, 1, 1])
+    assert lengths.rates(curve) == pytest.approx([(1 + survival[:k].sum()) / (1 + 0.1 * k) for k in range(5)], rel=0.02)
+
+
 def test_regret_of_the_bandit_grows_ever_slower() -> None:
     """Its lengths lose less than half as much against the best length in the last quarter as in the first."""
     costs = np.array(flat(0.1).chain_costs(16))
@@ -96,7 +135,7 @@ def test_regret_of_the_bandit_grows_ever_slower() -> None:
     gaps = costs - tokens / (tokens / costs).max()
     lost = []
     for seed in range(4):
-        run = replay("ucb", make_controller("ucb:discount=1"), STREAMS[0].trace(1500, 2, seed), flat(0.1), charge=False)
+        run = replay("ucb", UCB(discount=1), STREAMS[0].trace(1500, 2, seed), flat(0.1), charge=False)
         quarters = np.array_split(gaps[run.rounds[:, 2].astype(int)], 4)
         lost.append([quarter.sum() for quarter in quarters])
     first, _, _, last = np.mean(lost, axis=0)
@@ -119,7 +158,8 @@ def test_regret_against_the_optimal_policy_grows_ever_slower() -> None:
     optimal = replay("optimal", OptimalPolicy.of(STREAMS[0], costs, 16), trace, costs, charge=False)
     lost = {}
     for spec in ("ucb:discount=1", "cost-aware-ts", "beta-ts"):
-        runs = [replay(spec, make_controller(spec, seed), trace, costs, charge=False) for seed in range(3)]
+        made = (make_controller(spec, seed, kinds=REPLAYED) for seed in range(3))
+        runs = [replay(spec, controller, trace, costs, charge=False) for controller in made]
         curve = np.mean([regret(run, optimal) for run in runs], axis=0)
         lost[spec] = (curve[1999], (curve[-1] - curve[5999]) / 3)
     assert all(late < 0.7 * early for early, late in (lost["ucb:discount=1"], lost["cost-aware-ts"])), lost
@@ -227,7 +267,7 @@ def test_a_replay_has_the_rounds_of_a_session(bundled: Path, llm: LLM, sampling:
     prompt = "class Stack:\n    def push(self, item):\n"
     trace = Trace((record(llm, "t", prompt, sampling, new_tokens=40, depth=32),), {})
     assert trace.requests[0].tokens == 40
-    for spec in ("fixed:k=3", "threshold:p=0.5", "calibration-ts"):
+    for spec in ("fixed:k=3", "beta-ts", "calibration-ts"):
         rounds = replay(spec, make_controller(spec, 1, llm.manifest.exit_head.calibration), trace, BUNDLED).rounds
         with load(bundled, speculation=Speculation(spec, guard=False, seed=1, drafter="exit"), threads=1).session(
             prompt, sampling, max_new_tokens=40, ignore_eos=True
@@ -256,9 +296,7 @@ def test_margins_reach_the_controller(harness: Harness) -> None:
 
 
 class Seeing(RandomStop):
-    """Drafts four tokens, with entropies, and keeps what it is told."""
-
-    needs_entropy = True
+    """Drafts four tokens, and keeps what it is told."""
 
     def __init__(self) -> None:
         super().__init__(seed=0)
@@ -284,6 +322,7 @@ def test_a_chain_drafter_drafts_what_a_round_would_and_commits_nothing(harness: 
         seeing.steps.clear()
         result = session.step()
         assert len(tokens) == len(steps) >= len(seeing.steps)
+        assert all(0 < step.entropy < np.log(97) for step in steps)
         assert all(tuple(one) == pytest.approx(tuple(other)) for one, other in zip(steps, seeing.steps, strict=False))
         assert result.tokens[: result.num_accepted] == tokens[: result.num_accepted]
     finish(undisturbed)

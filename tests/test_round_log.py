@@ -17,7 +17,7 @@ from eesd.runtime.round_log import log_rounds
 pytestmark = pytest.mark.fast
 
 
-@pytest.mark.parametrize("spec", ["cost-aware-ts", "ucb", "beta-ts", "fixed:k=3"])
+@pytest.mark.parametrize("spec", ["cost-aware-ts", "calibration-ts", "beta-ts", "fixed:k=3"])
 @pytest.mark.parametrize(("width", "budget"), [(1, False), (1, True), (3, True)])
 def test_a_record_replays_alike(harness: Harness, tmp_path: Path, spec: str, width: int, budget: bool) -> None:
     llm = load(harness.directory, speculation=Speculation(spec, tree_width=width, tree_budget=budget), threads=1)

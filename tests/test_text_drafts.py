@@ -187,7 +187,7 @@ def test_a_draft_after_the_text_is_worth_it_where_both_are_sure() -> None:
     for depth in (0, *[3] * 30):
         if depth:
             controller.begin_round(1)
-            controller.keep_drafting(DraftStep(1, 0.9, 0.9, None, 3.0, 1))
+            controller.keep_drafting(DraftStep(1, 0.9, 0.9, 3.0, 1))
         outcome = RoundOutcome(
             steps=depth, draft_seconds=0.25 * depth, depth=min(depth, 1), nodes=depth, verify_seconds=1 + 0.02 * depth,
             accepted=depth, num_expanded=min(depth, 1),
@@ -197,7 +197,7 @@ def test_a_draft_after_the_text_is_worth_it_where_both_are_sure() -> None:
     assert controller.begin_after_text(1, [0.98, 0.97]) and not controller.begin_after_text(1, [0.5, 0.2])
     judged = controller.recent[1]
     controller.begin_after_text(1, [0.98, 0.97])
-    controller.keep_drafting(DraftStep(1, 0.9, 0.9, None, 3.0, 1))
+    controller.keep_drafting(DraftStep(1, 0.9, 0.9, 3.0, 1))
     wrong = RoundOutcome(
         steps=1, draft_seconds=0.3, depth=1, nodes=3, verify_seconds=1.1, accepted=1, num_expanded=0, copied=2
     )  # fmt: skip

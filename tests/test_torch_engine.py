@@ -29,11 +29,11 @@ from support.on_cache import OnCache
 from torch import nn
 
 import eesd
+from eesd.bench.replay.baselines import Threshold
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers import DraftStep
-from eesd.controllers.baselines import Threshold
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.model.graphs import Draft
 from eesd.runtime import doctor
@@ -157,7 +157,7 @@ def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize(
     ("controller", "width", "draft"),
-    [("fixed:k=4", 1, "head"), ("threshold:p=0.3", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
+    [("fixed:k=4", 1, "head"), ("calibration-ts", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
 )
 def test_tokens_match_plain_decoding_with_onnx_runtime(
     harness: Harness, whole: Path, controller: str, width: int, draft: str, name: str, device: str
@@ -181,9 +181,10 @@ def test_a_device_drafts_two_steps_before_it_asks(whole: Path, monkeypatch: pyte
     """As the default controller lets it. Another one takes its place here, because that one decides by the clock."""
     assert CostAwareTS.steps_at_once == 2
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
-    llm = torch_llm(whole, "cpu", Speculation("threshold:p=0.2", guard=False, drafter="exit"))
+    llm = torch_llm(whole, "cpu", Speculation(guard=False, drafter="exit"))
+    llm.controller = Threshold(p=0.2)
     draft, chains, told = llm.engines.draft, list[tuple[int, int]](), list[int]()
-    assert isinstance(draft, DeviceEngine) and isinstance(llm.controller, Threshold)
+    assert isinstance(draft, DeviceEngine)
     chain, keep = draft.draft_chain, llm.controller.keep_drafting
 
     def drafted(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
@@ -220,7 +221,7 @@ def test_stages_with_a_shard_each_give_the_same_tokens(harness: Harness, staged:
         pytest.skip("needs onnxruntime-gpu")
     manifest, open_backend = load_manifest(staged), open_torch if backend == "torch" else open_ort_gpu
     engines = Engines(*open_backend(staged, manifest, 1, True, device))
-    llm = LLM(staged, manifest, engines, Speculation("threshold:p=0.3", 2, guard=False))
+    llm = LLM(staged, manifest, engines, Speculation("calibration-ts", 2, guard=False))
     plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["coupled"]):
         expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True)

@@ -8,8 +8,8 @@ from support.harness import Harness, finish
 from support.lossless_checks import PROMPTS, SAMPLINGS, check_cache, check_joint, check_same_tokens, drafted
 
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
-from eesd.controllers.baselines import Fixed
 from eesd.controllers.calibration import features, sigmoid
+from eesd.controllers.fixed import Fixed
 from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, SiblingLabel, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
@@ -24,7 +24,7 @@ DRAFT, PLAIN, NODE = 0.1, 1.0, 0.05
 
 
 def step(margin: float = 1.0) -> DraftStep:
-    return DraftStep(depth=1, probability=0.6, path_probability=0.6, entropy=None, margin=margin, nodes=1)
+    return DraftStep(depth=1, probability=0.6, path_probability=0.6, margin=margin, nodes=1)
 
 
 def outcome(steps: int, accepted: int, nodes: int) -> RoundOutcome:
@@ -161,7 +161,7 @@ def test_chances_are_calibrated_and_shared_by_scores() -> None:
     assert sum(others) == pytest.approx((1 - first) * COVERED[0] / sum(COVERED))
     assert others[0] / others[1] == pytest.approx(np.exp(1.25 * 0.5))
     assert budget.chances(step(), [-0.5])[1] == [first]
-    unsure = DraftStep(depth=1, probability=0.1, path_probability=0.1, entropy=None, margin=0.0, nodes=1)
+    unsure = DraftStep(depth=1, probability=0.1, path_probability=0.1, margin=0.0, nodes=1)
     _, (first, *others) = budget.chances(unsure, [-2.0, -2.0, -9.0])
     assert first < 0.5 and max(others) == first, "no other is likelier than the first"
 

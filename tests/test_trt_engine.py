@@ -92,7 +92,7 @@ def contexts_of(llm: LLM) -> dict[str, list[fake.IExecutionContext]]:
     "speculation",
     [
         Speculation("fixed:k=4", guard=False),
-        Speculation("threshold:p=0.3", 2, guard=False),
+        Speculation("calibration-ts", 2, guard=False),
         Speculation("beta-ts", 3, guard=False),
         Speculation("fixed:k=4", guard=False, tree_budget=True),
     ],
@@ -151,7 +151,7 @@ def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(staged: Callab
 @pytest.mark.usefixtures("installed")
 def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Callable[[int], Path]) -> None:
     """Each bucket has its own execution context with the profile for its node count."""
-    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("threshold:p=0.1", guard=False), exact=False)
+    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("calibration-ts", guard=False), exact=False)
     for _ in range(2):
         with llm.session(PROMPTS[2], max_new_tokens=20) as session:
             prepared = {
@@ -192,7 +192,7 @@ def few_slots(staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest
     return directory
 
 
-@pytest.mark.parametrize("speculation", [Speculation("fixed:k=4", guard=False), Speculation("threshold:p=0.1", 2, guard=False)])
+@pytest.mark.parametrize("speculation", [Speculation("fixed:k=4", guard=False), Speculation("calibration-ts", 2, guard=False)])
 @pytest.mark.usefixtures("installed")
 def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
     few_slots: Path, monkeypatch: pytest.MonkeyPatch, speculation: Speculation
@@ -301,7 +301,7 @@ def test_compiled_kernels_are_saved_for_the_next_start(
     fake.write_plans(directory, "tensorrt-rtx")
 
     def caches() -> list[fake.IRuntimeCache]:
-        llm = eesd.load(directory, "tensorrt", speculation=Speculation("threshold:p=0.3"))
+        llm = eesd.load(directory, "tensorrt", speculation=Speculation("calibration-ts"))
         llm.generate(PROMPTS[0], max_new_tokens=5)
         return [made[0]._config._cache for made in contexts_of(llm).values()]  # type: ignore[union-attr, misc]
 

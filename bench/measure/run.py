@@ -22,11 +22,8 @@ from eesd.runtime.llm import DRAFTERS, LLM, Speculation, load
 T = TypeVar("T")
 
 SAMPLINGS = ("greedy", "coupled", "rejection")
-CANDIDATES = {
-    "fixed": tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 6, 8)),
-    "threshold": tuple(f"threshold:p={p}" for p in (0.3, 0.5, 0.6, 0.7, 0.8, 0.9)),
-}
-"""Controllers that are tuned if they are named without options: the fastest candidate on the tuning prompts is measured."""
+LENGTHS = tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 6, 8))
+"""What ``fixed`` without options stands for: of these, the one that is fastest on the tuning prompts is measured."""
 WARM_UP_TOKENS = 16
 
 
@@ -203,33 +200,29 @@ class Bench:
 
 
 def tune(bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: Options, result: Result) -> Iterator[None]:
-    """Find the fastest candidate of each controller that is named without options, for each sampling and width.
+    """Find the fastest fixed length for each sampling and width, if ``fixed`` is named without options.
 
     ``result`` receives the tunings that it lacks for ``engine``. Yields after each prompt of a sampling and width.
     """
     known = {(t.engine, t.sampling, t.width) for t in result.tunings}
-    kinds = [name for name in options.controllers if name in CANDIDATES]
-    for sampling in options.samplings if kinds else ():
+    for sampling in options.samplings if "fixed" in options.controllers else ():
         for width in options.widths:
             if (engine, sampling, width) in known:
                 continue
-            specs = [spec for kind in kinds for spec in CANDIDATES[kind]]
-            drafting = {spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options) for spec in specs}
-            stats: dict[str, list[Stats]] = {spec: [] for spec in specs}
+            drafting = {spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options) for spec in LENGTHS}
+            stats: dict[str, list[Stats]] = {spec: [] for spec in LENGTHS}
             for prompt in prompts:
-                for spec in rotated(specs, prompt.number):
+                for spec in rotated(LENGTHS, prompt.number):
                     chosen = options.sampling(sampling, prompt.number)
                     generation = bench.generate(prompt.tokens, chosen, drafting[spec], options.max_new_tokens)
                     stats[spec].append(generation.stats)
                 yield
-            for kind in kinds:
-                seconds = {spec: sum(s.decode_seconds for s in stats[spec]) for spec in CANDIDATES[kind]}
-                acceptance = {
-                    spec: acceptance_by_depth((s.accepted_at_depth, s.verified_at_depth) for s in stats[spec])
-                    for spec in seconds
-                }
-                fastest = min(seconds, key=seconds.__getitem__)
-                result.tunings.append(Tuning(engine, sampling, width, kind, seconds, acceptance, fastest))
+            seconds = {spec: sum(s.decode_seconds for s in stats[spec]) for spec in LENGTHS}
+            acceptance = {
+                spec: acceptance_by_depth((s.accepted_at_depth, s.verified_at_depth) for s in stats[spec]) for spec in LENGTHS
+            }
+            fastest = min(seconds, key=seconds.__getitem__)
+            result.tunings.append(Tuning(engine, sampling, width, "fixed", seconds, acceptance, fastest))
 
 
 def chosen_configurations(engine: str, options: Options, tunings: Sequence[Tuning]) -> list[Configuration]:

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.bench.measure.stats import bounds, resampled
+from eesd.bench.replay.baselines import REPLAYED
 from eesd.bench.replay.costs import CostModel
 from eesd.bench.replay.traces import Trace
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
-from eesd.controllers.baselines import Fixed
+from eesd.controllers.fixed import Fixed
 
 Array = NDArray[np.float64]
 DRAWS = 2000
@@ -141,7 +142,7 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
 
 def replay_seeds(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None) -> Replay:
     """The mean costs of a controller's replays with several seeds. ``prior`` is its calibration prior."""
-    replays = [replay(spec, make_controller(spec, seed, prior), trace, costs) for seed in range(seeds)]
+    replays = [replay(spec, make_controller(spec, seed, prior, kinds=REPLAYED), trace, costs) for seed in range(seeds)]
     cost, spent = (np.mean([getattr(run, name) for run in replays], axis=0) for name in ("cost", "spent"))
     return replace(replays[0], cost=cost, spent=spent, own_seconds=float(np.mean([run.own_seconds for run in replays])))
 

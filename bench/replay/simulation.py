@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.bench.measure.results import Saved, describe_machine
+from eesd.bench.replay.baselines import REPLAYED
 from eesd.bench.replay.costs import COST_MODELS, CostModel
 from eesd.bench.replay.replay import (
     OFF,
@@ -204,7 +205,7 @@ def compare_on_trace(name: str, trace: Trace, tuning: Trace, costs: CostModel, s
 
 def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
     """The spec that is fastest on the tuning trace. The controllers' own time is not charged: it is equal for all."""
-    return max(specs, key=lambda spec: replay(spec, make_controller(spec), tuning, costs, charge=False).speed)
+    return max(specs, key=lambda spec: replay(spec, make_controller(spec, kinds=REPLAYED), tuning, costs, charge=False).speed)
 
 
 def _fastest_on(runs: Sequence[Replay], mask: NDArray[np.bool_]) -> Replay:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import log
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from zipfile import BadZipFile
 
 import numpy as np
@@ -34,15 +34,28 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
-from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Session, entropy_of
-from eesd.runtime.engines.base import Call, Engine
+from eesd.runtime.decoding.sampling import Sampling, normalize
+from eesd.runtime.decoding.session import Session
+from eesd.runtime.engines.base import Call, Engine, Logits
 from eesd.runtime.llm import LLM, Prompt
 
 TRACE_FILE, TUNING_TRACE_FILE = "trace.npz", "tuning.npz"
 FORMAT = 2
 ARRAYS = ("logprob", "margin", "entropy", "accepted")
 FloatArray = NDArray[np.floating[Any]]
+
+
+class TracedStep(DraftStep):
+    """A draft step of a trace, which also knows the ``entropy`` of the distribution that its token came from, in nats."""
+
+    entropy: float
+
+    @classmethod
+    def of(cls, step: DraftStep, entropy: float) -> Self:
+        """The step with this entropy."""
+        found = cls(*step)
+        found.entropy = entropy
+        return found
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class TracedRequest:
         logprob: Logarithm of the probability in :class:`~eesd.controllers.DraftStep`, [T, depth]; NaN beyond the last token
             that the request may draft. The logarithm keeps probabilities near 0 and near 1 precise in float16.
         margin: As in :class:`~eesd.controllers.DraftStep`, [T, depth].
-        entropy: As in :class:`~eesd.controllers.DraftStep`, [T, depth].
+        entropy: As in :class:`TracedStep`, [T, depth].
         accepted: Number of tokens of each chain that the verifier accepts [T].
     """
 
@@ -70,13 +83,16 @@ class TracedRequest:
         return len(self.accepted)
 
     @cached_property
-    def steps(self) -> list[list[DraftStep]]:
+    def steps(self) -> list[list[TracedStep]]:
         """What a controller is told, by position and depth."""
         logprob = self.logprob.astype(np.float64)
         arrays = (np.exp(logprob), np.exp(np.cumsum(logprob, axis=1)), self.entropy, self.margin)
         columns = [array.tolist() for array in arrays]
         return [
-            [DraftStep(k + 1, p, path, h, margin, k + 1) for k, (p, path, h, margin) in enumerate(zip(*row, strict=True))]
+            [
+                TracedStep.of(DraftStep(depth, p, path, margin, depth), h)
+                for depth, (p, path, h, margin) in enumerate(zip(*row, strict=True), 1)
+            ]
             for row in zip(*columns, strict=True)
         ]
 
@@ -176,9 +192,9 @@ class ChainDrafter:
         self._session, self._draft = session, draft
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
-    def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
-        """Draft ``count`` tokens. Returns them, and what a controller would be told about each, entropy included."""
-        tokens, steps = self._session.tokens, []
+    def draft(self, count: int) -> tuple[list[int], list[TracedStep]]:
+        """Draft ``count`` tokens. Returns them, and what a controller would be told about each, with its entropy."""
+        tokens, steps = self._session.tokens, list[TracedStep]()
         tree = DraftTree(tokens[-1], count)
         self._sampler.begin_round(tokens)
         self._session.kv_cache.reserve(len(tokens) + count)
@@ -188,8 +204,14 @@ class ChainDrafter:
             [outputs] = self._draft.forward([Call(self._session.kv_cache, [node.token], [position], position)])
             step = tree.grow([self._sampler.propose(node, outputs, 0, 1)])
             assert step is not None
-            steps.append(step._replace(entropy=entropy_of(outputs.logits[0])))
+            steps.append(TracedStep.of(step, entropy_of(outputs.logits[0])))
         return tree.frontier[0].path(), steps
+
+
+def entropy_of(logits: Logits) -> float:
+    """Entropy in nats of the softmax of ``logits`` [V]."""
+    logprobs = normalize(logits.astype(np.float64))
+    return -float((np.exp(logprobs) * logprobs).sum())
 
 
 def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> TracedRequest:

@@ -135,7 +135,7 @@ class DraftTree:
         """Add a level: the proposed children of each frontier node, of which the best paths are expanded.
 
         Returns:
-            What a controller is told about the level, without its entropy; None if nothing was proposed.
+            What a controller is told about the level; None if nothing was proposed.
         """
         self.steps += 1
         for parent, children in zip(self.frontier, proposals, strict=True):
@@ -152,7 +152,7 @@ class DraftTree:
         best = self.frontier[0]
         assert best.parent is not None
         probability = exp(best.logprob - best.parent.logprob)
-        return DraftStep(self.steps, probability, exp(best.logprob), None, best.margin, len(self.nodes) - 1)
+        return DraftStep(self.steps, probability, exp(best.logprob), best.margin, len(self.nodes) - 1)
 
     def _add_candidates(self, parent: Node, proposals: Sequence[Proposal]) -> None:
         depth = parent.depth + 1
@@ -161,7 +161,7 @@ class DraftTree:
         else:
             first = proposals[0]
             logprob = parent.logprob + first.logprob
-            step = DraftStep(depth, exp(first.logprob), exp(logprob), None, first.margin, len(self.nodes))
+            step = DraftStep(depth, exp(first.logprob), exp(logprob), first.margin, len(self.nodes))
             parent.score, chances = self._budget.chances(step, [p.score for p in proposals])
             ranks = [parent.rank * chance for chance in chances]
         parent.candidates = [

@@ -23,7 +23,7 @@ from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share, is_chain, t
 from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT
 from eesd.runtime.decoding.round import Drafting, Round, RoundResult, run_round
 from eesd.runtime.decoding.samplers import AcceptResult, Allowed, make_sampler
-from eesd.runtime.decoding.sampling import Sampling, normalize
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter, TextIndex
 from eesd.runtime.engines.base import Call, Engine, KVCache, Logits, StepOutputs, Values
@@ -256,7 +256,7 @@ class Session:
         current.draft_seconds += seconds
         first = 0 if tree.steps else tree.frontier[0].index
         for row in range(first, first + levels):
-            step = self._grow(tree, outputs, controller.needs_entropy, row)
+            step = self._grow(tree, outputs, row)
             ends = step is None or tree.frontier[0].depth >= current.most_depth or tree.is_full
             current.wants_more = not ends and step is not None and controller.keep_drafting(step)
             if step is None:
@@ -406,21 +406,15 @@ class Session:
         """Nodes that this round may verify besides the root."""
         return min(self._limits.max_tree_nodes, self._limits.max_seq_len - len(self.tokens))
 
-    def _grow(self, tree: DraftTree, outputs: StepOutputs, with_entropy: bool, row: int = 0) -> DraftStep | None:
+    def _grow(self, tree: DraftTree, outputs: StepOutputs, row: int = 0) -> DraftStep | None:
         """Add a level to the tree from the draft's outputs for its frontier, which begin in ``row``. Outputs that are no
         numbers propose nothing, and so end the draft."""
         first = tree.frontier[0].index - row
         told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
         if told is not None and np.isnan(told).any():
-            step = tree.grow([[] for _ in tree.frontier])
-        else:
-            propose, count = self._sampler.propose, tree.branching
-            step = tree.grow([propose(node, outputs, node.index - first, count) for node in tree.frontier])
-        if step is None or not with_entropy:
-            return step
-        parent = tree.frontier[0].parent
-        assert parent is not None
-        return step._replace(entropy=entropy_of(outputs.logits[parent.index - first]))
+            return tree.grow([[] for _ in tree.frontier])
+        propose, count = self._sampler.propose, tree.branching
+        return tree.grow([propose(node, outputs, node.index - first, count) for node in tree.frontier])
 
     def _verified(self, nodes: Sequence[Node]) -> Call:
         """The call of the verify engine for nodes. Slots after theirs keep nothing of the draft."""
@@ -495,9 +489,3 @@ def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
     chosen by a node in its place, and so would be everything before it, but nothing behind it."""
     displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
     return AcceptResult(path, bonus) if displaced is None else AcceptResult(path[:displaced], path[displaced].token)
-
-
-def entropy_of(logits: Logits) -> float:
-    """Entropy in nats of the softmax of ``logits`` [V]."""
-    logprobs = normalize(logits.astype(np.float64))
-    return -float((np.exp(logprobs) * logprobs).sum())

@@ -12,7 +12,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/pycode"
 SAMPLINGS = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, top_p=0.95, seed=4)]
 SPECULATIONS = [
     Speculation(controller, width, guard=False)
-    for controller in ("fixed:k=4", "threshold:p=0.5", "cost-aware-ts")
+    for controller in ("fixed:k=4", "calibration-ts", "cost-aware-ts")
     for width in (1, 3)
 ]
 SPECULATIONS += [Speculation("cost-aware-ts", width, guard=False, tree_budget=True) for width in (1, 2)]

@@ -43,7 +43,7 @@ class Setting:
 
 
 CHAIN = Speculation("fixed:k=4", guard=False)
-TREE = Speculation("threshold:p=0.1", 2, guard=False)
+TREE = Speculation("calibration-ts", 2, guard=False)
 SETTINGS = {
     "chain": Setting(1, 1, CHAIN),
     "tree": Setting(1, 1, TREE, "tensorrt-rtx"),

@@ -17,7 +17,7 @@ from eesd.runtime.llm import LLM, Speculation
 PROMPTS = ([5, 9, 3], [token % 97 for token in range(3, 50)])
 WAYS = {
     "chain": (Speculation("fixed:k=4", guard=False, drafter="exit"), Sampling()),
-    "tree": (Speculation("threshold:p=0.1", 2, guard=False, drafter="exit"), Sampling(temperature=0.9, seed=4)),
+    "tree": (Speculation("calibration-ts", 2, guard=False, drafter="exit"), Sampling(temperature=0.9, seed=4)),
     "rejection": (Speculation("fixed:k=3", guard=False, drafter="exit"), Sampling(temperature=0.9, seed=4, method="rejection")),
 }
 """How drafts are made, and how tokens are chosen."""

@@ -1,32 +1,16 @@
-"""Baselines: a fixed length, a probability threshold, an entropy threshold, and a bandit over lengths."""
+"""Baselines, on recorded traces only: a probability threshold, an entropy threshold, and a bandit over lengths."""
 
 from math import log, sqrt
 
-from eesd.controllers.base import Controller, DraftStep, RoundOutcome
+from eesd.bench.replay.traces import TracedStep
+from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome
 from eesd.controllers.value import RoundValue, is_due
-
-
-class Fixed(Controller):
-    """Always draft ``k`` tokens."""
-
-    def __init__(self, k: int = 4, seed: int = 0) -> None:
-        if k < 1:
-            raise ValueError("k must be at least 1")
-        self.k = k
-
-    def begin_round(self, width: int) -> int:
-        return self.k
-
-    def keep_drafting(self, step: DraftStep) -> bool:
-        return step.depth < self.k
 
 
 class Threshold(Controller):
     """Keep drafting while the draft gave its last token at least probability ``p`` (as Kangaroo does)."""
 
     def __init__(self, p: float = 0.6, seed: int = 0) -> None:
-        if not 0 <= p <= 1:
-            raise ValueError("p must be between 0 and 1")
         self.p = p
 
     def keep_drafting(self, step: DraftStep) -> bool:
@@ -40,19 +24,14 @@ class AdaEDL(Controller):
     threshold, which moves by ``step`` after each round, so that the smoothed acceptance approaches ``target``.
     """
 
-    needs_entropy = True
-
     def __init__(self, gamma: float = 0.2, target: float = 0.9, start: float = 0.4, step: float = 0.01, seed: int = 0) -> None:
-        if not 0 < gamma < 1e6:
-            raise ValueError("gamma must be above 0 and finite")
-        if not (0 <= target <= 1 and 0 <= start <= 1 and 0 <= step <= 1):
-            raise ValueError("target, start and step must be between 0 and 1")
         self.gamma, self.target, self.step = gamma, target, step
         self.threshold = start
         self.acceptance = target
 
     def keep_drafting(self, step: DraftStep) -> bool:
-        return 1 - sqrt(self.gamma * max(step.entropy or 0.0, 0.0)) >= self.threshold
+        assert isinstance(step, TracedStep)
+        return 1 - sqrt(self.gamma * max(step.entropy, 0.0)) >= self.threshold
 
     def observe(self, outcome: RoundOutcome) -> None:
         if not outcome.depth:
@@ -107,12 +86,6 @@ class UCB(Controller):
     def __init__(
         self, longest: int = 12, optimism: float = 0.1, discount: float = 0.998, seed: int = 0, value: RoundValue | None = None
     ) -> None:
-        if not 1 <= longest <= 64:
-            raise ValueError("longest must be between 1 and 64")
-        if not 0 <= optimism < 1e3:
-            raise ValueError("optimism must be 0 or above, and finite")
-        if not 0 < discount <= 1:
-            raise ValueError("discount must be above 0 and at most 1")
         self.longest, self.optimism = longest, optimism
         self.acceptance = AcceptanceByDepth(longest, discount)
         self.value: RoundValue = value or RoundValue()
@@ -138,3 +111,7 @@ class UCB(Controller):
         if is_due(self.rounds):
             rates = self.acceptance.rates(self.value, self.width, self.optimism * log(self.rounds + 1) ** 0.5)
             self.length = max(range(len(rates)), key=rates.__getitem__)
+
+
+REPLAYED = CONTROLLERS | {"adaedl": AdaEDL, "threshold": Threshold, "ucb": UCB}
+"""All controllers that a replay knows, by name."""
