@@ -46,9 +46,9 @@ LONGEST_COPY = 16
 class LoadRule:
     """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows."""
 
-    def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0, width: int = 1) -> None:
-        """Begin with the prior of the exit head. ``width``: nodes that a row verifies for each level."""
-        self.prior, self.width = prior or CalibrationPrior(), width
+    def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0) -> None:
+        """Begin with the prior of the exit head."""
+        self.prior = prior or CalibrationPrior()
         self.draft, self.verify = CallCosts(), CallCosts()
         self.draft_size: Size = _as_asked
         self.verify_size: Size = _as_asked
@@ -156,19 +156,15 @@ class LoadRule:
     def price(self, rows: int, slots: float) -> Callable[[int], float]:
         """A function that gives the price of n nodes of one row, in tokens, if each of ``rows`` verifies n."""
         rate, plain = self.rate(rows, slots) / rows, self._verifying(rows, 0, slots)
-        return lambda nodes: rate * (self._seconds(rows, 1 + nodes, slots) - plain)
+        return lambda nodes: rate * (self._verifying(rows, nodes, slots) - plain)
 
     def plain_seconds(self, rows: int, slots: float) -> float:
         """Seconds of a verify pass of rows that drafted nothing."""
         return self._verifying(rows, 0, slots)
 
     def _verifying(self, rows: int, levels: int, slots: float) -> float:
-        """Seconds of a verify pass over so many levels of each row."""
-        return self._seconds(rows, 1 + levels * self.width, slots)
-
-    def _seconds(self, rows: int, nodes: int, slots: float) -> float:
-        """Seconds of a verify pass over so many nodes of each row."""
-        return self.verify.seconds(*self.verify_size(rows, nodes), slots)
+        """Seconds of a verify pass over the root and so many drafted nodes of each row."""
+        return self.verify.seconds(*self.verify_size(rows, 1 + levels), slots)
 
     def _drafting(self, rows: int, slots: float) -> float:
         """Seconds of a draft step of so many rows."""
@@ -184,8 +180,8 @@ class LoadRule:
 class FixedLevels(LoadRule):
     """Drafts the same number of levels in every round, whatever they cost: for comparison."""
 
-    def __init__(self, levels: int, prior: CalibrationPrior | None = None, width: int = 1) -> None:
-        super().__init__(prior, width=width)
+    def __init__(self, levels: int, prior: CalibrationPrior | None = None) -> None:
+        super().__init__(prior)
         self.fixed = levels
 
     def begins(self, firsts: Sequence[float], rows: int, slots: float, certain: Sequence[float] = ()) -> bool:

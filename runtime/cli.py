@@ -49,8 +49,7 @@ def drafting_options(command: Command) -> Command:
             "--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4."
         ),
         click.option("--log-rounds", type=cli.PATH, metavar="FILE", help="Record what the controller and the guard decide."),
-        click.option("--tree-width", type=int, default=1, help="Nodes of a level of the draft tree; 1 drafts a chain."),
-        click.option("--tree-budget", is_flag=True, help="Verify only the candidates that are worth their place."),
+        click.option("--tree", type=int, default=0, help="Nodes of a level of the draft tree; 0 drafts a chain."),
         click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded."),
         click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding."),
     )
@@ -69,7 +68,7 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
         if options.get(name) and options["no_draft"]:
             option = "compare" if name == "comparing" else name.replace("_", "-")
             raise EESDError(f"--{option} needs drafting; leave --no-draft out.")
-    names = ("drafter", "controller", "tree_width", "tree_budget")
+    names = ("drafter", "controller", "tree")
     seed = options.get("seed", Speculation.seed)
     return Speculation(guard=not options["no_guard"], seed=seed, **{name: options[name] for name in names})
 

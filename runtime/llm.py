@@ -60,13 +60,12 @@ class Speculation:
 
     Attributes:
         controller: Decides how far to draft: a name and options for :func:`eesd.controllers.make_controller`.
-        tree_width: Nodes of a level of the draft tree; 1 drafts a chain.
+        tree: Nodes of a level of the draft tree, of whose candidates only those that are worth their place are verified: 1 is a
+            chain with second candidates. 0 drafts a chain, all of which is verified.
         guard: Whether to pause drafting while it is slower than plain decoding.
         seed: Of the controller's random generator.
-        tree_budget: Whether to verify only the candidates that are worth their place: a chain then gets second candidates, a
-            tree loses unlikely nodes.
         drafter: What drafts: ``exit`` (the exit head), ``text`` (the text itself, where it repeats; the draft engine is not
-            loaded, and ``controller``, ``tree_width`` and ``tree_budget`` decide nothing), or ``both``.
+            loaded, and ``controller`` and ``tree`` decide nothing), or ``both``.
         past_tokens: Tokens of earlier outputs that the text is also looked up in; 0: none. 16,384 take about 8 MB. They change
             how long a request takes, from which one user may learn what another asked: leave 0 where that matters.
 
@@ -75,19 +74,17 @@ class Speculation:
     """
 
     controller: str = "cost-aware-ts"
-    tree_width: int = 1
+    tree: int = 0
     guard: bool = True
     seed: int = 0
-    tree_budget: bool = False
     drafter: str = "both"
     past_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_type("controller", self.controller, str, "a name such as fixed:k=4")
-        check_integer("tree_width", self.tree_width, 1, MAX_TREE_NODES)
+        check_integer("tree", self.tree, 0, MAX_TREE_NODES)
         check_integer("seed", self.seed, 0, 2**63 - 1)
         check_flag("guard", self.guard)
-        check_flag("tree_budget", self.tree_budget)
         check_choice("drafter", self.drafter, DRAFTERS)
         check_integer("past_tokens", self.past_tokens, 0, MAX_PAST_TOKENS)
 
@@ -303,16 +300,16 @@ class LLM:
                 raise EESDError("The directory has no exit head; export with --exit-head, or choose the drafter text.")
         elif speculation is not None and speculation.head_drafts:
             widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
-            if not 1 <= speculation.tree_width <= widest:
-                raise EESDError(f"tree_width is {speculation.tree_width}; this engine allows 1 to {widest}.")
+            if speculation.tree > widest:
+                raise EESDError(f"tree is {speculation.tree}; this engine allows 0 to {widest}.")
             prior = self.manifest.exit_head.calibration
             self.controller = make_controller(speculation.controller, speculation.seed, prior, self.value)
-            self.budget = TreeBudget(prior=prior, value=self.value) if speculation.tree_budget else None
+            self.budget = TreeBudget(prior=prior, value=self.value) if speculation.tree else None
 
     def with_speculation(self, speculation: Speculation | None) -> "LLM":
         """An LLM that drafts in another way with the engines and KV caches of this one. Nothing is loaded again.
 
-        Its controller and guard are new. Raises :class:`EESDError` for an invalid width.
+        Its controller and guard are new. Raises :class:`EESDError` if the tree is too wide.
         """
         other = copy(self)
         other._draft_with(speculation)
@@ -440,7 +437,7 @@ class LLM:
             controller, budget = make_controller(chosen), None
         drafter = None
         if self.engines.draft is not None and controller is not None:
-            drafter = Drafter(self.engines.draft, controller, speculation.tree_width, budget, self.draft_columns)
+            drafter = Drafter(self.engines.draft, controller, max(speculation.tree, 1), budget, self.draft_columns)
         if fixed:
             return Drafting(drafter, fixed=True)
         return Drafting(drafter, self.text, self.guard, self.value)

@@ -59,11 +59,10 @@ def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every
         assert any(update.stats.accepted_tokens for record in records for update in record.updates)
 
 
-@pytest.mark.parametrize("budget", [False, True], ids=["whole", "budget"])
 @pytest.mark.parametrize("levels", [None, 2])
-def test_rows_beside_others_draft_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch, budget: bool, levels: int | None) -> None:
-    """As wide as alone, and with the tokens of plain decoding; what a budget leaves out depends on the load."""
-    other = llm.with_speculation(Speculation(tree_width=3, tree_budget=budget, drafter="exit"))
+def test_rows_beside_others_draft_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int | None) -> None:
+    """As wide as alone, and with the tokens of plain decoding; what is left out depends on the load."""
+    other = llm.with_speculation(Speculation(tree=3, drafter="exit"))
     given = [request for request in requests(24) if request.sampling.method != "rejection"]
     expected = [alone(llm, request) for request in given]
     scheduler = Scheduler(other, replace(OPTIONS, levels=levels))

@@ -31,7 +31,7 @@ from eesd.serve.cli import main as serve_main
 
 BUCKETS = (1, 2, 4, 13)
 """Of calls of several rows, where rounds have up to 13 nodes."""
-CHAINS, TREES = Speculation(), Speculation(tree_width=3)
+CHAINS, TREES = Speculation(), Speculation(tree=3)
 
 
 @dataclass

@@ -153,7 +153,7 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
 ) -> None:
     output = tmp_path / "spec.json"
     options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
-    options += ("--method", "exit,fixed:k=2", "--method", "both,budget,tree=2", "--costs", "13b")
+    options += ("--method", "exit,fixed:k=2", "--method", "both,tree=2", "--costs", "13b")
     shown = succeed(main, *options).stdout
     costs, answers = COST_MODELS["13b"], Result.load(output).answers
     for answer in answers:
@@ -195,8 +195,8 @@ def test_other_files_are_refused(engine: Path, tmp_path: Path, rows: list[Any], 
     ("options", "words"),
     [
         (("--method", "draft"), ("drafter",)),
-        (("--method", "exit,tree=x"), ("tree width",)),
-        (("--method", "exit,tree=99"), ("tree_width",)),
+        (("--method", "exit,tree=x"), ("no number of nodes",)),
+        (("--method", "exit,tree=99"), ("tree is 99",)),
         (("--method", "exit,speed"), ("speed",)),
         (("--samplings", "rejection"), ("sampling",)),
         (("-n", 4000), ("--max-seq-len",)),

@@ -18,9 +18,9 @@ GREEDY, COUPLED = Sampling(), Sampling(temperature=0.9, seed=3)
 REJECTION = Sampling(temperature=0.8, seed=4, method="rejection")
 PROMPT = "one, two, one, two, one, "
 SHAPES = {
-    "chain": Speculation("fixed:k=3", guard=False),
-    "tree": Speculation("fixed:k=3", tree_width=3, guard=False, drafter="exit"),
-    "budget": Speculation("fixed:k=3", tree_width=3, tree_budget=True, guard=False),
+    "chain": Speculation("fixed:k=3", guard=False, drafter="exit"),
+    "tree": Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
+    "tree and text": Speculation("fixed:k=3", tree=3, guard=False),
     "learned": Speculation(),
 }
 
@@ -52,7 +52,7 @@ def through_both(doors: tuple[LLM, Service], sampling: Sampling, regex: str = ""
     alone, other = found
     fields = ("text", "tokens", "finish_reason", "logprobs", "prompt_logprobs")
     assert [getattr(alone, name) for name in fields] == [getattr(other, name) for name in fields]
-    if llm.speculation == SHAPES["tree"] or sampling.method == "rejection":  # no text, and nothing is learned
+    if llm.speculation == SHAPES["chain"] or sampling.method == "rejection":  # no text, and nothing is learned
         assert (alone.stats.rounds, alone.stats.draft_tokens) == (other.stats.rounds, other.stats.draft_tokens)
     return alone
 
@@ -146,9 +146,9 @@ def test_what_is_counted_is_what_came_before_a_text_was_ended(doors: tuple[LLM, 
 
 def test_a_tree_is_drafted_for_a_request_alone_in_a_service(model: LLM) -> None:
     service = Service(model.with_speculation(SHAPES["tree"]), BatchOptions(max_rows=3))
-    stats = service.generate(model.request(PROMPT, max_new_tokens=30, ignore_eos=True)).stats
+    stats = service.generate(model.request(PROMPT, max_new_tokens=8, ignore_eos=True)).stats
     service.close()
-    assert stats.draft_tokens > 2 * stats.draft_steps
+    assert stats.draft_tokens > stats.draft_steps
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(model: LLM) -> None:

@@ -75,7 +75,7 @@ def test_prompts_are_read_from_json_lines(engine: Path, api: LLM, tmp_path: Path
 
 
 def test_json_output_has_tokens_and_statistics(engine: Path, api: LLM) -> None:
-    [found] = objects(engine, "-p", PROMPT, "--controller", "fixed:k=3", "--tree-width", 2)
+    [found] = objects(engine, "-p", PROMPT, "--controller", "fixed:k=3", "--tree", 2)
     completion = expected(api)
     assert found.keys() == {"prompt", "text", "tokens", "finish_reason", "stats"}
     assert (found["text"], found["tokens"]) == (completion.text, completion.tokens)
@@ -129,7 +129,7 @@ def test_no_draft_does_not_load_the_draft_engine(engine: Path, monkeypatch: pyte
     assert found["stats"]["drafting_rounds"] == 0
 
 
-@pytest.mark.parametrize("options", [(), SAMPLED, ("--tree-width", 3, "--no-guard")], ids=["greedy", "sampled", "tree"])
+@pytest.mark.parametrize("options", [(), SAMPLED, ("--tree", 3, "--no-guard")], ids=["greedy", "sampled", "tree"])
 def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...]) -> None:
     result = succeed(main, "--engine-dir", engine, "-p", PROMPT, "-n", COUNT, "--ignore-eos", "--compare", *options)
     assert result.stdout == PROMPT + text_of(engine, "-p", PROMPT, "--ignore-eos", *options) + "\n"
@@ -275,5 +275,5 @@ def test_speculation_options_reach_the_engine(engine: Path, monkeypatch: pytest.
         return original(*arguments, **options)
 
     monkeypatch.setattr("eesd.runtime.cli.load", load)
-    text_of(engine, "-p", PROMPT, "--controller", "fixed:k=2", "--tree-width", 2, "--no-guard", "--seed", 3, "--threads", 1)
+    text_of(engine, "-p", PROMPT, "--controller", "fixed:k=2", "--tree", 2, "--no-guard", "--seed", 3, "--threads", 1)
     assert seen[0]["speculation"] == Speculation("fixed:k=2", 2, False, 3) and seen[0]["threads"] == 1

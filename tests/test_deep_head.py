@@ -137,9 +137,7 @@ def test_verify_has_the_bits_that_it_has_without_deep_layers(exported: Path) -> 
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
-@pytest.mark.parametrize(
-    "speculation", [Speculation(controller="fixed:k=4"), Speculation(tree_width=2, tree_budget=True), Speculation()]
-)
+@pytest.mark.parametrize("speculation", [Speculation(controller="fixed:k=4"), Speculation(tree=2), Speculation()])
 def test_drafting_changes_no_token(exported: Path, backend: str, speculation: Speculation) -> None:
     llm = load(exported / "plans", backend=backend, threads=1)
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):

@@ -207,8 +207,8 @@ def choosing_llm(harness: Harness, speculation: Speculation | None) -> LLM:
 DRAFTING = {
     "none": None,
     "default": Speculation(),
-    "budget": Speculation(tree_budget=True, guard=False, drafter="exit"),
-    "wide budget": Speculation("cost-aware-ts", 3, guard=False, tree_budget=True),
+    "budget": Speculation(tree=1, guard=False, drafter="exit"),
+    "wide budget": Speculation("cost-aware-ts", 3, guard=False),
     "fixed": Speculation("fixed:k=4", guard=False),
     "tree": Speculation("calibration-ts", 2, guard=False, drafter="exit"),
     "beta-ts": Speculation("beta-ts", 3, guard=False, drafter="exit"),

@@ -119,8 +119,8 @@ ONE = pytest.mark.parametrize("exported", ["specforge"], indirect=True)
     "speculation",
     [
         Speculation("fixed:k=3", guard=False, drafter="exit"),
-        Speculation("fixed:k=3", tree_width=3, guard=False, drafter="exit"),
-        Speculation(tree_width=2, tree_budget=True),
+        Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
+        Speculation(tree=2),
         Speculation(),
     ],
 )

@@ -85,8 +85,8 @@ def test_the_draft_is_the_models_own_exit(early: Path, plans: Path, backend: str
     "speculation",
     [
         Speculation("fixed:k=4", guard=False, drafter="exit"),
-        Speculation("fixed:k=3", tree_width=3, guard=False, drafter="exit"),
-        Speculation(tree_width=2, tree_budget=True),
+        Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
+        Speculation(tree=2),
         Speculation(),
     ],
 )

@@ -55,8 +55,8 @@ SAMPLED = [
 """The torch engine is slow here, and knows nothing of sampling: each kind has one."""
 CHAIN = Speculation("fixed:k=4", guard=False, drafter="exit")
 TREES = [
-    Speculation("fixed:k=4", tree_width=3, guard=False),
-    Speculation("cost-aware-ts", guard=False, tree_budget=True),
+    Speculation("fixed:k=4", tree=3, guard=False),
+    Speculation("cost-aware-ts", guard=False, tree=1),
 ]
 Export = Callable[[str], Path]
 

@@ -215,7 +215,7 @@ def check_tokens_and_bits(plans: Path, backend: str) -> None:
     prompt, manifest = [1, 17, 5, 40, 3], load_manifest(plans)
     found = [
         eesd.load(plans, speculation=speculation, backend=backend).generate(prompt, max_new_tokens=24, ignore_eos=True).tokens
-        for speculation in (None, Speculation(tree_width=2, guard=False))
+        for speculation in (None, Speculation(tree=2, guard=False))
     ]
     assert found[0] == found[1]
     exactness = Exactness(manifest)

@@ -62,7 +62,7 @@ def assert_generates_as_transformers(directory: Path, model: Path) -> None:
     with torch.no_grad():
         expected = reference(prompt).logits[0, -1].numpy()
     tokens = reference.generate(prompt, max_new_tokens=24, do_sample=False)[0, len(PROMPT) :].tolist()
-    for speculation in (None, Speculation("fixed:k=3", guard=False), Speculation("fixed:k=3", tree_width=3, guard=False)):
+    for speculation in (None, Speculation("fixed:k=3", guard=False), Speculation("fixed:k=3", tree=3, guard=False)):
         llm = eesd.load(directory, speculation=speculation, threads=1)
         with llm.session(PROMPT) as session:
             assert abs(session.peek() - expected).max() < 1e-4

@@ -219,11 +219,9 @@ TEXT = st.text(UNICODE, max_size=8) | st.sampled_from(
 NUMBER = TEXT | st.integers().map(str) | st.floats().map(str)
 SPEC = TEXT | st.tuples(st.sampled_from([*CONTROLLERS]), NUMBER).map(lambda pair: f"{pair[0]}:k={pair[1]}")
 OPTIONS: dict[str, st.SearchStrategy[str] | None] = {
-    **dict.fromkeys(
-        ("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed", "--tree-width"), NUMBER
-    ),
+    **dict.fromkeys(("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed", "--tree"), NUMBER),
     **dict.fromkeys(("--sampling", "--stop", "--backend", "--generation-config", "-p", "--engine-dir", "--prompt-file"), TEXT),
-    **dict.fromkeys(("--chat", "--ignore-eos", "--tree-budget", "--no-draft", "--no-guard", "--json", "--compare"), None),
+    **dict.fromkeys(("--chat", "--ignore-eos", "--no-draft", "--no-guard", "--json", "--compare"), None),
     "--controller": SPEC,
     "--threads": NUMBER,
     "--nonsense": TEXT,

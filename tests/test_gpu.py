@@ -87,13 +87,13 @@ def cosine(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "coupled"])
-@pytest.mark.parametrize(("controller", "width"), [("fixed:k=4", 1), ("beta-ts", 1), ("calibration-ts", 3)])
+@pytest.mark.parametrize(("controller", "tree"), [("fixed:k=4", 0), ("beta-ts", 0), ("calibration-ts", 3)])
 def test_drafting_changes_no_token_beyond_rounding(
-    opened: Callable[[str], Path], backend: str, controller: str, width: int, sampling: Sampling
+    opened: Callable[[str], Path], backend: str, controller: str, tree: int, sampling: Sampling
 ) -> None:
     """Until the cache is full."""
     directory = opened(backend)
-    speculation = Speculation(controller, width, drafter="exit", guard=False)
+    speculation = Speculation(controller, tree, drafter="exit", guard=False)
     llm = LLM(directory, load_manifest(directory), engines_of(backend, directory), speculation)
     for prompt in PROMPTS:
         plain = llm.generate(prompt, sampling, max_new_tokens=400, draft=False, ignore_eos=True)

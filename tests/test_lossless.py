@@ -96,7 +96,7 @@ def test_tree_drafts_as_its_chains_would(harness: Harness, width: int) -> None:
 
 
 def test_the_python_api_is_lossless(harness: Harness) -> None:
-    llm = eesd.load(harness.directory, threads=1, speculation=Speculation("beta-ts", tree_width=2, guard=True))
+    llm = eesd.load(harness.directory, threads=1, speculation=Speculation("beta-ts", tree=2, guard=True))
     plain = eesd.load(harness.directory, threads=1, speculation=None)
     for sampling in SAMPLINGS.values():
         expected = plain.generate(PROMPTS[0], sampling, max_new_tokens=50)

@@ -55,7 +55,7 @@ from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import Speculation, load
 
-TREE = Speculation("fixed:k=4", tree_width=3, guard=False)
+TREE = Speculation("fixed:k=4", tree=3, guard=False)
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
 REPEATING = [3, 1, 4, 1, 0, 3, 1, 4, 2, 3, 1]
 GREEDY = Sampling()

@@ -32,7 +32,7 @@ with llm.session([5, 6, 7], max_new_tokens=6) as session:
 options = ["-p", "hello", "-n", "12", "--temperature", "0.7", "--seed", "1"]
 for command, arguments in (
     (eesd.runtime.cli.main, ["--engine-dir", directory, *options]),
-    (eesd.runtime.cli.main, ["--engine-dir", directory, *options, "--compare", "--tree-width", "2"]),
+    (eesd.runtime.cli.main, ["--engine-dir", directory, *options, "--compare", "--tree", "2"]),
     (eesd.export.inspect.main, [directory, "--tensors", "--verify"]),
     (eesd.export.inspect.main, [directory, "--memory"]),
     (eesd.runtime.doctor.main, ["--json"]),

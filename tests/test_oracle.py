@@ -148,7 +148,7 @@ def test_exported_engines_generate_the_tokens_of_transformers(tmp_path: Path, nu
     plans = export_engine(model, tmp_path / "plans", "--dtype", "float32", "--max-seq-len", positions, "--max-tree-nodes", 4)
     prompt = torch.randint(0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)).tolist()
     count = positions - len(prompt)
-    engines = eesd.load(plans, speculation=Speculation(tree_width=2, guard=False))
+    engines = eesd.load(plans, speculation=Speculation(tree=2, guard=False))
     assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == generated(model, prompt, count), (
         case.described
     )
@@ -210,7 +210,7 @@ def test_an_exported_family_generates_the_tokens_of_transformers(tmp_path: Path,
     prompt = torch.randint(0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)).tolist()
     count = positions - len(prompt)
     expected = generated(model, prompt, count)
-    for speculation in (Speculation(tree_width=2, guard=False), None):
+    for speculation in (Speculation(tree=2, guard=False), None):
         engines = eesd.load(plans, speculation=speculation)
         assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == expected, (speculation, case)
 

@@ -36,7 +36,7 @@ KINDS = ("int8", "int4")
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 OWN = {"weights": "int8", "block": 32, "minimums": True, "scales": "float16"}
 """Quantization of a tensor in a manifest."""
-SPECULATIONS = [Speculation("fixed:k=3", guard=False), Speculation("beta-ts", tree_width=3, guard=False)]
+SPECULATIONS = [Speculation("fixed:k=3", guard=False), Speculation("beta-ts", tree=3, guard=False)]
 Export = Callable[..., Path]
 
 

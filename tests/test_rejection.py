@@ -17,8 +17,9 @@ PLAIN = Sampling(temperature=1.0, method="rejection")
 
 
 def controller(spec: str) -> Controller:
-    made = {"random": lambda: RandomStop(seed=1), "threshold": lambda: Threshold(p=0.27)}
-    return made[spec]() if spec in made else make_controller(spec, seed=1)
+    if spec == "threshold":
+        return Threshold(p=0.27)
+    return RandomStop(seed=1) if spec == "random" else make_controller(spec, seed=1)
 
 
 @pytest.mark.parametrize(

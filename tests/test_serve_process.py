@@ -105,7 +105,7 @@ def test_who_is_not_done_in_time_is_cancelled(engine: Path) -> None:
 
 def test_an_idle_server_ends_at_once_and_its_rounds_are_recorded(engine: Path, tmp_path: Path) -> None:
     rounds = tmp_path / "rounds.jsonl"
-    with started(engine, "--log-rounds", rounds, "--tree-width", 2, "--log-format", "json") as server:
+    with started(engine, "--log-rounds", rounds, "--tree", 2, "--log-format", "json") as server:
         body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
         assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
         server.process.send_signal(signal.SIGINT)

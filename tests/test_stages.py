@@ -41,7 +41,7 @@ CASES = slow_but(
 SPECULATIONS = [
     None,
     Speculation("fixed:k=3", guard=False, drafter="exit"),
-    Speculation("beta-ts", tree_width=3, guard=False, drafter="exit"),
+    Speculation("beta-ts", tree=3, guard=False, drafter="exit"),
 ]
 Export = Callable[..., Path]
 

@@ -264,7 +264,7 @@ def test_int8_activations_stay_exact_with_a_budget(tmp_path: Path) -> None:
     """Only the best path is verified, in the slots of a chain."""
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
-    llm = load(directory, "ort", threads=1, speculation=Speculation("fixed:k=4", guard=False, tree_budget=True))
+    llm = load(directory, "ort", threads=1, speculation=Speculation("fixed:k=4", guard=False, tree=1))
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
         found = compare(llm, REPEATING, sampling, 60, ignore_eos=True)
         assert found.divergence is None and found.logits.differing == 0

@@ -156,16 +156,16 @@ def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize(
-    ("controller", "width", "draft"),
-    [("fixed:k=4", 1, "head"), ("calibration-ts", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
+    ("controller", "tree", "draft"),
+    [("fixed:k=4", 0, "head"), ("calibration-ts", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
 )
 def test_tokens_match_plain_decoding_with_onnx_runtime(
-    harness: Harness, whole: Path, controller: str, width: int, draft: str, name: str, device: str
+    harness: Harness, whole: Path, controller: str, tree: int, draft: str, name: str, device: str
 ) -> None:
     """The sequences are long enough for the KV cache to grow, and the second prompt reuses the cache of the first."""
     directory = whole if draft == "whole" else harness.directory
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
-    llm = torch_llm(directory, device, Speculation(controller, width, guard=False, tree_budget=draft == "whole"))
+    llm = torch_llm(directory, device, Speculation(controller, tree, guard=False))
     accepted = 0
     for prompt in PROMPTS:
         expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True)

@@ -146,7 +146,7 @@ def test_second_candidates_are_not_expanded(harness: Harness, budget: TreeBudget
 
 def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
     plain = load(harness.directory, threads=1, speculation=None).generate(PROMPTS[0], max_new_tokens=30)
-    llm = load(harness.directory, threads=1, speculation=Speculation("fixed:k=3", tree_width=2, guard=True, tree_budget=True))
+    llm = load(harness.directory, threads=1, speculation=Speculation("fixed:k=3", tree=2))
     for _ in range(2):
         assert llm.generate(PROMPTS[0], max_new_tokens=30).tokens == plain.tokens
     assert llm.budget and llm.budget.rounds

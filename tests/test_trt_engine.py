@@ -94,7 +94,7 @@ def contexts_of(llm: LLM) -> dict[str, list[fake.IExecutionContext]]:
         Speculation("fixed:k=4", guard=False),
         Speculation("calibration-ts", 2, guard=False),
         Speculation("beta-ts", 3, guard=False),
-        Speculation("fixed:k=4", guard=False, tree_budget=True),
+        Speculation("fixed:k=4", guard=False, tree=1),
     ],
     ids=["chain of known length", "tree of width 2", "tree of width 3", "chain with a budget"],
 )

@@ -25,8 +25,8 @@ WHOLE = ("--exit-head", "quantized")
 SAMPLINGS = (Sampling(), Sampling(temperature=0.9, seed=3), Sampling(temperature=0.9, seed=3, method="rejection"))
 SPECULATIONS = {
     "chain": Speculation("fixed:k=4", guard=False, drafter="exit"),
-    "tree": Speculation("fixed:k=3", tree_width=3, guard=False, drafter="exit"),
-    "budget": Speculation("fixed:k=3", tree_width=2, tree_budget=True, guard=False, drafter="exit"),
+    "tree": Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
+    "second candidates": Speculation("fixed:k=3", tree=1, guard=False, drafter="exit"),
     "default": Speculation(),
 }
 

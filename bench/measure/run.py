@@ -158,9 +158,14 @@ class Bench:
         c = configuration
         if c.controller is None:
             return None
-        return self.llm.with_speculation(
-            Speculation(c.controller, c.width, options.guard, options.seed, c.budget, options.drafter)
-        )
+        return self._drafting(Speculation(c.controller, c.width, options.guard, options.seed, options.drafter), c.budget)
+
+    def _drafting(self, speculation: Speculation, budget: bool = False) -> LLM:
+        """An LLM that drafts so, and without a ``budget`` verifies all that it drafts."""
+        llm = self.llm.with_speculation(speculation)
+        if not budget:
+            llm.budget = None
+        return llm
 
     def generate(
         self, tokens: list[int], sampling: Sampling, drafting: LLM | None, new_tokens: int, ignore_eos: bool = True
@@ -192,7 +197,7 @@ class Bench:
         found = []
         room = self.manifest.max_seq_len - len(prompt.tokens)
         for width in options.widths:
-            llm = self.llm.with_speculation(Speculation(tree_width=width, guard=False, drafter="exit"))
+            llm = self._drafting(Speculation(tree=width, guard=False, drafter="exit"))
             llm.controller = controller = RandomLengths(self.manifest.max_tree_nodes // width)
             with llm.session(prompt.tokens, max_new_tokens=room, ignore_eos=True) as session:
                 found.append(CallLatency(engine, prompt.id, width, *measure_latency(session, controller)))

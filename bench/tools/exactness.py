@@ -38,8 +38,8 @@ SAMPLINGS = (Sampling(), Sampling(temperature=0.8, seed=1))
 WAYS: dict[str, list[Speculation | None]] = {
     "plain": [None],
     "chain": [Speculation(name, guard=False) for name in ("fixed:k=4", "cost-aware-ts")],
-    "tree": [Speculation("fixed:k=4", tree_width=3, guard=False)],
-    "budget": [Speculation("cost-aware-ts", guard=False, tree_budget=True)],
+    "tree": [Speculation("fixed:k=4", tree=3, guard=False)],
+    "budget": [Speculation("cost-aware-ts", guard=False, tree=1)],
 }
 SHARED = 64
 """Tokens with which the prompts of a batch begin alike."""

@@ -48,7 +48,7 @@ WAYS: dict[str, Speculation | None] = {
     "plain": None,
     "fixed:k=4": Speculation("fixed:k=4", guard=False, drafter="exit"),
     "the default": Speculation(),
-    "a tree of width 4 with budget": Speculation(tree_width=4, tree_budget=True),
+    "a tree of width 4 with budget": Speculation(tree=4),
 }
 
 

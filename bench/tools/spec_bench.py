@@ -89,7 +89,7 @@ class Method:
 
 
 def parse_method(text: str, default: Path) -> Method:
-    """What ``[DIR:]DRAFTER[,budget][,tree=WIDTH][,CONTROLLER]`` means, such as ``both,budget`` or ``plans/:exit,fixed:k=3``.
+    """What ``[DIR:]DRAFTER[,tree=NODES][,CONTROLLER]`` means, such as ``both,tree=1`` or ``plans/:exit,fixed:k=3``.
 
     Raises:
         EESDError: A part is unknown.
@@ -97,15 +97,15 @@ def parse_method(text: str, default: Path) -> Method:
     whole, *parts = text.split(",")
     directory, _, drafter = whole.rpartition(":")
     name = ",".join((f"{Path(directory).resolve().name}:{drafter}" if directory else drafter, *parts))
-    width, controller = "1", Speculation().controller
+    tree, controller = "0", Speculation().controller
     for part in parts:
         if part.startswith("tree="):
-            width = part.removeprefix("tree=")
-        elif part != "budget":
+            tree = part.removeprefix("tree=")
+        else:
             controller = part
-    if not width.isascii() or not width.isdigit():
-        raise EESDError(f"{text!r} is not a method: {width!r} is no tree width.")
-    speculation = Speculation(controller, int(width), drafter=drafter, tree_budget="budget" in parts)
+    if not tree.isascii() or not tree.isdigit():
+        raise EESDError(f"{text!r} is not a method: {tree!r} is no number of nodes.")
+    speculation = Speculation(controller, int(tree), drafter=drafter)
     return Method(name, Path(directory) if directory else default, speculation)
 
 
@@ -250,8 +250,8 @@ class Questioning:
     "--method",
     "methods",
     multiple=True,
-    default=("exit", "text", "both", "both,budget"),
-    metavar="[DIR:]DRAFTER[,budget][,tree=W][,CONTROLLER]",
+    default=("exit", "text", "both", "both,tree=1"),
+    metavar="[DIR:]DRAFTER[,tree=N][,CONTROLLER]",
     help="What drafts, and how; repeatable. DIR: with another engine directory of the same model.",
 )
 @click.option("--samplings", default="greedy", help="greedy, coupled (temperature 0.7), coupled-1; separated by spaces.")

@@ -97,8 +97,7 @@ class Scheduler:
         """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each other's logits here."""
         self._llm, self._options, self._engine = llm, options, llm.engines.verify
         prior = llm.manifest.exit_head.calibration
-        width = llm.speculation.tree_width if llm.speculation and not llm.speculation.tree_budget else 1
-        self.rule = LoadRule(prior, width=width) if options.levels is None else FixedLevels(options.levels, prior, width)
+        self.rule = LoadRule(prior) if options.levels is None else FixedLevels(options.levels, prior)
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
         self.rounds = self.pauses = 0

@@ -28,8 +28,8 @@ MODEL = Path(__file__).resolve().parents[2] / "examples/pycode/model"
 PROMPTS = ("def main(", "import ", "class Tree:\n    def insert(self, ")
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "chain": {"drafter": "exit"},
-    "tree": {"tree_width": 2},
-    "tree budget": {"tree_budget": True},
+    "tree": {"tree": 2},
+    "chain with second candidates": {"tree": 1},
     "text and head": {},
     "sampled": {"sampling": Sampling(temperature=0.7, top_p=0.9, seed=3)},
 }

@@ -78,7 +78,7 @@ def _logits(directory: Path, device: str) -> Any:
 
 def _compared(directory: Path) -> str:
     """Of a tree of drafts against plain decoding."""
-    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=3", guard=False, tree_width=2, drafter="exit"))
+    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=3", guard=False, tree=2, drafter="exit"))
     equal = rounds = 0
     for prompt in PROMPTS:
         plain = llm.generate(prompt, max_new_tokens=TOKENS, draft=False, ignore_eos=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 
@@ -57,7 +57,7 @@ SETTINGS = {
     "chain of the whole model": Setting(1, 1, CHAIN, "tensorrt-rtx", whole=True),
     "chain by torch": Setting(1, 1, CHAIN, "torch"),
     "chain of the whole model by torch": Setting(1, 1, Speculation(guard=False), "torch", whole=True),
-    "tree of the whole model by torch": Setting(1, 1, replace(TREE, tree_budget=True), "torch", whole=True),
+    "tree of the whole model by torch": Setting(1, 1, TREE, "torch", whole=True),
     "tree in 3 stages on 2 GPUs by torch": Setting(3, 2, TREE, "torch"),
     "tree of a head with deep layers by torch, without CUDA graphs": Setting(1, 1, TREE, "torch", cuda_graphs=False, deep=True),
 }
