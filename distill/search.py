@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from eesd.common import markdown
 from eesd.common.geometry import Geometry
+from eesd.common.manifest import Manifest
 from eesd.distill.acceptance import DRAFTS_PER_ROUND, Acceptance, ValidationSet, replay_acceptance
 from eesd.distill.options import TrainingOptions
 from eesd.distill.run import Run
 from eesd.distill.structure import block_weights
 from eesd.distill.trainer import Report
-from eesd.distill.whole_draft import MOST_DRAFTS, can_be_whole, correct_drafts, draft_share, rounded
+from eesd.distill.whole_draft import MOST_DRAFTS, correct_drafts, rounded, whole_draft
+from eesd.export.forecast import draft_share
 from eesd.model.exit_head import check_exit
 
 
@@ -136,7 +138,8 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], node: f
     validation, rows = run.validation_and_training_rows(read)
     targets = run.targets(rows, read)
     costs = LayerCosts.from_geometry(geometry, run.training.draft_vocab, node)
-    candidates = [_whole_model(run, validation, costs)] if can_be_whole(run.checkpoint) else []
+    whole = whole_draft(run.checkpoint)
+    candidates = [_whole_model(run, whole, validation, costs)] if whole else []
     for layer, blocks in pairs:
         training = _training(run.training, layer, blocks)
         output = run.output / f"exit-{layer}-blocks-{blocks}"
@@ -152,11 +155,11 @@ def search(run: Run, layers: Sequence[int], block_counts: Sequence[int], node: f
     return sorted(candidates, key=lambda candidate: -candidate.speed_up)
 
 
-def _whole_model(run: Run, validation: ValidationSet, costs: LayerCosts) -> Candidate:
+def _whole_model(run: Run, whole: Manifest, validation: ValidationSet, costs: LayerCosts) -> Candidate:
     """The whole model as its own draft. Its step costs as much less than a plain one as its weights have fewer bytes."""
     device = run.accelerator.device
-    draft = rounded(run.checkpoint.decoder(run.dtype), run.checkpoint).to(device)
-    correct, share = correct_drafts(validation, draft, run.training.precision, device), draft_share(run.checkpoint)
+    draft = rounded(run.checkpoint.decoder(run.dtype), whole).to(device)
+    correct, share = correct_drafts(validation, draft, run.training.precision, device), draft_share(whole)
     found = {name: of.best(share * of.plain_step, 0, correct, MOST_DRAFTS) for name, of in {"": costs, **LARGE}.items()}
     drafts, speed_up = found.pop("")
     return Candidate(run.checkpoint.geometry.num_layers, 0, replay_acceptance(correct), share, drafts, speed_up, found)

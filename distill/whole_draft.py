@@ -9,20 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from eesd.common.weights import (
-    BLOCK,
-    DRAFT,
-    LM_HEAD,
-    SEARCHED_INT4,
-    Quantization,
-    Quantizations,
-    is_linear,
-    lm_head_name,
-    model_shapes,
-    stored_weight,
-)
+from eesd.common.manifest import Manifest
+from eesd.common.weights import BLOCK, is_linear
 from eesd.distill.acceptance import ValidationSet
 from eesd.distill.teacher import Teacher
+from eesd.export.engine_dir import untrained_draft
+from eesd.export.make import choose_quantization, most_have_few_bits
+from eesd.export.outline import outline
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder
 from eesd.model.quantize import dequantize, quantize
@@ -31,32 +24,19 @@ MOST_DRAFTS = 12
 """Drafts of a round that are tried. They are right more often than a head's, so more of them pay."""
 
 
-def can_be_whole(checkpoint: Checkpoint) -> bool:
-    """Whether the model's weights have more bits than the draft's: those of files with levels of their own may not."""
-    return checkpoint.quantization is None and not checkpoint.own_levels
+def whole_draft(checkpoint: Checkpoint) -> Manifest | None:
+    """The manifest, without files, of an export whose draft is the whole model; None: its weights have too few bits."""
+    quantization = choose_quantization(checkpoint, checkpoint.dtype, None, None, None, None, link_weights=False, whole=True)
+    if most_have_few_bits(checkpoint.geometry, quantization):
+        return None
+    head = untrained_draft(checkpoint.geometry, True)
+    return outline(checkpoint.path, checkpoint.config, checkpoint.dtype, head, quantization)
 
 
-def quantization_of(checkpoint: Checkpoint) -> Quantizations:
-    """The weights of the draft that ``eesd-export`` would write."""
-    return Quantizations(draft=SEARCHED_INT4 if checkpoint.dtype == "float32" else Quantization("int4", BLOCK))
-
-
-def draft_share(checkpoint: Checkpoint) -> float:
-    """Bytes of the draft's linear weights, as a part of the model's."""
-    shapes, quantization = model_shapes(checkpoint.geometry), quantization_of(checkpoint)
-    linear = {name: shape for name, shape in shapes.items() if is_linear(name)}
-    linear[LM_HEAD] = shapes[lm_head_name(checkpoint.geometry)]
-    draft, whole = (
-        sum(stored_weight(prefix + name, shape, checkpoint.dtype, quantization).nbytes for name, shape in linear.items())
-        for prefix in (DRAFT, "")
-    )
-    return draft / whole
-
-
-def rounded(decoder: Decoder, checkpoint: Checkpoint) -> Decoder:
+def rounded(decoder: Decoder, manifest: Manifest) -> Decoder:
     """Round a decoder's linear weights in place as the draft's are, whose number of inputs allows it."""
     decoder.lm_head.weight = nn.Parameter(decoder.lm_head.weight.clone(), requires_grad=False)  # not the embeddings, if tied
-    quantization, dtype = quantization_of(checkpoint).draft, getattr(torch, checkpoint.dtype)
+    quantization, dtype = manifest.quantization.draft, getattr(torch, manifest.dtype)
     assert quantization is not None
     for name, weight in decoder.named_parameters():
         if is_linear(name) and weight.ndim == 2 and weight.shape[1] % BLOCK == 0:

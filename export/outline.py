@@ -1,9 +1,10 @@
 """The engine directory that an export with default options would write, from a model's configuration alone."""
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from eesd.common.errors import EESDError
-from eesd.common.geometry import Geometry, draft_caches, draft_columns, exit_caches
+from eesd.common.geometry import ExitConfig, Geometry, draft_caches, draft_columns, exit_caches
 from eesd.common.manifest import (
     DEFAULT_SLOTS,
     DEFAULT_TOP_K,
@@ -12,7 +13,7 @@ from eesd.common.manifest import (
     GraphInfo,
     Manifest,
 )
-from eesd.common.weights import DTYPES, Quantization, is_linear, layer_shapes
+from eesd.common.weights import DTYPES, Quantization, Quantizations, is_linear, layer_shapes
 from eesd.export.engine_dir import stored_head, untrained_draft
 from eesd.export.make import choose_quantization, most_have_few_bits
 from eesd.model.checkpoint import Checkpoint
@@ -61,6 +62,12 @@ def outlined(name: str) -> Manifest:
         few = most_have_few_bits(geometry, quantization)
         quantization = replace(quantization, draft=None) if few else quantization
         head = untrained_draft(geometry, not few)
+    return outline(path, config, dtype, head, quantization)
+
+
+def outline(path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quantization: Quantizations) -> Manifest:
+    """The manifest, without files, of an export of the model at ``path`` with this head and these levels."""
+    geometry = config.geometry
     return Manifest(
         format_version=FORMAT_VERSION,
         model=path.name,
