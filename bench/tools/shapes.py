@@ -180,30 +180,25 @@ def measure(
     directory: Path, backend: str, threads: int | None, repeats: int, hardware: Hardware | None, counts: Sequence[int],
     behind: Sequence[int], kv_cache_dtype: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure one engine directory, ``repeats`` calls of each kind. On a GPU also without CUDA graphs, if engines can.
+    """Measure one engine directory, ``repeats`` calls of each kind.
 
     ``hardware`` is what predictions are for; ``counts`` are nodes of verify passes; ``behind`` are tokens before a pass, and of
     the prompts of which the first token is timed.
     """
-    manifest, on_gpu = load_manifest(directory), torch_sees_gpu()
+    manifest = load_manifest(directory)
     behind = [context for context in behind if context + max(counts) <= manifest.max_seq_len]
     if not behind:
         raise EESDError(f"{directory} has a KV cache of {manifest.max_seq_len} slots; give --behind fewer tokens.")
     threads = threads or default_threads()
-    per_second = bandwidth(on_gpu, threads, max(repeats // 3, 3))
+    per_second = bandwidth(torch_sees_gpu(), threads, max(repeats // 3, 3))
     engines = open_engines(directory, manifest, backend, threads, True, kv_cache_dtype=kv_cache_dtype)
-    result: dict[str, Any] = {"bandwidth": per_second, "machine": describe_machine(), "threads": threads}
-
-    def measure_calls(suffix: str) -> None:
-        result[f"passes{suffix}"] = time_passes(manifest, engines, repeats, per_second, hardware, counts, behind)
-        result[f"first{suffix}"] = time_first_tokens(directory, manifest, engines, behind, repeats)
-
-    measure_calls("")
-    if on_gpu and hasattr(engines.verify, "cuda_graphs"):
-        for engine in engines:
-            engine.cuda_graphs = False  # type: ignore[union-attr]
-        measure_calls("_without_graphs")
-    return result
+    return {
+        "bandwidth": per_second,
+        "machine": describe_machine(),
+        "threads": threads,
+        "passes": time_passes(manifest, engines, repeats, per_second, hardware, counts, behind),
+        "first": time_first_tokens(directory, manifest, engines, behind, repeats),
+    }
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -214,17 +209,13 @@ def markdown(result: dict[str, Any]) -> str:
         f"{result['threads']} threads. Medians, with their 95 % bootstrap interval.",
         "",
     ]
-    for suffix, title in (("", ""), ("_without_graphs", " (without CUDA graphs)")):
-        if f"passes{suffix}" not in result:
-            continue
-        passes, rows = result[f"passes{suffix}"], list[list[str]]()
-        for row in passes["draft"] + passes["verify"]:
-            name = f"verify {row['nodes']}" if row["nodes"] else "draft step"
-            predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.3f}"
-            rows.append([f"{name} behind {row['behind']}", milliseconds(row, 3), f"{row['of_floor']:.0%}", predicted])
-        rows += [[f"first token of {row['tokens']}", milliseconds(row, 1), "", ""] for row in result[f"first{suffix}"]]
-        lines += table([f"pass{title}", "ms", "share of bandwidth", "predicted ms"], rows)
-    return "\n".join(lines)
+    rows = list[list[str]]()
+    for row in result["passes"]["draft"] + result["passes"]["verify"]:
+        name = f"verify {row['nodes']}" if row["nodes"] else "draft step"
+        predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.3f}"
+        rows.append([f"{name} behind {row['behind']}", milliseconds(row, 3), f"{row['of_floor']:.0%}", predicted])
+    rows += [[f"first token of {row['tokens']}", milliseconds(row, 1), "", ""] for row in result["first"]]
+    return "\n".join([*lines, *table(["pass", "ms", "share of bandwidth", "predicted ms"], rows)])
 
 
 def milliseconds(row: dict[str, Any], digits: int) -> str:
