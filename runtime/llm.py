@@ -60,8 +60,8 @@ class Speculation:
 
     Attributes:
         controller: Decides how far to draft: a name and options for :func:`eesd.controllers.make_controller`.
-        tree: Nodes of a level of the draft tree, of whose candidates only those that are worth their place are verified: 1 is a
-            chain with second candidates. 0 drafts a chain, all of which is verified.
+        tree: Nodes of a level of the draft tree; a budget leaves out candidates that are not worth their place in the verify
+            pass. 1 is a chain with second candidates. 0 drafts a chain without a budget.
         guard: Whether to pause drafting while it is slower than plain decoding.
         seed: Of the controller's random generator.
         drafter: What drafts: ``exit`` (the exit head), ``text`` (the text itself, where it repeats; the draft engine is not
