@@ -12,7 +12,7 @@ constexpr int64_t BLOCK = 32;  // inputs that share a scale, of weights and of a
 constexpr int64_t SUPER = 8;   // blocks whose split scales share a factor
 constexpr int64_t HALF = 256;  // bytes of the upper or the lower 4 bits of a block
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
-constexpr int64_t MAX_WIDTH = 256;  // of a head
+constexpr int64_t MAX_WIDTH = 512;  // of a head
 
 // PLANES: levels of 8 bits, of which the lower halves lie behind all panels; UPPER: of the same bytes, what lies before them.
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };

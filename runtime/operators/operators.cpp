@@ -322,7 +322,7 @@ class Attend {
     check(job_.cap >= 0 && job_.window >= 0 && job_.window < LIMIT, "the cap or the window is out of range");
     job_.epsilon = node.real("epsilon");
     check(job_.heads >= 0 && job_.heads < LIMIT && job_.heads % job_.kv_heads == 0, "heads is no multiple of kv_heads");
-    check(job_.width <= MAX_WIDTH && job_.head_dim % 2 == 0, "a head has at most 256 values, an even number");
+    check(job_.width <= MAX_WIDTH && job_.head_dim % 2 == 0, "a head has at most 512 values, an even number");
     check(job_.slots % 16 == 0 && job_.layer >= 0 && job_.layer < LIMIT, "slots are a multiple of 16");
     const Tensor cos = node.constant(3), sin = node.constant(4);
     positions_ = cos.size() / (job_.head_dim / 2);

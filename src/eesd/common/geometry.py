@@ -44,7 +44,7 @@ FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
 if there is one; without a rotary embedding."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 """What gates the MLP."""
-MOST_LAYERS, LARGEST_SIZE = 4096, 1 << 24
+MOST_LAYERS, WIDEST, LARGEST_SIZE = 4096, 512, 1 << 24
 """Bounds for what a file may say about a model, so that a damaged one cannot take all memory."""
 
 
@@ -136,7 +136,7 @@ class Geometry:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            _check_size(name, getattr(self, name), MOST_LAYERS if name == "num_layers" else LARGEST_SIZE)
+            _check_size(name, getattr(self, name), {"num_layers": MOST_LAYERS, "head_dim": WIDEST}.get(name, LARGEST_SIZE))
         _check_size("vocab_size", self.vocab_size, LARGEST_SIZE, least=2)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads")
