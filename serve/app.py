@@ -13,6 +13,7 @@ from eesd.serve.anthropic import messages
 from eesd.serve.http import probes
 from eesd.serve.http.errors import handle_errors
 from eesd.serve.http.gate import Gate
+from eesd.serve.http.metrics import Metrics
 from eesd.serve.http.observe import QUIET, Observe
 from eesd.serve.http.options import ServeOptions, Serving
 from eesd.serve.openai import chat, completions, responses, tokens
@@ -21,7 +22,7 @@ from eesd.serve.page.routes import FILES, mount_page
 ROUTERS = (completions.router, chat.router, responses.router, messages.router, tokens.router, probes.router)
 
 
-def make_app(service: Service, options: ServeOptions) -> FastAPI:
+def make_app(service: Service, options: ServeOptions, measure: type[Metrics] = Metrics) -> FastAPI:
     """The application over a running service.
 
     ``app.state.serving`` is the :class:`~eesd.serve.http.options.Serving` of its routes. The caller closes the service.
@@ -29,12 +30,13 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     Args:
         service: The batch.
         options: Limits and names.
+        measure: Where it is counted what the server does.
     """
     # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages of documentation: they load
     # scripts from elsewhere.
     traced: Any = {"operation_spans": False, "exclude": lambda scope: scope["path"] in QUIET}
     app = FastAPI(title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None, telemetry=traced)
-    app.state.serving = Serving(service=service, options=options)
+    app.state.serving = Serving(service=service, options=options, measure=measure)
     for router in ROUTERS:
         app.include_router(router)
     mount_page(app)

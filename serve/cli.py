@@ -5,7 +5,7 @@ import tomllib
 from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,6 +21,9 @@ from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import GENERATION_CONFIGS, Speculation
 from eesd.runtime.round_log import log_rounds
 from eesd.serve.triton.repository import write_triton_repository
+
+if TYPE_CHECKING:
+    from eesd.serve.http.options import ServeOptions
 
 BITS = (
     "As in eesd-run. On a GPU --no-exact computes as few nodes and slots for all requests as the longest needs: less work, "
@@ -110,7 +113,7 @@ def main(host: str, port: int, **options: Any) -> None:
 
     One process serves many requests at once. SIGTERM lets running requests finish.
     """
-    batch = BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
+    batch = batch_of(options)
     speculation = speculation_of(options)
     log: Path | None = options["log_rounds"]
     if options["triton_repo"] is not None:
@@ -121,21 +124,10 @@ def main(host: str, port: int, **options: Any) -> None:
     try:
         from eesd.serve.app import make_app
         from eesd.serve.http.observe import LOGGER, log_to_stderr
-        from eesd.serve.http.options import ServeOptions
         from eesd.serve.http.run import address_of, bind, serve
     except ModuleNotFoundError as error:
         raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
-    name, *aliases = options.pop("model_name") or ("",)
-    names = [field.name for field in fields(ServeOptions) if field.name in options]
-    hosts = options["allowed_host"]
-    limits = ServeOptions(
-        model_name=name,
-        aliases=tuple(aliases),
-        api_keys=api_keys(options["api_key_file"]),
-        allowed_hosts=(*hosts, *LOOPBACK) if hosts or host in LOOPBACK else (),
-        allowed_origins=options["allowed_origin"],
-        **{name: options[name] for name in names},
-    )
+    limits = limits_of(options, answers_for_itself=host in LOOPBACK)
     log_to_stderr(options["log_format"])
     if rank() > 0:
         # runs what rank 0 says, which has the port, until rank 0 ends
@@ -165,6 +157,35 @@ def _write_triton_repository(engine_dir: Path, batch: BatchOptions, speculation:
         plain_content=options["plain_content"],
     )
     click.echo(f"{directory} is written; start Triton with --model-repository={directory.parent}")
+
+
+def batch_of(options: dict[str, Any]) -> BatchOptions:
+    """The limits of the batch that the options of the command say."""
+    return BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
+
+
+def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "ServeOptions":
+    """The limits and names of a server that the options of the command say.
+
+    Args:
+        options: By their names. What is missing is as :class:`~eesd.serve.http.options.ServeOptions` has it.
+        answers_for_itself: Whether requests must be for this machine if the options name no host.
+
+    Raises:
+        EESDError: A value cannot be used.
+    """
+    from eesd.serve.http.options import ServeOptions  # needs what serving needs
+
+    name, *aliases = options["model_name"] or ("",)
+    hosts = options["allowed_host"]
+    return ServeOptions(
+        model_name=name,
+        aliases=tuple(aliases),
+        api_keys=api_keys(options["api_key_file"]),
+        allowed_hosts=(*hosts, *LOOPBACK) if hosts or answers_for_itself else (),
+        allowed_origins=options["allowed_origin"],
+        **{one.name: options[one.name] for one in fields(ServeOptions) if one.name in options and one.name != "model_name"},
+    )
 
 
 def api_keys(file: Path | None) -> tuple[str, ...]:

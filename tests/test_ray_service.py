@@ -7,20 +7,26 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import httpx2
 import pytest
-from support.bundled import prompts
+from support.bundled import prompts, with_turns
 from support.constrained import TOO_MUCH
 from support.serving import Held
 
 from eesd.common.errors import EESDError
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.constraint import make_constraint as constraint
 from eesd.runtime.constraint import of_grammar
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, load
 from eesd.runtime.request import QueueFullError, Request, Update
+from eesd.serve.app import make_app
+from eesd.serve.cli import LOOPBACK
+from eesd.serve.http.options import ServeOptions
+from eesd.serve.ray.options import read_options
 from eesd.serve.ray.service import ATTEMPTS, RemoteService, Stream
 
 SAMPLINGS = [Sampling(), Sampling(temperature=0.8, seed=5)]
@@ -199,3 +205,78 @@ def test_bad_requests_and_too_many_are_refused_at_once(bundled: Path, service: S
         assert not remote.alive
 
     asyncio.run(main())
+
+
+def test_options_are_those_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "keys").write_text("a-secret-key\n")
+    arguments = {
+        "engine_dir": "plans", "num_cpus": "2.5", "max_rows": 3, "kv_memory": "1000000", "prefix_memory": 0,
+        "kv_cache_dtype": "float16", "activations": "float32", "drafter": "text", "generation_config": "none",
+        "api_key_file": str(tmp_path / "keys"), "allowed_host": ["Api.example.com"], "allowed_origin": "https://a.example *",
+        "max_n": "5", "request_timeout": "7", "metrics_open": "true", "model_name": "one two", "no_guard": True,
+    }  # fmt: skip
+    environment = {"EESD_SERVE_MAX_N": "9", "EESD_SERVE_MAX_PROMPT_TOKENS": "11", "EESD_SERVE_MAX_REPLICAS": "6", "HOME": "/"}
+    found = read_options(arguments, environment)
+    assert (found.engine_dir, found.scale.max_replicas, found.scale.num_cpus) == (Path("plans"), 6, 2.5)
+    assert (found.batch.max_rows, found.batch.max_queue, found.batch.kv_memory, found.batch.prefix_memory) == (3, 3, 1000000, 0)
+    assert (found.speculation.drafter, found.speculation.guard) == ("text", False)
+    assert {name: found.engine[name] for name in ("threads", "kv_cache_dtype", "activations", "generation_config")} == {
+        "threads": 2, "kv_cache_dtype": "float16", "activations": "float32", "generation_config": "none",
+    }  # fmt: skip
+    assert found.limits == ServeOptions(
+        model_name="one", aliases=("two",), api_keys=("a-secret-key",), allowed_hosts=("Api.example.com", *LOOPBACK),
+        allowed_origins=("https://a.example", "*"), metrics_open=True, max_prompt_tokens=11, max_n=5, request_timeout=7,
+    )  # fmt: skip
+    assert "a-secret-key" not in repr(found)
+    monkeypatch.setenv("EESD_API_KEY", "another-secret-key")
+    plain = read_options({}, {"EESD_SERVE_ENGINE_DIR": "plans"}).limits
+    assert plain == ServeOptions(api_keys=("another-secret-key",))  # as eesd-serve reads it
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        ({}, {}, "no engine directory"),
+        ({"engine_dir": ""}, {}, "engine_dir is ''.*empty"),
+        ({"engine_dir": "x", "max_row": 3}, {}, "no argument 'max_row'.*max_rows"),
+        ({"engine_dir": "x", "port": 3}, {}, "no argument 'port'"),
+        ({"engine_dir": "x"}, {"EESD_SERVE_PORT": "3"}, "EESD_SERVE_PORT names no option on Ray"),
+        ({"engine_dir": "x", "max_rows": "many"}, {}, "max_rows is 'many'.*not a valid integer"),
+        ({"engine_dir": "x", "num_cpus": -1}, {}, "num_cpus is -1"),
+        ({"engine_dir": "x", "min_replicas": 3, "max_replicas": 2}, {}, "max_replicas is 2"),
+        ({"engine_dir": "x", "kv_cache_dtype": "int3"}, {}, "kv_cache_dtype is 'int3'.*float16"),
+        ({"engine_dir": "x", "kv_memory": 0}, {}, "kv_memory is 0"),
+        ({"engine_dir": "x", "allowed_host": "a:1"}, {}, "allowed host 'a:1'"),
+        ({"engine_dir": "x", "plain_content": "perhaps"}, {}, "plain_content is 'perhaps'"),
+        ({"engine_dir": "x", "request_timeout": "nan"}, {}, "request_timeout"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(arguments: Any, environment: Any, words: str) -> None:
+    with pytest.raises(EESDError, match=words) as refused:
+        read_options(arguments, environment)
+    assert str(refused.value).endswith(".") and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_text_is_as_long_as_a_replica_has_memory_for(bundled: Path, tmp_path: Path, path: str) -> None:
+    """Without a limit it is clipped, as eesd-serve does it; with a limit that is too high it is refused."""
+    plans = with_turns(bundled, tmp_path / "plans")
+    service = Service(load(plans, threads=1), BatchOptions(kv_memory=4 << 20))
+    assert service.longest < service.llm.manifest.max_seq_len
+    chat = path == "/v1/chat/completions"
+    body = {"messages" if chat else "input": [{"role": "user", "content": "x"}], "temperature": 0, "ignore_eos": True}
+
+    async def main() -> tuple[httpx2.Response, httpx2.Response]:
+        remote = RemoteService(plans, replicas(service, []), (Died,), 8, service.longest)
+        transport = httpx2.ASGITransport(make_app(cast(Service, remote), ServeOptions()))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://replica") as http:
+            limited = body | {"max_tokens" if chat else "max_output_tokens": 900}
+            return await http.post(path, json=body), await http.post(path, json=limited)
+
+    try:
+        clipped, refused = asyncio.run(main())
+    finally:
+        service.close()
+    assert refused.status_code == 400 and "there is memory for" in refused.text, refused.text
+    assert clipped.status_code == 200, clipped.text
+    assert clipped.json()["usage"]["total_tokens"] == service.longest

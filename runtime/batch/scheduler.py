@@ -17,7 +17,7 @@ from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.exactness import check_rows
 from eesd.runtime.llm import LLM
 from eesd.runtime.prefix_cache import PrefixCache
-from eesd.runtime.request import ConstraintError, Generation, Update
+from eesd.runtime.request import ConstraintError, Generation, Request, Update
 from eesd.runtime.running import Running
 
 MEASURING_SECONDS = 3.0
@@ -147,11 +147,7 @@ class Scheduler:
         check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
         if request.stop:
             _ = self._llm.codec  # which a model without a tokenizer does not have
-        if min(len(request.tokens) + request.max_new_tokens, manifest.max_seq_len) > self.longest:
-            raise EESDError(
-                f"The request may come to {len(request.tokens)} + {request.max_new_tokens} tokens, and there is memory for the "
-                f"keys and values of {self.longest}; ask for fewer new tokens, or start with more memory."
-            )
+        check_memory(request, manifest.max_seq_len, self.longest)
 
     @property
     def longest(self) -> int:
@@ -389,6 +385,15 @@ class Scheduler:
                 f"{rows} rows of {taken // rows // self._slot_bytes} slots take {-(-taken >> 20)} MiB of the GPU's memory, and "
                 f"{given >> 20} MiB are given for keys and values; start with fewer rows or more memory."
             )
+
+
+def check_memory(request: Request, most: int, longest: int) -> None:
+    """Raise :class:`EESDError` if a text of at most ``most`` tokens may come to more than there is memory for, ``longest``."""
+    if min(len(request.tokens) + request.max_new_tokens, most) > longest:
+        raise EESDError(
+            f"The request may come to {len(request.tokens)} + {request.max_new_tokens} tokens, and there is memory for the "
+            f"keys and values of {longest}; ask for fewer new tokens, or start with more memory."
+        )
 
 
 def _sentence(error: Exception) -> str:

@@ -1,13 +1,14 @@
 """What Prometheus is told, under the names that vLLM uses, so that its dashboards work."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 import eesd
-from eesd.runtime.batch.service import Service
+from eesd.runtime.batch.service import Load, Service
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.request import Generation, Update
 
@@ -19,8 +20,27 @@ REASONS = {"cancelled": "abort"}
 """Finish reasons that vLLM calls otherwise."""
 
 
+GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
+    "vllm:num_requests_running": ("Requests in the batch.", lambda load: load.running + load.prefilling),
+    "vllm:num_requests_waiting": ("Requests in the queue.", lambda load: load.queued),
+    "vllm:kv_cache_usage_perc": ("Share of the KV memory that is used, from 0 to 1.", lambda load: load.kv_used),
+    "eesd:drafted_levels": ("Levels of drafts that the last round verified, at most.", lambda load: load.drafted),
+}
+COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
+    "vllm:prefix_cache_queries": (
+        "Tokens of prompts that were looked up in the prefix cache.",
+        lambda load: load.prefix_queries,
+    ),
+    "vllm:prefix_cache_hits": ("Those of them that were found.", lambda load: load.prefix_hits),
+    "vllm:num_preemptions": ("How often a request paused because others needed its memory.", lambda load: load.pauses),
+    "eesd:rounds": ("Rounds of the batch.", lambda load: load.rounds),
+}
+"""What a batch says of itself."""
+
+
 class Metrics:
-    """The counters and histograms of one server, in a registry of their own."""
+    """The counters and histograms of one server, in a registry of their own. Who keeps them elsewhere overrides ``counter``,
+    ``gauge``, ``histogram`` and ``text``."""
 
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -28,12 +48,11 @@ class Metrics:
         self.registry.register(_LoadCollector(service, model))
         self._model = model
 
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"vllm:{name}", text, ["model_name", *labels], registry=self.registry)
+        def counter(name: str, text: str, *labels: str) -> Any:
+            return self.counter(f"vllm:{name}", text, ["model_name", *labels])
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets)
-            return made.labels(model)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
+            return self.histogram(f"vllm:{name}", text, ["model_name"], buckets).labels(model)
 
         self.first_token = histogram("time_to_first_token_seconds", "Time until the first token.", FIRST_TOKEN)
         self.between = histogram("inter_token_latency_seconds", "Time between rounds that bring tokens.", BETWEEN)
@@ -43,8 +62,8 @@ class Metrics:
         self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", LENGTHS)
         self.text_length = histogram("request_generation_tokens", "Tokens generated for a request.", LENGTHS)
         what, labels = "Requests of HTTP by path and status; 499: the client left.", ["model_name", "route", "status"]
-        self._answers = Counter("eesd:http_requests", what, labels, registry=self.registry)
-        build = Gauge("eesd:build_info", "1; which version runs.", ["model_name", "version"], registry=self.registry)
+        self._answers = self.counter("eesd:http_requests", what, labels)
+        build = self.gauge("eesd:build_info", "1; which version runs.", ["model_name", "version"])
         build.labels(model, eesd.__version__).set(1)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model)
@@ -55,6 +74,18 @@ class Metrics:
         self._positions = counter(
             "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the draft.", "position"
         )
+
+    def counter(self, name: str, text: str, labels: list[str]) -> Any:
+        """A new counter, with the names of its labels."""
+        return Counter(name, text, labels, registry=self.registry)
+
+    def gauge(self, name: str, text: str, labels: list[str]) -> Any:
+        """A new gauge."""
+        return Gauge(name, text, labels, registry=self.registry)
+
+    def histogram(self, name: str, text: str, labels: list[str], buckets: tuple[float, ...]) -> Any:
+        """A new histogram, with the upper bounds of its buckets."""
+        return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def answered(self, route: str, status: int) -> None:
         """Count a request of HTTP, refused ones, too. ``route``: its path in the schema, or ``other``."""
@@ -128,23 +159,11 @@ class _LoadCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         load = self._service.load()
-        gauges = {
-            "vllm:num_requests_running": ("Requests in the batch.", load.running + load.prefilling),
-            "vllm:num_requests_waiting": ("Requests in the queue.", load.queued),
-            "vllm:kv_cache_usage_perc": ("Share of the KV memory that is used, from 0 to 1.", load.kv_used),
-            "eesd:drafted_levels": ("Levels of drafts that the last round verified, at most.", load.drafted),
-        }
-        counters = {
-            "vllm:prefix_cache_queries": ("Tokens of prompts that were looked up in the prefix cache.", load.prefix_queries),
-            "vllm:prefix_cache_hits": ("Those of them that were found.", load.prefix_hits),
-            "vllm:num_preemptions": ("How often a request paused because others needed its memory.", load.pauses),
-            "eesd:rounds": ("Rounds of the batch.", load.rounds),
-        }
-        for name, (text, value) in gauges.items():
+        for name, (text, value) in GAUGES.items():
             gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], float(value))
+            gauge.add_metric([self._model], float(value(load)))
             yield gauge
-        for name, (text, count) in counters.items():
+        for name, (text, count) in COUNTERS.items():
             counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], float(count))
+            counter.add_metric([self._model], float(count(load)))
             yield counter

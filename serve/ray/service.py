@@ -12,12 +12,13 @@ from typing import Any, cast
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
+from eesd.runtime.batch.scheduler import check_memory
 from eesd.runtime.batch.service import Load
 from eesd.runtime.constraint import GrammarConstraint
 from eesd.runtime.decoding.session import Limits, check_prompt
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines
-from eesd.runtime.llm import LLM, models_sampling
+from eesd.runtime.llm import GREEDY, LLM, models_sampling
 from eesd.runtime.request import Generation, OnUpdate, QueueFullError, Request, Update
 
 LOGGER = logging.getLogger(__name__)
@@ -52,7 +53,8 @@ class RemoteService:
         stream: Runs a request in a replica.
         lost: The exceptions by which a stream says that its replica is gone.
         max_requests: Most requests at once. More get :class:`~eesd.runtime.request.QueueFullError`.
-        plain_content: As for :func:`eesd.load`.
+        longest: Most tokens of a text for which a replica has memory; None: as many as the model's.
+        generation_config, plain_content: As for :func:`eesd.load`.
     """
 
     def __init__(
@@ -61,11 +63,15 @@ class RemoteService:
         stream: Stream,
         lost: tuple[type[Exception], ...],
         max_requests: int,
+        longest: int | None = None,
+        generation_config: str = "auto",
         plain_content: bool = False,
     ) -> None:
-        manifest, sampling = load_manifest(engine_dir), models_sampling(engine_dir)
+        manifest = load_manifest(engine_dir)
+        sampling = models_sampling(engine_dir) if generation_config == "auto" else GREEDY
         self.llm = LLM(engine_dir, manifest, cast(Engines, None), None, sampling, plain_content=plain_content)
         self._stream, self._lost, self._most = stream, lost, max_requests
+        self.longest = manifest.max_seq_len if longest is None else longest
         self._open: set[RemoteGeneration] = set()
         self.alive = True
 
@@ -79,6 +85,7 @@ class RemoteService:
         manifest = self.llm.manifest
         limits = Limits(manifest.eos_token_ids, request.max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
         check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
+        check_memory(request, manifest.max_seq_len, self.longest)
         if not isinstance(request.constraint, GrammarConstraint | None):
             raise EESDError("The constraint cannot be sent to a replica; give one that eesd.make_constraint makes.")
         if len(self._open) >= self._most:
@@ -88,11 +95,6 @@ class RemoteService:
         self._open.add(generation)
         generation.task.add_done_callback(lambda _: self._open.discard(generation))
         return generation
-
-    @property
-    def longest(self) -> int:
-        """Most tokens of a text. The replicas may have memory for fewer."""
-        return self.llm.manifest.max_seq_len
 
     @property
     def places(self) -> int:
