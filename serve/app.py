@@ -11,7 +11,7 @@ import eesd
 from eesd.runtime.batch.service import Service
 from eesd.serve.anthropic import messages
 from eesd.serve.http import probes
-from eesd.serve.http.errors import handle_errors
+from eesd.serve.http.errors import handle_errors, path_of
 from eesd.serve.http.gate import Gate
 from eesd.serve.http.metrics import Metrics
 from eesd.serve.http.observe import QUIET, Observe
@@ -34,7 +34,7 @@ def make_app(service: Service, options: ServeOptions, measure: type[Metrics] = M
     """
     # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages of documentation: they load
     # scripts from elsewhere.
-    traced: Any = {"operation_spans": False, "exclude": lambda scope: scope["path"] in QUIET}
+    traced: Any = {"operation_spans": False, "exclude": lambda scope: path_of(scope) in QUIET}
     app = FastAPI(title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None, telemetry=traced)
     app.state.serving = Serving(service=service, options=options, measure=measure)
     for router in ROUTERS:

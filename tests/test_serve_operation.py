@@ -1,5 +1,6 @@
 """What operators and attackers do with the server: hosts, logs, metrics, keys, configuration."""
 
+import asyncio
 import http.client
 import json
 import logging
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import yaml  # type: ignore[import-untyped]
 from support.command import assert_refused, run
@@ -21,6 +23,7 @@ from eesd.common.errors import EESDError
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.text import TextCodec
 from eesd.serve import cli as serve_cli
+from eesd.serve.app import make_app
 from eesd.serve.http.observe import TextFormatter
 from eesd.serve.http.options import ServeOptions
 
@@ -75,6 +78,23 @@ def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
     with served(engine, ServeOptions(allowed_hosts=("api.example.com",))) as closed, closed.http as client:
         assert client.get("/metrics", headers=other).status_code == 400  # open to everybody but the pages of other sites
         assert client.get("/health", headers=other).status_code == 200
+
+
+def test_a_prefix_of_all_paths_changes_nothing(server: Served) -> None:
+    """Ray Serve mounts an application under one, and says so by ``root_path``."""
+    app = make_app(server.serving.service, ServeOptions(api_keys=KEYS, metrics_open=True))
+
+    async def main() -> None:
+        transport = httpx2.ASGITransport(app, root_path="/one")
+        async with httpx2.AsyncClient(transport=transport, base_url="http://server") as client:
+            for path in ("/health", "/ready", "/metrics", "/"):
+                assert (await client.get(f"/one{path}")).status_code == 200, path
+            assert (await client.get("/one/v1/models")).status_code == 401
+            assert (await client.post("/one/v1/messages", json={})).json()["type"] == "error"  # Anthropic's form
+            counted = (await client.get("/one/metrics")).text
+        assert 'route="/v1/models",status="401"' in counted and 'route="/health"' not in counted
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("host", ["api.example.com:8443", "", "a b", "http://a.example", "a/b", "[::1]", "*"])

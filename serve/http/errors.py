@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.service import ClosedError
@@ -91,10 +92,15 @@ class APIError(Exception):
         detail = {"message": self.message, "type": TYPES[self.status], "param": self.param, "code": self.code}
         return json.dumps({"error": detail}).encode()  # ASCII: the message may quote half a surrogate pair
 
-    def response_for(self, path: str) -> Response:
-        """The response of a path. Anthropic's form has one field more."""
-        body = b'{"type": "error", ' + self.body[1:] if path.startswith("/v1/messages") else self.body
+    def response_for(self, scope: Scope) -> Response:
+        """The response of a request. Anthropic's form has one field more."""
+        body = b'{"type": "error", ' + self.body[1:] if path_of(scope).startswith("/v1/messages") else self.body
         return Response(body, self.status, self.headers, "application/json")
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request, without the prefix under which Ray, or another server, has the application."""
+    return str(scope["path"].removeprefix(scope.get("root_path", ""))) or "/"
 
 
 class ClientLeftError(Exception):
@@ -137,7 +143,7 @@ def handle_errors(app: FastAPI) -> None:
     """Make the app answer every exception in OpenAI's form."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        return as_api_error(error).response_for(request.url.path)
+        return as_api_error(error).response_for(request.scope)
 
     async def left(_: Request, error: Exception) -> Response:  # noqa: ARG001 - the handlers' signature
         return Response(status_code=LEFT)

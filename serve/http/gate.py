@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eesd.serve.http.errors import APIError
+from eesd.serve.http.errors import APIError, path_of
 from eesd.serve.http.observe import QUIET
 from eesd.serve.http.options import Serving
 
@@ -38,13 +38,13 @@ class Gate:
             return
         if scope["method"] == "HEAD":  # of monitors: a GET, of which the server sends the head
             scope = {**scope, "method": "GET"}
-        quiet = scope["path"] in QUIET
+        quiet = path_of(scope) in QUIET
         self._serving.active += not quiet
         try:
             try:
                 body = await self._admit(scope, receive)
             except APIError as error:
-                await error.response_for(scope["path"])(scope, receive, send)
+                await error.response_for(scope)(scope, receive, send)
                 return
             if body is not None:
                 await self._app(scope, _replay(body, receive), send)
@@ -57,7 +57,7 @@ class Gate:
         Raises:
             APIError: It may not enter.
         """
-        headers, options = Headers(scope=scope), self._serving.options
+        headers, options, path = Headers(scope=scope), self._serving.options, path_of(scope)
         if "content-length" in headers and "transfer-encoding" in headers:
             # RFC 9112, 6.1: a proxy that reads the one and a server that reads the other see different requests
             message = "The request has both Content-Length and Transfer-Encoding; send one of them."
@@ -65,14 +65,14 @@ class Gate:
         key = self._key(headers)
         scope.setdefault("state", {})["key"] = key
         host = headers.get("host")  # HTTP/1.0 has none: probes of load balancers use it, browsers do not
-        if self._hosts and host is not None and _name_of(host) not in self._hosts and not self._any_host(scope["path"], key):
+        if self._hosts and host is not None and _name_of(host) not in self._hosts and not self._any_host(path, key):
             names = ", ".join(options.allowed_hosts)
             message = f"The request is for another host; this server answers for {names}. --allowed-host adds one."
             raise APIError(400, message, code="unknown_host", headers=CLOSE)
-        if self._keys and scope["path"] not in self._open and not key:
+        if self._keys and path not in self._open and not key:
             message = "The API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY."
             raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
-        if self._serving.draining and scope["path"] not in QUIET:
+        if self._serving.draining and path not in QUIET:
             raise APIError(503, "The server is stopping; ask another one.", code="stopping", headers=CLOSE)
         try:
             async with asyncio.timeout(options.body_timeout):

@@ -13,7 +13,7 @@ from uuid import uuid4
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eesd.serve.http.errors import LEFT, as_api_error
+from eesd.serve.http.errors import LEFT, as_api_error, path_of
 from eesd.serve.http.options import Serving
 
 try:
@@ -96,7 +96,7 @@ class Observe:
         self._app, self._metrics, self._paths = app, serving.metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in QUIET:
+        if scope["type"] != "http" or path_of(scope) in QUIET:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get("x-request-id", "")
@@ -122,11 +122,12 @@ class Observe:
         except Exception as error:
             LOGGER.error("A request failed.", exc_info=error)
             if status == LEFT:
-                await as_api_error(error).response_for(scope["path"])(scope, receive, sending)
+                await as_api_error(error).response_for(scope)(scope, receive, sending)
         finally:
             facts |= _outcome(scope, status, start)
             _add_to_span(facts)
-            self._metrics.answered(scope["path"] if scope["path"] in self._paths else "other", status)
+            route = path_of(scope)
+            self._metrics.answered(route if route in self._paths else "other", status)
             LOGGER.info("%s %s %s", facts["method"], facts["path"], status, extra={"facts": facts})
 
 

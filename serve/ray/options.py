@@ -81,11 +81,11 @@ _COMMAND = click.Command(None, params=[*_OWN, *_SHARED])
 
 
 def read_options(arguments: Mapping[str, Any], environment: Mapping[str, str]) -> RayOptions:
-    """Options from Serve's arguments and the environment: those of :class:`Scale`, and those of ``eesd-serve`` under their names.
+    """Options from Serve's arguments and the environment: those of :class:`Scale` and, by their names, of ``eesd-serve``.
 
     Each may be given as an argument (``serve run eesd.serve.ray.app:app engine_dir=plans/``), in a configuration file of Serve
-    (``args``), or in the environment (``EESD_SERVE_ENGINE_DIR``). An argument comes before the environment. Of an option that may
-    be repeated the values are a list, or have blanks between them.
+    (``args``), or in the environment (``EESD_SERVE_ENGINE_DIR``). An argument comes before the environment. The values of an
+    option that may be repeated are a list, or have blanks between them.
 
     Raises:
         EESDError: One is unknown or unusable, or there is no engine directory.
