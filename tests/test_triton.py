@@ -12,11 +12,13 @@ import pytest
 from support import environments
 from support.bundled import FORGED, prompts, with_turns
 from support.command import assert_refused, run, succeed
+from support.constrained import TOO_MUCH
 from support.serving import eventually
 from support.triton_server import TritonServer, triton_server
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.constraint import make_constraint
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, load
 from eesd.serve.cli import main
@@ -207,6 +209,61 @@ def test_http_generates_with_the_names_of_nvidias_frontends(server: TritonServer
     pieces = [json.loads(event.removeprefix("data: ")) for event in events if event]
     assert "".join(piece["text_output"] for piece in pieces) == answer["text_output"]
     assert len(pieces) > 1 and pieces[-1]["finish_reason"] == wanted.finish_reason
+
+
+GUIDES: dict[str, tuple[str, Any]] = {
+    "json": ("json", {"type": "object"}),
+    "json_schema": ("json", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}),
+    "regex": ("regex", "[a-z_]{6,12} = [0-9]{1,4}"),
+    "ebnf_grammar": ("grammar", 'start: "def " NAME "():"\nNAME: /[a-z]{3,9}/'),
+    "choice": ("choice", ["import os", "import sys"]),
+}
+
+
+@pytest.mark.slow
+def test_penalties_log_probabilities_and_guides_are_those_of_generate(
+    triton_python: Path, server: TritonServer, llm: LLM
+) -> None:
+    prompt, requests, expected = "import os\n", [], []
+    for number, (kind, (own, value)) in enumerate([*GUIDES.items(), ("", ("", ""))]):
+        sampling = Sampling(temperature=0.7 * (number % 2), seed=number, presence_penalty=0.5, frequency_penalty=-0.25)
+        inputs: dict[str, Any] = {
+            "text_input": prompt, "max_tokens": 40, "return_log_probs": True, "stream": number % 3 > 0,
+            "temperature": sampling.temperature, "seed": number, "presence_penalty": 0.5, "frequency_penalty": -0.25,
+            "guided_decoding_guide_type": kind, "guided_decoding_guide": value if isinstance(value, str) else json.dumps(value),
+        }  # fmt: skip
+        if kind in ("", "json"):  # clients of other servers send empty ones
+            inputs["guided_decoding_guide"] = ""
+        requests.append({"inputs": inputs})
+        constraint = make_constraint(own, value, llm) if own else None
+        expected.append(llm.generate(prompt, sampling, max_new_tokens=40, logprobs=0, constraint=constraint))
+    for answers, wanted in zip(Client(triton_python, server, requests).all(), expected, strict=True):
+        assert "error" not in answers[0], answers
+        assert (ids(answers), answers[-1]["reason"]) == (wanted.tokens, wanted.finish_reason)
+        logprobs = [one.logprob for one in wanted.logprobs or ()]
+        assert [value for answer in answers for value in answer["logprobs"]] == pytest.approx(logprobs, abs=1e-5)
+        assert answers[-1]["total"] == pytest.approx(sum(one or 0 for one in logprobs), abs=1e-4)
+    plain = Client(triton_python, server, [{"inputs": {"text_input": prompt, "max_tokens": 1}}]).all()[0]
+    assert "logprobs" not in plain[0]  # nobody asked
+
+
+@pytest.mark.slow
+def test_a_guide_that_cannot_be_used_is_refused(triton_python: Path, server: TritonServer) -> None:
+    guides = [
+        ("", "[a-z]", "guided_decoding_guide_type is ''"),
+        ("xml", "<a/>", "give one of json, json_schema"),
+        ("regex", "", "no guided_decoding_guide"),
+        ("regex", "(", "unclosed group"),
+        ("json_schema", "{", "guided_decoding_guide"),
+        ("choice", "3", "no list of texts"),
+        ("regex", TOO_MUCH, "takes too much"),
+    ]
+    common = {"text_input": "x", "max_tokens": 400}
+    requests = [
+        {"inputs": common | {"guided_decoding_guide_type": kind, "guided_decoding_guide": guide}} for kind, guide, _ in guides
+    ]
+    for answers, (*_, words) in zip(Client(triton_python, server, requests).all(), guides, strict=True):
+        assert words in answers[-1]["error"], answers
 
 
 @pytest.mark.slow

@@ -5,12 +5,15 @@ from typing import Any
 
 import numpy as np
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.json_input import parse_json
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import Request
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+GUIDES = {"json": "json", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar", "choice": "choice"}
+"""What a guide may be, under the names of tensorrtllm_backend; choices, in JSON, are ours."""
 
 
 @dataclass(frozen=True)
@@ -19,11 +22,13 @@ class Asked:
 
     Attributes:
         request: For the batch.
+        guide: Kind and value of what restricts the output, for :func:`eesd.make_constraint`; None: nothing does.
         stream: Whether each round's tokens come in a response of their own.
         prefix: Text that goes before the first response.
     """
 
     request: Request
+    guide: tuple[str, Any] | None
     stream: bool
     prefix: str
 
@@ -49,6 +54,8 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
     }
     if triton_request.timeout() > 0:  # microseconds
         options["seconds"] = triton_request.timeout() / 1e6
+    if _value(given, "return_log_probs") is True:
+        options["logprobs"] = 0
     words = _texts("stop_words", given["stop_words"].as_numpy()) if "stop_words" in given else []
     request = Request(
         tokens=tokens,
@@ -58,7 +65,7 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
     )
     shows_input = _value(given, "exclude_input_in_output") is False
     prefix = (llm.codec.decode(tokens) if text is None else text) if shows_input else ""
-    return Asked(request, _value(given, "stream") is True, prefix)
+    return Asked(request, _guide(given), _value(given, "stream") is True, prefix)
 
 
 def _tokens(tensor: Any) -> list[int]:
@@ -72,6 +79,20 @@ def _chat(text: str) -> list[Any]:
     if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
         raise EESDError('messages are no list of JSON objects; give [{"role": "user", "content": "..."}].')
     return messages
+
+
+def _guide(given: dict[str, Any]) -> tuple[str, Any] | None:
+    kind, guide = (_text(name, _value(given, name)) for name in ("guided_decoding_guide_type", "guided_decoding_guide"))
+    if not kind and not guide:
+        return None
+    if kind not in GUIDES:
+        raise EESDError(f"guided_decoding_guide_type is {shown(kind)}; give one of {', '.join(GUIDES)}.")
+    if kind == "json" and not guide:
+        return "json", {"type": "object"}
+    if not guide:
+        raise EESDError(f"There is no guided_decoding_guide; give one, as the type is {kind}.")
+    read = kind in ("json", "json_schema", "choice")
+    return GUIDES[kind], parse_json(guide, "guided_decoding_guide", "give JSON") if read else guide
 
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 import os
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -14,7 +16,7 @@ from eesd.common.errors import EESDError
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.llm import load
 from eesd.runtime.request import QueueFullError
-from eesd.serve.triton.inputs import read_request
+from eesd.serve.triton.inputs import Asked, read_request
 from eesd.serve.triton.metrics import Metrics
 from eesd.serve.triton.replies import FINAL, Replies, failure
 from eesd.serve.triton.settings import read_settings
@@ -48,23 +50,47 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._metrics = Metrics(args["model_name"], args["model_version"])
         self._replies = Replies(self._service, self._metrics)
+        self._readers = ThreadPoolExecutor(2, "eesd-triton-grammars")
         if llm.engines.notice:
             pb_utils.Logger.log_warn(llm.engines.notice)
 
     def execute(self, requests: Sequence[Any]) -> None:
         for request in requests:
             sender = request.get_response_sender()
-            try:
-                self._replies.start(sender, read_request(request, self._service.llm))
-            except EESDError as error:
-                busy = isinstance(error, QueueFullError | ClosedError)
-                code = pb_utils.TritonError.UNAVAILABLE if busy else pb_utils.TritonError.INVALID_ARG
-                sender.send(failure(str(error), code), flags=FINAL)
+            with _refusals(sender):
+                asked = read_request(request, self._service.llm)
+                if asked.guide is None:
+                    self._replies.start(sender, asked)
+                else:  # in a thread: a grammar may take long to read
+                    self._readers.submit(self._start_guided, sender, asked, *asked.guide)
+
+    def _start_guided(self, sender: Any, asked: Asked, kind: str, value: Any) -> None:
+        with _refusals(sender):
+            from eesd.runtime.constraint import make_constraint  # needs an optional package
+
+            constraint = make_constraint(kind, value, self._service.llm)
+            self._replies.start(sender, replace(asked, request=replace(asked.request, constraint=constraint)))
 
     def finalize(self) -> None:
         """End all threads. Triton has waited for running requests."""
+        self._readers.shutdown()
         self._service.close()
         self._replies.close()
+
+
+@contextmanager
+def _refusals(sender: Any) -> Iterator[None]:
+    """Answer a request that is refused with the reason."""
+    try:
+        yield
+    except EESDError as error:
+        busy = isinstance(error, QueueFullError | ClosedError)
+        code = pb_utils.TritonError.UNAVAILABLE if busy else pb_utils.TritonError.INVALID_ARG
+        sender.send(failure(str(error), code), flags=FINAL)
+    except Exception as error:  # whatever is wrong with one request, the others get their answers, and its client hears of it
+        pb_utils.Logger.log_error(f"A request failed: {error!r}")
+        message = "The request failed; the server's log says why."
+        sender.send(failure(message, pb_utils.TritonError.INTERNAL), flags=FINAL)
 
 
 def _end_with(server: int) -> None:

@@ -16,6 +16,8 @@ from eesd.serve.triton.metrics import Metrics
 
 POLL_SECONDS = 0.05
 """How often it is asked whether clients still want an answer. Asking takes a message to the server for each request."""
+LEAST = -9999.0
+"""Stands for the logarithm of zero, which JSON cannot write."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
@@ -28,7 +30,8 @@ class Reply:
         asked: What the client asked for.
         generation: What the batch makes of it; None for a moment at first.
         start: When the request came.
-        text, tokens: What was not sent yet.
+        text, tokens, logprobs: What was not sent yet.
+        total: Sum of all log-probabilities so far.
         started: Whether there was a token.
     """
 
@@ -38,6 +41,8 @@ class Reply:
     generation: Generation | None = None
     text: str = ""
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    total: float = 0.0
     started: bool = False
 
     def __post_init__(self) -> None:
@@ -114,15 +119,18 @@ class Replies:
             self._metrics.first_token(monotonic() - reply.start)
         reply.text += "".join(output.text for output in update.tokens) + update.held
         reply.tokens += [output.token for output in update.tokens]
+        found = [output.logprob.logprob for output in update.tokens if output.logprob]
+        reply.logprobs += [max(value, LEAST) for value in found if value is not None]
         if update.finish_reason is None and not (reply.asked.stream and update.tokens):
             return
+        reply.total += sum(reply.logprobs)
         try:
             reply.sender.send(_response(reply, update), flags=FINAL if update.finish_reason else 0)
         except Exception as error:  # whatever is wrong with one client, the others get their answers
             pb_utils.Logger.log_error(f"A response could not be sent: {error}")
             if reply.generation:
                 reply.generation.cancel()
-        reply.text, reply.tokens = "", []
+        reply.text, reply.tokens, reply.logprobs = "", [], []
         if update.finish_reason:
             self._forget(reply)
             self._metrics.ended(update.finish_reason, update.stats)
@@ -131,7 +139,8 @@ class Replies:
 def _response(reply: Reply, update: Update) -> Any:
     """What was not sent yet, or why there is nothing."""
     if update.finish_reason == "error":
-        return failure(update.error or "The request failed; the server's log says why.", pb_utils.TritonError.INTERNAL)
+        code = pb_utils.TritonError.INVALID_ARG if update.refused else pb_utils.TritonError.INTERNAL
+        return failure(update.error or "The request failed; the server's log says why.", code)
     if update.finish_reason == "cancelled":
         if reply.generation and reply.generation.cancelled:
             return failure("The request was cancelled.", pb_utils.TritonError.CANCELLED)
@@ -143,6 +152,9 @@ def _response(reply: Reply, update: Update) -> Any:
         pb_utils.Tensor("output_ids", np.array(reply.tokens, dtype=np.int32)),
         pb_utils.Tensor("finish_reason", np.array([(update.finish_reason or "").encode()], dtype=np.object_)),
     ]
+    if reply.asked.request.logprobs is not None:
+        outputs.append(pb_utils.Tensor("output_log_probs", np.array(reply.logprobs, dtype=np.float32)))
+        outputs.append(pb_utils.Tensor("cum_log_probs", np.array([reply.total], dtype=np.float32)))
     return pb_utils.InferenceResponse(outputs)
 
 

@@ -29,12 +29,23 @@ INPUTS = (
     ("top_p", "FP32", 1),
     ("min_p", "FP32", 1),
     ("repetition_penalty", "FP32", 1),
+    ("presence_penalty", "FP32", 1),
+    ("frequency_penalty", "FP32", 1),
+    ("guided_decoding_guide_type", "STRING", 1),
+    ("guided_decoding_guide", "STRING", 1),
+    ("return_log_probs", "BOOL", 1),
     ("random_seed", "UINT64", 1),
     ("seed", "UINT64", 1),
     ("ignore_eos", "BOOL", 1),
     ("exclude_input_in_output", "BOOL", 1),
 )
-OUTPUTS = (("text_output", "STRING", 1), ("output_ids", "INT32", -1), ("finish_reason", "STRING", 1))
+OUTPUTS = (
+    ("text_output", "STRING", 1),
+    ("output_ids", "INT32", -1),
+    ("finish_reason", "STRING", 1),
+    ("output_log_probs", "FP32", -1),
+    ("cum_log_probs", "FP32", 1),
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
 _MODEL = '''"""The model that Triton loads. Its code is part of the package eesd, which Triton's Python must have."""
 

@@ -18,7 +18,8 @@ KINDS = {
     "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "stream": "BOOL", "ignore_eos": "BOOL",
     "exclude_input_in_output": "BOOL",
     "temperature": "FP32", "top_p": "FP32", "min_p": "FP32", "repetition_penalty": "FP32", "seed": "UINT64",
-    "random_seed": "UINT64",
+    "random_seed": "UINT64", "presence_penalty": "FP32", "frequency_penalty": "FP32", "return_log_probs": "BOOL",
+    "guided_decoding_guide_type": "BYTES", "guided_decoding_guide": "BYTES",
 }  # fmt: skip
 TYPES = {"BYTES": np.object_, "BOOL": np.bool_, "FP32": np.float32, "UINT64": np.uint64, "INT32": np.int32}
 PRINTING = threading.Lock()
@@ -56,7 +57,9 @@ def stream(address: str, model: str, seconds: float, number: int, asked: dict[st
             break
         final = result.get_response().parameters["triton_final_response"].bool_param
         text, reason = (result.as_numpy(name)[0].decode() for name in ("text_output", "finish_reason"))
-        show(number, text=text, ids=result.as_numpy("output_ids").tolist(), reason=reason, final=final)
+        logprobs, total = (result.as_numpy(name) for name in ("output_log_probs", "cum_log_probs"))
+        more = {} if logprobs is None else {"logprobs": logprobs.tolist(), "total": float(total[0])}
+        show(number, **more, text=text, ids=result.as_numpy("output_ids").tolist(), reason=reason, final=final)
         count += 1
         if final:
             break
