@@ -190,6 +190,43 @@ def test_a_chat_goes_on(page: Page) -> None:
 
 
 @needs_browser
+def test_more_options_lie_in_a_fold(page: Page) -> None:
+    asked: list[Any] = []
+    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    expect(page.locator("#system")).to_be_hidden()
+    page.locator("#top-p").evaluate("input => input.value = 2")
+    ask(page, "ab ab")
+    expect(page.locator("#more")).to_have_attribute("open", "")  # what is wrong can be seen
+    assert not asked
+    page.locator("#top-p").fill("0.9")
+    page.locator("#stops").fill("b\n\\n\n")
+    page.locator("#go").click()
+    expect(page.locator("#status")).to_contain_text("tokens in")
+    assert (asked[-1]["top_p"], asked[-1]["stop"]) == (0.9, ["b", "\n"])
+    assert "b" not in generated(page) and "\n" not in generated(page)
+    expect(page.locator("#system")).to_be_hidden()  # of a chat alone
+    page.locator("input[value=chat]").check()
+    page.locator("#system").fill("Be brief.")
+    page.locator("#prompt").fill("Hi")
+    page.locator("#go").click()
+    expect(page.locator("#prompt")).to_have_value("")
+    assert [message["role"] for message in asked[-1]["messages"]] == ["system", "user"]
+    assert asked[-1]["messages"][0]["content"] == "Be brief."
+
+
+@needs_browser
+@pytest.mark.parametrize("mode", ["chat", "completion"])
+def test_an_example_is_one_click(page: Page, mode: str) -> None:
+    page.locator(f"input[value={mode}]").check()
+    page.locator("#prompt").fill("mine")
+    expect(page.locator("#example")).to_be_hidden()  # a text is never replaced
+    page.locator("#prompt").fill("")
+    page.locator("#example").click()
+    expect(page.locator("#status")).to_contain_text("tokens in")
+    expect(page.locator("#output")).to_contain_text("numbers from 1 to n" if mode == "chat" else "def fibonacci(n):")
+
+
+@needs_browser
 def test_stopping_ends_the_request(page: Page, server: Served) -> None:
     ask(page, "ab ab", tokens=400)
     expect(page.locator("#output .tokens span").first).to_be_attached()
@@ -269,6 +306,7 @@ def test_it_fits_a_phone(browser: Browser, server: Served, scheme: Any) -> None:
         page = context.new_page()
         page.goto(server.url)
         ask(page, "ab ab ab " + "x" * 60, compare=True)
+        expect(page.locator("#output .tokens span").first).to_be_in_viewport()  # Generate was below the form
         expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
         assert page.locator("html").evaluate("page => page.scrollWidth") <= 320
         for button in ("#go", "#stop", "#clear"):

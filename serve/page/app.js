@@ -6,6 +6,7 @@ import { Refused, generate, jsonHeaders, refusal } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
 const REASONS = { stop: "The model ended the text", length: "The text is as long as asked for", deadline: "The server's time for a request was over" };
+const EXAMPLES = { chat: "Write a Python function that adds the numbers from 1 to n.", completion: "def fibonacci(n):\n" };
 const history = [];
 let running = null;
 let runs = { about: "", drafting: null, plain: null };
@@ -23,6 +24,13 @@ async function start() {
   $("stop").addEventListener("click", () => running?.abort());
   $("clear").addEventListener("click", clear);
   $("key").addEventListener("change", learnAbout);
+  $("prompt").addEventListener("input", showExample);
+  $("example").addEventListener("click", () => {
+    $("prompt").value = EXAMPLES[mode()];
+    showExample();
+    $("ask").requestSubmit();
+  });
+  $("more").addEventListener("invalid", () => ($("more").open = true), true); // else the browser has nowhere to say so
   document.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) $("ask").requestSubmit();
     if (event.key === "Escape") running?.abort();
@@ -37,6 +45,7 @@ async function learnAbout() {
     const about = await response.json();
     $("model").textContent = `${about.model}, up to ${about.max_model_len} tokens${about.drafts ? "" : "; this server does not draft"}`;
     $("temperature").value = about.sampling.temperature;
+    $("top-p").value = about.sampling.top_p;
     $("draft").checked = $("draft").checked && about.drafts;
     $("draft").disabled = $("compare").disabled = !about.drafts;
     $("modes").hidden = !about.chat;
@@ -51,6 +60,12 @@ async function learnAbout() {
 
 function showMode() {
   $("prompt-label").textContent = mode() === "chat" ? "Message" : "Text to continue";
+  $("system-row").hidden = mode() !== "chat";
+}
+
+// The example takes the place of no text.
+function showExample() {
+  $("example").hidden = $("prompt").value !== "";
 }
 
 function clear() {
@@ -78,10 +93,12 @@ function failed(error) {
 function request() {
   const text = $("prompt").value;
   if (!text.trim()) throw new Error("The prompt is empty; write something.");
-  const [maxTokens, temperature, seed] = ["max-tokens", "temperature", "seed"].map((id) => $(id).valueAsNumber);
-  const options = { max_tokens: maxTokens, temperature, seed };
+  const [maxTokens, temperature, seed, topP] = ["max-tokens", "temperature", "seed", "top-p"].map((id) => $(id).valueAsNumber);
+  const stop = $("stops").value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
+  const options = { max_tokens: maxTokens, temperature, seed, top_p: topP, stop };
   if (mode() === "completion") return { ...options, prompt: text };
-  return { ...options, messages: [...history, { role: "user", content: text }] };
+  const system = $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
+  return { ...options, messages: [...system, ...history, { role: "user", content: text }] };
 }
 
 async function run() {
@@ -95,6 +112,7 @@ async function run() {
     const about = JSON.stringify(body);
     if (runs.about !== about) runs = { about, drafting: null, plain: null };
     if (body.messages) question($("output"), $("prompt").value);
+    if ($("text").getBoundingClientRect().top > window.innerHeight / 2) $("text").scrollIntoView();
     const first = await answer(body, comparing || $("draft").checked, comparing);
     if (comparing && !running.signal.aborted) await answer(body, false, true);
     if (body.messages) remember(body, first);
@@ -143,7 +161,8 @@ function ended(result, event) {
 function remember(body, text) {
   history.push(body.messages.at(-1), { role: "assistant", content: text });
   $("prompt").value = "";
-  $("prompt").focus();
+  showExample();
+  if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus({ preventScroll: true }); // else the keyboard hides the text
 }
 
 // Where the two texts differ, of as much as there is of both; -1: nowhere.
