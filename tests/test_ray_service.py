@@ -108,14 +108,15 @@ def tokens(updates: list[Update]) -> list[int]:
     return [output.token for update in updates for output in update.tokens]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("sampling", [*SAMPLINGS, Sampling(temperature=0.8)])
 @pytest.mark.parametrize("deaths", [[], [0], [1], [5, 3]])
 def test_a_replica_that_dies_costs_no_token_and_repeats_none(
     bundled: Path, service: Service, llm: LLM, sampling: Sampling, deaths: list[int]
 ) -> None:
     texts = prompts()[:4]
-    wanted = [llm.generate(text, sampling, max_new_tokens=40) for text in texts]
     requests = [Request(tokens=llm.encode(text), sampling=sampling, max_new_tokens=40, logprobs=0) for text in texts]
+    # A seed that the request drew is the same in every replica.
+    wanted = [llm.generate(text, request.sampling, max_new_tokens=40) for text, request in zip(texts, requests, strict=True)]
     found = run(lambda: RemoteService(bundled, replicas(service, deaths), (Died,), 8), *requests)
     for updates, completion in zip(found, wanted, strict=True):
         assert tokens(updates) == completion.tokens
@@ -255,6 +256,14 @@ def test_options_that_cannot_be_used_are_refused(arguments: Any, environment: An
     with pytest.raises(EESDError, match=words) as refused:
         read_options(arguments, environment)
     assert str(refused.value).endswith(".") and "\n" not in str(refused.value)
+
+
+def test_the_page_names_all_arguments() -> None:
+    with pytest.raises(EESDError, match="the arguments are") as refused:
+        read_options({"nothing": 1}, {})
+    page = (Path(__file__).parent.parent / "docs" / "ray.md").read_text()
+    names = str(refused.value).partition("the arguments are ")[2].rstrip(".").split(", ")
+    assert len(names) > 20 and [name for name in names if f"`{name}`" not in page] == []
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])

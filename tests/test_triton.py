@@ -243,8 +243,10 @@ def test_penalties_log_probabilities_and_guides_are_those_of_generate(
         logprobs = [one.logprob for one in wanted.logprobs or ()]
         assert [value for answer in answers for value in answer["logprobs"]] == pytest.approx(logprobs, abs=1e-5)
         assert answers[-1]["total"] == pytest.approx(sum(one or 0 for one in logprobs), abs=1e-4)
-    plain = Client(triton_python, server, [{"inputs": {"text_input": prompt, "max_tokens": 1}}]).all()[0]
-    assert "logprobs" not in plain[0]  # nobody asked
+    free = {"text_input": prompt, "max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+    drawn = Client(triton_python, server, [{"inputs": free}] * 4).all()
+    assert len({tuple(ids(answers)) for answers in drawn}) > 1  # without a seed each draws one
+    assert "logprobs" not in drawn[0][0]  # nobody asked
 
 
 @pytest.mark.slow

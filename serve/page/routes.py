@@ -1,6 +1,6 @@
 """The playground: a page that shows who proposed each token, what was rejected, and what drafting is worth.
 
-The page is three files without a build step. Nothing comes from elsewhere, and its Content-Security-Policy says so.
+The page is six files without a build step. Nothing comes from elsewhere, and its Content-Security-Policy says so.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
