@@ -192,7 +192,9 @@ def test_the_python_api_is_lossless_with_it(reduced_harness: Harness) -> None:
             reduced_harness.directory, backend, threads=1, speculation=Speculation("fixed:k=4", guard=False, drafter="exit")
         )
         for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
-            drafted, plain = (llm.generate(PROMPTS[2], sampling, max_new_tokens=40, draft=draft) for draft in (True, False))
+            drafted, plain = (
+                llm.generate(PROMPTS[2], sampling, max_new_tokens=40, ignore_eos=True, draft=draft) for draft in (True, False)
+            )
             assert drafted.tokens == plain.tokens and drafted.stats.accepted_tokens > 3
 
 

@@ -107,7 +107,7 @@ def test_bad_calls_are_refused_and_write_nothing(tmp_path: Path) -> None:
     assert (cache.array == np.float32(UNWRITTEN)).all()
 
 
-@pytest.mark.parametrize("changes", [{"slots": 40}, {"layer": -1}, {"kv_heads": 0}, {"head_dim": 300}], ids=str)
+@pytest.mark.parametrize("changes", [{"slots": 40}, {"layer": -1}, {"kv_heads": 0}, {"head_dim": 600}], ids=str)
 def test_bad_attributes_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     sizes = {"kv_heads": 2, "head_dim": 16} | changes
     kv_heads, head_dim = sizes.pop("kv_heads"), sizes.pop("head_dim")
