@@ -91,7 +91,8 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         raise ValueError("its attention is not causal, which is not supported")
     other = next((name for name in own.left if own.raw[name] and name not in _NO_EFFECT), None)
     if other is not None:
-        raise ValueError(f"it has {prefix}{other} {shown(own.raw[other])}, which is not supported")
+        name = " ".join(f"{prefix}{other}".split())  # in a damaged file it may have any letters
+        raise ValueError(f"it has {name} {shown(own.raw[other])}, which is not supported")
     return raw | _special_tokens(general)
 
 

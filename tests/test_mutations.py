@@ -377,6 +377,8 @@ def test_logits_of_displaced_nodes_are_caught(tmp_path: Path, monkeypatch: pytes
     directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
     with without_operators():
         llm = load(directory, "ort", threads=1, speculation=TREE)
+    llm.budget = None
+    llm.budget = None  # what a budget leaves out depends on the clock
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(session, "cut_displaced", lambda path, bonus: (path, bonus))
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing
@@ -414,6 +416,7 @@ def stale(kv_cache: CpuKVCache, start: int, sources: list[int]) -> None:
 def test_a_cpu_cache_that_is_not_compacted_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     llm = load(tiny_models.export_tiny(model, tmp_path / "plans", slots=256), "ort", threads=1, speculation=TREE)
+    llm.budget = None
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(CpuKVCache, "compact", stale)
     found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
