@@ -85,7 +85,7 @@ class Engine:
 class Ingress:
     """OpenAI's API: the same routes as ``eesd-serve``, over the replicas."""
 
-    async def __init__(self, engine: DeploymentHandle, options: RayOptions) -> None:
+    async def __init__(self, engine: DeploymentHandle, options: RayOptions) -> None:  # type: ignore[misc]  # Ray awaits it
         self._engine = engine.options(stream=True)
         self._options = options
         self._longest = await engine.longest.remote()
