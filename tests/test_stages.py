@@ -72,6 +72,7 @@ def test_stages_give_the_tokens_of_one_stage(
     exported: Export, family: str, stages: int, speculation: Speculation | None
 ) -> None:
     whole, split = (eesd.load(exported(family, n), speculation=speculation, threads=1) for n in (1, stages))
+    whole.budget = split.budget = None  # what a budget leaves out depends on the clock
     assert len(split.manifest.verify) == stages and sum(layers_of(split.manifest)) == LAYERS[family]
     with whole.session(PROMPT) as one, split.session(PROMPT) as other:
         np.testing.assert_allclose(one.peek(), other.peek(), rtol=0, atol=1e-5)
