@@ -131,7 +131,7 @@ def call_seconds(
 def _seconds(
     manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, counts: Sequence[int], ranks: int
 ) -> list[float]:
-    """Seconds of calls over so many nodes each. A graph of many experts has many weights, which are gone through once."""
+    """Seconds of a call for each number of nodes in ``counts``. The weights, many of a graph with experts, are read once."""
     seconds = [hardware.host + (TELLING if ranks > 1 else 0) for _ in counts]
     for graph in graphs:
         reading = bytes_of_pass(manifest, graph, slots, ranks) / (hardware.bandwidth * hardware.attained)

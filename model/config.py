@@ -23,7 +23,7 @@ MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says how weights are quantized, if ``config.json`` does not."""
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 _READ = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "additional_chat_templates/*")
-"""What is read of a model directory beside its weights, here or by transformers."""
+"""Files of a model directory, besides its weights, that EESD or transformers read."""
 
 ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """The decoder's activations by their names in transformers."""

@@ -123,6 +123,6 @@ PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names
 
 llama.cpp's other rules are of tokenizers that do not spell bytes as characters, which no supported architecture has."""
 WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "youtu", "glm4", "glm5", "tekken", "granite-embed-multi-97m"}
-"""With these, a piece that is a token is that token, whatever the merges say."""
+"""With these rules, a piece that is a token stays that token. No merge applies to it."""
 BEGINS = {*_LLAMA3_NAMES, "tekken", "chameleon"}
 """With these, a text begins with the token that begins texts, unless the file says otherwise."""

@@ -28,7 +28,7 @@ _CONTROL_NAMES = {
     *(f"<\uff5c{name}\uff5c>" for name in ("end\u2581of\u2581sentence", "fim\u2581begin", "fim\u2581hole", "fim\u2581end")),
     *("_<EOT>", "[EOT]", "[EOS]", "[PAD]", "[e~["),
 }
-"""Tokens that llama.cpp takes for control tokens, whatever their type in the file is."""
+"""llama.cpp takes these tokens for control tokens. It ignores their type in the file."""
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPM_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}

@@ -292,7 +292,7 @@ class PackedIntegers(PackedTensor):
             across = words.view(torch.int32).view(-1, self._groups).t().contiguous().view(torch.uint8)
             zeros = _fields(across.view(-1), bits).view(self._groups, -1)[:, :outputs]
         if self._packing.symmetric:
-            # A symmetric weight of the second format of GPTQ has the middle itself, whatever the config calls the format.
+            # GPTQ's second format stores the middle itself for a symmetric weight. Some configs call that format the first.
             if not any(bool((zeros == one).all()) for one in {middle, middle - int(layout == GPTQ)}):
                 raise EESDError(
                     f'{part.name} has zero points, but config.json says that there are none ("sym" or "symmetric": true); '

@@ -54,7 +54,7 @@ class Packing:
         offset: What must be added to a stored zero point.
         rows: Number of consecutive outputs that share a scale, where a group does.
         consecutive: Whether groups are of consecutive inputs, as far as the config says.
-        unknown: Names of fields that nobody knows.
+        unknown: Names of fields that EESD does not know.
     """
 
     layout: str

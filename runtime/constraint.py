@@ -159,7 +159,7 @@ class _Tokens:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """A model's tokens as llguidance knows them, and those that JSON should not go on with."""
+    """A model's tokens in llguidance's form, and the tokens that JSON should not go on with."""
 
     tokens: LLTokenizer
 

@@ -34,7 +34,7 @@ def read_schema(schema: Mapping[str, Any] | bool, lenient: bool, place: tuple[st
 
     Args:
         schema: The schema, which is plain JSON.
-        lenient: Ignore what is not supported, instead of refusing it.
+        lenient: Whether keywords that are not supported are ignored; otherwise they are refused.
         place: Names that lead to the schema, for messages.
 
     Raises:

@@ -32,19 +32,7 @@ def ask(server: Served, **body: Any) -> dict[str, Any]:
 
 
 def stream(server: Served, **body: Any) -> list[dict[str, Any]]:
-    """The events; the name of each is its type."""
-    found = []
-    with server.http.stream(
-        "POST", PATH, json={"messages": HI, "max_tokens": 12, "temperature": 0, "stream": True, **body}
-    ) as got:
-        assert got.status_code == 200, got.read()
-        for line in got.iter_lines():
-            if line.startswith("event: "):
-                name = line.removeprefix("event: ")
-            elif line:
-                found.append(json.loads(line.removeprefix("data: ")))
-                assert found[-1]["type"] == name
-    return found
+    return server.events(PATH, {"messages": HI, "max_tokens": 12, "temperature": 0, **body})
 
 
 def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -48,16 +48,9 @@ def client(server: Served) -> OpenAI:
 
 
 def raw_events(server: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The events of a stream: the name of each is its type, and they are numbered."""
-    found = []
-    with server.http.stream("POST", "/v1/responses", json={**body, "stream": True}) as stream:
-        assert stream.status_code == 200, stream.read()
-        for line in stream.iter_lines():
-            if line.startswith("event: "):
-                name = line.removeprefix("event: ")
-            elif line:
-                found.append(json.loads(line.removeprefix("data: ")))
-                assert found[-1]["type"] == name and found[-1]["sequence_number"] == len(found) - 1
+    """The events of a stream, which are numbered."""
+    found = server.events("/v1/responses", body)
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
 

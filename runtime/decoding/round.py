@@ -32,7 +32,7 @@ class RoundResult:
         from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
         rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
         outcome: What was judged, also behind the end of the text: what all that learn are told.
-        levels: Deepest level that was verified, whoever proposed it.
+        levels: Deepest level that was verified, of tokens from the draft or from the text.
         drafting: Whether the round was allowed to draft.
         draft_seconds, seconds: Time in the draft engine, and of the whole round.
     """

@@ -63,6 +63,19 @@ class Served:
         found: dict[str, Any] = response.json()
         return found
 
+    def events(self, path: str, body: Any) -> list[dict[str, Any]]:
+        """The events of a stream, which must succeed. The name of each is its type."""
+        found = []
+        with self.http.stream("POST", path, json={**body, "stream": True}) as stream:
+            assert stream.status_code == 200, stream.read()
+            for line in stream.iter_lines():
+                if line.startswith("event: "):
+                    name = line.removeprefix("event: ")
+                elif line:
+                    found.append(json.loads(line.removeprefix("data: ")))
+                    assert found[-1]["type"] == name
+        return found
+
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics; 0 if there is none yet."""
         given = {"model_name": self.serving.model_name, **labels}
