@@ -1,7 +1,7 @@
 """Chat messages as text, by the template that comes with a model: as ``apply_chat_template`` of transformers renders them.
 
 A template runs with limits (:mod:`eesd.runtime.template_limits`). What they allow gives the same text;
-``tests/test_chat_template.py`` compares many templates and conversations.
+``tests/text/test_chat_template.py`` compares many templates and conversations.
 """
 
 import json

@@ -14,7 +14,7 @@ from lease import Lease
 from lease.equality import exported
 
 TESTS = Path(__file__).resolve().parents[1]
-FILES = ("test_gpu.py", "test_device_sampler.py", "test_device_rejection.py")
+FILES = ("engines/test_gpu.py", "engines/test_device_sampler.py", "engines/test_device_rejection.py")
 
 
 def tests(lease: Lease) -> dict[str, Any]:

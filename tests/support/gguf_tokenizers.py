@@ -1,7 +1,7 @@
 """Odd texts, and vocabularies that show where a text is cut: what the tokenizers of GGUF files are tested with.
 
 With llama-cpp-python at hand, this file compares every rule with llama.cpp over thousands of texts. ``--write`` writes what
-``tests/test_gguf_tokenizer.py`` expects: hashes of llama.cpp's token ids.
+``tests/text/test_gguf_tokenizer.py`` expects: hashes of llama.cpp's token ids.
 
     python tests/support/gguf_tokenizers.py [--texts 2000] [--vocabulary MODEL.gguf] [--write]
 """

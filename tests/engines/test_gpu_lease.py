@@ -1,0 +1,98 @@
+"""``gpu_lease.py`` rehearsed on the CPU: what it needs, how steps end, and that it goes on where it stopped."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lease.steps import STEPS
+from support.command import succeed
+from support.no_torch import BLOCK
+
+from eesd.bench.cli import main as bench_main
+
+SCRIPT = Path(__file__).parent.parent / "gpu_lease.py"
+MISSING = re.sub(r"blocked = \{.*?\}", 'blocked = {"gguf", "tensorrt", "tensorrt_rtx", "eesd_tensorrt"}', BLOCK)
+MISSING += """
+import importlib.util
+
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *of: None if name.partition(".")[0] in Blocker.blocked else found(name, *of)
+"""
+BAD = """
+import os
+import time
+
+import torch
+from lease import Step
+
+
+def hangs(lease):
+    import subprocess, sys
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (lease.output / "child").write_text(str(child.pid))
+    time.sleep(600)
+
+
+def crashes(lease):
+    os.abort()
+
+
+def runs_out(lease):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB")
+
+
+def works(lease):
+    with (lease.output / "count").open("a") as file:
+        file.write("x")
+    return {"device": lease.device}
+
+
+STEPS = {"hangs": Step(hangs, 6), "crashes": Step(crashes, 60), "runs out": Step(runs_out, 60), "works": Step(works, 60)}
+"""
+
+
+def lease(output: Path, *options: object, **environment: str) -> list[dict[str, Any]]:
+    command = [sys.executable, SCRIPT, "--output", output, "--device", "cpu", *options]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr
+    path = output / "lease.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path) -> None:
+    (tmp_path / "bad_steps.py").write_text(BAD)
+    steps, output = ("--steps", "bad_steps"), tmp_path / "out"
+    lines = lease(output, *steps, PYTHONPATH=str(tmp_path))
+    assert [line["status"] for line in lines] == ["hung: ended after 6 s", "crashed: SIGABRT", "failed", "ok"]
+    assert "Tried to allocate 9 GiB" in lines[2]["error"] and lines[3]["found"] == {"device": "cpu"}
+    state = Path(f"/proc/{(output / 'child').read_text()}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", "what a step started ends with it"
+    assert lease(output, *steps, PYTHONPATH=str(tmp_path)) == lines, "all of it was done"
+    again = lease(output, *steps, "--again", "--only", "works", PYTHONPATH=str(tmp_path))
+    assert len(again) == 5 and (output / "count").read_text() == "xx"
+    assert lease(tmp_path / "late", *steps, "--minutes", 0.05, PYTHONPATH=str(tmp_path)) == []
+
+
+@pytest.mark.slow
+def test_all_steps_run_on_a_bare_machine(tmp_path: Path) -> None:
+    """Without gguf and TensorRT, and with no installed package of this project in the way; then the page."""
+    (tmp_path / "sitecustomize.py").write_text(MISSING)
+    # torch's products for AMX add in another order in longer calls, so that tokens could differ, rightly.
+    lines = lease(tmp_path / "out", PYTHONPATH=str(tmp_path), ONEDNN_MAX_CPU_ISA="AVX512_CORE")
+    wrong = {line["step"]: line.get("error") for line in lines if line["status"] != "ok"}
+    assert not wrong and [line["step"] for line in lines] == list(STEPS)
+    found = {line["step"]: line["found"] for line in lines}
+    assert "gguf" not in found["machine"]["packages"] and "torch" in found["machine"]
+    assert (
+        found["quantized products"].get("wrong", []) == found["quantized products"].get("rows depend on each other", []) == []
+    )
+    assert found["one pass"]["same most likely tokens"] and found["one pass"]["graphs have the bits of eager calls"]
+    assert all(found["tokens in float16"][way]["differ"] == 0 for way in ("chain", "tree", "sampled", "long text"))
+    succeed(bench_main, "report", tmp_path / "out/lease.jsonl", "-o", tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    assert all(f"## {name}" in page.lower() for name in ("what is equal", "constants")) and "16 of 16 steps" in page

@@ -1,0 +1,244 @@
+"""``eesd-inspect --predict``: the formula against hand calculations, and the tables of docs/predict.md."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.bundled import EXAMPLE
+from support.command import assert_refused, export_engine, run, succeed
+from support.engine_dirs import trained_head
+from support.shaped_manifests import shaped_manifest
+from support.synthetic import LLAMA_70B
+
+from eesd.common.manifest import Manifest
+from eesd.common.manifest_reader import load_manifest
+from eesd.common.weights import BLOCK, ROTARY_TABLES, UNQUANTIZED, Quantization, Quantizations
+from eesd.export import inspect, predict
+from eesd.export.cli import main as export_main
+from eesd.export.inspect import main
+from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
+from eesd.export.outline import outlined
+from eesd.export.predict import GPUS, Hardware, Prediction, bytes_of_pass, call_seconds, operations_of_node
+from eesd.model.config import load_config
+
+PAGE = Path(__file__).parent.parent.parent / "docs" / "predict.md"
+RANKS = PAGE.parent / "parallel.md"
+SIMPLE = Hardware("simple", 1e9, 1e12, 1e9, attained=0.5, attained_operations=0.25, launch=1e-3, host=10.0)
+INT4 = Quantizations(*[Quantization("int4", BLOCK)] * 3)
+LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+LLAMA_2_13B = {"vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
+TABLES = {
+    "8B, float16": (LLAMA_3_8B | {"num_attention_heads": 32, "num_key_value_heads": 8}, UNQUANTIZED, 1),
+    "13B, float16": (LLAMA_2_13B | {"num_attention_heads": 40, "num_key_value_heads": 40}, UNQUANTIZED, 1),
+    "70B, float16, two stages": ({}, UNQUANTIZED, 2),
+    "70B, int4": ({}, INT4, 1),
+}
+
+
+@pytest.mark.parametrize(("own", "draft"), [(False, "none"), (False, "int4"), (True, "none")])
+def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
+    family_dir: Callable[[str], Path], tmp_path: Path, own: bool, draft: str
+) -> None:
+    """Tied embeddings are the LM head of verify, and of a draft without one of its own. A copy in 4 bits is one of its own."""
+    model = family_dir("llama-tied")
+    head = trained_head(model, tmp_path / "head", 1, own)
+    manifest = load_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head, "--quantize-draft", draft))
+    geometry, weights = manifest.geometry, manifest.weights_of(manifest.draft)
+    stored = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
+    table = geometry.vocab_size * geometry.hidden_size * 4
+    assert bytes_of_pass(manifest, manifest.draft, 0) == stored - (own or draft == "int4") * table
+
+
+@pytest.fixture(scope="module")
+def staged(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    """The text model in two stages."""
+    return load_manifest(export_engine(text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2))
+
+
+def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Path) -> None:
+    manifest = load_manifest(engine)
+    graph, layers = manifest.verify[0], manifest.geometry.num_layers
+    nbytes, operations = bytes_of_pass(manifest, graph, 20), operations_of_node(manifest, graph)
+    kernels = (12 * layers + 10) * 1e-3
+    assert call_seconds(manifest, (graph,), SIMPLE, 20, 3) == pytest.approx(10 + nbytes / 0.5e9 + kernels)
+    slow = replace(SIMPLE, operations=1e6)
+    assert call_seconds(manifest, (graph,), slow, 20, 3) == pytest.approx(10 + 3 * operations / 0.25e6 + kernels)
+    drafting = (12 * (manifest.exit_head.layer + manifest.exit_head.blocks) + 10) * 1e-3
+    reading = bytes_of_pass(manifest, manifest.draft, 20) / 0.5e9
+    assert predict.predict(manifest, SIMPLE, 20).draft == pytest.approx(10 + reading + drafting)
+
+
+def test_operations_are_two_for_each_weight_of_a_product(engine: Path) -> None:
+    """In the draft: its blocks and the LM head, not the embedding table."""
+    manifest = load_manifest(engine)
+    geometry, blocks = manifest.geometry, manifest.exit_head.layer + manifest.exit_head.blocks
+    hidden, heads, kv_heads = geometry.hidden_size, geometry.num_heads, geometry.num_kv_heads
+    block = hidden * (2 * heads + 2 * kv_heads) * geometry.head_dim + 3 * hidden * geometry.intermediate_size
+    assert operations_of_node(manifest, manifest.draft) == 2 * (blocks * block + hidden * geometry.vocab_size)
+
+
+def test_stages_run_one_after_another_and_the_host_waits_once(staged: Manifest) -> None:
+    first, second = ((stage,) for stage in staged.verify)
+    both = predict.predict(staged, SIMPLE, 50).verify[4]
+    assert both == pytest.approx(sum(call_seconds(staged, stage, SIMPLE, 50, 5) for stage in (first, second)) - 10)
+
+
+def test_speed_up_is_tokens_over_cost() -> None:
+    predicted = Prediction(1.0, (10.0, 10.0, 12.0, 40.0))
+    assert predicted.speed_up(0.5, 2) == pytest.approx(1.75 * 10 / (2 + 12))
+    assert predicted.speed_up(0.9, 0) == 1 and predicted.best_length(0.05) == 0
+    assert predicted.best_length(0.9) == 2 and predicted.best_length(1.0) == 2
+
+
+def test_inspect_prints_the_prediction(engine: Path) -> None:
+    manifest = load_manifest(engine)
+    shown = succeed(main, engine, "--predict", "--gpu", "h100").stdout
+    assert "H100 SXM" in shown and f"verify {manifest.max_tree_nodes + 1}" in shown and "tokens/s without drafts" in shown
+    found = json.loads(succeed(main, engine, "--predict", "--gpu", "l4", "--json", "--max-seq-len", 64).stdout)
+    slots = replace(manifest, max_seq_len=64).gpu_slots
+    assert slots > 64, "a plan's caches have room for the padding of a round, and attention reads it"
+    expected = predict.predict(manifest, GPUS["l4"], slots)
+    assert found == {"gpu": "l4", "slots": slots, "ranks": 1} | json.loads(json.dumps(expected.to_dict()))
+    assert len(found["verify"]) == manifest.max_tree_nodes + 1
+
+
+def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
+    """By verify; the draft reads a cache of 4096 slots where it is."""
+    manifest = replace(load_manifest(engine), max_seq_len=4096)
+    options = ("--predict", "--gpu", "l4", "--json", "--max-seq-len", 4096, "--text-tokens")
+    most = manifest.gpu_slots // 64 * 16 - manifest.max_tree_nodes - 1
+    for text, slots in ((most, 1024), (most + 1, 2064), (4096, manifest.gpu_slots)):
+        found = json.loads(succeed(main, engine, *options, text).stdout)
+        expected = predict.predict(load_manifest(engine), GPUS["l4"], slots, manifest.gpu_slots)
+        assert found == {"gpu": "l4", "slots": slots, "ranks": 1} | json.loads(json.dumps(expected.to_dict()))
+    assert_refused(run(main, engine, "--text-tokens", 5), "add --predict")
+
+
+def test_a_model_is_predicted_before_its_export(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """From config.json alone, with the draft that the export would choose: all layers in 4 bits."""
+    model, plans = family_dir("qwen2"), tmp_path / "plans"
+    succeed(export_main, "--model", model, "--no-check", "-o", plans)
+    (tmp_path / "config").mkdir()
+    shutil.copy(model / "config.json", tmp_path / "config")
+    for options in (("--predict", "--gpu", "h100", "--text-tokens", 9), ("--memory", "--batch", 2)):
+        exported = json.loads(succeed(main, plans, *options, "--json").stdout)
+        assert json.loads(succeed(main, "--model", tmp_path / "config", *options, "--json").stdout) == exported
+    shown = succeed(main, "--model", tmp_path / "config", "--predict", "--gpu", "h100")
+    assert "not measured" in shown.stderr and "% of verify 1)" in shown.stdout
+    assert_refused(run(main, "--model", tmp_path / "config"), "--model is for --predict and --memory")
+    assert_refused(run(main, plans, "--model", model, "--memory"), "either an engine directory or --model")
+    (tmp_path / "config/config.json").write_text(
+        json.dumps(json.loads((model / "config.json").read_text()) | {"dtype": "int8"})
+    )
+    assert_refused(run(main, "--model", tmp_path / "config", "--memory"), "config.json", "type")
+
+
+def test_a_draft_that_reads_half_of_8_bits_is_predicted_so(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """The levels of 8 bits once, of which the draft reads 4, and their scales."""
+    options = ("--exit-head", "quantized", "--dtype", "float32", "--quantize", "int8")
+    manifest = load_manifest(export_engine(family_dir("qwen2"), tmp_path / "plans", *options))
+    weights = {name: one for name, one in manifest.weights_of(manifest.draft).items() if one.quantization}
+    verify, draft = (bytes_of_pass(manifest, graph, 0) for graph in (manifest.verify[0], manifest.draft))
+    assert verify - draft == sum(prod(one.shape) for one in weights.values()) // 2 > 0.3 * verify
+    [device] = estimate_memory(manifest, 1)
+    assert device.shared_weights > 0.9 * device.draft_weights
+
+
+def test_a_model_with_a_head_is_predicted_with_it() -> None:
+    found = outlined(str(EXAMPLE / "model"))
+    assert (found.exit_head.blocks, found.quantization.draft) == (1, None) and found.exit_head.trained
+
+
+def test_a_directory_without_a_draft_is_predicted_with_drafts_of_the_text(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    plans = export_engine(family_dir("qwen2"), tmp_path / "plans", "--exit-head", "none")
+    shown = succeed(main, plans, "--predict", "--gpu", "h100").stdout
+    assert "draft step" not in shown and "of the text" in shown and "verify 33" in shown
+    [device] = json.loads(succeed(main, plans, "--memory", "--json").stdout)["devices"]
+    assert device["draft_weights"] == device["shared_weights"] == 0 and device["graphs"] == ["verify.onnx"]
+    assert "drafts come from the text alone" in succeed(main, plans).stdout
+
+
+def test_the_cpu_is_measured(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hardware = predict.measured_cpu()
+    assert 1e8 < hardware.bandwidth < 1e13 and 1e8 < hardware.operations < 1e15
+    monkeypatch.setattr(inspect, "measured_cpu", lambda: hardware)
+    found = json.loads(succeed(main, engine, "--predict", "--gpu", "cpu", "--json").stdout)
+    manifest = load_manifest(engine)
+    assert found["draft"] == predict.predict(manifest, hardware, manifest.max_seq_len).draft
+    assert bytes_of_pass(predict.as_run_on_cpu(replace(manifest, dtype="float16")), manifest.verify[0], 5) == bytes_of_pass(
+        manifest, manifest.verify[0], 5
+    )
+
+
+def test_a_model_that_does_not_fit_is_predicted_with_a_notice(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=1e5))
+    result = succeed(main, engine, "--predict", "--gpu", "l4")
+    assert "L4 has 0.10 MB: split verify" in result.stderr and "draft step" in result.stdout
+    assert not succeed(main, engine, "--predict", "--gpu", "h100").stderr
+
+
+def test_prediction_options_are_refused_apart(engine: Path) -> None:
+    assert_refused(run(main, engine, "--predict"), "--predict and --gpu belong together")
+    assert_refused(run(main, engine, "--gpu", "h100"), "--predict and --gpu belong together")
+    assert_refused(run(main, engine, "--predict", "--gpu", "h100", "--batch", 2), "add --memory")
+
+
+def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
+    manifest = load_manifest(engine)
+    graph, geometry, slots = manifest.verify[0], manifest.geometry, 20
+    block = geometry.hidden_size * (2 * geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
+    block += 3 * geometry.hidden_size * geometry.intermediate_size
+    split = 4 * geometry.num_layers * block + slots * slot_bytes(manifest, len(graph.caches))
+    levels = manifest.weights_of(graph)["exit_head.blocks.0.self_attn.kv_proj.weight"]  # of 4 bits, which ranks dequantize
+    kv = 4 * 2 * geometry.hidden_size * geometry.num_kv_heads * geometry.head_dim
+    one, two = (bytes_of_pass(manifest, graph, slots, ranks) for ranks in (1, 2))
+    assert one - two == split // 2 + levels.nbytes - kv // 2 and levels.nbytes < kv
+    linked = replace(SIMPLE, link=1e6, gather=0.25)
+    received = 2 * 3 * geometry.hidden_size * 4 / 0.5e6
+    sums = 2 * geometry.num_layers * (0.25 + received + 2 * 1e-3)
+    assert predict.sum_seconds(manifest, graph, linked, 3, 3) == pytest.approx(sums)
+    found = call_seconds(manifest, (graph,), linked, slots, 3, 2) - predict.sum_seconds(manifest, graph, linked, 3, 2)
+    kernels = (12 * geometry.num_layers + 10) * 1e-3
+    assert found == pytest.approx(10 + predict.TELLING + two / 0.5e9 + kernels)
+
+
+def test_page_on_ranks_shows_predictions_and_memory(staged: Manifest, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    manifest = shaped_manifest(load_config(tmp_path).geometry, staged, UNQUANTIZED, 1)
+    for ranks in (1, 2, 4, 8):
+        memory = format_bytes(estimate_memory(manifest, 1, ranks)[0].total)
+        assert f"| {ranks} | {memory} | {row(manifest, GPUS['h100'], ranks)} |\n" in RANKS.read_text()
+
+
+def rows(manifest: Manifest) -> Iterator[str]:
+    """The rows of a table of docs/predict.md."""
+    for gpu in GPUS.values():
+        yield f"| {gpu.name} | {row(manifest, gpu)} |"
+
+
+def row(manifest: Manifest, gpu: Hardware, ranks: int = 1) -> str:
+    """Milliseconds, and the best speed-ups."""
+    found = predict.predict(manifest, gpu, manifest.max_seq_len, ranks=ranks)
+    times = [found.draft, *(found.verify[nodes - 1] for nodes in (1, 5, 17, 33))]
+    lengths = {acceptance: found.best_length(acceptance) for acceptance in (0.6, 0.7, 0.8, 0.9)}
+    cells = [f"{seconds * 1e3:.2f}" for seconds in times]
+    cells += [f"{found.speed_up(acceptance, length):.2f} ({length})" for acceptance, length in lengths.items()]
+    return " | ".join(cells)
+
+
+@pytest.mark.parametrize("title", TABLES)
+def test_page_shows_the_predictions(staged: Manifest, tmp_path: Path, title: str) -> None:
+    sizes, quantization, stages = TABLES[title]
+    config: dict[str, Any] = LLAMA_70B | sizes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    manifest = shaped_manifest(load_config(tmp_path).geometry, staged, quantization, stages)
+    _, after = PAGE.read_text().split(f"### {title}\n")
+    table = [line for line in after.split("###")[0].splitlines() if line.startswith("| ")][1:]
+    assert table == list(rows(manifest))

@@ -1,0 +1,168 @@
+"""The rooms of the package import one way, and every import can be found by a type checker in a fresh clone."""
+
+import re
+from pathlib import Path
+
+import pytest
+from support.core_size import BUDGETS, sizes
+from support.imports import PACKAGE, ROOMS, graph, imports, modules
+
+pytestmark = pytest.mark.fast
+
+ROOT = Path(__file__).parent.parent.parent
+MAY_IMPORT = {
+    "common": set(),
+    "controllers": {"common"},
+    "model": {"common"},
+    "runtime": {"common", "controllers", "model"},
+    "export": {"common", "controllers", "model", "runtime"},
+    "serve": {"common", "controllers", "model", "runtime"},
+    "distill": {"common", "controllers", "model", "runtime", "export"},
+    "bench": {"common", "controllers", "model", "runtime", "export", "serve"},
+}
+"""Rooms from the lowest to the highest, and the rooms that each may import."""
+LAZILY = {"runtime.engine_options": "eesd.export.prepare"}
+"""What commands import of a higher room, in the function that needs it: ``--model`` exports what it then runs."""
+MAY_IMPORT_INSIDE = {
+    "runtime.engines": set(),
+    "runtime.decoding": {"runtime.engines"},
+    "serve.anthropic": {"serve.grammar", "serve.http", "serve.openai"},
+    "serve.grammar": set(),
+    "serve.http": set(),
+    "serve.openai": {"serve.grammar", "serve.http"},
+    "serve.page": {"serve.http", "serve.openai"},
+    "serve.ray": {"serve.app", "serve.cli", "serve.grammar", "serve.http"},
+    "serve.triton": set(),
+    "bench.measure": set(),
+    "bench.replay": {"bench.measure"},
+    "bench.report": {"bench.measure", "bench.replay"},
+    "bench.tools.peers": {"bench.measure", "bench.tools.shapes"},
+}
+"""Parts of a room that may import only these other parts of it."""
+TORCH_FREE = {"common", "controllers", "runtime"}
+"""Rooms that must load without torch, but for the files below."""
+TORCH_FILES = {
+    "device.py",
+    "device_engine.py",
+    "device_noise.py",
+    "device_rejection.py",
+    "device_sampler.py",
+    "device_cache.py",
+    "ort_gpu.py",
+    "torch_block_kernels.py",
+    "torch_engine.py",
+    "torch_fused.py",
+    "torch_kernel.py",
+    "torch_quantized.py",
+    "torch_weights.py",
+    "ranks.py",
+    "team.py",
+    "trt_engine.py",
+    "embed.py",
+}
+
+
+ONNX_FILES = {"operator_graph.py", "torch_weights.py"}
+"""Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
+MODEL_FILES = {
+    "device.py",
+    "device_engine.py",
+    "team.py",
+    "torch_engine.py",
+    "torch_fused.py",
+    "torch_quantized.py",
+    "torch_weights.py",
+}
+"""The files of the runtime that use the model's torch modules: the torch engine, and what it shares with others on devices."""
+
+
+def test_every_room_is_listed() -> None:
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == MAY_IMPORT.keys()
+    assert tuple(MAY_IMPORT) == ROOMS
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_rooms_import_one_way(room: str) -> None:
+    for name, path in modules():
+        if name.partition(".")[0] != room:
+            continue
+        for imported, at_load in imports(path):
+            parts = imported.split(".")
+            if LAZILY.get(name) == imported and not at_load:
+                continue
+            if parts[0] == "eesd" and len(parts) > 1 and parts[1] not in (room, "__version__"):
+                assert parts[1] in MAY_IMPORT[room], f"{path} imports {imported}: {room} must not know {parts[1]}"
+
+
+def test_the_order_of_the_rooms_has_no_cycle() -> None:
+    rooms = list(MAY_IMPORT)
+    assert all(rooms.index(lower) < rooms.index(room) for room, others in MAY_IMPORT.items() for lower in others)
+
+
+def test_modules_inside_a_room_have_no_cycle() -> None:
+    """No module imports itself through others, in functions neither."""
+    edges, done = graph(), set[str]()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"a cycle: {' -> '.join((*path, name))}"
+        if name not in done:
+            for imported in edges[name]:
+                visit(imported, (*path, name))
+            done.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+@pytest.mark.parametrize("part", MAY_IMPORT_INSIDE)
+def test_parts_of_a_room_import_one_way(part: str) -> None:
+    room = part.partition(".")[0]
+    for name, path in modules():
+        if not name.startswith(f"{part}."):
+            continue
+        for imported, _ in imports(path):
+            inside = f"{imported.removeprefix('eesd.')}."
+            if inside.startswith(f"{room}.") and not inside.startswith(f"{part}."):
+                assert any(inside.startswith(f"{other}.") for other in MAY_IMPORT_INSIDE[part]), f"{path} imports {imported}"
+
+
+def test_what_wheels_have_needs_no_tools() -> None:
+    for name, imported in graph().items():
+        assert name.startswith("bench.tools") or not any(other.startswith("bench.tools") for other in imported), name
+
+
+def test_torch_is_imported_where_it_belongs() -> None:
+    for name, path in modules():
+        if name.partition(".")[0] in TORCH_FREE and path.name not in TORCH_FILES:
+            assert not any(imported.partition(".")[0] == "torch" and at_load for imported, at_load in imports(path)), path
+
+
+def test_onnx_is_imported_where_graphs_are_made() -> None:
+    for name, path in modules():
+        if name.partition(".")[0] in TORCH_FREE and path.name not in ONNX_FILES | TORCH_FILES:
+            assert not any(imported.partition(".")[0] == "onnx" and at_load for imported, at_load in imports(path)), path
+
+
+def test_the_runtime_uses_the_models_modules_only_on_devices() -> None:
+    for name, path in modules():
+        if name.startswith("runtime.") and path.name not in MODEL_FILES:
+            assert not any(imported.startswith("eesd.model") for imported, _ in imports(path)), path
+
+
+def test_every_import_of_the_package_is_a_file() -> None:
+    """What an editor without an installation sees: a plain file below src for every import."""
+    known = {name for name, _ in modules()} | set(MAY_IMPORT) | {"__version__"}
+    for _, path in modules():
+        for imported, _ in imports(path):
+            if imported.startswith("eesd."):
+                assert imported.removeprefix("eesd.") in known, f"{path} imports {imported}"
+
+
+def test_no_test_module_imports_another() -> None:
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        assert not any(re.match(r"(tests\.)?test_", imported) for imported, _ in imports(path)), path
+
+
+@pytest.mark.parametrize("part", BUDGETS)
+def test_the_core_keeps_to_its_budget(part: str) -> None:
+    assert all(size <= most for size, most in zip(sizes()[part], BUDGETS[part], strict=True)), sizes()

@@ -1,0 +1,395 @@
+"""The operators' C++ under sanitizers, and with mistakes made on purpose, which the checks of the operators must catch."""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support import specification
+from support.operators import (
+    Attention,
+    Mixture,
+    Product,
+    assert_same,
+    attend,
+    check_float16,
+    check_mixture,
+    check_product,
+    load,
+    prefill,
+    random_weight,
+    top,
+    tree,
+)
+
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.panels import NARROW, SPLIT
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ for x86-64"),
+]
+
+SOURCES = Path(operators.__file__).parents[1] / "operators"
+CHECKS = Path(__file__).parent
+FLAGS = ("-std=c++17", "-ffp-contract=off")
+KERNELS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "neon": (),
+    "scalar": (),
+}
+
+
+ARM_COMPILER = "aarch64-linux-gnu-g++"
+EMULATED = "5"
+"""Of so many cases of the driver one runs in the emulator, which takes ten times as long."""
+SIMDE = "simde/x86/avx512.h"
+SETUP = SOURCES.resolve().parents[1]
+"""Where setup.py is. The package's folders are links in the checkout."""
+ARM_LIBRARY = """
+import platform, sys, setuptools
+from pathlib import Path
+platform.machine, setuptools.setup = lambda: "aarch64", lambda **_: None
+sys.path.insert(0, sys.argv[2])
+import setup
+setup.make_library(sorted(setup.SOURCES.glob("*.cpp")), Path(sys.argv[1], "library.so"), Path(sys.argv[1]))
+"""
+
+
+def compile_all(*commands: list[str]) -> None:
+    """Run compilers side by side."""
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
+    for process in running:
+        output = process.communicate()[0]
+        assert process.returncode == 0, output[-3000:]
+
+
+def sanitized(path: Path, options: tuple[str, ...], to: Path) -> list[str]:
+    sanitizers = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    return ["g++", *FLAGS, "-O0", "-g1", *sanitizers, f"-I{SOURCES}", *options, "-c", str(path), "-o", str(to)]
+
+
+def run_sanitized(objects: dict[str, Path], program: Path, cases: str) -> list[str]:
+    """Link and run the driver. Returns the names of the kernels that ran."""
+    compile_all(["g++", "-fsanitize=address,undefined", *map(str, objects.values()), "-o", str(program)])
+    done = subprocess.run([program, cases], capture_output=True, text=True, env={**os.environ, "ASAN_OPTIONS": ""})
+    assert done.returncode == 0 and done.stdout.startswith("equal bits"), done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stderr.split()
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The driver and the kernels, compiled with sanitizers."""
+    scratch = tmp_path_factory.mktemp("sanitized")
+    files = {name: SOURCES / f"kernels_{name}.cpp" for name in KERNELS} | {"driver": CHECKS / "check_kernels.cpp"}
+    made = {name: scratch / f"{name}.o" for name in files}
+    compile_all(*(sanitized(files[name], KERNELS.get(name, ()), made[name]) for name in files))
+    return made
+
+
+def test_sanitizers_find_nothing(objects: dict[str, Path], tmp_path: Path) -> None:
+    """Products and attention over odd sizes in memory of just their size; all kernels give the same bits."""
+    assert "scalar" in run_sanitized(objects, tmp_path / "check", "1")
+
+
+def test_emulated_avx512_gives_the_same_bits(objects: dict[str, Path], tmp_path: Path) -> None:
+    """The same without AVX-512: SIMDe's functions for AVX2 take the place of its instructions."""
+    if "avx2" not in run_sanitized(objects, tmp_path / "own", "1000"):
+        pytest.skip("needs a processor with AVX2")
+    if subprocess.run(["g++", "-E", "-include", SIMDE, "-x", "c++", os.devnull], capture_output=True).returncode:
+        pytest.skip("SIMDe missing: apt-get install libsimde-dev")
+    options, emulated = (*KERNELS["avx2"], "-include", str(CHECKS / "emulated_avx512.h")), tmp_path / "avx512.o"
+    compile_all(sanitized(SOURCES / "kernels_avx512.cpp", options, emulated))
+    assert "avx512" in run_sanitized(objects | {"avx512": emulated}, tmp_path / "check", EMULATED)
+
+
+@pytest.fixture(scope="module")
+def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The driver with the kernels as the package builds them for ARM, and what it prints with those of this machine."""
+    lacking = [name for name in (ARM_COMPILER, "qemu-aarch64") if shutil.which(name) is None]
+    if lacking:
+        pytest.skip(f"{' and '.join(lacking)} missing: apt-get install g++-aarch64-linux-gnu qemu-user")
+    scratch = tmp_path_factory.mktemp("arm")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ARM_LIBRARY, str(scratch), str(SETUP)],
+        cwd=SETUP,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"CXX": ARM_COMPILER},
+    )
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
+    built, driver = sorted(map(str, scratch.glob("kernels_*.o"))), str(CHECKS / "check_kernels.cpp")
+    assert (scratch / "library.so").exists() and len(built) == len(KERNELS)
+    common = [*FLAGS, "-O1", f"-I{SOURCES}", driver, "-o"]
+    files = {str(SOURCES / f"kernels_{name}.cpp"): options for name, options in KERNELS.items()}
+    objects = [str(scratch / f"own_{number}.o") for number in range(len(files))]
+    compile_all(
+        [ARM_COMPILER, *common, str(scratch / "arm"), "-static", *built],
+        *(
+            ["g++", *FLAGS, "-O1", *options, "-c", path, "-o", to]
+            for (path, options), to in zip(files.items(), objects, strict=True)
+        ),
+    )
+    compile_all(["g++", *common, str(scratch / "own"), *objects])
+    return scratch / "arm", subprocess.run([scratch / "own", EMULATED], capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("processor", ["max", "cortex-a53"])
+def test_kernels_for_arm_give_the_same_bits(arm_check: tuple[Path, str], processor: str) -> None:
+    """Plain C++ and NEON; the second processor has no dot products, and so plain C++ alone."""
+    program, expected = arm_check
+    done = subprocess.run(["qemu-aarch64", "-cpu", processor, program, EMULATED], capture_output=True, text=True)
+    assert expected.startswith("equal bits") and done.stdout == expected, done.stdout[-2000:] + done.stderr[-2000:]
+
+
+def check_products(path: Path) -> None:
+    """Levels with minimums and without, and floats, with one scale for 32 or 16 inputs."""
+    random = np.random.default_rng(0)
+    for int8 in (True, False):
+        for form, fine, minimums in (
+            ("bits4", False, True),
+            ("bits6", True, False),
+            ("bits5", True, True),
+            ("float16", False, False),
+            ("planes", False, False),
+            ("upper", False, False),
+        ):
+            weight = random_weight(random, form, 96, 33, fine, NARROW, minimums)
+            norm = random.normal(1, 0.3, 96).astype(np.float32)
+            check_product(Product([weight], norm), path, int8, ["scalar"], (1, 2))
+
+
+def check_split_scales(path: Path) -> None:
+    """Scales and minimums with factors of their own for 256 inputs."""
+    random = np.random.default_rng(0)
+    for fine in (True, False):
+        weight = random_weight(random, "bits4", 512, 33, fine, SPLIT, True)
+        check_product(Product([weight]), path, True, ["scalar"], (1, 2))
+
+
+def check_trees(path: Path) -> None:
+    """Nodes of a tree against the specification, in other slots than their places."""
+    layer = Attention()
+    text = layer.text(70, [69, 70, 70, 71, 71, 72, 75, 74])
+    session = layer.session(layer.write(path), 1, "scalar")
+    prefill(session, text, 70)
+    assert_same(attend(session, tree(text, 70, 78, 90))[0], layer.specified(text, range(70, 78)))
+
+
+def check_shared_chunks(path: Path) -> None:
+    """A tree behind more than a chunk, whose nodes read the chunks of the context together, in caches of float16."""
+    layer = Attention(float16=True)
+    text = layer.text(150, [149, 150, 150, 151, 151, 152])
+    session = layer.session(layer.write(path), 1, "scalar")
+    prefill(session, text, 150)
+    assert_same(attend(session, tree(text, 150, 156, 170))[0], layer.specified(text, range(150, 156)))
+
+
+def check_rounding(path: Path) -> None:
+    """What caches of float16 hold."""
+    check_float16(path, ["scalar"])
+
+
+def check_chunks(path: Path) -> None:
+    """A long text against the specification, in one call and token by token, by one thread and two."""
+    layer = Attention(norms=True)
+    text = layer.text(300)
+    some = [0, 62, 63, 64, 127, 128, 129, 255, 256, 299]
+    expected = layer.specified(text, some)
+    for threads in (1, 2):
+        session = layer.session(layer.write(path), threads, "scalar")
+        assert_same(prefill(session, text, 300)[some], expected)
+        assert_same(prefill(session, text, 300, (60, 1))[some], expected)
+
+
+def check_top(path: Path) -> None:
+    """Logits with equal ones."""
+    logits = np.rint(np.random.default_rng(0).normal(0, 3, (4, 500))).astype(np.float32)
+    logits[0, 3], logits[1, -1] = np.nan, 30
+    columns, logprobs = specification.top_k(logits, 6)
+    found = top(path, 6, kernels="scalar").run(None, {"logits": logits})
+    assert_same(found[0].astype(np.float32), columns.astype(np.float32), "columns")
+    assert_same(found[1], logprobs, "log-probabilities")
+
+
+def check_experts(path: Path) -> None:
+    """A mixture of a few experts, whose weights are divided by their sum, and one of others."""
+    random = np.random.default_rng(0)
+    for form, used, normed in (("float32", 2, True), ("bits4", 3, False)):
+        own = [[random_weight(random, form, 32, 32, False, NARROW, True) for _ in range(3)] for _ in range(5)]
+        check_mixture(Mixture(own, used, normed, residual=True), path, True, ["scalar"])
+
+
+MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
+    "wrong ancestor": ("attention.h", "token.path[position - token.context]", "token.path[0]", check_trees),
+    "next ancestor": (
+        "attention.h",
+        "token.path[position - token.context]",
+        "token.path[least(position - token.context + 1, token.path_length - 1)]",
+        check_trees,
+    ),
+    "stale slot": ("attention.h", "position < token.context ? position", "position <= token.context ? position", check_trees),
+    "tile behind the context": ("attention.h", "first + 16 <= token.context", "first <= token.context", check_trees),
+    "key in another slot": ("attention.h", "token.slot % 16;", "(token.slot + 1) % 16;", check_trees),
+    "value of a stale slot": (
+        "attention.h",
+        "values + slot * width, width * sizeof",
+        "values + position * width, width * sizeof",
+        check_trees,
+    ),
+    "split one chunk short": ("operators.cpp", "split ? share + 1 : chunks", "split ? share + 1 : chunks - 1", check_chunks),
+    "split one chunk late": (
+        "operators.cpp",
+        "first_chunk = split ? share : 0",
+        "first_chunk = split ? share : 1",
+        check_chunks,
+    ),
+    "part of the work left out": (
+        "session.h",
+        "own.count * (at + 1) / own.parts",
+        "own.count * (at + 1) / own.parts - at",
+        check_products,
+    ),
+    "wrong merge order": (
+        "attention.h",
+        "for (int64_t c = 1; c < chunks; c++) merge(part, job.part(t, h, c), job.width);",
+        "for (int64_t c = chunks - 1; c > 0; c--) merge(part, job.part(t, h, c), job.width);",
+        check_chunks,
+    ),
+    "sum not scaled in a merge": ("attention.h", "fma(all(part[1]), old_factor,", "fma(all(part[1]), all(1.f),", check_chunks),
+    "one position too few": (
+        "attention.h",
+        "least(seen, CHUNK), part}",
+        "least(seen > 1 ? seen - 1 : 1, CHUNK), part}",
+        check_chunks,
+    ),
+    "a path's chunk shared": (
+        "attention.h",
+        "token.context >= (chunk + 1) * CHUNK",
+        "token.context >= chunk * CHUNK",
+        check_shared_chunks,
+    ),
+    "float16 cut off": ("kernels.h", "0x38000000 + 0xfff + (bits >> 13 & 1)", "0x38000000", check_shared_chunks),
+    "float16 ties up": ("kernels.h", "0xfff + (bits >> 13 & 1)", "0x1000", check_rounding),
+    "float16 infinite": ("kernels.h", "if (bits > 0x477fe000)", "if (bits > 0x7f800000)", check_rounding),
+    "float16 without subnormal numbers": ("kernels.h", "size += 0.5f", "size = 0.5f", check_rounding),
+    "dropped scale of activations": ("integers.h", ", all(a.scales[block]))", ", all(1.f))", check_products),
+    "dropped scale of weights": (
+        "products.h",
+        "fma(add(even[m], odd[m]), scale, sum[m])",
+        "fma(add(even[m], odd[m]), all(1.f), sum[m])",
+        check_products,
+    ),
+    "dropped minimum": ("integers.h", "if (minimums) sum[m]", "if (false) sum[m]", check_products),
+    "dropped minimum, float32": ("products.h", "if (w.minimums) sum[m]", "if (false) sum[m]", check_products),
+    "dropped zero": ("integers.h", "-w.zero * a.sums[fine][part]", "0", check_products),
+    "dropped zero, float32": ("products.h", "all((float)w.zero)", "all(0)", check_products),
+    "half of another block": ("integers.h", "load_scales(w, scales, h,", "load_scales(w, scales, 0,", check_products),
+    "half of another block, float32": ("products.h", "load_scales(w, scales, h,", "load_scales(w, scales, 0,", check_products),
+    "factors of another scale": ("kernels.h", "block / SUPER * (SUPER", "0 * (SUPER", check_split_scales),
+    "factors of scales for minimums": ("levels.h", "factors + PANEL * 2", "factors", check_split_scales),
+    "dropped factor": ("levels.h", "mul(load_int8((const int8_t *)p + index * PANEL), ", "(", check_split_scales),
+    "the later one of equal logits": ("topk.h", "values[at - 1] < value", "values[at - 1] <= value", check_top),
+    "a strip passed over": ("topk.h", "if (!(largest_lane(most) >", "if (first > 100 || !(largest_lane(most) >", check_top),
+    "NaN as a number": ("topk.h", "x[i] == x[i] ? x[i] : -INFINITY", "x[i]", check_top),
+    "last columns not added": ("topk.h", "if (i < job.columns) sum", "if (false) sum", check_top),
+    "experts in the order of their weights": ("operators.cpp", "own[a] < own[b]", "a < b", check_experts),
+    "weights of other experts": (
+        "operators.cpp",
+        "ordered[t * used_ + i] = weights[t * used_ + one]",
+        "ordered[t * used_ + i] = weights[t * used_ + i]",
+        check_experts,
+    ),
+    "activations of another expert": ("operators.cpp", "ready.from(first)", "ready.from(0)", check_experts),
+    "weights not divided": ("experts.h", "if (!job.normed) continue;", "continue;", check_experts),
+    "sum of the experts rounded twice": (
+        "experts.h",
+        "sum = fma(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count), sum)",
+        "sum = add(mul(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count)), sum)",
+        check_experts,
+    ),
+    "lower halves as the upper ones": (
+        "vector_scalar.h",
+        "(low.byte[i] & 15) | high.byte[i] << 4",
+        "(high.byte[i] & 15) | low.byte[i] << 4",
+        check_products,
+    ),
+    "lower halves of another block": ("levels.h", "panel[2] + block * HALF", "panel[2]", check_products),
+    "lower plane of another panel": ("products.h", "lower_at(panels[i])", "lower_at(0)", check_products),
+    "upper halves without what they lack": ("levels.h", "7.5f - (float)w.zero", "-(float)w.zero", check_products),
+    "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
+}
+"""By name: file, what is replaced, by what, and the check that must fail."""
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Kernels that no processor supports in the place of the fast ones: mutants are compiled without them."""
+    directory = tmp_path_factory.mktemp("stubs")
+    stub = '#include "kernels.h"\nnamespace eesd {{ const Kernels {0}_kernels = {{"{0}", [] {{ return false; }}}}; }}\n'
+    names = [name for name in operators.KERNELS if name != "scalar"]
+    for name in names:
+        (directory / f"{name}.cpp").write_text(stub.format(name))
+        compile_all(
+            ["g++", *FLAGS, "-fPIC", f"-I{SOURCES}", "-c", str(directory / f"{name}.cpp"), "-o", str(directory / f"{name}.o")]
+        )
+    return [str(directory / f"{name}.o") for name in names]
+
+
+def build(sources: Path, library: Path, stubs: list[str]) -> Path:
+    common = ["g++", *FLAGS, "-O0", "-fPIC", "-fvisibility=hidden"]  # compiling takes most of the time
+    objects = [str(library.with_name(f"{name}.o")) for name in ("kernels_scalar", "operators")]
+    compile_all(*([*common, "-c", str(sources / f"{Path(to).stem}.cpp"), "-o", to] for to in objects))
+    compile_all(["g++", "-shared", "-o", str(library), *objects, *stubs])
+    return library
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory, stubs: list[str]) -> Path:
+    """The library of the sources as they are."""
+    return build(SOURCES, tmp_path_factory.mktemp("own") / "own.so", stubs)
+
+
+@pytest.fixture(autouse=True)
+def give_back() -> object:
+    yield
+    operators._library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_products,
+        check_split_scales,
+        check_trees,
+        check_shared_chunks,
+        check_rounding,
+        check_chunks,
+        check_top,
+        check_experts,
+    ],
+)
+def test_the_sources_pass_the_checks(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[[Path], None]
+) -> None:
+    load(own, monkeypatch)
+    assert operators.fastest() == "scalar"
+    check(tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mistake_is_caught(tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    file, old, new, check = MUTANTS[name]
+    sources = shutil.copytree(SOURCES, tmp_path / "sources")
+    text = (sources / file).read_text()
+    assert text.count(old) >= 1, f"{file} no longer holds {old!r}: rewrite the mutation"
+    (sources / file).write_text(text.replace(old, new))
+    load(build(sources, tmp_path / "mutant.so", stubs), monkeypatch)
+    with pytest.raises(AssertionError, match=r"have other bits"), np.errstate(all="ignore"):
+        check(tmp_path / "model")
