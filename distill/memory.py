@@ -1,6 +1,7 @@
 """What a run takes of a GPU's memory and of the disk, computed from shapes before there is a model or a GPU.
 
-``tests/distill/test_distill_memory.py`` runs the code, where a model is large on tensors without content, counts them, and compares.
+``tests/distill/test_distill_memory.py`` runs the code, where a model is large on tensors without content, counts them, and
+compares.
 """
 
 from dataclasses import dataclass, replace

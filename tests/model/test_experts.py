@@ -1,6 +1,7 @@
 """Mixtures of experts: layouts of checkpoints, what is refused, what a head starts from, and exports of them.
 
-Their fields and tokens are compared with transformers in ``round/test_oracle.py``, the operator in ``operators/test_operators.py``.
+Their fields and tokens are compared with transformers in ``round/test_oracle.py``.
+The operator is in ``operators/test_operators.py``.
 """
 
 import json
