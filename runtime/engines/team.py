@@ -1,46 +1,76 @@
 """Engines whose weights are split over processes: rank 0 decodes, and the others do what it says.
 
-The processes are started together (``torchrun --nproc-per-node K``). Rank 0 sends each call of an engine and each change of a
-KV cache as JSON, and then all ranks run it on their parts. What they add in between is in ``model/parallel.py``. Samplers,
-controllers and texts are rank 0's alone, so ranks need no clock in common.
+The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same engines and caches, each over its
+part of the model. Rank 0 sends each call of a method to the other ranks, which make the same call. Sums within a call are in
+``model/parallel.py``. Samplers, controllers and texts are rank 0's alone, so ranks need no clock in common.
+
+All data goes through ``torch.distributed``: sums on GPUs through NCCL, everything else through gloo, from one rank to another.
+Gloo's own collectives are not used: their threads free Python's tensors some time after a call. Where Python has begun to end
+by then, C++ aborts the process.
 """
 
 import atexit
-import json
+import os
+import pickle
 import signal
+import sys
+import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from datetime import timedelta
+from functools import wraps
+from io import BytesIO
+from itertools import count
+from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed import P2POp, irecv, isend
 
+from eesd.common.errors import EESDError
 from eesd.model.parallel import Split, add_in_order
-from eesd.runtime.engines.base import Call, DraftChain, KVCache, StepOutputs, Values, Work
+from eesd.runtime.engines.base import Call, KVCache, StepOutputs, Values, Work
 from eesd.runtime.engines.device_cache import DeviceKVCache
 from eesd.runtime.engines.device_engine import DeviceEngine
-from eesd.runtime.engines.ranks import Ranks
+
+PATIENCE = timedelta(minutes=10)
+"""In which all ranks must have started."""
+FOREVER = timedelta(days=3650)
+LEAVING = 60.0
+"""Seconds that rank 0 waits for the others to end."""
+FIRST = 4096
+"""Bytes of an order's first message, which holds all of it but for prompts and keys and values."""
+ORDERS, PARTS, LIFE = range(3)
+"""Tags of messages."""
 
 
 class Team:
     """The ranks, as one of them sees them."""
 
     def __init__(self, device: torch.device) -> None:
-        """Meet the others. ``device`` is where this rank computes; GPUs add their parts with NCCL.
+        """Meet the others. ``device`` is where this rank computes.
 
         Raises:
             EESDError: A model is split over these processes already, or they do not find each other.
         """
-        self._line = Ranks()
-        self.rank, self.ranks = self._line.rank, self._line.count
-        self._forgotten: list[int] = []
-        if device.type == "cuda":
-            dist.init_process_group("nccl", store=self._line.store, rank=self.rank, world_size=self.ranks)
-            self._line.at_end = dist.destroy_process_group  # all ranks do that together
+        if dist.is_initialized():
+            raise EESDError("These processes share a model already; start others for another one.")
+        if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can connect
+        try:
+            dist.init_process_group("gloo", timeout=PATIENCE)
+            self._sums = dist.new_group(backend="nccl") if device.type == "cuda" else None
+        except (ValueError, RuntimeError) as error:
+            raise EESDError(f"The ranks do not find each other ({str(error)[:200]}); start them with torchrun.") from None
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self._others = [rank for rank in range(self.ranks) if rank != self.rank]
+        self._watches: list[threading.Thread] = []
+        self._leaving, self._ending = False, threading.Lock()
+        self._numbers, self._shared, self._forgotten = count(), dict[int, Any](), list[int]()
 
     @property
     def split(self) -> Split:
@@ -49,60 +79,140 @@ class Team:
     def _add(self, parts: Sequence[Tensor]) -> Tensor:
         """Add the parts of all ranks in their order: each rank gets all of them."""
         own = parts[0].contiguous()
-        if own.is_cuda:
-            found = [torch.empty_like(own) for _ in range(self.ranks)]
-            dist.all_gather(found, own)
-        else:
-            gathered = self._line.gather(own.view(torch.uint8).numpy().tobytes())
-            found = [torch.frombuffer(one, dtype=own.dtype).view(own.shape) for one in gathered]
+        if self._sums is None:
+            return add_in_order(self._gather(own))
+        found = [torch.empty_like(own) for _ in range(self.ranks)]
+        dist.all_gather(found, own, self._sums)
         return add_in_order(found)
-
-    def watch(self) -> None:
-        """From now on this process ends when another rank does."""
-        self._line.watch()
-
-    def send(self, what: str, **values: Any) -> None:
-        """Tell the other ranks what comes."""
-        forgotten, self._forgotten = self._forgotten, []
-        self._line.send(json.dumps({"what": what, "forget": forgotten} | values).encode())
-
-    def receive(self) -> dict[str, Any]:
-        """What rank 0 sent."""
-        found: dict[str, Any] = json.loads(self._line.receive())
-        return found
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array of each rank, all of one shape."""
-        gathered = self._line.gather(values.tobytes())
-        return [np.frombuffer(one, values.dtype).reshape(values.shape) for one in gathered]
+        return [part.numpy() for part in self._gather(torch.from_numpy(np.ascontiguousarray(values)))]
 
-    def share(self, values: NDArray[Any]) -> None:
-        """Send rank 0's array to the others, which know its type and shape."""
-        self._line.send(values.tobytes())
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        found = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.ranks)]
+        sent = [P2POp(isend, own, rank, tag=PARTS) for rank in self._others]
+        self._exchange(*sent, *(P2POp(irecv, found[rank], rank, tag=PARTS) for rank in self._others))
+        return found
 
-    def shared(self, kind: str, shape: Sequence[int]) -> NDArray[Any]:
-        """The array that rank 0 shares."""
-        return np.frombuffer(self._line.receive(), kind).reshape(shape)
+    def number(self, shared: "TeamEngine | TeamCache") -> int:
+        """The number of an engine or a cache, which has the same one on all ranks. Rank 0 says when it is no longer needed."""
+        number = next(self._numbers)
+        if self.rank:
+            self._shared[number] = shared
+        else:
+            weakref.finalize(shared, self._forgotten.append, number)  # at any time
+        return number
+
+    def tell(self, whose: "TeamEngine | TeamCache", method: str, *values: Any) -> None:
+        """Tell the other ranks to call a method. Ranks that were told themselves tell nobody."""
+        if self.rank:
+            return
+        forgotten = [self._forgotten.pop() for _ in range(len(self._forgotten))]
+        file = BytesIO()
+        _Pickler(file).dump((forgotten, whose, method, values))
+        data = (len(file.getbuffer()).to_bytes(8, "little") + file.getbuffer()).ljust(FIRST, b"\0")
+        for piece in filter(None, (data[:FIRST], data[FIRST:])):
+            message = torch.frombuffer(bytearray(piece), dtype=torch.uint8)
+            self._exchange(*(P2POp(isend, message, rank, tag=ORDERS) for rank in self._others))
+
+    def obey(self) -> None:
+        """Call what rank 0 tells to call."""
+        data = self._received(FIRST)
+        size = int.from_bytes(data[:8], "little")
+        if size > FIRST - 8:
+            data += self._received(size - FIRST + 8)
+        unpickler = pickle.Unpickler(BytesIO(data[8:]))
+        unpickler.persistent_load = self._shared.__getitem__  # type: ignore[method-assign]
+        forgotten, whose, method, values = unpickler.load()
+        for number in forgotten:
+            del self._shared[number]
+        getattr(whose, method)(*values)
+
+    def _received(self, size: int) -> bytes:
+        message = torch.empty(size, dtype=torch.uint8)
+        self._exchange(P2POp(irecv, message, 0, tag=ORDERS))
+        return message.numpy().tobytes()
+
+    def _exchange(self, *messages: P2POp) -> None:
+        """Send and receive messages. If another rank has ended, so does this process."""
+        try:
+            for work in dist.batch_isend_irecv(list(messages)):
+                work.wait(FOREVER)
+        except RuntimeError:
+            for watch in self._watches:  # one of them says which rank it is
+                watch.join()
+            raise
+
+    def watch(self) -> None:
+        """From now on end this process when another one ends: it might wait for that one forever, in the middle of a sum."""
+        for other in [0] if self.rank else self._others:
+            self._watches.append(threading.Thread(target=self._watch, args=(other,), name="eesd-ranks", daemon=True))
+            self._watches[-1].start()
+
+    def _watch(self, other: int) -> None:
+        """Wait until another process ends, or rank 0 says that this one shall."""
+        with suppress(RuntimeError):
+            irecv(torch.empty(1), other, tag=LIFE).wait(FOREVER)
+            self._leaving = True
+        if self.rank or not self._leaving:
+            self._end(other)
 
     def leave(self) -> None:
-        """End the other ranks. For rank 0."""
-        self._line.leave()
+        """End the other processes, whatever they do, with exit code 0, and wait until they have gone. For rank 0."""
+        self._leaving = True
+        for other in self._others:
+            with suppress(RuntimeError):
+                isend(torch.empty(1), other, tag=LIFE).wait(timedelta(seconds=LEAVING))
+        self._end_sums()
+        for watch in self._watches:
+            watch.join(LEAVING)
 
-    def forget(self, number: int) -> None:
-        """Let the other ranks free a cache with the next call. Python may call this at any time."""
-        self._forgotten.append(number)
+    def _end(self, other: int) -> NoReturn:
+        """End this process, once, from whichever thread: the others may wait in a library that no exception reaches."""
+        self._ending.acquire()
+        if self._leaving:
+            threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # behind a sum that does not end
+            self._end_sums()
+        else:
+            print(f"error: Rank {other} has ended; see what it printed, and start all again.", file=sys.stderr)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0 if self._leaving else 1)
 
-    def part(self, values: Values) -> Values:
-        """This rank's KV heads of keys and values."""
-        return np.ascontiguousarray(np.split(values, self.ranks, 2)[self.rank])
+    def _end_sums(self) -> None:
+        """All ranks do that together."""
+        if self._sums is not None:
+            dist.destroy_process_group(self._sums)
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the numbers of engines and caches instead of what they hold."""
+
+    def persistent_id(self, value: Any) -> int | None:
+        return value.number if isinstance(value, TeamCache | TeamEngine) else None
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def told(method: Method) -> Method:
+    """A method that the other ranks call, too, once rank 0 has begun to."""
+
+    @wraps(method)
+    def tell_and_call(self: "TeamEngine | TeamCache", *values: Any) -> Any:
+        self.team.tell(self, method.__name__, *values)
+        return method(self, *values)
+
+    return cast(Method, tell_and_call)
 
 
 class TeamCache:
-    """The KV cache of one sequence, whose heads are spread over the ranks: rank 0's handle of it."""
+    """The KV cache of one sequence, whose heads are spread over the ranks."""
 
-    def __init__(self, team: Team, own: DeviceKVCache, number: int) -> None:
-        self.team, self.own, self.number = team, own, number
-        weakref.finalize(self, team.forget, number)
+    def __init__(self, team: Team, own: DeviceKVCache) -> None:
+        self.team, self.own, self.number = team, own, team.number(self)
 
     @property
     def slot_bytes(self) -> int:
@@ -112,84 +222,77 @@ class TeamCache:
     def fixed_bytes(self) -> int:
         return self.own.fixed_bytes * self.team.ranks
 
+    @told
     def reserve(self, slots: int) -> None:
-        self._all("reserve", slots)
+        self.own.reserve(slots)
 
+    @told
     def reset(self) -> None:
-        self._all("reset")
+        self.own.reset()
 
+    @told
     def compact(self, start: int, sources: list[int]) -> None:
-        self._all("compact", start, [int(source) for source in sources])
+        self.own.compact(start, sources)
 
+    @told
     def clear(self, start: int, stop: int | None = None) -> None:
-        self._all("clear", start, stop)
+        self.own.clear(start, stop)
 
-    def _all(self, method: str, *values: Any) -> None:
-        self.team.send("cache", cache=self.number, method=method, values=values)
-        getattr(self.own, method)(*values)
-
+    @told
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        self.team.send("read", cache=self.number, index=index)
         keys, values = (np.concatenate(self.team.gathered(part), 1) for part in self.own.read(index))
         return keys, values
 
+    @told
     def values(self, start: int, stop: int) -> Values:
-        self.team.send("values", cache=self.number, start=start, stop=stop)
         return np.concatenate(self.team.gathered(self.own.values(start, stop)), 2)
 
+    @told
     def fill(self, start: int, values: Values) -> None:
-        self.team.send("fill", cache=self.number, start=start, shape=values.shape, type=str(values.dtype))
-        self.team.share(values)
-        self.own.fill(start, self.team.part(values))
+        self.own.fill(start, np.ascontiguousarray(np.split(values, self.team.ranks, 2)[self.team.rank]))
 
 
 class TeamEngine:
-    """An engine that runs on all ranks: rank 0's handle of it."""
+    """An engine whose weights are spread over the ranks."""
 
-    def __init__(self, team: Team, own: DeviceEngine, numbers: "list[int]") -> None:
-        """``numbers`` has the number of the last cache, which both engines count on."""
-        self.team, self.own, self._numbers = team, own, numbers
-        self.manifest, self.prefill_chunk = own.manifest, own.prefill_chunk
-        self.last_positions = own.last_positions
+    def __init__(self, team: Team, own: DeviceEngine) -> None:
+        self.team, self.own, self.number = team, own, team.number(self)
+        self.manifest, self.prefill_chunk, self.last_positions = own.manifest, own.prefill_chunk, own.last_positions
 
     @property
     def chooses(self) -> bool:
         return self.own.chooses
 
-    @property
-    def draft_chain(self) -> DraftChain | None:
-        return self._chain
-
+    @told
     def new_kv_caches(self, count: int = 1) -> Sequence[KVCache]:
-        first = self._numbers[0]
-        self._numbers[0] += count
-        self.team.send("caches", engine=self.own.is_draft, count=count, first=first)
-        return [TeamCache(self.team, own, first + at) for at, own in enumerate(self.own.new_kv_caches(count))]
+        return [TeamCache(self.team, own) for own in self.own.new_kv_caches(count)]
 
+    @told
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
-        caches = [_of_team(kv_cache) for kv_cache in kv_caches]
-        self.team.send("prepare", engine=self.own.is_draft, caches=[cache.number for cache in caches])
-        self.own.prepare([cache.own for cache in caches])
+        self.own.prepare([_own(kv_cache) for kv_cache in kv_caches])
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        self.team.send("forward", engine=self.own.is_draft, calls=[_to_json(call) for call in calls])
-        return self.own.forward([call._replace(kv_cache=_of_team(call.kv_cache).own) for call in calls])
+        self.team.tell(self, "forward", [call._replace(choose=None) for call in calls])  # rank 0 alone chooses
+        return self.own.forward([call._replace(kv_cache=_own(call.kv_cache)) for call in calls])
+
+    @told
+    def draft_chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
+        return self.own.draft_chain(_own(kv_cache), token, slot, count)
 
     def work(self, calls: Sequence[Call]) -> Work:
-        return self.own.work([call._replace(kv_cache=_of_team(call.kv_cache).own) for call in calls])
+        return self.own.work([call._replace(kv_cache=_own(call.kv_cache)) for call in calls])
 
-    def _chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
-        cache = _of_team(kv_cache)
-        self.team.send("chain", cache=cache.number, token=int(token), slot=int(slot), count=int(count))
-        return self.own.draft_chain(cache.own, token, slot, count)
+
+def _own(kv_cache: KVCache) -> DeviceKVCache:
+    assert isinstance(kv_cache, TeamCache)
+    return kv_cache.own
 
 
 def lead(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> tuple[TeamEngine, TeamEngine | None]:
     """Rank 0's engines. When its process ends, so do the others."""
     team.watch()
     atexit.register(team.leave)
-    numbers = [0]
-    return TeamEngine(team, verify, numbers), None if draft is None else TeamEngine(team, draft, numbers)
+    return TeamEngine(team, verify), None if draft is None else TeamEngine(team, draft)
 
 
 def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
@@ -200,60 +303,9 @@ def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoRe
     with suppress(ValueError):  # only the main thread may do that
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for engine in (verify, draft):
+        if engine is not None:
+            TeamEngine(team, engine)
     team.watch()
-    caches: dict[int, DeviceKVCache] = {}
     while True:
-        order = team.receive()
-        for number in order["forget"]:
-            caches.pop(number, None)
-        engine = draft if order.get("engine") else verify
-        assert engine is not None
-        what = order["what"]
-        if what == "caches":
-            caches |= dict(enumerate(engine.new_kv_caches(order["count"]), order["first"]))
-        elif what == "prepare":
-            engine.prepare([caches[number] for number in order["caches"]])
-        elif what == "forward":
-            engine.forward([_from_json(call, caches) for call in order["calls"]])
-        elif what == "chain":
-            assert draft is not None
-            draft.draft_chain(caches[order["cache"]], order["token"], order["slot"], order["count"])
-        else:
-            _change(team, caches[order["cache"]], order)
-
-
-def _change(team: Team, cache: DeviceKVCache, order: dict[str, Any]) -> None:
-    """Change a cache, or give rank 0 what it holds."""
-    what = order["what"]
-    if what == "cache":
-        getattr(cache, order["method"])(*order["values"])
-    elif what == "read":
-        for part in cache.read(order["index"]):
-            team.gathered(part)
-    elif what == "values":
-        team.gathered(cache.values(order["start"], order["stop"]))
-    elif what == "fill":
-        cache.fill(order["start"], team.part(team.shared(order["type"], order["shape"])))
-
-
-def _of_team(kv_cache: KVCache) -> TeamCache:
-    assert isinstance(kv_cache, TeamCache)
-    return kv_cache
-
-
-def _to_json(call: Call) -> dict[str, Any]:
-    return {
-        "cache": _of_team(call.kv_cache).number,
-        "tokens": [int(token) for token in call.tokens],
-        "positions": [int(position) for position in call.positions],
-        "slot": int(call.slot),
-        "context_len": int(call.context_len),
-        "tree_mask": None if call.tree_mask is None else call.tree_mask.astype(int).tolist(),
-        "logits": call.logits,
-    }
-
-
-def _from_json(call: dict[str, Any], caches: dict[int, DeviceKVCache]) -> Call:
-    mask = None if call["tree_mask"] is None else np.asarray(call["tree_mask"], np.bool_)
-    rest = {name: call[name] for name in ("tokens", "positions", "slot", "context_len", "logits")}
-    return Call(caches[call["cache"]], tree_mask=mask, **rest)
+        team.obey()

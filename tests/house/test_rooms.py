@@ -55,7 +55,6 @@ TORCH_FILES = {
     "torch_kernel.py",
     "torch_quantized.py",
     "torch_weights.py",
-    "ranks.py",
     "team.py",
     "trt_engine.py",
     "embed.py",
