@@ -138,7 +138,7 @@ class Team:
         """Send and receive messages. If another rank has ended, so does this process."""
         try:
             for work in dist.batch_isend_irecv(list(messages)):
-                work.wait(FOREVER)
+                _wait(work)
         except RuntimeError:
             for watch in self._watches:  # one of them says which rank it is
                 watch.join()
@@ -153,7 +153,7 @@ class Team:
     def _watch(self, other: int) -> None:
         """Wait until another process ends, or rank 0 says that this one shall."""
         with suppress(RuntimeError):
-            irecv(torch.empty(1), other, tag=LIFE).wait(FOREVER)
+            _wait(irecv(torch.empty(1), other, tag=LIFE))
             self._leaving = True
         if self.rank or not self._leaving:
             self._end(other)
@@ -163,7 +163,7 @@ class Team:
         self._leaving = True
         for other in self._others:
             with suppress(RuntimeError):
-                isend(torch.empty(1), other, tag=LIFE).wait(timedelta(seconds=LEAVING))
+                _wait(isend(torch.empty(1), other, tag=LIFE), timedelta(seconds=LEAVING))
         self._end_sums()
         for watch in self._watches:
             watch.join(LEAVING)
@@ -185,6 +185,12 @@ class Team:
         """All ranks do that together."""
         if self._sums is not None:
             dist.destroy_process_group(self._sums)
+
+
+def _wait(message: "dist.Work | None", longest: timedelta = FOREVER) -> None:
+    """Wait for a message. None, which torch gives to processes outside a group, does not occur."""
+    assert message is not None
+    message.wait(longest)
 
 
 class _Pickler(pickle.Pickler):
