@@ -1,14 +1,11 @@
-"""Time engine calls at the shapes of real models with random weights, and compare them with the memory bandwidth.
+"""Time engine calls of an engine directory, and compare them with the memory bandwidth.
 
-    python -m eesd.bench.tools.shapes --shape 7b --backend torch --work DIR --json 7b.json
-    python -m eesd.bench.tools.shapes --engine-dir plans/ --backend tensorrt --gpu h100
-    python -m eesd.bench.tools.shapes --engine-dir plans/ --backend ort --nodes "1 2 4 6 8" --behind "64 512 2048"
+    python -m eesd.bench.tools.shapes plans/ --backend tensorrt --gpu h100
+    python -m eesd.bench.tools.shapes plans/ --backend ort --nodes "1 2 4 6 8" --behind "64 512 2048"
 
-With a shape, it writes a random checkpoint, exports it (once for a --work directory) and builds plans if the backend is
-tensorrt. It times draft steps, verify passes, and the time to the first token; with --gpu, predictions are beside them.
+It times draft steps, verify passes, and the time to the first token; with --gpu, predictions are beside them.
 """
 
-import shutil
 import subprocess
 import sys
 import time
@@ -26,11 +23,9 @@ from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.machine import torch_sees_gpu
-from eesd.common.manifest import MANIFEST_FILE, Manifest
+from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.markdown import table
-from eesd.common.outputs import scratch_directory
-from eesd.common.weights import DTYPES
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
 from eesd.runtime.engines.base import Call, Engine
@@ -46,9 +41,7 @@ SHAPES = {
     "13b": (32000, 5120, 13824, 40, 40, 40),
 }
 """``SIZES`` of Llamas."""
-EXIT_SHARE = 8
-"""The exit is behind this fraction of the layers."""
-PROMPT, SLOTS, TREE_NODES = 512, 1024, 64
+PROMPT = 512
 MEMORY_BYTES = 1 << 29
 """What is copied or read to measure the bandwidth, larger than any cache."""
 
@@ -62,27 +55,6 @@ def write_checkpoint(directory: Path, shape: str, layers: int | None = None) -> 
     sizes["num_hidden_layers"] = layers or sizes["num_hidden_layers"]
     config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=shape == "1b", dtype="float16")
     LlamaForCausalLM._from_config(config, dtype=torch.float16).save_pretrained(directory)  # type: ignore[no-untyped-call]
-
-
-def prepare(work: Path, shape: str, dtype: str, build: bool) -> Path:
-    """Make the engine directory in ``work``, unless it exists, and TensorRT plans if ``build``.
-
-    The checkpoint is deleted before plans are built, to save disk space.
-    """
-    output = work / f"{shape}-{dtype}"
-    if not (output / MANIFEST_FILE).exists():
-        model = work / f"{shape}-checkpoint"
-        shutil.rmtree(model, ignore_errors=True)
-        try:
-            write_checkpoint(model, shape)
-            layer = max(SHAPES[shape][3] // EXIT_SHARE, 1)
-            sizes = ("--max-seq-len", SLOTS, "--max-tree-nodes", TREE_NODES, "--exit-layer", layer)
-            run_command("eesd.export.cli", "--model", model, "--dtype", dtype, "--no-check", *sizes, "--output", output)
-        finally:
-            shutil.rmtree(model, ignore_errors=True)
-    if build:
-        run_command("eesd.export.build", output)
-    return output
 
 
 def run_command(module: str, *arguments: object) -> None:
@@ -232,12 +204,9 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
 
 
 @cli.command()
-@click.option("--shape", type=click.Choice(list(SHAPES)), help="Shape of a model with random weights.")
-@click.option("--engine-dir", type=cli.PATH, help="An engine directory, instead of a shape.")
+@click.argument("engine_dir", type=cli.PATH)
 @click.option("--gpu", type=click.Choice((*GPUS, CPU)), help="Also show predictions for this GPU, or for this CPU.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
-@click.option("--dtype", type=click.Choice(DTYPES), default="float16")
-@click.option("--work", type=cli.OUTPUT, help="Keep the engine directory here, for another backend.  [default: delete it]")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
 @click.option("--nodes", default="1 2 4 8 16 32 64", callback=numbers, help="Nodes of verify passes.")
@@ -245,18 +214,12 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
 @click.option("--json", "json_file", type=cli.OUTPUT, help="Also write the figures to this file.")
 def main(
-    shape: str | None, engine_dir: Path | None, gpu: str | None, backend: str, dtype: str, work: Path | None,
-    threads: int | None, repeats: int, nodes: tuple[int, ...], behind: tuple[int, ...], kv_cache_dtype: str | None,
-    json_file: Path | None,
+    engine_dir: Path, gpu: str | None, backend: str, threads: int | None, repeats: int, nodes: tuple[int, ...],
+    behind: tuple[int, ...], kv_cache_dtype: str | None, json_file: Path | None,
 ) -> None:  # fmt: skip
-    """Time engine calls of a model of this shape with random weights, or of an engine directory."""
-    if (shape is None) == (engine_dir is None):
-        raise EESDError("Give either --shape or --engine-dir.")
+    """Time engine calls of an engine directory."""
     hardware = measured_cpu() if gpu == CPU else GPUS[gpu] if gpu else None
-    with scratch_directory("eesd-shapes") as temporary:
-        directory = engine_dir or prepare(work or temporary, shape or "", dtype, build=backend == "tensorrt")
-        result = {"shape": shape, "backend": backend, "dtype": dtype}
-        result |= measure(directory, backend, threads, repeats, hardware, nodes, behind, kv_cache_dtype)
+    result = {"backend": backend} | measure(engine_dir, backend, threads, repeats, hardware, nodes, behind, kv_cache_dtype)
     click.echo(markdown(result))
     if json_file is not None:
         write_json(json_file, result)
