@@ -5,14 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+import numpy as np
+
 from eesd.common.draft_vocab import WHOLE, DraftColumns
-from eesd.controllers import Controller, RoundOutcome
+from eesd.common.errors import EESDError
+from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.controllers.calibration import CERTAIN
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
-from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT, Guard
+from eesd.runtime.decoding.samplers import AcceptResult
 from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter
-from eesd.runtime.engines.base import Call, Engine
+from eesd.runtime.engines.base import Call, Engine, StepOutputs
 
 if TYPE_CHECKING:
     from eesd.runtime.decoding.session import Session
@@ -98,7 +103,7 @@ class Round:
     """A round of one sequence.
 
     Attributes:
-        session: The sequence.
+        session: Its sequence.
         drafting: How it drafts in this round.
         error: Why it failed; its sequence stands where the round began, unless there is a result.
         result: What was committed.
@@ -132,6 +137,236 @@ class Round:
     draft_seconds: float = 0.0
     nodes: list[Node] = field(default_factory=list)
     drafted_at: float = 0.0
+
+    def begin(self) -> None:
+        """Begin a round: what the text proposes, and whether to draft. A round that was begun before is forgotten.
+
+        Raises:
+            EESDError: The session is finished or closed.
+        """
+        session = self.session
+        session.check_open()
+        if session.finish_reason is not None:
+            raise EESDError("The session is finished; start a new one.")
+        if session.unfilled:
+            session.prefill()
+        self.started = time.perf_counter()
+        limits, self.most_depth = session.limits, self._max_depth()
+        self.most_nodes = min(limits.max_tree_nodes, limits.max_seq_len - len(session.tokens))
+        drafter = self.drafting.drafter
+        if drafter is not None and not (self.most_depth >= 1 and self.drafting.allows(EXIT_HEAD)):
+            drafter = None
+        self.drafter = drafter
+        session.sampler.begin_round(session.tokens)
+        self.proposal = proposal = self._proposal(self.drafting.text, self.most_depth)
+        width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
+        self.tree = DraftTree(session.tokens[-1], self.most_nodes, width, budget, limits.in_place)
+        copied = self.copied = self._copied() if proposal.tokens else 0
+        if copied:
+            self.tree.follow_text(proposal.tokens[:copied])
+        if drafter is None:
+            return
+        if not copied:
+            self.length = drafter.controller.begin_round(width)
+            self.wants_more = self.length != 0
+        elif proposal.steps and budget is None and copied < self.most_depth and not drafter.engine.chooses:
+            # Plans of drafts take one node a call, so devices draft where nothing is copied.
+            self.wants_more = drafter.controller.begin_after_text(width, proposal.values[:copied])
+            self.tree.frontier = self.tree.nodes[-1:]
+
+    def next_draft(self) -> Call:
+        """The call of the next draft step."""
+        session = self.session
+        assert self.drafter is not None
+        tree = self.tree
+        if not tree.steps:
+            session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
+        session.drafted_to = max(session.drafted_to, len(session.tokens) - 1 + len(tree.nodes))
+        first = tree.frontier[0].index if tree.steps else 0  # the first step also reads tokens of the text
+        call = session.call(tree.nodes, first)
+        if self.drafter.engine.chooses:
+            return call._replace(choose=session.sampler.chooser(tree.nodes[first:], tree.branching))
+        return call
+
+    def draft_chain(self) -> bool:
+        """Draft steps of a chain in one call, which does not wait for the host between them, if that can be. All of them if
+        their number is known, else as many as the controller allows before it is asked."""
+        session = self.session
+        tree, drafter = self.tree, self.drafter
+        assert drafter is not None
+        chain, steps = drafter.engine.draft_chain, self.length or drafter.controller.steps_at_once
+        if chain is None or not steps or drafter.tree_width > 1 or not session.sampler.proposes_top_tokens:
+            return False
+        if self.copied and not tree.steps:  # the first step also reads tokens of the text
+            return False
+        session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
+        started, last = time.perf_counter(), tree.frontier[0]
+        slot, count = len(session.tokens) - 1 + last.index, min(steps, self.most_depth - last.depth)
+        session.drafted_to = max(session.drafted_to, slot + count)
+        outputs = chain(session.kv_cache, last.token, slot, count)
+        self.drafted(outputs, time.perf_counter() - started, count)
+        return True
+
+    def drafted(self, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
+        """Add levels to the draft from the draft engine's outputs, and ask the controller whether to continue. It is told of
+        each, and its last answer counts."""
+        assert self.drafter is not None
+        tree, controller = self.tree, self.drafter.controller
+        self.draft_seconds += seconds
+        first = 0 if tree.steps else tree.frontier[0].index
+        for row in range(first, first + levels):
+            step = self._grow(tree, outputs, row)
+            ends = step is None or tree.frontier[0].depth >= self.most_depth or tree.is_full
+            self.wants_more = not ends and step is not None and controller.keep_drafting(step)
+            if step is None:
+                break
+
+    def complete(self, share: Share | None = None) -> Call:
+        """End the draft, and choose what is verified: what is worth it alone, or beside others its ``share``.
+
+        Where drafting is fixed all of it is: with rejection sampling, what is left out must not depend on what was drafted.
+        """
+        session = self.session
+        tree, drafter, text = self.tree, self.drafter, self.drafting.text
+        if text is not None and drafter is not None and tree.steps and tree.frontier:
+            self._add_text(text, joins=drafter.budget is not None)
+        nodes = tree.prune(None if self.drafting.fixed else share)
+        self.nodes, self.drafted_at = nodes, time.perf_counter()
+        session.kv_cache.reserve(len(session.tokens) - 1 + len(nodes))
+        call = session.verified(nodes)
+        return call._replace(choose=session.sampler.chooser(nodes, 0)) if session.verify.chooses else call
+
+    def commit(self, outputs: StepOutputs, seconds: float) -> RoundResult:
+        """Accept what the verifier agrees with, and commit it.
+
+        Args:
+            outputs: The verifier's, for the call of :meth:`complete`.
+            seconds: Of this call.
+        """
+        session = self.session
+        tree, nodes, tokens = self.tree, self.nodes, session.tokens
+        session.drafted_to = 0  # verify wrote their slots
+        path, bonus = session.sampler.accept(tree.root, outputs)
+        if session.limits.in_place:
+            path, bonus = cut_displaced(path, bonus)
+        if path and path[-1].index != len(path):  # a chain's slots are consecutive already
+            session.kv_cache.compact(len(tokens), [len(tokens) - 1 + node.index for node in path])
+
+        chosen = [*[node.token for node in path], bonus]
+        outcome = RoundOutcome(
+            steps=tree.steps,
+            draft_seconds=self.drafted_at - self.started,
+            depth=max([0, *[node.depth - self.copied for node in nodes if not node.from_text]]),
+            nodes=len(nodes) - 1,
+            verify_seconds=seconds,
+            accepted=len(path),
+            num_expanded=sum([node.expanded for node in path]),
+            copied=self.copied if tree.steps else 0,
+            first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
+        )
+        result = self._result(outcome, path, chosen)
+        committed_at, stats = time.perf_counter(), session.stats.with_round(result)
+        # The commit: one statement behind everything that may raise. No signal is handled within it.
+        session.tokens, session.stats, session.finish_reason = [*tokens, *result.tokens], stats, result.finish_reason
+
+        self._learn(outcome, chosen)
+        session.stats.host_seconds += time.perf_counter() - committed_at
+        if session.observer is not None:
+            session.observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
+        return result
+
+    def _learn(self, outcome: RoundOutcome, chosen: Sequence[int]) -> None:
+        """Tell all that decide about a committed round, also if they were not allowed to draft or to copy."""
+        drafter, text, guard = self.drafting.drafter, self.drafting.text, self.drafting.guard
+        proposal = self.proposal
+        expected = 1 + sum(proposal.values[: outcome.nodes])
+        if self.drafting.value is not None:  # before the rules that share it
+            self.drafting.value.observe(outcome)
+        if drafter is not None:
+            if outcome.steps:
+                expected = drafter.controller.expected_tokens(outcome)
+            drafter.controller.observe(outcome)
+            if drafter.budget is not None:
+                drafter.budget.observe(self.tree.labels(chosen), outcome)
+        if text is not None:
+            pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
+            right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
+            judged = min(right + 1, len(proposal.tokens), len(chosen))
+            text.rule.observe(proposal.steps, right, judged, outcome)
+        if guard is not None:
+            pauses = guard.pauses
+            guard.record(outcome, expected, time.perf_counter() - self.started)
+            self.session.stats.guard_pauses += guard.pauses - pauses
+
+    def _add_text(self, text: TextDrafter, joins: bool) -> None:
+        """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
+        tree = self.tree
+        if joins:
+            tree.join_text(tree.root, self.proposal.tokens, self.proposal.chances)
+        best = tree.frontier[0]
+        most = 0 if best.candidates else min(self.most_depth - best.depth, self.most_nodes - len(tree.nodes) + 1)
+        behind = self.session.index.propose(self.session.tokens, most, text, best.path()) if most > 0 else NOTHING
+        if joins:
+            tree.join_text(best, behind.tokens, behind.chances)
+        else:
+            tree.follow_text(behind.tokens[: text.rule.count_behind(behind.values, len(tree.nodes) - 1)])
+
+    def _proposal(self, text: TextDrafter | None, most: int) -> Proposal:
+        """What must follow the root, or what the text proposes, at most ``most`` tokens: they are judged in every round, also
+        where they are not verified."""
+        session = self.session
+        if session.forced is not None and most > 0 and (tokens := list(session.forced(most))):
+            return Proposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
+        return session.index.propose(session.tokens, most, text) if text and most > 0 else NOTHING
+
+    def _copied(self) -> int:
+        """How many of the proposed tokens this round verifies without drafting."""
+        proposal, text = self.proposal, self.drafting.text
+        if not proposal.steps:
+            return len(proposal.tokens)  # nothing else may follow
+        if text is None:
+            return 0
+        count = text.rule.count(proposal.values, self.drafter is not None)
+        return count if self.drafting.allows(TEXT, sum(proposal.values[:count])) else 0
+
+    def _max_depth(self) -> int:
+        """Levels that this round may draft: the bonus token must fit behind them."""
+        session = self.session
+        root = len(session.tokens) - 1
+        ends = [last - root for last in session.limits.last_positions if last >= root]
+        return min(session.left - 1, session.limits.max_tree_nodes, *ends[:1])
+
+    def _grow(self, tree: DraftTree, outputs: StepOutputs, row: int = 0) -> DraftStep | None:
+        """Add a level to the tree from the draft's outputs for its frontier, which begin in ``row``. Outputs that are no
+        numbers propose nothing, and so end the draft."""
+        first = tree.frontier[0].index - row
+        told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
+        if told is not None and np.isnan(told).any():
+            return tree.grow([[] for _ in tree.frontier])
+        propose, count = self.session.sampler.propose, tree.branching
+        return tree.grow([propose(node, outputs, node.index - first, count) for node in tree.frontier])
+
+    def _result(self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]) -> RoundResult:
+        """What the round commits of its tokens: everything up to EOS or a stop string; and why the sequence ends there."""
+        limits, reason = self.session.limits, "length" if len(tokens) >= self.session.left else None
+        ends = [i for i, token in enumerate(tokens, 1) if token in limits.eos_token_ids]
+        if ends:
+            tokens, reason = tokens[: ends[0]], "stop"
+        if limits.until_stop is not None and (count := limits.until_stop(tokens)) is not None:
+            tokens, reason = tokens[:count], "stop"
+        accepted = path[: len(tokens)]
+        return RoundResult(
+            tokens,
+            len(accepted),
+            reason,
+            [node.from_text for node in accepted],
+            [] if reason else _rejected(path[-1] if path else self.nodes[0]),
+            outcome,
+            levels=max([node.depth for node in self.nodes]),
+            drafting=self.drafter is not None or len(self.nodes) > 1,
+            draft_seconds=self.draft_seconds,
+            seconds=time.perf_counter() - self.started,
+        )
 
 
 @dataclass(eq=False)
@@ -191,17 +426,17 @@ def run_round(
     started = time.perf_counter()
     rounds = [Round(session, drafting) for session, drafting in zip(sessions, policy.begin(sessions), strict=True)]
     for current in rounds:
-        _alone(current, current.session.begin, current)
+        _alone(current, current.begin)
     draft(rounds, policy)
     share = policy.share(rounds)
-    calls = [call for current in rounds if (call := _alone(current, current.session.complete, current, share))]
+    calls = [call for current in rounds if (call := _alone(current, current.complete, share))]
     planned = [current for current in rounds if current.error is None]
     called = time.perf_counter()
     every = [*calls, *[piece.call for piece in pieces]]
     outputs = verify.forward(every) if every else []
     seconds = time.perf_counter() - called
     for current, output in zip(planned, outputs, strict=False):
-        current.result = _alone(current, current.session.commit, current, output, seconds)
+        current.result = _alone(current, current.commit, output, seconds)
     for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
         _alone(piece, piece.session.add_piece, piece.call, output, seconds)
     policy.verified(rounds, calls, (called - started, time.perf_counter() - called), every[len(calls) :])
@@ -214,9 +449,9 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
     while drafting := policy.draft_on(rounds, depth):
         depth += 1
         started = time.perf_counter()
-        if len(drafting) == 1 and _alone(drafting[0], drafting[0].session.draft_chain, drafting[0]):
+        if len(drafting) == 1 and _alone(drafting[0], drafting[0].draft_chain):
             continue
-        calls = [call for current in drafting if (call := _alone(current, current.session.next_draft, current))]
+        calls = [call for current in drafting if (call := _alone(current, current.next_draft))]
         planned = [current for current in drafting if current.error is None]
         if not planned:
             continue
@@ -225,7 +460,7 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
         outputs = planned[0].drafter.engine.forward(calls)
         seconds = time.perf_counter() - called
         for current, output in zip(planned, outputs, strict=True):
-            _alone(current, current.session.drafted, current, output, seconds)
+            _alone(current, current.drafted, output, seconds)
         policy.drafted(len(planned), time.perf_counter() - started)
 
 
@@ -240,3 +475,19 @@ def _alone(one: Round | Piece, action: Callable[P, R], *args: P.args, **kwargs: 
         if isinstance(one, Round):
             one.wants_more = False
         return None
+
+
+def _rejected(node: Node) -> list[int]:
+    """The first path behind the last accepted node that was verified, and not accepted."""
+    tokens = []
+    while children := node.children:
+        node = children[0]
+        tokens.append(node.token)
+    return tokens
+
+
+def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
+    """A path up to its first node that is not in the slot that it has in a chain. That node's token is the bonus token: it was
+    chosen by a node in its place, and so would be everything before it, but nothing behind it."""
+    displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
+    return AcceptResult(path, bonus) if displaced is None else AcceptResult(path[:displaced], path[displaced].token)

@@ -246,7 +246,7 @@ def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypa
     [
         pytest.param(None, "", "", "", id="none"),
         pytest.param(HostKVCache, "compact", "self.data[..., sources, :]", "self.data[..., targets, :]", id="stale slot"),
-        pytest.param(Session, "_call", "root + node.depth", "root + node.index", id="positions"),
+        pytest.param(Session, "call", "root + node.depth", "root + node.index", id="positions"),
         pytest.param(
             session,
             "tree_mask",
@@ -254,7 +254,7 @@ def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypa
             "seen[node.index, : node.index] = True",
             id="mask",
         ),
-        pytest.param(Session, "commit", "compact(len(self.tokens)", "compact(len(self.tokens) - 1", id="root"),
+        pytest.param(Round, "commit", "compact(len(tokens)", "compact(len(tokens) - 1", id="root"),
     ],
 )
 def test_a_mistake_in_the_tree_is_caught(
@@ -281,7 +281,7 @@ def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
     """These cost acceptance only, so nothing but a look at the draft's logits can tell."""
-    mutate(monkeypatch, Session, "_call", old, new)
+    mutate(monkeypatch, Session, "call", old, new)
     check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
     with caught():
         check_tree_drafts(harness, PROMPT, width=2)
@@ -380,7 +380,7 @@ def test_logits_of_displaced_nodes_are_caught(tmp_path: Path, monkeypatch: pytes
     llm.budget = None
     llm.budget = None  # what a budget leaves out depends on the clock
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
-    monkeypatch.setattr(session, "cut_displaced", lambda path, bonus: (path, bonus))
+    monkeypatch.setattr(decoding_round, "cut_displaced", lambda path, bonus: (path, bonus))
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing
 
 
@@ -424,10 +424,10 @@ def test_a_cpu_cache_that_is_not_compacted_is_caught(tmp_path: Path, monkeypatch
 
 
 def test_a_commit_in_pieces_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "self.tokens, self.stats, self.finish_reason = [*self.tokens, *result.tokens], stats, result.finish_reason"
+    line = "session.tokens, session.stats, session.finish_reason = [*tokens, *result.tokens], stats, result.finish_reason"
     pieces = (
-        "self.tokens = [*self.tokens, *result.tokens]\n    self.stats = stats\n    self.finish_reason = result.finish_reason"
+        "session.tokens = [*tokens, *result.tokens]\n    session.stats, session.finish_reason = stats, result.finish_reason"
     )
-    mutate(monkeypatch, Session, "commit", line, pieces)
+    mutate(monkeypatch, Round, "commit", line, pieces)
     with caught():
         check_interrupted_anywhere(lambda: harness.session(PROMPT, controller=make_controller("fixed:k=2"), new_tokens=8), 1)

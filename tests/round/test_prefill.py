@@ -115,7 +115,7 @@ class NoLogits(Wrapped):
 def test_a_sessions_prefill_asks_for_no_logits(harness: Harness) -> None:
     parts = harness.workspace()
     session = harness.session(TOKENS, workspace=parts)
-    session._verify = NoLogits(parts.verify)
+    session.verify = NoLogits(parts.verify)
     session.prefill()
     with pytest.raises(AssertionError, match="a pass with logits"):
         session.step()

@@ -279,7 +279,7 @@ def drafted(
     parts = workspace or harness.workspace()
     session = harness.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
     current = Round(session, session.drafting)
-    session.begin(current)
+    current.begin()
     draft([current], ALONE)
     return current.tree
 
@@ -306,7 +306,7 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
     """Call ``step`` and interrupt it at the line-th line that session.py and round.py run; whether it got so far."""
-    left, files = line, {part.__code__.co_filename for part in (Session.step, Session.commit, run_round)}
+    left, files = line, {part.__code__.co_filename for part in (Session.step, Round.commit, run_round)}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left

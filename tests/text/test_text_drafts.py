@@ -292,7 +292,7 @@ def test_an_interrupted_index_is_made_anew(harness: Harness, monkeypatch: pytest
             assert session.tokens == before
         before = list(session.tokens)
     fresh = SuffixAutomaton()
-    for token in before[: (kept := session._index._extended(before)).num_tokens]:
+    for token in before[: (kept := session.index._extended(before)).num_tokens]:
         fresh.extend(token)
     assert before[len(REPEATING) :] == expected and left[0] < 0
     assert kept._next == fresh._next and kept._count == fresh._count
