@@ -373,18 +373,18 @@ class LLM:
             EESDError: The prompt or an option cannot be used.
         """
         request = self.request(prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos)
-        with self._running(request) as running:
+        with self._running(Generation(request)) as running:
             yield running.session
 
     @contextmanager
-    def _running(self, request: Request) -> Iterator[Running]:
+    def _running(self, generation: Generation) -> Iterator[Running]:
         """A request that runs alone."""
         with self.lock:
             self._settle()
             if not self._idle:
                 self._idle.append(self._new_kv_cache())
             self._idle[-1].reset()
-            running = self.begin(request, self._idle[-1], self.observer)
+            running = self.begin(generation, self._idle[-1], self.observer)
             running.session.drafting.begin_request()
             running.take_prefix(self.prefixes)
             self._idle.pop()
@@ -404,21 +404,21 @@ class LLM:
             running.end()
             self._idle.append(running.kv_cache)
 
-    def begin(self, request: Request, kv_cache: KVCache, observer: Observer | None = None) -> Running:
+    def begin(self, generation: Generation, kv_cache: KVCache, observer: Observer | None = None) -> Running:
         """Begin a request over an empty cache.
 
         Raises:
             EESDError: The request can never run.
         """
-        codec = self.codec if request.stop else self._codec
+        request = generation.request
         running = Running(
-            request,
+            generation,
             kv_cache,
             self.engines.verify,
             self._drafting(request),
             self.limits(request.max_new_tokens, request.ignore_eos, request.stop_token_ids),
             self.manifest.geometry.vocab_size,
-            codec,
+            self.codec if request.stop else self._codec,
             observer,
         )
         running.session.stats.exact = self.engines.exact
@@ -497,7 +497,7 @@ class LLM:
     def run(self, request: Request) -> Iterator[Update]:
         """Run a request alone. Yields what each round brought, as a service tells it; the last update has a reason."""
         generation = Generation(request)
-        with self._running(request) as running:
+        with self._running(generation) as running:
             update = Update()
             while update.finish_reason is None:
                 late = generation.is_late(time.monotonic())

@@ -13,7 +13,7 @@ from eesd.runtime.decoding.samplers import Allowed
 from eesd.runtime.decoding.session import Limits, Observer, Session
 from eesd.runtime.engines.base import Engine, KVCache, Logits
 from eesd.runtime.prefix_cache import PrefixCache
-from eesd.runtime.request import Request, TokenLogprob, TokenOutput, Update
+from eesd.runtime.request import Generation, TokenLogprob, TokenOutput, Update
 from eesd.runtime.text import TextCodec, TextStream
 
 
@@ -21,7 +21,7 @@ class Running:
     """A request over its own KV cache, alone or as a row of a batch.
 
     Attributes:
-        request: What was asked for.
+        generation, request: What was asked for, and whom to tell.
         session: Its sequence.
         kv_cache: The keys and values of its sequence.
         began: Time at which it began, in seconds of ``time.monotonic``.
@@ -30,7 +30,7 @@ class Running:
 
     def __init__(
         self,
-        request: Request,
+        generation: Generation,
         kv_cache: KVCache,
         verify: Engine,
         drafting: Drafting,
@@ -41,7 +41,9 @@ class Running:
     ) -> None:
         """Begin. ``codec`` makes the text; ``observer`` is told what each round commits. For the others see
         :class:`~eesd.runtime.decoding.session.Session`."""
-        self.request, self.kv_cache, self.began, self.cached_tokens = request, kv_cache, time.monotonic(), 0
+        self.generation, self.kv_cache, self.cached_tokens = generation, kv_cache, 0
+        self.request = request = generation.request
+        generation.began = self.began = time.monotonic()
         self._observer, self._moved = observer, False
         self._logprobs: list[TokenLogprob] = []
         self._prompt_logprobs: list[TokenLogprob] | None = None

@@ -5,13 +5,12 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import count
 
 from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import FixedLevels, LoadRule
 from eesd.runtime.batch.load_policy import LoadPolicy
-from eesd.runtime.decoding.round import ALONE, Piece, Policy, Round, run_round
+from eesd.runtime.decoding.round import ALONE, Policy, PromptPiece, Round, run_round
 from eesd.runtime.decoding.session import Session, check_prompt
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.exactness import check_rows
@@ -67,19 +66,6 @@ class BatchOptions:
             check_integer("levels", self.levels, 0, 64)
 
 
-@dataclass(eq=False)
-class Row:
-    """A request that has begun, and whom to tell. They are numbered in the order in which they begin."""
-
-    generation: Generation
-    running: Running
-    number: int
-
-    @property
-    def session(self) -> Session:
-        return self.running.session
-
-
 class Scheduler:
     """The batch, driven by one thread: :meth:`add` requests, and call :meth:`step` while there is work.
 
@@ -103,10 +89,9 @@ class Scheduler:
         self.rounds = self.pauses = 0
         self.request_seconds = 1.0
         self._lengths: deque[int] = deque(maxlen=KNOWN)
-        self._numbers = count(1)
-        self._paused: deque[Row] = deque()
-        self._active: list[Row] = []
-        self._prefilling: deque[Row] = deque()
+        self._paused: deque[Running] = deque()
+        self._active: list[Running] = []
+        self._prefilling: deque[Running] = deque()
         self._kv_caches = self._engine.new_kv_caches(options.max_rows)
         self._slot_bytes = self._kv_caches[0].slot_bytes
         self._check_memory()
@@ -176,11 +161,11 @@ class Scheduler:
         for row in [*self._rows(), *self._paused]:
             self._end(row, reason, error)
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[Running]:
         """All requests that have a cache."""
         return [*self._prefilling, *self._active]
 
-    def _bytes(self, rows: Sequence[Row]) -> int:
+    def _bytes(self, rows: Sequence[Running]) -> int:
         """Bytes of keys and values that rows need for their next rounds."""
         return sum(len(row.session.tokens) + self._llm.manifest.max_tree_nodes for row in rows) * self._slot_bytes
 
@@ -226,45 +211,44 @@ class Scheduler:
                 if not self._has_room(len(session.tokens), session.stats.new_tokens, session.left):
                     return
                 row = self._paused.popleft()
-                row.running.move(self._free.pop())
-                row.running.take_prefix(self.prefixes)
+                row.move(self._free.pop())
+                row.take_prefix(self.prefixes)
                 self._go_on(row)
                 continue
             request = self.waiting[0].request if self.waiting else None
             if request is None or not self._has_room(len(request.tokens), 0, request.max_new_tokens):
                 return
             generation = self.waiting.popleft()
-            generation.began = time.monotonic()
             kv_cache = self._free.pop()
             try:
-                row = Row(generation, self._llm.begin(generation.request, kv_cache), next(self._numbers))
+                row = self._llm.begin(generation, kv_cache)
             except Exception as error:  # whatever it is, it concerns this request alone
                 LOGGER.exception("A request could not begin.")
                 self._give_back(kv_cache)
                 generation.tell(Update(finish_reason="error", error=_sentence(error)))
                 continue
-            row.running.take_prefix(self.prefixes)
+            row.take_prefix(self.prefixes)
             self._go_on(row)  # of some prompts nothing is left to prefill
 
     def _pause_some(self) -> None:
         """Take the caches of the youngest requests, until the others have room for a round."""
         while len(rows := self._rows()) > 1 and self._bytes(rows) > self._options.kv_memory:
-            row = max(rows, key=lambda row: row.number)
+            row = max(rows, key=lambda row: row.began)
             if not row.session.unfilled:
-                row.running.keep_prefix(self.prefixes)
+                row.keep_prefix(self.prefixes)
             self._rows_of(row).remove(row)
-            self._give_back(row.running.kv_cache)
+            self._give_back(row.kv_cache)
             self._paused.append(row)
-            self._paused = deque(sorted(self._paused, key=lambda row: row.number))
+            self._paused = deque(sorted(self._paused, key=lambda row: row.began))
             self.pauses += 1
 
-    def _rows_of(self, row: Row) -> "list[Row] | deque[Row]":
+    def _rows_of(self, row: Running) -> "list[Running] | deque[Running]":
         """Where a row is."""
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
-    def _next_pieces(self) -> list[tuple[Row, Piece]]:
+    def _next_pieces(self) -> list[tuple[Running, PromptPiece]]:
         """Pieces of the next prompts: one, and more if they are whole prompts."""
-        pieces: list[tuple[Row, Piece]] = []
+        pieces: list[tuple[Running, PromptPiece]] = []
         left = self._prompt_tokens()
         for row in [*self._prefilling]:
             unfilled = row.session.unfilled
@@ -277,7 +261,7 @@ class Scheduler:
                 self._end(row, "error", error)
                 continue
             assert call is not None
-            pieces.append((row, Piece(row.session, call)))
+            pieces.append((row, PromptPiece(row.session, call)))
             left -= len(call.tokens)
         return pieces
 
@@ -289,12 +273,12 @@ class Scheduler:
         behind, most = len(first.tokens) - 1 - first.unfilled, self._options.prefill_tokens
         return self._policy.prompt_tokens([row.session for row in self._active], behind, most)
 
-    def _go_on(self, row: Row) -> None:
+    def _go_on(self, row: Running) -> None:
         """Let a row whose prompt is complete decode, and another one wait for its next turn."""
         if row.session.unfilled:
             self._prefilling.append(row)
         else:
-            row.running.keep_prefix(self.prefixes)
+            row.keep_prefix(self.prefixes)
             self._active.append(row)
 
     def _policy_of(self, shared: bool) -> Policy:
@@ -307,7 +291,7 @@ class Scheduler:
             session.drafting.begin_request()
         return ALONE
 
-    def _round(self, pieces: list[tuple[Row, Piece]]) -> None:
+    def _round(self, pieces: list[tuple[Running, PromptPiece]]) -> None:
         """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end, and the prompts try again;
         without rows that decode, the prompts' requests end."""
         rows = [*self._active]
@@ -331,44 +315,44 @@ class Scheduler:
             else:
                 self._fail(row, piece.error)
 
-    def _report(self, row: Row, current: Round) -> None:
+    def _report(self, row: Running, current: Round) -> None:
         """Tell what a round brought a row, and end the row if it is finished or failed."""
         try:
             if current.error is not None:
                 raise current.error
             assert current.result is not None
-            update = row.running.update(current.result)
+            update = row.update(current.result)
         except Exception as error:  # whatever it is, it concerns this request alone
             self._fail(row, error)
             return
         if update.finish_reason is not None:
-            self.request_seconds += (time.monotonic() - row.running.began - self.request_seconds) / 8
+            self.request_seconds += (time.monotonic() - row.began - self.request_seconds) / 8
             self._lengths.append(row.session.stats.new_tokens)
-            row.running.keep_prefix(self.prefixes)
+            row.keep_prefix(self.prefixes)
             self._active.remove(row)
             self._leave(row)
         row.generation.tell(update)
 
-    def _fail(self, row: Row, error: Exception) -> None:
+    def _fail(self, row: Running, error: Exception) -> None:
         """End a request that failed alone."""
         if not isinstance(error, ConstraintError):
             LOGGER.error("A request failed.", exc_info=error)
         self._end(row, "error", error)
 
-    def _end(self, row: Row, reason: str, error: Exception | None = None) -> None:
+    def _end(self, row: Running, reason: str, error: Exception | None = None) -> None:
         """End a request that no round ended."""
         rows = self._rows_of(row)
         rows.remove(row)
         self._leave(row, has_cache=rows is not self._paused)
-        update = row.running.last_update(reason, None if error is None else _sentence(error))
+        update = row.last_update(reason, None if error is None else _sentence(error))
         row.generation.tell(replace(update, refused=isinstance(error, ConstraintError)))
 
-    def _leave(self, row: Row, has_cache: bool = True) -> None:
+    def _leave(self, row: Running, has_cache: bool = True) -> None:
         """Let another request use a row's cache."""
-        row.running.end()
+        row.end()
         self._last_alone = None if self._last_alone is row.session else self._last_alone
         if has_cache:
-            self._give_back(row.running.kv_cache)
+            self._give_back(row.kv_cache)
 
     def _give_back(self, kv_cache: KVCache) -> None:
         """Let another request use a cache: the first ones are taken first."""

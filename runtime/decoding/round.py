@@ -16,7 +16,7 @@ from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
 from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT, Guard
 from eesd.runtime.decoding.samplers import AcceptResult
-from eesd.runtime.decoding.text_drafter import NOTHING, Proposal, TextDrafter
+from eesd.runtime.decoding.text_drafter import NOTHING, TextDrafter, TextProposal
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class Round:
     error: Exception | None = None
     result: RoundResult | None = None
     tree: DraftTree = field(init=False)
-    proposal: Proposal = NOTHING
+    proposal: TextProposal = NOTHING
     drafter: Drafter | None = None
     started: float = 0.0
     most_depth: int = 0
@@ -311,12 +311,12 @@ class Round:
         else:
             tree.follow_text(behind.tokens[: text.rule.count_behind(behind.values, len(tree.nodes) - 1)])
 
-    def _proposal(self, text: TextDrafter | None, most: int) -> Proposal:
+    def _proposal(self, text: TextDrafter | None, most: int) -> TextProposal:
         """What must follow the root, or what the text proposes, at most ``most`` tokens: they are judged in every round, also
         where they are not verified."""
         session = self.session
         if session.forced is not None and most > 0 and (tokens := list(session.forced(most))):
-            return Proposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
+            return TextProposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
         return session.index.propose(session.tokens, most, text) if text and most > 0 else NOTHING
 
     def _copied(self) -> int:
@@ -370,7 +370,7 @@ class Round:
 
 
 @dataclass(eq=False)
-class Piece:
+class PromptPiece:
     """A piece of a sequence's prompt, for the verify call of a round; ``error`` says why it failed."""
 
     session: "Session"
@@ -413,7 +413,7 @@ ALONE = Policy()
 
 
 def run_round(
-    sessions: Sequence["Session"], verify: Engine, policy: Policy = ALONE, pieces: Sequence[Piece] = ()
+    sessions: Sequence["Session"], verify: Engine, policy: Policy = ALONE, pieces: Sequence[PromptPiece] = ()
 ) -> list[Round]:
     """Run one round: a draft call for each level, and one verify call, which also takes pieces of prompts.
 
@@ -464,7 +464,7 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
         policy.drafted(len(planned), time.perf_counter() - started)
 
 
-def _alone(one: Round | Piece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
+def _alone(one: Round | PromptPiece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
     """Do something for one sequence, unless it has failed. If this fails, it has failed, and the others go on."""
     if one.error is not None:
         return None

@@ -51,7 +51,7 @@ class PastOutputs:
                 yield following
 
 
-class Proposal(NamedTuple):
+class TextProposal(NamedTuple):
     """What the text proposes behind its end.
 
     Attributes:
@@ -67,7 +67,7 @@ class Proposal(NamedTuple):
     values: list[float]
 
 
-NOTHING = Proposal([], [], [], [])
+NOTHING = TextProposal([], [], [], [])
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,10 @@ class TextIndex:
     def __init__(self) -> None:
         self._automaton: SuffixAutomaton | None = None
 
-    def propose(self, tokens: Sequence[int], most: int, drafter: TextDrafter, drafted: Sequence[int] = ()) -> Proposal:
+    def propose(self, tokens: Sequence[int], most: int, drafter: TextDrafter, drafted: Sequence[int] = ()) -> TextProposal:
         """At most ``most`` tokens that may follow ``tokens``, which begin with the last call's, and what is drafted."""
         continuations, past = self._continuations(tokens, drafted, drafter.past)
-        found, value = Proposal([], [], [], []), 1.0
+        found, value = TextProposal([], [], [], []), 1.0
         for _, (token, length, times, of) in zip(range(most), continuations, strict=False):
             step = TextStep(length, times, of, past)
             chance = drafter.rule.chance(step)
