@@ -8,7 +8,7 @@ from support.harness import Harness
 
 import eesd
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/one_round.py"
 
 
