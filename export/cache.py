@@ -171,7 +171,7 @@ def foreign(path: Path, name: str) -> str:
 def other_file(directory: Path, made: Collection[str]) -> str:
     """Why an engine directory is not one to remove; "" if all of it is ``made``, or added by builds and the runtime."""
     graphs = [Path(name).stem for name in made if isinstance(name, str) and name.endswith(".onnx")]
-    known = {*_ADDED, *(stem + suffix for stem in graphs for suffix in (".plan", ".kernels"))}
+    known = {*_ADDED, *(stem + suffix for stem in graphs for suffix in (".plan", ".plan.onnx", ".kernels"))}
     for file in sorted(directory.iterdir()):
         if is_temporary(file.name):
             return "another process is writing into it"

@@ -1,19 +1,16 @@
 """The graphs of plans: what TensorRT has otherwise than the graphs that all engines run."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from eesd.common.files import temporary_beside
 from eesd.common.manifest import GraphInfo, Manifest
 
 
-@contextmanager
-def fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool) -> Iterator[Path]:
-    """A temporary copy of the graph as plans need it. It lies beside the weights that it refers to.
+def plan_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool) -> bytes:
+    """The graph as TensorRT reads it, for a file of ``directory``: it refers to the weights there.
 
     The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be built from parts; the
     builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the
@@ -38,9 +35,7 @@ def fixed_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch
             if node.op_type == "Attention":
                 node.attribute.append(onnx.helper.make_attribute("TRT_decomposable", 1))
     del model.graph.value_info[:]  # the shapes of intermediate values are still symbolic
-    with temporary_beside(directory / graph.file) as path:
-        path.write_bytes(model.SerializeToString())
-        yield path
+    return bytes(model.SerializeToString())
 
 
 def attend_to_first(graph: Any) -> None:

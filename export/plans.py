@@ -30,7 +30,7 @@ from eesd.common.manifest import (
     one_node_is_faster,
 )
 from eesd.common.manifest_reader import load_manifest
-from eesd.export.plan_graph import fixed_graph
+from eesd.export.plan_graph import plan_graph
 from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
 from eesd.runtime.engines.trt_plans import make_logger
 
@@ -91,7 +91,13 @@ def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: B
         and plan.source == source_hash(manifest, graph, options)
         and (directory / plan.file).exists()
         and (directory / plan.file).stat().st_size == plan.size
+        and graph_read(directory / plan.file).exists()
     )
+
+
+def graph_read(plan: Path) -> Path:
+    """The graph that TensorRT read for a plan. It lies beside the plan and the weights."""
+    return plan.with_suffix(".plan.onnx")
 
 
 def check_options(manifest: Manifest, options: BuildOptions) -> None:
@@ -137,7 +143,7 @@ def build(
     directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any],
     attempts: tuple[bool, ...] = (True, False),
 ) -> PlanInfo:  # fmt: skip
-    """Build one plan and write it beside its graph.
+    """Build one plan. Write it beside its graph, and with it the graph that the builder read.
 
     Args:
         directory: Engine directory.
@@ -155,9 +161,10 @@ def build(
     """
     trt = importlib.import_module(FLAVOURS[options.flavour])
     path, errors = directory / Path(graph.file).with_suffix(".plan").name, list[str]()
-    with written_whole(path) as temporary:
+    with written_whole(path) as temporary, written_whole(graph_read(path)) as source:
         for whole in attempts:
-            found = _build_once(trt, directory, manifest, graph, options, monitor, whole, temporary, errors)
+            source.write_bytes(plan_graph(directory, manifest, graph, options.max_batch, whole))
+            found = _build_once(trt, source, manifest, graph, options, monitor, whole, temporary, errors)
             if isinstance(found, Built):
                 return _plan_info(path.name, found, manifest, graph, options)
             if not found:
@@ -175,7 +182,7 @@ class Built(NamedTuple):
 
 
 def _build_once(
-    trt: Any, directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any],
+    trt: Any, source: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any],
     whole: bool, path: Path, errors: list[str],
 ) -> Built | bool:  # fmt: skip
     """Build a plan into a file. With ``whole`` each attention is one kernel, or the build fails.
@@ -184,21 +191,21 @@ def _build_once(
         The plan, or else whether the builder read the graph: then it may build the attention from parts.
     """
     logger = make_logger(trt, errors)
-    with fixed_graph(directory, manifest, graph, options.max_batch, whole) as fixed:
-        builder = trt.Builder(logger)
-        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-        parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
-        if not parser.parse_from_file(str(fixed)):
-            return False
-        attentions, updates = count_fused(trt, network)
-        config = _config(trt, builder, manifest, graph, options, monitor)
-        _load_timing_cache(options, config, directory / _TIMING_CACHE)
-        built = _serialize(trt, builder, network, config, path)
-        if built is None:
-            return True
-        if options.flavour == "tensorrt":
-            _save_timing_cache(config, directory / _TIMING_CACHE)
-        return Built(built, attentions if whole else 0, updates)
+    builder = trt.Builder(logger)
+    network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+    parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
+    if not parser.parse_from_file(str(source)):
+        return False
+    attentions, updates = count_fused(trt, network)
+    config = _config(trt, builder, manifest, graph, options, monitor)
+    timings = source.with_name(_TIMING_CACHE)
+    _load_timing_cache(options, config, timings)
+    built = _serialize(trt, builder, network, config, path)
+    if built is None:
+        return True
+    if options.flavour == "tensorrt":
+        _save_timing_cache(config, timings)
+    return Built(built, attentions if whole else 0, updates)
 
 
 def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> FileInfo | None:

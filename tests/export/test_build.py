@@ -191,7 +191,25 @@ def test_manifest_records_the_plans(built: Path) -> None:
         assert plan.flavour == "tensorrt-rtx" and plan.version.split(".")[0].isdigit()
         assert plan.max_batch == 1
     files = {path.name for path in built.iterdir() if not is_packed(path)}
-    assert files == {*manifest.files, "manifest.json", "draft.plan", "verify.plan"}
+    plans_of = {f"{name}.plan{suffix}" for name in ("draft", "verify") for suffix in ("", ".onnx")}
+    assert files == {*manifest.files, "manifest.json", *plans_of}
+
+
+def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(copy: Path) -> None:
+    """Other tools build it as it is: its caches have a fixed length, and its weights are those of the directory."""
+    trt, manifest = pytest.importorskip("tensorrt_rtx"), load_manifest(copy)
+    for graph in manifest.graphs:
+        path = copy / graph.file.replace(".onnx", ".plan.onnx")
+        model = onnx.load(path, load_external_data=False)
+        shapes = {one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in model.graph.input}
+        assert shapes["key_0"][2] == manifest.gpu_slots and path.stat().st_size < manifest.weight_bytes(graph) / 4
+        builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+        network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
+        assert trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR)).parse_from_file(str(path))
+        assert plans.count_fused(trt, network)[1] == 2 * len(graph.caches)
+    (copy / "verify.plan.onnx").unlink()
+    assert "draft.plan: up to date" in (shown := succeed(main, copy).stdout) and "verify.plan: up to date" not in shown
+    assert (copy / "verify.plan.onnx").exists()
 
 
 def test_inspect_shows_plans(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -172,13 +172,13 @@ def test_engine_directory_with_other_files_is_not_replaced(text_model: Path, eng
 
 
 def test_engine_directory_of_any_version_is_replaced_with_its_plans(text_model: Path, engine_copy: Path) -> None:
-    for name in ("draft.plan", "draft.kernels", "timing.cache"):
+    for name in ("draft.plan", "draft.plan.onnx", "draft.kernels", "timing.cache"):
         (engine_copy / name).write_bytes(b"built from the last export")
     manifest = json.loads((engine_copy / "manifest.json").read_text())
     (engine_copy / "manifest.json").write_text(json.dumps(manifest | {"format_version": 0}))
     export_engine(text_model, engine_copy, "--dtype", "bfloat16")
     assert json.loads((engine_copy / "manifest.json").read_text())["dtype"] == "bfloat16"
-    assert not {"draft.plan", "draft.kernels", "timing.cache"} & set(listing(engine_copy))
+    assert not {"draft.plan", "draft.plan.onnx", "draft.kernels", "timing.cache"} & set(listing(engine_copy))
     assert listing(engine_copy.parent) == ["plans"]
 
 
