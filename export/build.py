@@ -180,7 +180,7 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
         notice(
             f"{graph.file}: {plan.flavour} has no attention {kind} as one kernel for all calls. Where it has none, "
             "attention is built from parts, which write all scores to memory: slower, and more so the longer the cache. "
-            "eesd-inspect --layers shows which."
+            "polygraphy inspect model --show layers lists the kernels of a plan."
         )
     elif plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
         notice(

@@ -45,7 +45,6 @@ COMPUTED = (
     help="With --exact: CPU threads.  [default: 1, and as many as eesd-run takes]",
 )
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
-@click.option("--layers", is_flag=True, help="List only the layers of the plans. Needs the GPU that the plans are for.")
 @click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
 @click.option("--predict", is_flag=True, help="Show only a prediction of how long calls take, and of the speed-up.")
 @click.option(
@@ -76,7 +75,6 @@ def main(
     backend: str,
     threads: int | None,
     tensors: bool,
-    layers: bool,
     memory: bool,
     predict: bool,
     gpu: str | None,
@@ -89,7 +87,7 @@ def main(
     """Show the content of an engine directory, or predict that of a model's export with default options."""
     if (directory is None) == (model is None):
         raise EESDError("Give either an engine directory or --model.")
-    if model is not None and (verify or exact or tensors or layers or not (memory or predict)):
+    if model is not None and (verify or exact or tensors or not (memory or predict)):
         raise EESDError("--model is for --predict and --memory; export the model to inspect more.")
     manifest = load_manifest(directory) if directory is not None else _outlined(str(model))
     directory = directory or Path(manifest.model)
@@ -102,12 +100,8 @@ def main(
         raise EESDError("--predict and --gpu belong together: give both.")
     if text_tokens and not predict:
         raise EESDError("--text-tokens only applies to the prediction; add --predict.")
-    if layers and as_json:
-        raise EESDError("--layers has no JSON form; leave out --json.")
     console = Console()
-    if layers:
-        _layers(console, directory, manifest)
-    elif gpu is not None:
+    if gpu is not None:
         _predict(console, manifest, gpu, max_seq_len or manifest.max_seq_len, text_tokens, ranks, as_json)
     elif memory:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, ranks, as_json)
@@ -339,24 +333,6 @@ def _plans(manifest: Manifest) -> Table:
             f"SHA-256 {plan.sha256[:16]}",
         )
     return table
-
-
-def _layers(console: Console, directory: Path, manifest: Manifest) -> None:
-    """Print the layers of each plan, and count attentions and cache updates by their names."""
-    from eesd.runtime.engines.trt_plans import PlanDirectory
-
-    plans = PlanDirectory(directory, manifest)
-    for graph in manifest.graphs:
-        found = plans.layers(graph)
-        words = [f"{name} {kind}".lower().replace("_", "") for name, kind in found]
-        attentions = sum("attention" in word or "mha" in word for word in words)
-        updates = sum("kvcache" in word for word in words)
-        plan = manifest.plans[graph.file].file
-        console.print(f"{plan}: {len(found)} layers, {attentions} attentions, {updates} cache updates", soft_wrap=True)
-        table = Table("layer", "kind")
-        for row in found:
-            table.add_row(*row)
-        console.print(table)
 
 
 def _tensors(manifest: Manifest) -> Table:

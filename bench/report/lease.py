@@ -68,7 +68,7 @@ def _equal(found: Found) -> list[str]:
         lines += [f"* {name}, {dtype}: {_said(value)}" for dtype, value in types.items()]
     for flavour, plan in found.get("plans", {}).items():
         parts = plan.items() if isinstance(plan, dict) else [("", plan)]
-        lines += [f"* plans, {flavour}, {name}: {_said(value)}" for name, value in parts if name not in ("built", "layers")]
+        lines += [f"* plans, {flavour}, {name}: {_said(value)}" for name, value in parts if name != "built"]
     if products := found.get("quantized products"):
         said = {name: value or "none" for name, value in products.items() if name != "milliseconds of a block"}
         lines += [f"* quantized products, {name}: {value}" for name, value in said.items()]

@@ -5,7 +5,6 @@ Plans are checked before they are loaded, because the errors of TensorRT's loade
 
 import importlib
 import importlib.util
-import json
 import logging
 import mmap
 from pathlib import Path
@@ -74,13 +73,6 @@ class PlanDirectory:
         if not matches_graph(engine, graph):
             raise EESDError(f"{path} is not the plan of {graph.file}; {_rebuild(self._directory)}.")
         return engine
-
-    def layers(self, graph: GraphInfo) -> list[tuple[str, str]]:
-        """Name and type of every layer of a plan, from TensorRT's engine inspector."""
-        inspector = self.load(graph).create_engine_inspector()
-        information = json.loads(inspector.get_engine_information(self.trt.LayerInformationFormat.JSON))["Layers"]
-        layers = [layer if isinstance(layer, dict) else {"Name": layer} for layer in information]
-        return [(layer.get("Name", ""), layer.get("LayerType", "")) for layer in layers]
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:
         """Make an execution context that has no memory, with the kernels that an earlier start compiled."""

@@ -18,7 +18,6 @@ import eesd
 from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
-from eesd.export.inspect import main as inspect_main
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines, open_engines
@@ -114,11 +113,6 @@ def test_cuda_graphs_change_no_token(opened: Callable[[str], Path], backend: str
         llm = LLM(directory, load_manifest(directory), engines, Speculation("fixed:k=4", guard=False))
         tokens.append([llm.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens for prompt in PROMPTS])
     assert tokens[0] == tokens[1]
-
-
-@pytest.mark.parametrize("flavour", FLAVOURS)
-def test_inspect_lists_the_layers_of_a_real_plan(opened: Callable[[str], Path], flavour: str) -> None:
-    assert "verify.plan" in succeed(inspect_main, opened(flavour), "--layers").stdout
 
 
 def test_compiled_kernels_are_saved_for_the_second_start(opened: Callable[[str], Path]) -> None:

@@ -31,7 +31,6 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import first_slots
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
-from eesd.export.inspect import main as inspect_main
 from eesd.runtime import embed
 from eesd.runtime.cli import main
 from eesd.runtime.decoding.sampling import Sampling
@@ -683,15 +682,3 @@ def test_missing_driver_error_names_other_backends(engine_copy: Path, monkeypatc
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
     result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
     assert_refused(result, "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")
-
-
-@pytest.mark.usefixtures("installed")
-def test_inspect_lists_the_layers_of_plans(staged: Callable[[int], Path]) -> None:
-    shown = succeed(inspect_main, staged(1), "--layers").stdout
-    assert "verify.plan: 3 layers, 1 attentions, 1 cache updates" in shown and "draft.plan: 3 layers" in shown
-    assert "node_Attention_3" in shown and "gemm" in shown
-
-
-def test_inspect_refuses_layers_as_json_or_without_plans(engine: Path) -> None:
-    assert_refused(run(inspect_main, engine, "--layers", "--json"), "--layers has no JSON form")
-    assert_refused(run(inspect_main, engine, "--layers"), "has no plan of draft.onnx", "eesd-build")

@@ -1,4 +1,4 @@
-"""Plans of TensorRT, where it is installed: built, their layers, their bits, and the tokens of all ways to draft."""
+"""Plans of TensorRT, where it is installed: built, their bits, and the tokens of all ways to draft."""
 
 import importlib.util
 import shutil
@@ -37,7 +37,6 @@ def _flavour(lease: Lease, flavour: str, stages: int) -> dict[str, Any]:
     found: dict[str, Any] = {"built": built, "fused attentions and updates": fused}
     if not lease.on_gpu:
         return found
-    found["layers"] = command("eesd.export.inspect", directory, "--layers")[-600:]
     checked = Exactness(manifest)
     checked.check(open_engines(directory, manifest, "tensorrt", None, False).verify)
     found |= {"chains": str(checked.chains), "trees": str(checked.trees)}

@@ -212,21 +212,6 @@ class ICudaEngine(Fake):
         config: IRuntimeConfig = self._trt.IRuntimeConfig()
         return config
 
-    def create_engine_inspector(self) -> "EngineInspector":
-        inspector: EngineInspector = self._trt.EngineInspector()
-        return inspector
-
-
-class EngineInspector(Fake):
-    """Its layers are objects (detailed verbosity) or names (any other verbosity)."""
-
-    _real = True
-
-    def get_engine_information(self, format: Any) -> str:
-        assert format is self._trt.LayerInformationFormat.JSON
-        layers = [{"Name": "node_Attention_3", "LayerType": "attention"}, {"Name": "kv_cache_update 7"}, "gemm"]
-        return json.dumps({"Layers": layers, "Bindings": []})
-
 
 class IExecutionContext(Fake):
     _real = True
@@ -400,7 +385,7 @@ class IRuntimeConfig(Fake):
         return True
 
 
-CLASSES = (ILogger, Runtime, ICudaEngine, IExecutionContext, EngineInspector, IRuntimeConfig, IRuntimeCache, IHostMemory)
+CLASSES = (ILogger, Runtime, ICudaEngine, IExecutionContext, IRuntimeConfig, IRuntimeCache, IHostMemory)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
