@@ -1,10 +1,11 @@
 """Checks of the words that this project uses: ``make lint`` runs it. It needs nothing but Python.
 
-Pages hold five rules: short sentences, few figures in a sentence, nouns instead of "what", "who", "those" and "whatever", "after"
-for an order, and "each" instead of "so many". The README has a size. Some phrases must not grow in number in the code. The glossary
-has each word of ours, the index of docs/ each page, and the index of decisions each record.
+Pages hold five rules: short sentences, few figures in a sentence, nouns instead of "what", "who", "those" and "whatever",
+"after" for an order, and "each" instead of "so many". The README has a size. Some phrases must not grow in number in the
+code. The glossary has each word of ours, the index of docs/ each page, and the index of decisions each record.
 
-``python docs/check.py --words`` counts the words of each page. ``python docs/check.py PAGE...`` also looks at pages that are still to do.
+``python docs/check.py --words`` counts the words of each page. ``python docs/check.py PAGE...`` looks at any pages, also at
+pages that are still to do.
 """
 
 import re
@@ -24,7 +25,7 @@ TO_DO = {
 LONGEST = {"README.md": 20}
 """The most words in a sentence of a page; 25 elsewhere."""
 README_WORDS, README_FIGURES = 900, 30
-PEOPLE = "user|users|client|clients|people|person|reader|readers|engineer|engineers|anyone|everyone|everybody|somebody|maintainer|maintainers"
+PEOPLE = "users?|clients?|people|persons?|readers?|engineers?|anyone|everyone|everybody|somebody|maintainers?"
 WORDING = {
     r"\bwhat(?:ever)?\b": "name the noun",
     rf"(?<!\w)(?!(?:{PEOPLE})\b)\w*,? ?\bwho(?:ever|m)?\b": "name the noun",
@@ -121,9 +122,11 @@ def of_page(path: Path) -> list[str]:
             found.append(f"{start} has {words(sentence)} words; write at most {longest}.")
         if not cell and figures(sentence) > 2:
             found.append(f"{start} has {figures(sentence)} figures; make a table of more than two.")
-        for pattern, remedy in WORDING.items():
-            for match in [] if sentence.endswith("?") else re.finditer(pattern, sentence, re.IGNORECASE):
-                found.append(f"{start} has '{match[0]}'; {remedy}.")
+        if not sentence.endswith("?"):
+            matches = (
+                (match, remedy) for one, remedy in WORDING.items() for match in re.finditer(one, sentence, re.IGNORECASE)
+            )
+            found += [f"{start} has '{match[0].strip()}'; {remedy}." for match, remedy in matches]
     return found
 
 
