@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TO_DO = {
-    *("ARCHITECTURE.md", "docs/results.md"),
+    *("ARCHITECTURE.md",),
     *(f"docs/{name}.md" for name in ("bench", "controllers", "distill")),
     *(f"docs/{name}.md" for name in ("engine-directory", "gguf", "glossary", "guard", "heads")),
     *(f"docs/{name}.md" for name in ("one-command", "operators", "parallel", "playground", "predict", "quantized-drafts")),

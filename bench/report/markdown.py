@@ -37,7 +37,8 @@ def write_report(
     lines = [
         TITLE,
         "",
-        "Generated from the JSON files of `eesd-bench` and of the tools in bench/. Do not edit.",
+        "Generated from the JSON files of `eesd-bench` and of the tools in bench/. Do not edit. An explanation stands at the "
+        "first of the tables that it explains.",
         "",
         *first,
     ]
@@ -49,8 +50,23 @@ def write_report(
         lines += replay_section(simulation, output.with_suffix("") if with_plots else None, f"replay-{number + 1}")
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as temporary:
-        temporary.write_text("\n".join(lines).rstrip() + "\n", "utf-8")
+        temporary.write_text("\n".join(_once(lines)).rstrip() + "\n", "utf-8")
         check_own(output, TITLE)
+
+
+def _once(lines: Sequence[str]) -> list[str]:
+    """The lines without paragraphs that stood before, nor the empty line after each."""
+    seen: set[str] = set()
+    found: list[str] = []
+    skipped = False
+    for line in lines:
+        prose = bool(line) and line[0] not in "#|*!"
+        if not (prose and line in seen) and not (skipped and not line):
+            found.append(line)
+        skipped = prose and line in seen
+        if prose:
+            seen.add(line)
+    return found
 
 
 class _Section:
@@ -83,15 +99,22 @@ class _Section:
         measured = len({run.prompt for run in result.runs})
         tasks = ", ".join(dict.fromkeys(prompt["task"] for prompt in result.prompts))
         lines = [
-            f"{engine['architecture']} of {engine['num_layers']} layers, exit after layer {engine['exit_layer']}, "
-            f"{engine['dtype']}, backend `{options['backend']}`. {shown_machine(machine)}; GPU: {machine['GPU']}; "
-            f"{machine['libraries']}.",
-            "",
-            f"{measured} prompts ({tasks}) with {options['max_new_tokens']} new tokens each; "
-            f"temperature {options['temperature']} except for greedy; {'with' if options['guard'] else 'without'} the guard. "
-            "Each prompt is decoded plainly and in every configuration, in an order that rotates from prompt to prompt. The "
-            "speed-up is the median over prompts of plain over drafting decode time, with its 95 % bootstrap interval over "
-            "prompts. Decode time includes the controller and the host, but not the prefill.",
+            *table(
+                ["setting", ""],
+                {
+                    "model": f"{engine['architecture']} of {engine['num_layers']} layers, "
+                    f"exit after layer {engine['exit_layer']}",
+                    "backend": f"`{options['backend']}`, {engine['dtype']}, {'with' if options['guard'] else 'without'} the "
+                    "guard",
+                    "machine": f"{shown_machine(machine)}; GPU: {machine['GPU']}",
+                    "versions": machine["libraries"],
+                    "prompts": f"{measured} ({tasks}), {options['max_new_tokens']} new tokens each",
+                    "temperature": f"{options['temperature']}, except for greedy",
+                }.items(),
+            ),
+            "Each prompt is decoded plainly and in every configuration, in an order that rotates. The speed-up is the median "
+            "over prompts of plain over drafting decode time, with its 95 % bootstrap interval. Decode time includes the "
+            "controller and the host, but not the prefill.",
             "",
         ]
         if self.several:
@@ -131,10 +154,10 @@ class _Section:
         judged: Mapping[str, Sequence[Sequence[int]]] = {
             f"{t.sampling}, {_width(t.width)}": t.acceptance[t.longest] for t in self.result.tunings if t.controller == "fixed"
         }
-        what = "with the longest fixed length, on the tuning prompts"
+        where = "with the longest fixed length, on the tuning prompts"
         if self.several or not judged:
             fixed = [s for s in self.all if _length(s.configuration) and not s.configuration.budget]
-            what = "with the longest fixed length"
+            where = "with the longest fixed length"
             fixed.sort(key=lambda s: _length(s.configuration))
             judged = {self._named(c := s.configuration, f"{c.sampling}, {_width(c.width)}"): s.acceptance for s in fixed}
         if not judged:
@@ -147,7 +170,7 @@ class _Section:
         return [
             "### Acceptance by depth",
             "",
-            f"Share of the judged draft tokens that were accepted; {what}.",
+            f"Share of the judged draft tokens that were accepted; {where}.",
             "",
             *table(["", *range(1, depth + 1)], rows),
         ]
@@ -169,9 +192,10 @@ class _Section:
         return [
             "### Predicted against measured",
             "",
-            "The prediction adds up the draft steps and verify passes of all rounds, at the costs measured after every prompt "
-            "in rounds of all lengths, and the host's time as measured. It compares total times over all prompts. "
-            f"{within} of {len(differences)} configurations agree within 5 %; the largest difference is {worst:+.1%}.",
+            "The prediction adds up the draft steps and verify passes of all rounds, and the host's time as measured. Costs "
+            "are measured after every prompt, in rounds of all lengths.",
+            "",
+            f"{within} of {len(differences)} configurations agree to a twentieth. The largest difference is {worst:+.1%}.",
             "",
         ]
 

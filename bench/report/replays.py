@@ -14,7 +14,7 @@ def replay_section(simulation: Simulation, plots: Path | None, name: str) -> lis
     """The lines of one simulation. Regret curves are drawn into the directory ``plots``; ``name`` begins their names."""
     lines = [f"## Replayed traces: {simulation.origin['model']}, {simulation.origin['dtype']}", "", *_setting(simulation)]
     for found in simulation.replays:
-        lines += [f"### Costs: {found.costs.name}", "", _costs(found), "", *_table(found), *_by_task(found)]
+        lines += [f"### Costs: {found.costs.name}", "", *_costs(found), *_table(found), *_by_task(found)]
         if plots is not None:
             plots.mkdir(parents=True, exist_ok=True)
             file = plots / f"{name}-regret-{found.name}.png"
@@ -28,25 +28,31 @@ def _setting(simulation: Simulation) -> list[str]:
     sampling = origin["samplings"][0]
     heat = "" if sampling == "greedy" else f" at temperature {origin['temperature']}"
     return [
-        f"{sum(simulation.prompts.values())} prompts ({', '.join(simulation.prompts)}) with {origin['max_new_tokens']} new "
-        f"tokens each, {sampling}{heat}; {origin['depth']} tokens were drafted from every position. Every controller was "
-        "replayed on these traces. Fixed lengths, thresholds and AdaEDL's options were tuned on "
-        f"{sum(simulation.tuning_prompts.values())} other prompts; controllers that learn ran with {options['seeds']} seeds. "
-        f"Each controller pays for its own time, measured on {machine['CPU']}. The speed is the total time of plain decoding "
-        "over the total time of drafting, with its 95 % bootstrap interval over prompts. The clairvoyant drafts exactly the "
-        "tokens that will be accepted; no real controller can.",
+        *table(
+            ["setting", ""],
+            {
+                "prompts": f"{sum(simulation.prompts.values())} ({', '.join(simulation.prompts)})",
+                "texts": f"{origin['max_new_tokens']} new tokens, {sampling}{heat}",
+                "drafts": f"{origin['depth']} tokens from every position",
+                **{"tuning prompts": sum(simulation.tuning_prompts.values()), "seeds of learners": options["seeds"]},
+                **{"own time measured on": machine["CPU"]},
+            }.items(),
+        ),
+        "Every controller is replayed on the same traces. Fixed lengths, thresholds and AdaEDL's options are tuned on the "
+        "tuning prompts. Each controller pays for its own time. The speed is the total time of plain decoding over that of "
+        "drafting, with its 95 % bootstrap interval over prompts. The clairvoyant drafts exactly the accepted tokens; no real "
+        "controller can.",
         "",
     ]
 
 
-def _costs(found: Comparison) -> str:
+def _costs(found: Comparison) -> list[str]:
+    """The plain step, and calls in plain steps."""
     calls, plain = found.costs.calls, found.costs.plain_seconds
     draft = ", ".join(f"{steps}: {calls.draft_cost(steps):.2f}" for steps in (1, 2, 4, 8))
     verify = ", ".join(f"{nodes}: {calls.verify_cost(nodes):.2f}" for nodes in (2, 4, 8, 16))
-    return (
-        f"A plain step takes {plain * 1e3:.1f} ms. Costs in plain steps: a round's draft by steps {draft}; "
-        f"a verify pass by nodes {verify}."
-    )
+    columns = ["a plain step", "draft by steps, in plain steps", "verify by nodes, in plain steps"]
+    return table(columns, [[f"{plain * 1e3:.1f} ms", draft, verify]])
 
 
 def _table(found: Comparison) -> list[str]:

@@ -234,10 +234,16 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
     lines = [
         f"{level} Bits",
         "",
-        f"{shown_machine(result['machine'])}. Engines: {'; '.join(engines)}. "
-        "Expected are the bits of plain decoding with the first of them and the same activations.",
-        "",
-        f"**{wrong} of {texts} texts differ** ({', '.join(kinds)}), and {differ} rows of logits in {count} calls of all sizes.",
+        *table(
+            ["setting", ""],
+            {
+                "machine": shown_machine(result["machine"]),
+                "engines": "; ".join(engines),
+                **{"texts that differ": f"**{wrong} of {texts}** ({', '.join(kinds)})"},
+                **{"rows of logits that differ": f"{differ}, in {count} calls of all sizes"},
+            }.items(),
+        ),
+        "Expected are the bits of plain decoding with the first engine and the same activations.",
         "",
     ]
     shown = []

@@ -119,7 +119,6 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     engine = next(iter(result.engines.values()))
     answered = len({answer.question for answer in result.answers})
     title = "Spec-Bench" if _RAG in result.categories.values() else "Prompts"
-    whose = "questions" if result.options.get("bits") else "of Spec-Bench's questions"
     drafts = [
         "the whole model drafts" if of["exit_layer"] == of["num_layers"] else f"exit after layer {of['exit_layer']}"
         for of in result.engines.values()
@@ -128,14 +127,22 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
         f"{heading} {title}: {engine['model']}, {answered} questions, {', '.join(result.engines)}"
         + (", at the costs of another device" if result.costs else ""),
         "",
-        f"{engine['architecture']} of {engine['num_layers']} layers, {' or '.join(dict.fromkeys(drafts))}. "
-        f"{shown_machine(result.machine)}; {result.machine['libraries']}.",
+        *table(
+            ["setting", ""],
+            {
+                "model": f"{engine['architecture']} of {engine['num_layers']} layers, {' or '.join(dict.fromkeys(drafts))}",
+                "machine": shown_machine(result.machine),
+                "versions": result.machine["libraries"],
+                "answers": f"at most {result.options['max_new_tokens']} tokens",
+                **{"questions left out": f"{result.skipped}, for lack of room"},
+                **({"costs": result.costs.name} if result.costs else {}),
+            }.items(),
+        ),
+        "Each question is answered with all its turns, through the chat template, plainly and with every method, in an order "
+        "that rotates. The speed-up is plain over drafting decode time, each summed over the questions. Its 95 % bootstrap "
+        "interval is over questions. Accepted tokens are the tokens of a round, with the bonus token.",
         "",
-        f"{answered} {whose} with all their turns, answers of at most {result.options['max_new_tokens']} tokens through the "
-        f"chat template; {result.skipped} more leave no room for an answer. Each turn is answered plainly and with every "
-        "method, in an order that rotates. The speed-up is plain over drafting decode time, each summed over the questions, "
-        "with its 95 % bootstrap interval over questions; accepted tokens are those of a round, the bonus token included. "
-        + _explained(result),
+        *_explained(result),
         "",
     ]
     if not result.complete:
@@ -148,24 +155,24 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     return lines
 
 
-def _explained(result: Result) -> str:
-    """How the seconds came about, and what other columns show, in sentences."""
-    if costs := result.costs:
-        return (
-            "**Seconds were not measured but counted:** the runtime's clock goes on by what each call should cost at "
-            f"{costs.name} (the host nothing), and controllers, guard and text decide by it."
-        )
+def _explained(result: Result) -> list[str]:
+    """The source of the seconds and the meaning of other columns: paragraphs."""
+    if result.costs:
+        return [
+            "**Seconds are counted, not measured.** The runtime's clock adds the price of each call on the other device. "
+            "Controllers, guard and text rule follow this clock."
+        ]
     if result.options.get("bits"):
-        return (
+        return [
             "Median: of the questions' speed-ups, with the same interval. Acceptance: of judged draft tokens. Pauses: of the "
-            "guard, in all. Bits: answers whose logits are plain decoding's, bit for bit. Rounded by: the squared differences "
-            "of the draft's linear weights from verify's, over the squares of these, and the root of it."
-        )
-    return (
-        "With prefill: the same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds priced "
-        "for a GPU (computed, verify costs the same for all sizes, without the host); the controllers decided at the costs of "
-        "this CPU."
-    )
+            "guard, in all. Bits: answers with the logits of plain decoding, bit for bit. Rounded by: the relative root mean "
+            "square distance of the draft's linear weights from verify's."
+        ]
+    return [
+        "With prefill: the same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds at "
+        "computed GPU prices, without the host. Verify costs the same for all sizes there. The controllers decided at the "
+        "costs of this CPU."
+    ]
 
 
 def _table(result: Result, engine: str, sampling: str) -> list[str]:

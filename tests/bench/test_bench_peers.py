@@ -218,7 +218,7 @@ def test_a_gguf_file_is_compared_with_its_dequantized_weights(tmp_path: Path) ->
     assert [(q.contestant, q.positions) for q in result.qualities] == [("EESD gguf", 40)] and result.qualities[
         0
     ].divergence < 0.1
-    assert "tokens/s behind 30" in output.with_suffix(".md").read_text()
+    assert "tokens/s after 30" in output.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(

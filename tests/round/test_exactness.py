@@ -372,7 +372,7 @@ def test_the_benchmark_compares_all_ways(exported: Export, tmp_path: Path, monke
     assert {row.activations for row in rows} == {"int8", "float32"} and {row.threads for row in rows} == {1, 2}
     assert all(row.positions for row in rows)
     succeed(report_main, output, "-o", report, "--no-plots")
-    assert f"**0 of {texts} texts differ**" in report.read_text()
+    assert f"| texts that differ | **0 of {texts}**" in report.read_text()
 
     monkeypatch.setattr("eesd.bench.tools.exactness.open_with", lambda *given: inexact(open_with(*given)))
     broken = succeed(bench_main, exported("float32"), "--new-tokens", 8)

@@ -179,11 +179,19 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
     return [
         f"{level} Batches: {results['group']}",
         "",
-        f"{shown_machine(results['machine'])}. {', '.join(results['packages'].values())}. {options['threads']} threads.",
-        "",
-        f"Greedy, {options['prompts']} texts of {options['max_new_tokens']} tokens, behind {results['prompt_tokens']} tokens "
-        f"of prompts. Tokens a second of all clients together, median of {options['rounds']} (median time to the first "
-        "token, and between tokens). Same texts: texts that equal EESD's plain decoding of one text at a time.",
+        *table(
+            ["setting", ""],
+            {
+                "machine": shown_machine(results["machine"]),
+                "versions": ", ".join(results["packages"].values()),
+                "threads": options["threads"],
+                "texts": f"{options['prompts']} of {options['max_new_tokens']} tokens, greedy",
+                "prompts": f"{results['prompt_tokens']} tokens in all",
+                "rounds": options["rounds"],
+            }.items(),
+        ),
+        "Tokens a second of all clients together, as the median of the rounds, with the median times to the first token and "
+        "between tokens. Same texts: texts that equal EESD's plain decoding of one text at a time.",
         "",
         *table(["", *(f"{count} at a time" for count in counts), "same texts"], rows),
         *(f"* {name}: {reason}" for name, reason in results["skipped"].items()),

@@ -134,18 +134,34 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
     """Lines: a table with the groups of a context below each other, and what is needed to read it."""
     options = result.options
     rows = [count for count in options["rows"] if count > 1]
-    columns = ["", "weights, MB", "GB/s", "behind", "EESD, ms", "llama.cpp, ms", "ratio", "share, EESD", "share, llama.cpp"]
+    columns = [
+        "",
+        "weights, MB",
+        "GB/s",
+        "cached tokens",
+        "EESD, ms",
+        "llama.cpp, ms",
+        "ratio",
+        "share, EESD",
+        "share, llama.cpp",
+    ]
     columns += [f"{count} rows, {peer}" for peer in TAKERS for count in rows]
     shapes = dict.fromkeys((one.group, one.behind) for one in result.passes)
     return [
         f"{level} Single passes: {result.model}",
         "",
-        f"{shown_machine(result.machine)}. {', '.join(result.packages.values())}. {options['threads']} threads.",
-        "",
-        f"Medians of {options['repeats']} passes of each kind, in turn, and the ratio with its 95 % bootstrap interval. A pass "
-        "gives the logits of all its rows; its time includes the call from Python. Share: the bytes that a pass must read (the "
-        "file's weights, and the keys and values as the runtime keeps them) over its time, of the bandwidth. That is what as "
-        "many threads reach when they read 512 MB, in the same run. Several rows: over one.",
+        *table(
+            ["setting", ""],
+            {
+                "machine": shown_machine(result.machine),
+                "versions": ", ".join(result.packages.values()),
+                "threads": options["threads"],
+                "repeats": options["repeats"],
+            }.items(),
+        ),
+        "Medians of passes in turn, and the ratio with its 95 % bootstrap interval. A pass gives the logits of all its rows. "
+        "Its time includes the call from Python. Share: the bytes of weights, keys and values over the time, as a part of the "
+        "bandwidth. The bandwidth is that of the same threads reading 512 MB in the same run. Several rows: over one.",
         "",
         *table(columns, (_row(result, group, behind, rows) for group, behind in shapes)),
     ]

@@ -29,20 +29,22 @@ def _conditions(result: Result) -> list[str]:
     options = result.options
     counts = Counter(len(prompt.tokens) for prompt in result.prompts)
     prompts = " and ".join(f"{count} of {length} tokens" for length, count in counts.items()) or "none"
-    counted = ", counted by their processor time" if any(load.threads for load in result.loads) else ""
-    packages = ", ".join(result.packages.values())
+    settings = {
+        "machine": shown_machine(result.machine),
+        "versions": ", ".join(result.packages.values()),
+        "threads": f"{options['threads']}{', by their processor time' if any(load.threads for load in result.loads) else ''}",
+        "prompts": prompts,
+        "texts": f"{options['new_tokens']} new tokens, greedy, batch 1, past any EOS",
+        "processes": f"{options['processes']} of each contestant",
+    }
     lines = [
-        f"{shown_machine(result.machine)}. {packages}.",
+        *table(["setting", ""], settings.items()),
+        "Contestants get the same token ids. They decode each prompt one after another, in an order that rotates. Figures are "
+        "medians over processes and prompts, with a 95 % bootstrap interval.",
         "",
-        f"{options['threads']} threads{counted}, batch 1, greedy, {options['new_tokens']} new tokens, past any EOS. "
-        f"Prompts: {prompts}; the same token ids for everybody. {options['processes']} processes of each contestant; those of "
-        "a group decode each prompt one after another, in an order that rotates, while the others wait.",
-        "",
-        "Figures are medians over processes and prompts, with the 95 % bootstrap interval of the median. A ratio is EESD's "
-        "plain figure over the contestant's, in the same process and on the same prompt. For tokens/s EESD is faster above 1, "
-        "for the time to the first token (TTFT) below 1. Peak is the largest resident size; anonymous is what is not of "
-        "files, after the last prompt. Same tokens: the median common prefix with plain decoding, of EESD in float32 or of the "
-        "same weights.",
+        "A ratio is EESD's plain figure over the contestant's, in the same process and on the same prompt. EESD is faster "
+        "above 1 for tokens/s, and below 1 for the time to the first token (TTFT). Peak: the largest resident size. "
+        "Anonymous: memory of no file, after the last prompt. Same tokens: the median common prefix with plain decoding.",
         "",
     ]
     return lines if result.complete else [*lines, "**Incomplete**; see Left out.", ""]
@@ -51,7 +53,7 @@ def _conditions(result: Result) -> list[str]:
 def _table(result: Result, members: list[Contestant]) -> list[str]:
     anchor = anchors(result.contestants).get(members[0].group)
     length = {prompt.kind: len(prompt.tokens) for prompt in result.prompts}
-    columns = [words for tokens in length.values() for words in (f"tokens/s behind {tokens}", "ratio")]
+    columns = [words for tokens in length.values() for words in (f"tokens/s after {tokens}", "ratio")]
     columns += [words for tokens in length.values() for words in (f"TTFT of {tokens}, ms", "ratio")]
     columns = ["", *columns, "load, s", "peak, MB", "anonymous, MB", "on disk, MB", "same tokens"]
     return table(columns, (_row(result, one, anchor, [*length]) for one in members))
@@ -116,8 +118,8 @@ def _quality(result: Result, heading: str) -> list[str]:
         heading,
         "",
         f"Next-token distributions on {result.qualities[0].positions} tokens of held-out text, in windows of "
-        f"{result.options['window']} tokens, against {result.quality_reference}: mean KL(float32 || contestant) in nats, and "
-        "how often the most likely token is the same. Speculative modes have the distributions of plain decoding.",
+        f"{result.options['window']}, against {result.quality_reference}. KL is the mean of KL(float32 || contestant) in nats. "
+        "Speculative modes have the distributions of plain decoding.",
         "",
         *table(["", "KL", "same top token", "on disk, MB"], rows),
     ]
