@@ -15,7 +15,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TO_DO = {
     *("ARCHITECTURE.md",),
-    *(f"docs/{name}.md" for name in ("bench", "distill")),
     *(f"docs/{name}.md" for name in ("gguf", "glossary", "guard", "heads")),
     *(f"docs/{name}.md" for name in ("one-command", "operators", "parallel", "playground", "predict", "quantized-drafts")),
     *(f"docs/{name}.md" for name in ("ray", "releasing", "serve", "structured-output", "tensorrt", "threats", "triton")),
