@@ -5,7 +5,7 @@ one product of matrices, times the part of it that a phase was seen to reach; on
 each token, and the host must start each operator. What a head will know is read off the head of SmolLM2-135M that was trained
 on about as much, by tokens seen and by different ones: the same text again and again brings less.
 
-docs/distill.md says which constants are measured, and where.
+Each constant names its source: measured, fitted or assumed.
 """
 
 import math
