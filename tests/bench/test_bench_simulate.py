@@ -70,7 +70,7 @@ def test_every_comparison_is_saved_and_reported(recorded: Path) -> None:
     report = (recorded / "report.md").read_text()
     plots = [f"replay-1-regret-{name}.png" for name in ("70b", "measured")]
     assert listing(recorded / "report") == plots and all(f"(report/{name})" in report for name in plots)
-    assert "4 prompts (count, list) with 16 new tokens each, greedy" in report
+    assert "| prompts | 4 (count, list) |" in report and "| 16 new tokens, greedy |" in report
 
 
 def test_replaying_recorded_traces_without_an_engine_gives_the_same_decisions(recorded: Path, tmp_path: Path) -> None:

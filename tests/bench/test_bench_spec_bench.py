@@ -50,7 +50,7 @@ def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, qu
     plain = [answer for answer in result.answers if answer.method == PLAIN]
     assert all(answer.rounds == [[0, 0, answer.tokens]] for answer in plain)
     assert any(steps for a in result.answers if a.method.startswith("exit") for steps, _, _ in a.rounds)
-    for words in ("| text |", "| exit,fixed:k=2 |", "multi-turn", "EAGLE-3", "1 more"):
+    for words in ("| text |", "| exit,fixed:k=2 |", "multi-turn", "EAGLE-3", "| questions left out | 1,"):
         assert words in shown
     before = output.read_bytes()
     succeed(main, *options, "--resume")
