@@ -7,10 +7,10 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import MAX_SLOTS, Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import DTYPES, Quantizations
+from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines.packed import packed_directory
 
 LEAST_SLOTS = 1024
 """Slots of an engine, at least, if the model has so many positions: own prompts and own text then share it."""
@@ -33,7 +33,7 @@ def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Pat
     if manifest is None or manifest.max_seq_len < slots:
         shutil.rmtree(directory, ignore_errors=True)
         manifest = _export(checkpoint, directory, slots)
-    return packed_directory(directory, manifest), manifest
+    return build_for_cpu(directory, manifest), manifest
 
 
 def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:

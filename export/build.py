@@ -1,4 +1,4 @@
-"""``eesd-build``: build TensorRT plans from the graphs of an engine directory."""
+"""``eesd-build``: build TensorRT plans, or what the CPU runs, from the graphs of an engine directory."""
 
 import resource
 import shutil
@@ -19,14 +19,22 @@ from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, P
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Progress, notice, progress
 from eesd.export import plans
+from eesd.export.cpu.build import build_for_cpu
 from eesd.export.memory import build_memory, estimate_memory
 from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.cpu_build import describe_build
 from eesd.runtime.engines.trt_flavours import capabilities_for
+
+CPU = "cpu"
 
 
 @command()
 @click.argument("directory", type=OUTPUT)
-@click.option("--target", type=click.Choice(tuple(FLAVOURS)), help="Flavour to build.  [default: the installed one]")
+@click.option(
+    "--target",
+    type=click.Choice((*FLAVOURS, CPU)),
+    help="Flavour to build, or cpu.  [default: the installed flavour]",
+)
 @click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
 @click.option("--batch", type=click.IntRange(1, 64), default=1, help="Most rows of a batch: sequences that decode in one call.")
 @click.option(
@@ -35,7 +43,7 @@ from eesd.runtime.engines.trt_flavours import capabilities_for
 @click.option(
     "--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable."
 )
-@click.option("--force", is_flag=True, help="Also build plans that are up to date.")
+@click.option("--force", is_flag=True, help="Also build what is up to date.")
 @click.option("--check", is_flag=True, help="Then run the plans and compare them with their graphs. Needs a GPU.")
 def main(
     directory: Path,
@@ -47,9 +55,14 @@ def main(
     force: bool,
     check: bool,
 ) -> None:
-    """Build a plan from each graph in DIRECTORY, and record the plans in its manifest."""
+    """Build a plan from each graph in DIRECTORY, and record the plans in its manifest. For the CPU, pack the weights."""
     manifest = load_manifest(directory)
     remove_leftovers(directory)
+    if target == CPU:
+        if precision or batch > 1 or prefill_chunk or capabilities or check:
+            raise EESDError("--target cpu takes no option but --force; leave the others out.")
+        click.echo(f"built for the CPU: {describe_build(build_for_cpu(directory, manifest, force))}")
+        return
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):
         raise EESDError(

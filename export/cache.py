@@ -24,11 +24,13 @@ from eesd.common.machine import user_cache
 from eesd.common.manifest import FORMAT_VERSION
 from eesd.common.outputs import remove_directory, resolved
 from eesd.common.turns import turn
-from eesd.runtime.engines.packed import is_packed
 
 MARK_FILE = "eesd-cache.json"
 _ADDED = (MARK_FILE, "timing.cache")
 """Files that commands add to an engine directory, beside those named after its graphs."""
+_BUILD = r"cpu-[0-9a-f]{16}"
+_BUILT = r"weights\.bin|sizes\.json|(draft|verify|verify_[0-9]+|states)\.onnx"
+"""What a build for the CPU holds. The last of the graphs is of a distillation."""
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """The files of a directory that an export may read."""
 _SMALL = 1 << 26
@@ -175,6 +177,17 @@ def other_file(directory: Path, made: Collection[str]) -> str:
     for file in sorted(directory.iterdir()):
         if is_temporary(file.name):
             return "another process is writing into it"
-        if not ((file.name in known or file.name in made) and file.is_file() and not file.is_symlink()) and not is_packed(file):
+        if not ((file.name in known or file.name in made) and file.is_file() and not file.is_symlink()) and not is_build(file):
             return f"it also holds {file.name}, which EESD did not make"
     return ""
+
+
+def is_build(path: Path) -> bool:
+    """Whether a build for the CPU made this directory, and it holds no other files."""
+    return fullmatch(_BUILD, path.name) is not None and not path.is_symlink() and path.is_dir() and not foreign_build(path)
+
+
+def foreign_build(path: Path) -> str:
+    """Why a directory with the name of a build for the CPU may not be replaced; "" if it holds nothing else."""
+    other = (file.name for file in path.iterdir() if not (fullmatch(_BUILT, file.name) and file.is_file()))
+    return next((f"it also holds {name}" for name in other), "")

@@ -22,7 +22,7 @@ from eesd.export.forecast import draft_share, worth_of
 from eesd.export.memory import slot_bytes
 from eesd.export.own_text import ROWS, OwnText, write_texts
 from eesd.export.prior import DraftedRound, calibrate, label_rounds
-from eesd.runtime.engines.packed import find_packed
+from eesd.runtime.engines.cpu_build import find_build
 from eesd.runtime.llm import Speculation, load
 
 DRAFTS = 12
@@ -115,8 +115,8 @@ def _expected(prior: CalibrationPrior, drafted: DraftedRound) -> float:
 
 def _problem(directory: Path, manifest: Manifest) -> str | None:
     """Why this machine had better not run the engines."""
-    if find_packed(directory, manifest) is None:
-        return "its weights are not packed for this machine's CPU"
+    if find_build(directory, manifest) is None:
+        return "it is not built for the CPU"
     slots = ROWS * SLOTS_PER_TEXT * slot_bytes(manifest, manifest.num_caches)
     needed = sum(map(manifest.weight_bytes, manifest.graphs)) + slots
     if needed > available_memory():

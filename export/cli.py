@@ -83,7 +83,7 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 @click.option(
     "--pack/--no-pack",
     default=None,
-    help="Make what the CPU loads at once, not in the first run.  [default: if there is no GPU, and memory allows]",
+    help="Build for the CPU, too, as eesd-build --target cpu does.  [default: if there is no GPU, and memory allows]",
 )
 @click.option(
     "--calibrate/--no-calibrate",

@@ -18,8 +18,8 @@ from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot
 from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read
 from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, open_engines
+from eesd.runtime.engines.cpu_build import describe_build, find_build
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.packed import describe_packed, find_packed
 
 COMPUTED = (
     "The draft step is computed from its bytes, not measured: with the torch backend on an H200, products of 4-bit weights "
@@ -264,9 +264,9 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
             f"{stage.file}: layers {layers.start} to {layers.stop - 1}"
             for stage, layers in zip(manifest.verify, manifest.stage_layers, strict=True)
         )
-    packed = find_packed(directory, manifest)
-    if packed is not None:
-        rows["packed weights"] = describe_packed(packed)
+    build = find_build(directory, manifest)
+    if build is not None:
+        rows["build for the CPU"] = describe_build(build)
     table = Table(title=str(directory), show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, value)

@@ -131,7 +131,7 @@ def make_engines(
                 say(line)
 
         manifest = export(checkpoint, head, options, output, check, steps.progress, announce)
-        steps.begin("packing the weights for the CPU")
+        steps.begin("building for the CPU")
         report += _pack(output, manifest, choices.pack)
     steps.begin("calibrating the draft")  # which shows a bar of its own
     report += calibrate_draft(output, manifest, choices.calibrate)
@@ -418,22 +418,24 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, give
 
 
 def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
-    """Make what the CPU loads, so that the first run need not. Returns a line if that did not work."""
+    """Build for the CPU. Returns a line if that did not work."""
     size = sum(manifest.weight_bytes(graph) for graph in manifest.graphs)
-    if wanted is False or (wanted is None and (torch_sees_gpu() or size > available_memory())):
-        return []  # this machine will hardly run it on the CPU
+    if wanted is False or (wanted is None and torch_sees_gpu()):
+        return []
+    if wanted is None and size > available_memory():  # this machine will hardly run it
+        return [f"not built for the CPU: this machine has too little memory; eesd-build --target cpu {directory} builds it"]
     try:
+        from eesd.export.cpu.build import build_for_cpu
         from eesd.runtime.engines import operators
-        from eesd.runtime.engines.packed import packed_directory
     except ImportError as error:  # an ONNX Runtime that is broken
-        return [f"weights not packed for the CPU: {error}"]
+        return [f"not built for the CPU: {error}"]
     problem = operators.missing()
     if problem:  # every run will say so
-        return [f"weights not packed for the CPU: {problem}"] if wanted else []
+        return [f"not built for the CPU: {problem}"] if wanted else []
     try:
-        packed_directory(directory, manifest)
+        build_for_cpu(directory, manifest)
     except EESDError as error:
-        return [f"weights not packed for the CPU; the first run will try again: {error}"]
+        return [f"not built for the CPU; try again with eesd-build --target cpu {directory}: {error}"]
     return []
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.weights import EXIT_HEAD, UNQUANTIZED, checkpoint_names, graph_name, stored_weight
+from eesd.export.cpu.widened import Widened, reference, to_session, widen
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
 from eesd.model.checkpoint import Checkpoint
@@ -32,9 +33,6 @@ from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines, default_threads
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.graph_file import to_session
-from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.engines.widened import Widened, widen
 
 TOLERANCE = 1e-3
 """Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of another order of additions."""
@@ -114,7 +112,7 @@ def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, 
 def check_bits(directory: Path, manifest: Manifest) -> Exactness:
     """Whether ONNX Runtime gives a token's logits the same bits in calls of one, two and M + 1 tokens: in four calls."""
     exactness = Exactness(manifest)
-    exactness.check_quickly(OrtEngine(directory, manifest, manifest.verify, default_threads()))
+    exactness.check_quickly(reference(directory, manifest, manifest.verify, default_threads()))
     return exactness
 
 
@@ -316,7 +314,7 @@ def _run_stages(
 
 
 def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Run a graph with ONNX Runtime on the CPU, widened to float32 as the runtime does it."""
+    """Run a graph with ONNX Runtime on the CPU, widened to float32."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
     options.add_session_config_entry("session.disable_quant_qdq", "1")  # int4 and int8 kernels would round differently

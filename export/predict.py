@@ -17,7 +17,7 @@ from eesd.common.machine import cores
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.weights import BITS, EMBEDDINGS, HEAD_TABLES, LM_HEAD, ROTARY_TABLES, StoredWeight
 from eesd.export.memory import is_split, rank_bytes, slot_bytes
-from eesd.runtime.engines.operator_graph import halved_weights
+from eesd.runtime.engines.cpu_build import halved_weights
 
 KERNELS_PER_BLOCK, OTHER_KERNELS = 12, 10
 """Assumed: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""

@@ -21,6 +21,8 @@ from eesd.common.turns import turn
 from eesd.export import cache
 from eesd.export.make import NOT_STORED, Choices, make_engines
 from eesd.model.hub import find_head, find_model
+from eesd.runtime.engines.cpu_build import find_build
+from eesd.runtime.engines.operators import missing
 
 Options = Mapping[str, Any]
 """Options of an export by their names in :class:`~eesd.export.make.Choices`; None: the default."""
@@ -40,7 +42,7 @@ def engine_directory(model: str, options: Options, cache_dir: Path | None) -> Pa
     """
     directory = cache.cache_directory(cache_dir)
     place = _place(directory, model, options)
-    if not _is_whole(place):
+    if not (_is_whole(place) and _is_built(place)):
         directory.mkdir(parents=True, exist_ok=True)
         _run(command_of(place, model, options))
     cache.note_use(place)
@@ -74,6 +76,10 @@ def main(request: str) -> None:
     with turn(place, lambda: _say(f"Another process exports {model}; waiting for it.")):
         if not _is_whole(place):
             _export(place, model, options)
+        elif not _is_built(place):
+            from eesd.export.cpu.build import build_for_cpu
+
+            build_for_cpu(place, load_manifest(place))
 
 
 def _export(place: Path, model: str, options: Options) -> None:
@@ -87,7 +93,9 @@ def _export(place: Path, model: str, options: Options) -> None:
         cache.mark(directory, place, model, options)
 
     _say(f"Exporting {model} to {place}. Later starts use it from there.")
-    make_engines(Choices(model, plans=torch_sees_gpu(), **options), place, _say, lambda step: _say(f"{step} ..."), finish)
+    gpu = torch_sees_gpu()
+    choices = Choices(model, pack=None if gpu else True, plans=gpu, **options)
+    make_engines(choices, place, _say, lambda step: _say(f"{step} ..."), finish)
 
 
 def _place(directory: Path, model: str, options: Options) -> Path:
@@ -106,6 +114,11 @@ def _is_whole(place: Path) -> bool:
         return cache.is_marked(place) and bool(load_manifest(place))
     except EESDError:
         return False
+
+
+def _is_built(place: Path) -> bool:
+    """Whether a whole engine directory is built for this machine's CPU, if that shall run it."""
+    return torch_sees_gpu() or bool(missing()) or find_build(place, load_manifest(place)) is not None
 
 
 def _say(line: str) -> None:

@@ -12,18 +12,18 @@ from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table
 from eesd.runtime.engines.backends import FOR_GPUS, onnxruntime_problem, onnxruntime_versions, open_engines
+from eesd.runtime.engines.cpu_build import describe_build, find_build
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.packed import describe_packed, find_packed
 from eesd.runtime.engines.trt_flavours import library_version, supported_capabilities
 
 PACKAGES = (
     ("eesd", ""),
     ("numpy", ""),
-    ("onnx", ""),
     ("onnxruntime", ""),
     ("tokenizers", ""),
     ("torch", "export"),
     ("transformers", "export"),
+    ("onnx", "export"),
     ("onnxscript", "export"),
     ("safetensors", "export"),
     ("tensorrt", "tensorrt"),
@@ -60,8 +60,8 @@ def engines(directory: Path) -> dict[str, str]:
     exactness = Exactness(manifest)
     exactness.check_quickly(opened.verify)
     found = {"logits of calls of different sizes": str(exactness.chains)}
-    packed = find_packed(directory, manifest)
-    found |= {"packed weights": describe_packed(packed)} if packed else {}
+    build = find_build(directory, manifest)
+    found |= {"build for the CPU": describe_build(build)} if build else {}
     return found | ({"note": opened.notice} if opened.notice else {})
 
 

@@ -80,12 +80,12 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
     manifest = load_manifest(directory)
     if not kernels:
         return LLM(directory, manifest, open_engines(directory, manifest, backend, threads, True), None)
+    from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
-    from eesd.runtime.engines.packed import packed_directory
 
-    packed, int8 = packed_directory(directory, manifest), activations == "int8"
-    verify = CpuEngine(packed, manifest, manifest.verify, threads, int8, kernels)
-    draft = CpuEngine(packed, manifest, [manifest.draft], threads, int8, kernels)
+    build, int8 = built_for_cpu(directory, manifest), activations == "int8"
+    verify = CpuEngine(build, manifest, manifest.verify, threads, int8, kernels)
+    draft = CpuEngine(build, manifest, [manifest.draft], threads, int8, kernels)
     return LLM(directory, manifest, Engines(verify, draft, exact=True, int8_activations=int8, exact_trees=True), None)
 
 

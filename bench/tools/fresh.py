@@ -49,7 +49,7 @@ class Footprint:
 def measure(directory: Path, threads: int | None, prompt: int, tokens: int) -> Footprint:
     """Load a directory and decode in this process, which should have done nothing before."""
     started = time.perf_counter()
-    from eesd.runtime.engines.packed import find_packed
+    from eesd.runtime.engines.cpu_build import find_build
     from eesd.runtime.llm import load
 
     imported = time.perf_counter()
@@ -59,8 +59,8 @@ def measure(directory: Path, threads: int | None, prompt: int, tokens: int) -> F
         while session.finish_reason is None:
             session.step()
         address: int = getattr(session.kv_cache, "address", 0)
-        packed = find_packed(directory, llm.manifest)
-        weights = tuple(str(place.resolve()) for place in (directory, packed) if place)
+        build = find_build(directory, llm.manifest)
+        weights = tuple(str(place.resolve()) for place in (directory, build) if place)
         sizes = dict.fromkeys(("weights", "cache", "libraries", "rest"), 0)
         for start, stop, file, resident, own in _mappings():
             if start <= address < stop:

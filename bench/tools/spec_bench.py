@@ -113,9 +113,9 @@ def draft_error(directory: Path, manifest: Manifest) -> float | None:
     """sqrt(sum (w - w')^2 / sum w^2) of verify's linear weights w and the draft's copies w'; None: it has no copies."""
     from torch import device
 
+    from eesd.export.cpu.stored_values import read_tensor, to_float32
+    from eesd.runtime.engines.cpu_build import halved_weights
     from eesd.runtime.engines.graph_file import read_graph
-    from eesd.runtime.engines.operator_graph import halved_weights
-    from eesd.runtime.engines.stored_values import read_tensor, to_float32
     from eesd.runtime.engines.torch_weights import load_modules
 
     stages = load_modules(directory, manifest, [device("cpu")] * len(manifest.verify), True, kernels=False)

@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from eesd.common.checks import check_choice, check_integer
 from eesd.common.errors import EESDError
-from eesd.common.machine import available_memory, cores, installed, ranks, torch_sees_gpu
+from eesd.common.machine import cores, installed, ranks, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
 from eesd.runtime.engines.exactness import Exactness
@@ -25,8 +25,6 @@ INEXACT = (
     "activations in float32: slower and larger, but drafting does not change tokens."
 )
 """Notice for a quantized directory."""
-ELSEWHERE = "{} cannot be written, so what the CPU engine makes of it once, its packed weights, is in {}."
-"""Notice where packed weights are in the user's cache."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 """What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one may be installed."""
@@ -154,16 +152,18 @@ def onnxruntime_problem() -> str:
 
 
 def _open_auto(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
-    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` where
-    ONNX Runtime's own operators must run a 16-bit directory, and it fits the memory only as it is."""
+    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` for a
+    16-bit directory where ONNX Runtime's own operators would have to run it."""
     if torch_sees_gpu():
         return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, opening)
     from eesd.runtime.engines.operators import missing
-    from eesd.runtime.engines.widened import widening_memory
 
-    if not missing() or manifest.dtype == "float32" or widening_memory(manifest) <= available_memory():
+    if manifest.dtype == "float32" or not missing():
         return _open_ort(directory, manifest, opening)
-    notice = f"There is too little memory to run {manifest.dtype} weights in float32, so torch runs them as they are: slowly."
+    notice = (
+        f"This project's operators cannot run here, so torch runs the {manifest.dtype} engines: slowly. Export with "
+        "--dtype float32, or install a C++ compiler, and then eesd again."
+    )
     return _open_torch(directory, manifest, opening)._replace(notice=notice)
 
 
@@ -183,18 +183,17 @@ def _open_ort(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
         _refuse_choices(opening, "ort without this project's operators")
         engines = _open_standard(directory, manifest, opening.threads, opening.draft)
         return engines._replace(notice=f"{lacking} {engines.notice}".strip())
+    from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
-    from eesd.runtime.engines.packed import describe_packed, packed_directory
 
     int8, kv_cache_dtype = opening.activations != "float32", opening.kv_cache_dtype or "float32"
-    packed = packed_directory(directory, manifest)
-    notice = "" if packed.parent == directory else ELSEWHERE.format(directory, describe_packed(packed))
-    make = partial(CpuEngine, packed, manifest, threads=opening.threads, int8_activations=int8, kv_cache_dtype=kv_cache_dtype)
+    build = built_for_cpu(directory, manifest)
+    make = partial(CpuEngine, build, manifest, threads=opening.threads, int8_activations=int8, kv_cache_dtype=kv_cache_dtype)
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if opening.draft else None
     # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
     quantized = manifest.quantization.layers or manifest.quantization.head or manifest.quantization.tensors
-    return Engines(verify, drafter, notice, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
+    return Engines(verify, drafter, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
 
 
 def _refuse_choices(opening: Opening, backend: str) -> None:
@@ -206,10 +205,14 @@ def _refuse_choices(opening: Opening, backend: str) -> None:
 
 def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
     """The engines of ONNX Runtime's own operators, on the CPU."""
-    from eesd.runtime.engines.ort_cpu import OrtEngine
+    from eesd.runtime.engines.ort_cpu import NARROW, OrtEngine
 
-    widened: dict[str, Any] = {}
-    load = partial(OrtEngine, directory, manifest, manifest.verify, threads, widened)
+    if manifest.dtype in NARROW:
+        raise EESDError(
+            f"ONNX Runtime's own operators run float32 engines on the CPU, and {directory} has {manifest.dtype} ones; export "
+            "with --dtype float32, choose the backend torch, or install a C++ compiler, and then eesd again."
+        )
+    load = partial(OrtEngine, directory, manifest, manifest.verify, threads)
     verify, checked, notice = load(), None, ""
     quantization = manifest.quantization
     int8_activations = bool(quantization.layers or quantization.head) and not quantization.in_float32_only
@@ -220,10 +223,7 @@ def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: boo
         verify = load(int8_activations=False)
         checked = Exactness(manifest).check_quickly(verify)
         notice = INEXACT
-    drafter = OrtEngine(directory, manifest, [manifest.draft], threads, widened) if draft else None
-    if widened:
-        wide = f"The CPU runs the {manifest.dtype} engines in float32: their weights take twice the memory."
-        notice = f"{notice} {wide}".strip()
+    drafter = OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None
     return Engines(verify, drafter, notice, checked, int8_activations)
 
 

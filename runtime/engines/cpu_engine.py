@@ -34,7 +34,7 @@ class _Bound:
 
     Attributes:
         ids: [T] int64.
-        numbers: [T * 5] int64, ``tokens`` of :func:`~eesd.runtime.engines.operator_graph.make_graph`.
+        numbers: [T * 5] int64, ``tokens`` of :func:`~eesd.export.cpu.operator_graph.make_graph`.
         paths: [T, P] int32.
         logit_rows: [R] int64. If all tokens get logits, it is complete, and stays as it is.
         results: The last stage's outputs.
@@ -74,7 +74,7 @@ class CpuEngine:
 
     def __init__(
         self,
-        packed: Path,
+        build: Path,
         manifest: Manifest,
         stages: Sequence[GraphInfo],
         threads: int,
@@ -85,7 +85,7 @@ class CpuEngine:
         """Load the stages.
 
         Args:
-            packed: What :func:`~eesd.runtime.engines.packed.packed_directory` gave.
+            build: What :func:`~eesd.runtime.engines.cpu_build.built_for_cpu` gave.
             manifest: The directory's manifest.
             stages: The stages of verify, or the draft graph.
             threads: CPU threads.
@@ -99,7 +99,7 @@ class CpuEngine:
         self.manifest, self._dtype = manifest, np.dtype(kv_cache_dtype)
         float16 = kv_cache_dtype == "float16"
         self.stages = [
-            (graph, make_session(packed / graph.file, threads, int8_activations, kernels, float16)) for graph in stages
+            (graph, make_session(build / graph.file, threads, int8_activations, kernels, float16)) for graph in stages
         ]
         self._is_draft = stages[0] == manifest.draft
         self._results = ResultMemory()

@@ -101,6 +101,7 @@ def make_session(
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:
         configure(kernels, threads, int8_activations, float16_caches)
-        with refused(lambda error: f"ONNX Runtime cannot load {graph} ({reason(error)}); delete it, and it is made again."):
+        remedy = f"run: eesd-build --target cpu --force {graph.parent.parent}"
+        with refused(lambda error: f"ONNX Runtime cannot load {graph} ({reason(error)}); {remedy}"):
             options.register_custom_ops_library(str(LIBRARY))
             return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])

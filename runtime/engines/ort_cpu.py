@@ -1,6 +1,6 @@
 """ONNX Runtime's own operators on the CPU, for machines without this project's: as simple as it can be, not as fast."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from numpy.typing import NDArray
 from eesd.common.errors import EESDError, reason, refused
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
-from eesd.runtime.engines.graph_file import to_session
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.widened import NARROW, Widened, widen, widened_info
 
 HIDDEN = np.float32(MASKED)
+NARROW = ("float16", "bfloat16")
+"""Element types that these operators are slow in."""
+Read = Callable[[Path, ort.SessionOptions], str | bytes]
+"""Gives a session what it loads of a graph: the file, or a changed graph."""
 CPU_PROVIDERS = ["CPUExecutionProvider"]
 ORT_TYPES = {
     "tensor(float)": "float32",
@@ -52,8 +54,8 @@ class OrtEngine:
         manifest: Manifest,
         stages: Sequence[GraphInfo],
         threads: int,
-        widened: Widened | None = None,
         int8_activations: bool = True,
+        read: Read = lambda path, _: str(path),
     ) -> None:
         """Load the stages.
 
@@ -62,20 +64,16 @@ class OrtEngine:
             manifest: Its manifest.
             stages: The stages of verify, or the draft graph.
             threads: CPU threads of each session.
-            widened: Weights of a 16-bit directory that other engines have widened; this engine adds those that are missing.
             int8_activations: Whether products with quantized weights may round activations to int8, which is faster.
+            read: How graphs are read.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs.
         """
-        widened = ({} if widened is None else widened) if manifest.dtype in NARROW else None
         self.manifest = manifest
-        self._widened = widened  # the sessions do not keep it alive
+        self._read = read  # the sessions do not keep alive what it gave them
         self.stages = [
-            (
-                widened_info(graph),
-                load_session(directory, manifest, graph, threads, CPU_PROVIDERS, widened, int8_activations),
-            )
+            (graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS, int8_activations, read))
             for graph in stages
         ]
 
@@ -145,8 +143,8 @@ def load_session(
     graph: GraphInfo,
     threads: int,
     providers: Sequence[Any],
-    widened: Widened | None = None,
     int8_activations: bool = True,
+    read: Read = lambda path, _: str(path),
 ) -> Any:
     """Load a graph into an ONNX Runtime session.
 
@@ -156,8 +154,7 @@ def load_session(
         graph: The graph.
         threads: CPU threads of the session.
         providers: Execution providers.
-        widened: To widen the graph to float32: widened weights, see :func:`~eesd.runtime.engines.widened.widen`.
-        int8_activations: See :class:`OrtEngine`.
+        int8_activations, read: See :class:`OrtEngine`.
 
     Raises:
         EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
@@ -165,10 +162,9 @@ def load_session(
     """
     path = directory / graph.file
     options = _options(manifest, graph, threads, int8_activations)
-    model = str(path) if widened is None else to_session(widen(path, options, widened, threads), path, options)
+    model = read(path, options)
     with refused(lambda error: f"ONNX Runtime cannot load {path} ({reason(error)}); export again."):
         session = ort.InferenceSession(model, options, providers=providers)
-    graph = graph if widened is None else widened_info(graph)
     found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
     if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
         raise EESDError(f"{path} is not the graph that the manifest describes; export again.")

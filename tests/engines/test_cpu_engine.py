@@ -1,6 +1,7 @@
 """The CPU engine through the real export: near the untouched graphs, equal to itself in every bit, over packed directories."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -15,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 from onnx import helper
 from support import gguf_files, tiny_models
-from support.command import contents, export_engine, slow_but, succeed
+from support.command import assert_refused, contents, export_engine, run, slow_but, succeed
 from support.engine_dirs import edit_manifest, graph_of
 from support.lossless_checks import DRAFT_VOCAB
 from support.on_cache import OnCache
@@ -25,16 +26,19 @@ from eesd.common.files import directory_written_whole
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
+from eesd.export.build import main as build_main
+from eesd.export.cpu import build
+from eesd.export.cpu.build import build_for_cpu
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime import doctor
-from eesd.runtime.engines import operators, packed
+from eesd.runtime.engines import cpu_build, operators
 from eesd.runtime.engines.backends import KV_CACHE_DTYPES, open_engines
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
+from eesd.runtime.engines.cpu_build import describe_build
 from eesd.runtime.engines.cpu_cache import CpuKVCache, slots_of
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.ort_cpu import CPU_PROVIDERS, OrtEngine, load_session
-from eesd.runtime.engines.packed import describe_packed, packed_directory
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
@@ -79,7 +83,7 @@ def directory(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPa
 def cpu_engine(directory: Path, draft: bool = False, threads: int = 1, int8: bool = True, kernel: str = "") -> CpuEngine:
     manifest = load_manifest(directory)
     stages = [manifest.draft] if draft else manifest.verify
-    return CpuEngine(packed_directory(directory, manifest), manifest, stages, threads, int8, kernel)
+    return CpuEngine(build_for_cpu(directory, manifest), manifest, stages, threads, int8, kernel)
 
 
 class Pass:
@@ -212,86 +216,73 @@ def plans(directory: Directory, tmp_path: Path) -> Path:
     return shutil.copytree(directory("llama-tied"), tmp_path / "plans", ignore=shutil.ignore_patterns("cpu-*"))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories that were written, whole or not."""
     written: list[Path] = []
-    write = packed._write
+    write = build._write
 
     def note(directory: Path, manifest: Manifest, place: Path) -> None:
         written.append(place)
         write(directory, manifest, place)
 
-    monkeypatch.setattr(packed, "_write", note)
+    monkeypatch.setattr(build, "_write", note)
     return written
 
 
-def test_a_packed_directory_is_made_once(plans: Path, made: list[Path]) -> None:
+def test_a_directory_is_built_once(plans: Path, made: list[Path]) -> None:
     manifest = load_manifest(plans)
-    place = packed_directory(plans, manifest)
+    place = build_for_cpu(plans, manifest)
     assert place.parent == plans and place.name.startswith("cpu-")
     before = contents(place)
-    assert packed_directory(plans, manifest) == place and len(made) == 1
+    assert build_for_cpu(plans, manifest) == place and len(made) == 1
     for name in sorted(before):
         for damaged in (None, (place / name).read_bytes()[:-2]):
             if damaged is None:
                 (place / name).unlink()
             else:
                 (place / name).write_bytes(damaged)
-            assert packed_directory(plans, load_manifest(plans)) == place
+            assert build_for_cpu(plans, load_manifest(plans)) == place
             assert contents(place) == before, name
     assert len(made) == 2 * len(before) + 1
 
 
-def test_another_export_has_another_packed_directory(plans: Path) -> None:
+def test_another_export_has_another_build_for_cpu(plans: Path) -> None:
     manifest = load_manifest(plans)
-    first = packed_directory(plans, manifest)
+    first = build_for_cpu(plans, manifest)
     raw = json.loads((plans / "manifest.json").read_text())
     edit_manifest(plans, "files/verify.onnx/sha256", raw["files"]["draft.onnx"]["sha256"])
-    assert packed._key(load_manifest(plans)) != first.name.removeprefix("cpu-")
+    assert cpu_build.place_of(plans, load_manifest(plans)) != first
 
 
-def test_where_the_engine_directory_cannot_be_written_the_users_cache_is_used(
-    plans: Path, own_cache: Path, made: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    manifest = load_manifest(plans)
+def test_a_directory_that_is_not_built_says_what_to_run(plans: Path, made: list[Path]) -> None:
+    words = f"{plans} is not built for the CPU; run: eesd-build --target cpu {plans}"
+    with pytest.raises(EESDError, match=re.escape(words)):
+        open_engines(plans, load_manifest(plans), "ort", 1, draft=False)
+    assert not made and "built for the CPU" in succeed(build_main, "--target", "cpu", plans).stdout
+    open_engines(plans, load_manifest(plans), "ort", 1, draft=False)
+    for force in ((), ("--force",)):
+        succeed(build_main, "--target", "cpu", plans, *force)
+        assert len(made) == 1 + len(force)
+    assert_refused(run(build_main, "--target", "cpu", plans, "--batch", 2), "takes no option but --force")
+
+
+def test_a_directory_that_cannot_be_written_is_not_built(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forbid(plans, monkeypatch)
-    place = packed_directory(plans, manifest)
-    assert place.parent == own_cache / "eesd" and packed_directory(plans, manifest) == place
-    assert not list(plans.glob("cpu-*")) and len(made) == 1
-    CpuEngine(place, manifest, manifest.verify, 1)
-    forbid(plans.parent, monkeypatch)
-    shutil.rmtree(own_cache)
-    with pytest.raises(EESDError, match=r"cannot be written .* set EESD_CACHE_DIR"):
-        packed_directory(plans, manifest)
+    with pytest.raises(EESDError, match="cannot be written"):
+        build_for_cpu(plans, load_manifest(plans))
+    assert not list(plans.glob("cpu-*"))
 
 
-def test_where_packed_weights_are_is_told(plans: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = load_manifest(plans)
-
+def test_where_the_build_is_is_shown(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def shown() -> str:
         return "".join(succeed(inspect_main, plans).stdout.split())
 
     monkeypatch.setenv("COLUMNS", "400")
-    assert "packedweights" not in shown() and not list(plans.glob("cpu-*")), "it was made only to be shown"
-    with monkeypatch.context() as patch:
-        forbid(plans, patch)
-        for _ in range(2):  # when it is made, and when it is found
-            notice = open_engines(plans, manifest, "ort", 1, draft=False).notice
-            (place,) = (own_cache / "eesd").iterdir()
-            size = sum(file.stat().st_size for file in place.iterdir())
-            assert str(plans) in notice and f"{place} ({size / 1e6:.1f} MB)" in notice
-        assert doctor.engines(plans) | {"note": notice, "packed weights": describe_packed(place)} == doctor.engines(plans)
-        assert f"packedweights│{place}({size / 1e6:.1f}MB)" in shown()
-    shutil.rmtree(own_cache)
-    assert not open_engines(plans, manifest, "ort", 1, draft=False).notice
-    assert f"packedweights│{plans}/cpu-" in shown()
+    assert "buildfortheCPU" not in shown() and not list(plans.glob("cpu-*")), "it was made only to be shown"
+    place = build_for_cpu(plans, load_manifest(plans))
+    assert f"buildfortheCPU│{place}(" in shown()
+    assert doctor.engines(plans)["build for the CPU"] == describe_build(place)
 
 
 def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,10 +291,10 @@ def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def refuse(place: Path, foreign: Callable[[Path], str]) -> Any:
         if place.is_relative_to(forbidden):
-            raise PermissionError(f"Permission denied: {place}")
+            raise PermissionError(13, f"Permission denied: {place}")
         return write(place, foreign)
 
-    monkeypatch.setattr(packed, "directory_written_whole", refuse)
+    monkeypatch.setattr(build, "directory_written_whole", refuse)
 
 
 def test_asking_for_kernels_changes_no_session_in_the_making(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,13 +325,13 @@ def test_asking_for_kernels_changes_no_session_in_the_making(directory: Director
     assert kernels and asked == ["", *kernels] * len(others)
 
 
-def test_several_may_make_a_packed_directory_at_once(plans: Path) -> None:
+def test_several_may_build_at_once(plans: Path, made: list[Path]) -> None:
     manifest, problems = load_manifest(plans), []
     places: list[Path] = []
 
     def make() -> None:
         try:
-            place = packed_directory(plans, manifest)
+            place = build_for_cpu(plans, manifest)
             CpuEngine(place, manifest, manifest.verify, 1)
             places.append(place)
         except Exception as error:
@@ -351,29 +342,9 @@ def test_several_may_make_a_packed_directory_at_once(plans: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not problems and len(places) == 4
-    assert packed._is_complete(places[0], manifest)
+    assert not problems and len(places) == 4 and len(made) == 1
+    assert cpu_build.find_build(plans, manifest) == places[0]
     assert len(list(plans.glob("cpu-*"))) == 1
-
-
-def test_a_packed_directory_that_another_process_reads_is_not_replaced(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both found none and made one; what is read must not vanish, so the slower one takes what is there."""
-    manifest, write = load_manifest(plans), packed._write
-    faster: list[int] = []
-
-    def slow(*arguments: Any) -> None:
-        write(*arguments)
-        monkeypatch.setattr(packed, "_write", write)
-        faster.append((packed_directory(plans, manifest) / packed.WEIGHTS).stat().st_ino)
-
-    monkeypatch.setattr(packed, "_write", slow)
-    place = packed_directory(plans, manifest)
-    assert [(place / packed.WEIGHTS).stat().st_ino] == faster
-    assert contents(plans).keys() == {
-        *manifest.files,
-        "manifest.json",
-        *(f"{place.name}/{path.name}" for path in place.iterdir()),
-    }
 
 
 def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
@@ -418,19 +389,19 @@ def test_graphs_that_do_not_fit_the_manifest_are_refused(
     damage(model)
     put(plans, graph, model)
     with pytest.raises(EESDError, match="do not fit its manifest; export the model again") as caught:
-        packed_directory(plans, load_manifest(plans))
+        build_for_cpu(plans, load_manifest(plans))
     assert "\n" not in str(caught.value)
     assert not list(plans.glob("cpu-*")), "something half made was left"
 
 
 def test_a_graph_that_was_changed_is_refused_although_it_was_packed(plans: Path) -> None:
     manifest = load_manifest(plans)
-    packed_directory(plans, manifest)
+    build_for_cpu(plans, manifest)
     data = bytearray((plans / "draft.onnx").read_bytes())
     data[len(data) // 2] ^= 1
     (plans / "draft.onnx").write_bytes(data)
     with pytest.raises(EESDError, match=r"draft.onnx is not the graph that the manifest describes"):
-        packed_directory(plans, manifest)
+        build_for_cpu(plans, manifest)
 
 
 def test_scales_that_are_not_finite_are_refused(plans: Path) -> None:
@@ -443,7 +414,7 @@ def test_scales_that_are_not_finite_are_refused(plans: Path) -> None:
             file.seek(offset)
             file.write(np.array([value], kind).tobytes())
         with pytest.raises(EESDError, match="do not fit its manifest"):
-            packed_directory(plans, manifest)
+            build_for_cpu(plans, manifest)
 
 
 def test_a_graph_on_disk_must_not_have_operators_of_this_project(plans: Path) -> None:
@@ -462,8 +433,8 @@ def test_a_graph_on_disk_must_not_have_operators_of_this_project(plans: Path) ->
 
 def test_a_packed_graph_that_is_damaged_is_refused(plans: Path) -> None:
     manifest = load_manifest(plans)
-    place = packed_directory(plans, manifest)
+    place = build_for_cpu(plans, manifest)
     path = place / manifest.verify[0].file
     path.write_bytes(b"\xff" * path.stat().st_size)
-    with pytest.raises(EESDError, match="delete it, and it is made again"):
+    with pytest.raises(EESDError, match="run: eesd-build --target cpu --force"):
         CpuEngine(place, manifest, manifest.verify, 1)

@@ -1,29 +1,27 @@
-"""16-bit engine directories and ONNX Runtime's own operators: widened to float32, they compute what a float32 directory does.
-
-This project's operators read 16 bits, and compute the same.
-"""
+"""16-bit engine directories on the CPU: this project's operators read 16 bits, and give the bits of a float32 directory. Checks
+widen them in memory for ONNX Runtime's own operators."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.command import assert_refused, export_engine, run, succeed
-from support.engine_dirs import Damage, edit_manifest, garble, logits_of
+from support.engine_dirs import PROMPT, Damage, edit_manifest, garble, logits_of
 from support.without_operators import needs_operators, without_operators
 
 import eesd
+from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE
 from eesd.common.manifest_reader import load_manifest
+from eesd.export.cpu.widened import reference
 from eesd.export.parity import compare_engines
 from eesd.runtime.cli import main
-from eesd.runtime.engines import backends
+from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.base import Call, Logits
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device_engine import DeviceEngine
-from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.llm import Speculation
 
 CHECKPOINTS = {"bfloat16": "llama3", "float16": "llama2"}
 """A model family by the element type of its checkpoint."""
@@ -51,10 +49,19 @@ def test_bits_are_those_of_the_float32_directory(
     narrow = export_engine(model, tmp_path / "narrow", "--dtype", dtype, *options)
     wide = export_engine(model, tmp_path / "wide", "--dtype", "float32", "--quantize-draft", "none")
     assert load_manifest(narrow).dtype == dtype
-    for kernels in (nullcontext, without_operators):
-        with kernels():
-            for found, expected in zip(logits_of(narrow, "ort"), logits_of(wide, "ort"), strict=True):
-                assert np.array_equal(found, expected)
+    if not operators.missing():
+        for found, expected in zip(logits_of(narrow, "ort"), logits_of(wide, "ort"), strict=True):
+            assert np.array_equal(found, expected)
+    found, expected = (_reference_logits(directory) for directory in (narrow, wide))
+    assert np.array_equal(found, expected)
+
+
+def _reference_logits(directory: Path) -> Logits:
+    """The logits of a prompt, of ONNX Runtime's own operators."""
+    manifest = load_manifest(directory)
+    engine = reference(directory, manifest, manifest.verify, 1)
+    [kv_cache] = engine.new_kv_caches()
+    return engine.forward([Call(kv_cache, PROMPT, range(len(PROMPT)), 0)])[0].logits
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])
@@ -66,37 +73,19 @@ def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], 
     assert min(compare_engines(open_engines(directory, manifest, "ort", 1, True), directory, manifest).values()) > 0.997
 
 
-@pytest.mark.usefixtures("standard")
-def test_draft_and_verify_share_widened_weights(narrow: Path) -> None:
-    engines = open_engines(narrow, load_manifest(narrow), "ort", 1, True)
-    assert isinstance(engines.verify, OrtEngine) and isinstance(engines.draft, OrtEngine)
-    assert engines.verify._widened is engines.draft._widened and engines.verify._widened
-
-
-@pytest.mark.usefixtures("standard")
-def test_command_runs_and_says_so_in_one_line(narrow: Path, text_model: Path, tmp_path: Path) -> None:
-    found = succeed(main, "--engine-dir", narrow, "-p", "hello", "-n", 8, "--no-stats")
-    assert found.stderr.count("\n") == 1 and "bfloat16 engines in float32" in found.stderr
-    plain, drafting = (eesd.load(narrow, speculation=s, threads=1) for s in (None, Speculation("fixed:k=3", guard=False)))
-    tokens = plain.generate("hello", max_new_tokens=40, ignore_eos=True).tokens
-    assert drafting.generate("hello", max_new_tokens=40, ignore_eos=True).tokens == tokens
-    wide = export_engine(text_model, tmp_path / "plans", "--dtype", "float32")
-    assert "engines in float32" not in succeed(main, "--engine-dir", wide, "-p", "hello", "-n", 8, "--no-stats").stderr
-
-
 @needs_operators()
-def test_operators_read_16_bits_as_they_are(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "available_memory", lambda: 1000)
+def test_operators_read_16_bits_as_they_are(narrow: Path) -> None:
     engines = eesd.load(narrow, threads=1).engines
     assert isinstance(engines.verify, CpuEngine) and isinstance(engines.draft, CpuEngine) and not engines.notice
 
 
 @pytest.mark.usefixtures("standard")
-def test_torch_runs_what_fits_the_memory_only_as_it_is(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "available_memory", lambda: 1000)
-    llm = eesd.load(narrow, threads=1)
-    assert isinstance(llm.engines.verify, DeviceEngine) and "too little memory" in llm.engines.notice
-    assert len(llm.generate("hello", max_new_tokens=4, ignore_eos=True).tokens) == 4
+def test_without_operators_torch_runs_16_bits_and_onnx_runtime_refuses_them(narrow: Path) -> None:
+    found = succeed(main, "--engine-dir", narrow, "-p", "hello", "-n", 4, "--no-stats")
+    assert found.stderr.count("\n") == 1 and "so torch runs the bfloat16 engines: slowly" in found.stderr
+    assert isinstance(eesd.load(narrow, threads=1).engines.verify, DeviceEngine)
+    refused = run(main, "--engine-dir", narrow, "-p", "hello", "--backend", "ort")
+    assert_refused(refused, "run float32 engines on the CPU", "--dtype float32", "backend torch")
 
 
 def cut_weights(directory: Path) -> None:
@@ -105,9 +94,10 @@ def cut_weights(directory: Path) -> None:
     edit_manifest(directory, "files/weights.bin/size", 5000)
 
 
-@pytest.mark.usefixtures("standard")
 @pytest.mark.parametrize(("damage", "words"), [(garble, "onnx cannot read"), (cut_weights, "do not fit each other")])
 def test_damaged_directory_is_refused(text_model: Path, tmp_path: Path, damage: Damage, words: str) -> None:
     directory = export_engine(text_model, tmp_path / "plans", "--dtype", "bfloat16")
     damage(directory)
-    assert_refused(run(main, "--engine-dir", directory, "-p", "hello"), words, "export the model again")
+    manifest = load_manifest(directory)
+    with pytest.raises(EESDError, match=words):
+        reference(directory, manifest, manifest.verify, 1)

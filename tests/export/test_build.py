@@ -26,9 +26,9 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export import build as build_cli
 from eesd.export import inspect, plan_graph, plans
 from eesd.export.build import main
+from eesd.export.cache import is_build
 from eesd.export.memory import estimate_memory
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines.packed import is_packed
 
 TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
@@ -190,7 +190,7 @@ def test_manifest_records_the_plans(built: Path) -> None:
         assert plan.sha256 == sha256_of(built / plan.file)
         assert plan.flavour == "tensorrt-rtx" and plan.version.split(".")[0].isdigit()
         assert plan.max_batch == 1
-    files = {path.name for path in built.iterdir() if not is_packed(path)}
+    files = {path.name for path in built.iterdir() if not is_build(path)}
     plans_of = {f"{name}.plan{suffix}" for name in ("draft", "verify") for suffix in ("", ".onnx")}
     assert files == {*manifest.files, "manifest.json", *plans_of}
 

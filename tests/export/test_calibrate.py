@@ -20,7 +20,7 @@ from eesd.export.cli import main
 from eesd.export.inspect import main as inspect
 from eesd.export.own_text import OwnText, write_texts
 from eesd.export.prior import DraftedRound, label_rounds
-from eesd.runtime.engines import operators, packed
+from eesd.runtime.engines import cpu_build, operators
 from eesd.runtime.llm import Speculation, load
 
 FEW = 8
@@ -55,8 +55,8 @@ def test_the_prior_is_in_the_manifest(calibrated: tuple[Path, str]) -> None:
     assert prior is not None and prior.accept != CalibrationPrior().accept
     assert "prior of this draft" in succeed(inspect, plans, "--verify").stdout
     if not operators.missing():
-        found = packed.find_packed(plans, load_manifest(plans))
-        assert found is not None and found.parent == plans, "what was packed is still found"
+        found = cpu_build.find_build(plans, load_manifest(plans))
+        assert found is not None and found.parent == plans, "the build is still found"
     llm = load(plans, threads=1, speculation=Speculation("cost-aware-ts", guard=False))
     assert llm.generate([5, 6, 7], max_new_tokens=20, ignore_eos=True).stats.accepted_tokens > 0
 
@@ -100,13 +100,13 @@ def test_it_can_be_left_out(model: Path, tmp_path: Path) -> None:
     assert prior_of(tmp_path / "plans") is None and "calibrated" not in said and "predicted" not in said
 
 
-@pytest.mark.parametrize(("options", "reason"), [(("--no-pack",), "not packed"), (("--pack",), "GB of memory")])
+@pytest.mark.parametrize(("options", "reason"), [(("--no-pack",), "not built for the CPU"), (("--pack",), "GB of memory")])
 def test_it_is_left_out_where_it_would_not_fit(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str], reason: str
 ) -> None:
     monkeypatch.setattr(calibrate, "available_memory", lambda: 1000)
     said = succeed(main, *command(model, tmp_path / "plans", *options)).stdout
-    reason = "not packed" if operators.missing() else reason
+    reason = "not built" if operators.missing() else reason
     assert re.search(f"draft not calibrated: .*{reason}.*--calibrate does it anyway", said)
     assert prior_of(tmp_path / "plans") is None
 

@@ -18,11 +18,11 @@ from support.without_operators import needs_operators, without_operators
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
+from eesd.export.cpu import build as cpu_build
+from eesd.export.cpu.build import build_for_cpu
 from eesd.export.inspect import main as inspect_main
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines import packed as packed_weights
-from eesd.runtime.engines.packed import packed_directory
 
 WEIGHTS = "model.safetensors"
 
@@ -187,11 +187,11 @@ def test_packed_weights_are_part_of_the_directory(text_model: Path, engine_copy:
     """Those of the last export go with it, and a check of the files leaves them out."""
     manifest = load_manifest(engine_copy)
     (packed,) = engine_copy.glob("cpu-*")
-    assert packed_directory(engine_copy, manifest) == packed
+    assert build_for_cpu(engine_copy, manifest) == packed
     assert "all files are as exported" in succeed(inspect_main, engine_copy, "--verify").stdout
     export_engine(text_model, engine_copy, "--dtype", "bfloat16")
     (other,) = engine_copy.glob("cpu-*")
-    assert other.name != packed.name and packed_directory(engine_copy, load_manifest(engine_copy)) == other
+    assert other.name != packed.name and build_for_cpu(engine_copy, load_manifest(engine_copy)) == other
     export_engine(text_model, engine_copy, "--no-pack")
     assert not list(engine_copy.glob("cpu-*")) and listing(engine_copy.parent) == ["plans"]
 
@@ -212,21 +212,20 @@ def test_weights_that_cannot_be_packed_do_not_fail_the_export(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
-        raise OSError("No space left on device")
+        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packed_weights, "_write", full)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu_build, "_write", full)
     arguments = ("--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
     result = succeed(export_main, *arguments)
-    (line,) = [line for line in result.stdout.splitlines() if "not packed" in line]
+    (line,) = [line for line in result.stdout.splitlines() if "not built for the CPU" in line]
     assert "No space left" in line and not list((tmp_path / "plans").glob("*cpu-*"))
 
 
 def test_nothing_is_packed_where_the_operators_are_missing(text_model: Path, tmp_path: Path) -> None:
     arguments = ("--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
     with without_operators():
-        assert "not packed" in succeed(export_main, *arguments, "--pack").stdout
-        assert "not packed" not in succeed(export_main, *arguments).stdout
+        assert "not built for the CPU" in succeed(export_main, *arguments, "--pack").stdout
+        assert "not built for the CPU" not in succeed(export_main, *arguments).stdout
     assert not list((tmp_path / "plans").glob("cpu-*"))
 
 

@@ -61,7 +61,7 @@ TORCH_FILES = {
 }
 
 
-ONNX_FILES = {"operator_graph.py", "torch_weights.py"}
+ONNX_FILES = {"torch_weights.py"}
 """Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
 MODEL_FILES = {
     "device.py",

@@ -27,8 +27,8 @@ from support.operators import (
     tree,
 )
 
+from eesd.export.cpu.panels import NARROW, SPLIT
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.panels import NARROW, SPLIT
 
 pytestmark = [
     pytest.mark.slow,

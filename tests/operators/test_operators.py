@@ -35,10 +35,10 @@ from support.operators import (
 from support.specification import BITS, Weight
 
 from eesd.common.errors import EESDError
+from eesd.export.cpu.panels import NARROW, PLANES, SPLIT, UPPER, WIDE, Levels, _split, pack_levels
 from eesd.model.gguf_file import _unpack_blocks
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.operators import make_session
-from eesd.runtime.engines.panels import NARROW, PLANES, SPLIT, UPPER, WIDE, Levels, _split, pack_levels
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 

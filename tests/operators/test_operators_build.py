@@ -18,12 +18,12 @@ from support.without_operators import needs_operators, without_operators
 
 import eesd
 from eesd.common.manifest_reader import load_manifest
+from eesd.export.cpu.build import build_for_cpu
 from eesd.runtime import doctor
 from eesd.runtime.cli import main
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.engines.packed import packed_directory
 
 ROOT = Path(__file__).parent.parent.parent
 LIBRARY = "eesd/runtime/engines/libeesd_operators.so"
@@ -158,7 +158,7 @@ def test_without_the_library_the_tokens_are_the_same_and_a_notice_says_why(engin
 @needs_operators()
 def test_all_kernels_give_the_same_logits(engine: Path) -> None:
     manifest = load_manifest(engine)
-    packed = packed_directory(engine, manifest)
+    packed = build_for_cpu(engine, manifest)
     found = []
     for name in operators.supported():
         loaded = CpuEngine(packed, manifest, manifest.verify, 1, kernels=name)

@@ -22,11 +22,13 @@ from support.tiny_checkpoints import FAMILIES, build
 import eesd
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.weights import is_linear
+from eesd.export.cpu import build as cpu_build
+from eesd.export.cpu.build import build_for_cpu
+from eesd.export.cpu.panels import BITS4, BITS8, PLANES, UPPER
 from eesd.model.quantize import quantize
-from eesd.runtime.engines import operator_graph, operators
+from eesd.runtime.engines import operators
+from eesd.runtime.engines.cpu_build import WEIGHTS
 from eesd.runtime.engines.cpu_engine import CpuEngine
-from eesd.runtime.engines.packed import WEIGHTS, packed_directory
-from eesd.runtime.engines.panels import BITS4, BITS8, PLANES, UPPER
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
@@ -62,7 +64,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 def on_cache(directory: Path, draft: bool = False, int8: bool = True, kernels: str = "") -> OnCache:
     manifest = load_manifest(directory)
     stages = [manifest.draft] if draft else manifest.verify
-    engine = CpuEngine(packed_directory(directory, manifest), manifest, stages, 1, int8, kernels)
+    engine = CpuEngine(build_for_cpu(directory, manifest), manifest, stages, 1, int8, kernels)
     cache = engine.new_kv_caches()[0]
     cache.reserve(len(TOKENS))
     return OnCache(engine, cache)
@@ -88,7 +90,7 @@ def test_verify_has_the_bits_of_another_draft(directory: Directory, kind: str, i
 
 def formats(directory: Path, graph: str) -> dict[str, set[tuple[int, int]]]:
     """By operator, the formats of levels that it reads, and where they lie."""
-    place = packed_directory(directory, load_manifest(directory))
+    place = build_for_cpu(directory, load_manifest(directory))
     model = onnx.load(str(place / graph), load_external_data=False)
     offsets = {
         tensor.name: int(entry.value)
@@ -117,11 +119,11 @@ def test_the_draft_reads_the_upper_plane_of_the_bytes_of_verify(
         assert {(PLANES, at) for _, at in draft.get(name, [])} == verify.get(name, set())
     assert draft["Embed"] == verify["Embed"]
     assert {form for form, _ in draft["Embed"]} == {"int8": set(), "Q8_0, tied": {PLANES}, "Q8_0, experts": {BITS8}}[kind]
-    size = (packed_directory(plans, load_manifest(plans)) / WEIGHTS).stat().st_size
-    monkeypatch.setattr(operator_graph, "halved_weights", lambda manifest: set())
+    size = (build_for_cpu(plans, load_manifest(plans)) / WEIGHTS).stat().st_size
+    monkeypatch.setattr(cpu_build, "halved_weights", lambda manifest: set())
     whole = shutil.copytree(plans, tmp_path / "plans", ignore=shutil.ignore_patterns("cpu-*"))
     assert {form for form, _ in formats(whole, "draft.onnx")["Product"]} == {BITS8}
-    assert (packed_directory(whole, load_manifest(whole)) / WEIGHTS).stat().st_size == size
+    assert (build_for_cpu(whole, load_manifest(whole)) / WEIGHTS).stat().st_size == size
 
 
 @pytest.mark.parametrize("options", [LAYER, (*WHOLE, "--quantize-draft", "int4")], ids=["a layer", "int4"])

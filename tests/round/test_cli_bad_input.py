@@ -225,7 +225,7 @@ def test_a_damaged_packed_graph_is_one_line_of_the_whole_process(engine_copy: Pa
     (path,) = engine_copy.glob(f"cpu-*/{name}")
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data))] + b"\xff" * (len(data) - int(keep * len(data))))
-    refused_by_the_process(engine_copy, "pass", "cannot load", name, "delete it, and it is made again")
+    refused_by_the_process(engine_copy, "pass", "cannot load", name, "run: eesd-build --target cpu --force")
 
 
 def refused_by_the_process(directory: Path, arrange: str, *words: str) -> None:

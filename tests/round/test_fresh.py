@@ -11,7 +11,7 @@ from support.without_operators import needs_operators
 
 from eesd.bench.tools.fresh import Footprint, main
 from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.engines.packed import packed_directory
+from eesd.export.cpu.build import build_for_cpu
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 @needs_operators()
 def test_weights_and_cache_of_a_process_are_told_apart(harness: Harness) -> None:
     manifest = load_manifest(harness.directory)
-    packed = sum(file.stat().st_size for file in packed_directory(harness.directory, manifest).iterdir())
+    packed = sum(file.stat().st_size for file in build_for_cpu(harness.directory, manifest).iterdir())
     command = [sys.executable, "-m", "eesd.bench.tools.fresh", str(harness.directory), "--repeats", "0", "--tokens", "8"]
 
     def measured(prompt: int) -> Footprint:

@@ -1,10 +1,10 @@
-"""Code that makes torch and the packages of exporting impossible to import. (onnx is everywhere.)"""
+"""Code that makes torch and the packages of exporting impossible to import."""
 
 BLOCK = """
 import sys
 
 class Blocker:
-    blocked = {"torch", "transformers", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub"}
+    blocked = {"torch", "transformers", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub", "onnx", "ml_dtypes"}
 
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]

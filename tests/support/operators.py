@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.runtime.engines import operators
-from eesd.runtime.engines.panels import (
+from eesd.export.cpu.panels import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
@@ -25,6 +24,7 @@ from eesd.runtime.engines.panels import (
     pack_floats,
     pack_levels,
 )
+from eesd.runtime.engines import operators
 from support import specification
 from support.specification import BITS, BLOCK, Floats, Heads, Weight
 

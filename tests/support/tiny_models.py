@@ -8,6 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from eesd.common.geometry import ExitConfig
 from eesd.common.weights import BLOCK, SEARCHED_INT4, UNQUANTIZED, Quantization, Quantizations
+from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, stored_head, untrained_head, whole_model
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model import exit_head, exit_head_file
@@ -88,5 +89,5 @@ def export_tiny(
         exit_head_file.save(made, output.parent / "head", torch.float32)
         head = stored_head(checkpoint, output.parent / "head")
     options = ExportOptions(dtype, slots, tree_nodes, top_k, stages, quantization=quantization)
-    export(checkpoint, head, options, output)
+    build_for_cpu(output, export(checkpoint, head, options, output))
     return output

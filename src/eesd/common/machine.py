@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-TORCH_ENGINE = ("torch", "safetensors")
+TORCH_ENGINE = ("torch", "safetensors", "onnx")
 """What the torch engine imports, besides what every installation has."""
 
 

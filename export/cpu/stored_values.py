@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
+from onnx.external_data_helper import ExternalDataInfo
 
 from eesd.common.weights import BITS, FP4, FP8
 
@@ -30,8 +31,6 @@ def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
     Raises:
         KeyError, ValueError, TypeError, OverflowError, OSError: There are no such values in the directory.
     """
-    from onnx.external_data_helper import ExternalDataInfo
-
     info, kind, shape = ExternalDataInfo(tensor), KINDS[tensor.data_type], tuple(tensor.dims)
     if Path(info.location).name != info.location:
         raise ValueError(tensor.name)

@@ -18,7 +18,6 @@ from onnx import TensorProto, helper, numpy_helper
 from eesd.common.geometry import FULL, SLIDING, UNROTATED, ExitConfig, Geometry, exit_caches
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.weights import (
-    BLOCK,
     DEEP_IN,
     DRAFT,
     DRAFT_VOCAB,
@@ -30,9 +29,9 @@ from eesd.common.weights import (
     LM_HEAD,
     ROUTER,
 )
+from eesd.export.cpu.panels import PLANES, UPPER
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
-from eesd.runtime.engines.panels import PLANES, UPPER
 
 GATINGS = {"silu": 1, "gelu_tanh": 2}
 """The operators' numbers of activations."""
@@ -74,17 +73,6 @@ def products_of(manifest: Manifest, graph: GraphInfo) -> list[Columns]:
     builder = _Builder(manifest, graph, None)
     builder.build()
     return builder.products
-
-
-def halved_weights(manifest: Manifest) -> set[str]:
-    """Names of the weights of which products of the draft read the upper 4 bits, and verify all 8.
-
-    A draft that is the whole model shares them with verify. An embedding table is one of them if it is the LM head, too.
-    """
-    whole, alone = manifest.exit_head.is_whole(manifest.geometry), not manifest.geometry.tied_embeddings
-    found = {name: weight.quantization for name, weight in manifest.weights_of(manifest.draft).items() if whole}
-    int8 = {name for name, of in found.items() if of is not None and (of.weights, of.block) == ("int8", BLOCK)}
-    return {name for name in int8 if not name.startswith(DRAFT) and not (alone and name == EMBEDDINGS)}
 
 
 def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:

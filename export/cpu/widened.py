@@ -1,9 +1,10 @@
-"""16-bit graphs in float32: ONNX Runtime on the CPU is fast in float32 only, so graphs are changed in memory when loaded.
+"""16-bit graphs in float32, as checks run them: ONNX Runtime's own operators on the CPU are fast in float32 only.
 
 Weights, scales, inputs, outputs and caches become float32. Every float16 and bfloat16 value is a float32 value, so nothing is
 rounded. Quantized levels and rotary tables (which are float32 in every directory) are read from their files as usual.
 """
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -11,22 +12,44 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from onnx import TensorProto
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest, TensorInfo
-from eesd.common.weights import FP4, UNQUANTIZED
+from eesd.export.cpu.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.graph_file import read_graph
-from eesd.runtime.engines.stored_values import read_tensor, to_float32
-
-NARROW = ("float16", "bfloat16")
-"""Element types that are widened."""
+from eesd.runtime.engines.ort_cpu import NARROW, OrtEngine
 
 Widened = dict[str, Any]
 """Widened weights by name, as ONNX Runtime's values: graphs that share weights share them. They must live as long as the
 sessions, which read those that they did not pack."""
 
 
-def widened_info(graph: GraphInfo) -> GraphInfo:
+def reference(directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int) -> OrtEngine:
+    """ONNX Runtime's own operators on the CPU, with weights of 16 bits widened in memory.
+
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        stages: The stages of verify, or the draft graph.
+        threads: CPU threads of each session.
+
+    Raises:
+        EESDError: The graphs cannot be loaded, or the weights are not where the graphs say.
+    """
+    if manifest.dtype not in NARROW:
+        return OrtEngine(directory, manifest, stages, threads)
+    widened: Widened = {}
+
+    def read(path: Path, options: ort.SessionOptions) -> bytes:
+        return to_session(widen(path, options, widened, threads), path, options)
+
+    verify = tuple(map(_widened_info, manifest.verify))
+    wide = replace(manifest, draft=_widened_info(manifest.draft), verify=verify)
+    return OrtEngine(directory, wide, [_widened_info(graph) for graph in stages], threads, read=read)
+
+
+def _widened_info(graph: GraphInfo) -> GraphInfo:
     """The description of a graph after :func:`widen`."""
 
     def wide(tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
@@ -35,13 +58,11 @@ def widened_info(graph: GraphInfo) -> GraphInfo:
     return replace(graph, inputs=wide(graph.inputs), outputs=wide(graph.outputs))
 
 
-def widening_memory(manifest: Manifest) -> int:
-    """Bytes of memory that loading a widened directory takes at most: its weights, and those that ONNX Runtime packs for each
-    graph, in float32."""
-    decoded = any(one.weights == FP4 for one in manifest.quantization.used)
-    wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED if decoded else manifest.quantization)
-    weights = {name: weight.nbytes for graph in wide.graphs for name, weight in wide.weights_of(graph).items()}
-    return sum(weights.values()) + sum(wide.weight_bytes(graph) for graph in wide.graphs)
+def to_session(model: Any, path: Path, options: ort.SessionOptions) -> bytes:
+    """A changed graph, as a session takes it. The options get the directory of the weights that stay in files."""
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    data: bytes = model.SerializeToString()
+    return data
 
 
 def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: int = 1) -> Any:
@@ -59,8 +80,6 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
     Raises:
         EESDError: onnx cannot read the graph, or the weights are not where the graph says.
     """
-    from onnx import TensorProto
-
     model = read_graph(path)
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
     try:
@@ -82,8 +101,6 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
 
 def _widen_weights(tensors: list[Any], directory: Path, widened: Widened, threads: int) -> list[str]:
     """Make 16-bit weights float32. Arguments, results and errors are those of :func:`_decode_fp4`."""
-    from onnx import TensorProto
-
     missing = [tensor for tensor in tensors if tensor.name not in widened]
     with ThreadPoolExecutor(threads) as pool:
         found = pool.map(lambda one: to_float32(*read_tensor(directory, one)), missing)
@@ -107,8 +124,6 @@ def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
     Raises:
         KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not where the graph says.
     """
-    from onnx import TensorProto
-
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     fp4 = {name for name, tensor in tensors.items() if tensor.data_type == TensorProto.FLOAT4E2M1}
     dequantizing = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}

@@ -1,0 +1,78 @@
+"""What ``eesd-build --target cpu`` makes of an engine directory, and the CPU engine maps: packed weights, and graphs of this
+project's operators, for all kernels alike.
+
+They are in a directory ``cpu-KEY`` in the engine directory. The key follows from the engine directory's contents and the
+version of the layout, so nothing stale is found.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+
+from eesd.common.errors import EESDError
+from eesd.common.integrity import sha256_of
+from eesd.common.json_input import read_json
+from eesd.common.manifest import Manifest
+from eesd.common.weights import BLOCK, DRAFT, EMBEDDINGS
+
+LAYOUT = 4
+"""Version of packed weights and graphs."""
+WEIGHTS, SIZES = "weights.bin", "sizes.json"
+
+
+def place_of(directory: Path, manifest: Manifest) -> Path:
+    """Where the build of an engine directory is. The name has 16 hexadecimal digits of everything that the build depends on."""
+    contents = {name: info.sha256 for name, info in manifest.files.items() if name.endswith((".onnx", ".bin"))}
+    contents |= {name: info.samples for name, info in manifest.linked.items()}
+    options = [LAYOUT, manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k]
+    return directory / f"cpu-{hashlib.sha256(json.dumps([options, contents], sort_keys=True).encode()).hexdigest()[:16]}"
+
+
+def find_build(directory: Path, manifest: Manifest) -> Path | None:
+    """The build of an engine directory; None if it is missing, or a file has another size."""
+    place = place_of(directory, manifest)
+    try:
+        sizes = read_json(place / SIZES, "")
+        names = {WEIGHTS, *(graph.file for graph in manifest.graphs)}
+        whole = isinstance(sizes, dict) and sizes.keys() == names and all(
+            (place / name).stat().st_size == size for name, size in sizes.items()
+        )  # fmt: skip
+    except (EESDError, OSError):
+        return None
+    return place if whole else None
+
+
+def built_for_cpu(directory: Path, manifest: Manifest) -> Path:
+    """The build of an engine directory.
+
+    Raises:
+        EESDError: There is none, or a graph of the directory is not the one that was built.
+    """
+    check_graphs(directory, manifest)
+    place = find_build(directory, manifest)
+    if place is None:
+        raise EESDError(f"{directory} is not built for the CPU; run: eesd-build --target cpu {directory}")
+    return place
+
+
+def check_graphs(directory: Path, manifest: Manifest) -> None:
+    """Raise :class:`EESDError` if a graph of the directory was changed: its build would run nevertheless."""
+    for graph in manifest.graphs:
+        if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
+            raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
+
+
+def describe_build(place: Path) -> str:
+    """Where a build is, and how large."""
+    return f"{place} ({sum(file.stat().st_size for file in place.iterdir()) / 1e6:.1f} MB)"
+
+
+def halved_weights(manifest: Manifest) -> set[str]:
+    """Names of the weights of which products of the draft read the upper 4 bits, and verify all 8.
+
+    A draft that is the whole model shares them with verify. An embedding table is one of them if it is the LM head, too.
+    """
+    whole, alone = manifest.exit_head.is_whole(manifest.geometry), not manifest.geometry.tied_embeddings
+    found = {name: weight.quantization for name, weight in manifest.weights_of(manifest.draft).items() if whole}
+    int8 = {name for name, of in found.items() if of is not None and (of.weights, of.block) == ("int8", BLOCK)}
+    return {name for name in int8 if not name.startswith(DRAFT) and not (alone and name == EMBEDDINGS)}
