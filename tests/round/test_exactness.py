@@ -27,7 +27,7 @@ from eesd.export.inspect import main as inspect_main
 from eesd.runtime import cli, doctor
 from eesd.runtime import compare as comparing
 from eesd.runtime.compare import LogitRecord, compare
-from eesd.runtime.decoding import session
+from eesd.runtime.decoding import round as decoding_round
 from eesd.runtime.decoding.draft_tree import Node
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
@@ -127,7 +127,7 @@ def test_trees_have_the_bits_of_chains(
     exported: Export, kind: str, speculation: Speculation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No path is cut, whether activations are rounded to int8 or not."""
-    monkeypatch.setattr(session, "cut_displaced", lambda *_: 1 / 0)
+    monkeypatch.setattr(decoding_round, "cut_displaced", lambda *_: 1 / 0)
     for activations in ("int8", "float32"):
         llm = eesd.load(exported(kind), "ort", speculation=speculation, threads=1, activations=activations)
         quantized = kind not in ("float32", "two stages", "no groups")
@@ -239,10 +239,10 @@ def test_a_path_is_cut_at_its_first_node_in_another_slot() -> None:
     root = Node(1, index=0)
     first = Node(2, root, 1, index=1)
     second, displaced = Node(3, first, 2, index=2), Node(4, first, 2, index=5)
-    assert session.cut_displaced([first, second], 9) == ([first, second], 9)
-    assert session.cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == ([first], 4)
-    assert session.cut_displaced([displaced], 9) == ([], 4)
-    assert session.cut_displaced([], 9) == ([], 9)
+    assert decoding_round.cut_displaced([first, second], 9) == ([first, second], 9)
+    assert decoding_round.cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == ([first], 4)
+    assert decoding_round.cut_displaced([displaced], 9) == ([], 4)
+    assert decoding_round.cut_displaced([], 9) == ([], 9)
 
 
 def test_differences_count_rows_and_see_every_bit() -> None:
