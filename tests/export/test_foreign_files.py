@@ -15,20 +15,22 @@ from click.testing import Result
 from support.command import add_tokenizer, assert_one_line, assert_refused, contents, listing, run, succeed
 from support.distilling import SMALL
 from support.killing import kill_command
-from support.without_operators import needs_operators
 
 import eesd
 from eesd.bench.cli import main as bench_main
 from eesd.common import files
 from eesd.common.errors import EESDError
+from eesd.common.manifest_reader import load_manifest
 from eesd.distill.cli import main as distill_main
 from eesd.export import cache as caches
 from eesd.export import prepare
+from eesd.export.build import main as build_main
 from eesd.export.cache_cli import main as cache_main
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.doctor import main as doctor_main
+from eesd.runtime.engines.cpu_build import place_of
 from eesd.serve.cli import main as serve_main
 
 CASES = int(os.environ.get("FOREIGN_CASES", "100"))
@@ -293,16 +295,17 @@ def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: 
     assert (engine_copy / name).read_text() == "mine"
 
 
-@needs_operators()
-def test_packed_weights_go_elsewhere_where_something_else_has_their_name(
-    engine_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "cache"))
-    (packed,) = engine_copy.glob("cpu-*")
-    (packed / "sizes.json").unlink()
-    (packed / "thesis.txt").write_text("thesis")
-    succeed(run_main, "--engine-dir", engine_copy, "-p", "hello", "-n", 2)
-    assert (packed / "thesis.txt").read_text() == "thesis" and listing(tmp_path / "cache") == [packed.name]
+def test_a_build_for_the_cpu_does_not_replace_what_has_its_name(engine_copy: Path) -> None:
+    place = place_of(engine_copy, load_manifest(engine_copy))
+    place.mkdir(exist_ok=True)
+    (place / "sizes.json").unlink(missing_ok=True)
+    (place / "thesis.txt").write_text("thesis")
+    assert_refused(run(build_main, "--target", "cpu", engine_copy), str(place), "holds other files")
+    assert (place / "thesis.txt").read_text() == "thesis"
+    shutil.rmtree(place)
+    place.symlink_to(place.name)
+    assert_refused(run(build_main, "--target", "cpu", engine_copy), str(place), "holds other files")
+    assert place.is_symlink()
 
 
 def distillation(learner: Path, own_rows: Path, output: Path) -> tuple[object, ...]:
@@ -358,18 +361,6 @@ def test_links_in_a_circle_are_refused(text_model: Path, tmp_path: Path) -> None
         assert_refused(run(command, *options), "/a")
     with pytest.raises(EESDError, match="is not a directory"):
         eesd.load(tmp_path / "a")
-
-
-@needs_operators()
-def test_packed_weights_that_are_a_link_to_themselves(
-    engine_copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "cache"))
-    (packed,) = engine_copy.glob("cpu-*")
-    shutil.rmtree(packed)
-    packed.symlink_to(packed.name)
-    succeed(run_main, "--engine-dir", engine_copy, "-p", "hello", "-n", 2)
-    assert packed.is_symlink() and listing(tmp_path / "cache") == [packed.name]
 
 
 @pytest.mark.fast

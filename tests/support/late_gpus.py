@@ -10,6 +10,7 @@ import pytest
 
 import eesd
 from eesd.common import manifest
+from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, stored_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
@@ -87,7 +88,8 @@ def build(path: Path, setting: Setting) -> None:
     if setting.deep:
         deep_head(Checkpoint(model), path / "head")
         head = stored_head(Checkpoint(model), path / "head")
-        export(Checkpoint(model), head, ExportOptions("float32", 96, 12, 4), path / "plans")
+        options = ExportOptions("float32", 96, 12, 4)
+        build_for_cpu(path / "plans", export(Checkpoint(model), head, options, path / "plans"))
     else:
         tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages, whole=setting.whole)
     if setting.flavour == "torch":
