@@ -30,7 +30,9 @@ from support.tracing import trace_once  # noqa: E402
 from support.without_operators import without_operators  # noqa: E402
 from torch.utils._device import _device_constructors  # noqa: E402
 
+from eesd.common.manifest_reader import load_manifest  # noqa: E402
 from eesd.export.cli import main as export_main  # noqa: E402
+from eesd.export.cpu.build import build_for_cpu  # noqa: E402
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 
@@ -194,7 +196,12 @@ def text_model(shared: Shared) -> Path:
 @pytest.fixture(scope="session")
 def engine(shared: Shared, text_model: Path) -> Path:
     """The text model's engines, as ``eesd-export`` writes them. Copy them before changing anything."""
-    return shared("engine", lambda path: export_engine(text_model, path / "plans")) / "plans"
+
+    def fill(path: Path) -> None:
+        plans = export_engine(text_model, path / "plans")
+        build_for_cpu(plans, load_manifest(plans))  # with --without-operators, too: commands in other processes have them
+
+    return shared("engine", fill) / "plans"
 
 
 @pytest.fixture(scope="session")
@@ -209,8 +216,7 @@ def quantized_engine(shared: Shared, text_model: Path) -> Path:
 @pytest.fixture
 def engine_copy(engine: Path, tmp_path: Path) -> Path:
     """Engines that the test may damage."""
-    # With --without-operators, commands in processes of their own may be packing weights there.
-    return shutil.copytree(engine, tmp_path / "plans", ignore=shutil.ignore_patterns(".*"))
+    return shutil.copytree(engine, tmp_path / "plans")
 
 
 @pytest.fixture(scope="session")

@@ -64,6 +64,7 @@ def _reference_logits(directory: Path) -> Logits:
     return engine.forward([Call(kv_cache, PROMPT, range(len(PROMPT)), 0)])[0].logits
 
 
+@needs_operators()
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
     """int8 weights of 16-bit engines have one scale for an output, so activations in int8 differ a bit more."""
