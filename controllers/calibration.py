@@ -27,17 +27,30 @@ def sigmoid(z: float) -> float:
 
 
 class Calibrator:
-    """Posterior over (a, s, b) for one score: mean and covariance (aa, as, ab, ss, sb, bb).
+    """Posterior over (a, s, b) for one score.
 
     Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace) gives the next Gaussian.
     Between rounds the variances of a, s and b grow, up to the prior's.
+
+    ``shared`` is a calibrator with the same a and s: labels of both teach them. Their b is taken as independent of a and s.
     """
 
-    def __init__(self, weights: Sequence[float], prior: CalibrationPrior) -> None:
-        self._weights = tuple(weights)
-        self._prior = prior
-        self.mean = [0.0, 1.0, 0.0]
-        self.covariance = [prior.shift**2, 0.0, 0.0, prior.slope**2, 0.0, prior.request**2]
+    def __init__(self, weights: Sequence[float], prior: CalibrationPrior, shared: "Calibrator | None" = None) -> None:
+        self._weights, self._prior, self._shared = tuple(weights), prior, shared is not None
+        self._model: list[float] = shared._model if shared else [0.0, 1.0, prior.shift**2, 0.0, prior.slope**2]
+        """Means of a and s, and their covariances aa, as and ss."""
+        self.begin_request()
+
+    @property
+    def mean(self) -> list[float]:
+        """Of a, s and b."""
+        return [*self._model[:2], self._offset[0]]
+
+    @property
+    def covariance(self) -> list[float]:
+        """aa, as, ab, ss, sb and bb."""
+        (_, _, aa, as_, ss), (_, ab, sb, bb) = self._model, self._offset
+        return [aa, as_, ab, ss, sb, bb]
 
     def score(self, x: Sequence[float]) -> float:
         """z of a token with the features ``x`` [5]."""
@@ -46,44 +59,42 @@ class Calibrator:
 
     def begin_request(self) -> None:
         """Integrate out the previous request's offset; the new one's is unknown."""
-        c = self.covariance
-        self.mean[2] = c[2] = c[4] = 0.0
-        c[5] = self._prior.request**2
+        self._offset = [0.0, 0.0, 0.0, self._prior.request**2]  # mean of b, and its covariances ab, sb and bb
 
     def learn(self, z: float, accepted: bool) -> None:
         """Update the posterior with one label."""
-        a, s, b = self.mean
-        aa, as_, ab, ss, sb, bb = self.covariance
+        a, s, aa, as_, ss = self._model
+        b, ab, sb, bb = self._offset
         p = sigmoid(a + s * z + b)
         ga, gs, gb = aa + as_ * z + ab, as_ + ss * z + sb, ab + sb * z + bb  # covariance times the gradient (1, z, 1)
         curvature = p * (1 - p)
         scale = 1 + curvature * (ga + gs * z + gb)
         step, shrink = (accepted - p) / scale, curvature / scale
-        self.mean = [a + ga * step, s + gs * step, b + gb * step]
-        self.covariance = [
+        self._model[:] = (
+            a + ga * step,
+            s + gs * step,
             aa - ga * ga * shrink,
             as_ - ga * gs * shrink,
-            ab - ga * gb * shrink,
             ss - gs * gs * shrink,
-            sb - gs * gb * shrink,
-            bb - gb * gb * shrink,
-        ]
+        )
+        ab, sb = (0.0, 0.0) if self._shared else (ab - ga * gb * shrink, sb - gs * gb * shrink)
+        self._offset = [b + gb * step, ab, sb, bb - gb * gb * shrink]
 
     def advance(self) -> None:
-        """Let a, s and b drift: one round has passed."""
-        c, prior = self.covariance, self._prior
-        drift = prior.drift**2
-        c[0] = min(c[0] + drift, prior.shift**2)
-        c[3] = min(c[3] + drift * prior.slope, prior.slope**2)
-        c[5] = min(c[5] + prior.wander**2, prior.request**2)
+        """Let a, s and b drift: one round has passed. With ``shared`` only b, as a and s are the other's."""
+        model, offset, prior = self._model, self._offset, self._prior
+        if not self._shared:
+            model[2] = min(model[2] + prior.drift**2, prior.shift**2)
+            model[4] = min(model[4] + prior.drift**2 * prior.slope, prior.slope**2)
+        offset[3] = min(offset[3] + prior.wander**2, prior.request**2)
 
     def draw(self, normal: Sequence[float]) -> tuple[float, float]:
         """Draw (intercept a + b, slope s) from the posterior with two standard normal numbers; b takes its mean given a and s.
 
         Exploring a and s pays because they persist. The offset b is gone with the request and is not explored.
         """
-        aa, as_, ab, ss, sb, _ = self.covariance
-        a, s, b = self.mean
+        a, s, aa, as_, ss = self._model
+        b, ab, sb, _ = self._offset
         sd = aa**0.5
         if sd == 0:
             return a + b, s + ss**0.5 * normal[1]

@@ -202,35 +202,6 @@ class FixedLevels(LoadRule):
         return 0.0
 
 
-class RowCalibrator:
-    """A calibration that all rows share, with the offset of one row. Labels of the row teach both."""
-
-    def __init__(self, shared: Calibrator, prior: CalibrationPrior) -> None:
-        self.score = shared.score
-        self._shared, self._prior = shared, prior
-        self._offset, self._variance = 0.0, prior.request**2
-
-    def learn(self, z: float, accepted: bool) -> None:
-        """Learn from one label of the row."""
-        shared = self._lent()
-        shared.learn(z, accepted)
-        self._offset, self._variance = shared.mean[2], shared.covariance[5]
-
-    def draw(self, normal: Sequence[float]) -> tuple[float, float]:
-        """See :meth:`~eesd.controllers.calibration.Calibrator.draw`."""
-        return self._lent().draw(normal)
-
-    def advance(self) -> None:
-        """Let the offset drift: one round has passed."""
-        self._variance = min(self._variance + self._prior.wander**2, self._prior.request**2)
-
-    def _lent(self) -> Calibrator:
-        """The shared calibration with this row's offset."""
-        mean, covariance = self._shared.mean, self._shared.covariance
-        mean[2], covariance[2], covariance[4], covariance[5] = self._offset, 0.0, 0.0, self._variance
-        return self._shared
-
-
 class RowController(Controller):
     """What one row tells the batch: how likely its draft is accepted.
 
@@ -243,7 +214,9 @@ class RowController(Controller):
 
     def __init__(self, rule: LoadRule) -> None:
         self._rule = rule
-        self.accept, self.follow = RowCalibrator(rule.accept, rule.prior), RowCalibrator(rule.following, rule.prior)
+        prior = rule.prior
+        self.accept = Calibrator(prior.accept, prior, rule.accept)
+        self.follow = Calibrator(prior.following, prior, rule.following)
         self.first = rule.chance(1)
         self._labels = 0.0
         self.least = 0.0
