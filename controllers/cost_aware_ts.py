@@ -8,7 +8,7 @@ import numpy as np
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, features, sigmoid
-from eesd.controllers.value import HORIZON, RoundValue, pays
+from eesd.controllers.value import RoundValue, pays
 
 RECENT = 0.98
 """Weight of a judged draft in the recent acceptance for each later one."""
@@ -81,8 +81,7 @@ class CostAwareTS(Controller):
         rate."""
         price, width, copied = self.value.price, self._width, len(self._copied)
         before = price(depth, copied + depth * width) - more
-        tokens = (self._survival * m**ahead for ahead in range(1, HORIZON + 1))
-        return pays(tokens, lambda ahead: price(depth + ahead, copied + (depth + ahead) * width) - before)
+        return pays([(self._survival, m)], lambda ahead: price(depth + ahead, copied + (depth + ahead) * width) - before)
 
     def expected_tokens(self, outcome: RoundOutcome) -> float:
         """1, and the chances of the verified tokens: each that of the tokens before it and its own."""

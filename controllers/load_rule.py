@@ -131,22 +131,20 @@ class LoadRule:
     def goes_on(
         self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: float, certain: Sequence[float]
     ) -> bool:
-        """Whether some number of further levels brings more tokens than their seconds would bring at the present rate.
+        """Whether some further levels are worth their seconds at the present rate (:func:`~eesd.controllers.value.pays`).
 
         Args:
-            reaches: For each row that would draft on: the chance that all it drafted is accepted, and that the next token is.
+            reaches: Of each row that would draft on.
             depth: Levels that are drafted.
             rows: Rows of the verify pass.
             slots: Of each row.
-            certain: What rows that draft from their text expect of the levels behind ``depth``, together.
+            certain: What rows that draft from their text expect of the levels after ``depth``, together.
         """
         rate, draft = self.rate(rows, slots), self._drafting(len(reaches), slots)
         before = self._verifying(rows, depth, slots)
-        tokens = [
-            sum(reach * following**ahead for reach, following in reaches) + sum(certain[ahead - 1 : ahead])
-            for ahead in range(1, HORIZON + 1)
-        ]
-        return pays(tokens, lambda ahead: rate * (self._verifying(rows, depth + ahead, slots) - before + ahead * draft))
+        return pays(
+            reaches, lambda ahead: rate * (self._verifying(rows, depth + ahead, slots) - before + ahead * draft), certain
+        )
 
     def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         """How many levels to verify, of those whose expected tokens, of all rows together, are ``values``."""

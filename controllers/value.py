@@ -1,6 +1,6 @@
 """What rounds cost, and what their seconds are worth: one for all that decide how a request drafts (docs/controllers.md)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 from eesd.controllers.base import RoundOutcome
@@ -156,16 +156,17 @@ def is_due(rounds: int) -> bool:
     return rounds < FIRST_FITS or rounds % REFIT_EVERY == 0
 
 
-def pays(tokens: Iterable[float], price: Callable[[int], float]) -> bool:
-    """Whether some number of further levels brings more than its price.
+def pays(reaches: Sequence[tuple[float, float]], price: Callable[[int], float], certain: Sequence[float] = ()) -> bool:
+    """Whether some number of further levels, at most ``HORIZON``, brings more than its price.
 
     Args:
-        tokens: What each level is expected to bring.
+        reaches: For each row that would draft on: the chance that all it drafted is accepted, and that the next token is.
         price: Of the first 1, 2, ... levels together, in tokens.
+        certain: What other rows expect of these levels, together.
     """
     total = 0.0
-    for levels, value in enumerate(tokens, start=1):
-        total += value
+    for levels in range(1, HORIZON + 1):
+        total += sum(reach * following**levels for reach, following in reaches) + sum(certain[levels - 1 : levels])
         if total >= price(levels):
             return True
     return False
