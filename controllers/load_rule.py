@@ -46,8 +46,9 @@ LONGEST_COPY = 16
 class LoadRule:
     """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows."""
 
-    def __init__(self, prior: CalibrationPrior | None = None, seed: int = 0) -> None:
-        """Begin with the prior of the exit head."""
+    def __init__(self, prior: CalibrationPrior | None = None, fixed: int | None = None) -> None:
+        """Begin with the prior of the exit head. With ``fixed``, each round drafts so many levels, whatever they cost."""
+        self._fixed = fixed
         self.prior = prior or CalibrationPrior()
         self.draft, self.verify = CallCosts(), CallCosts()
         self.draft_size: Size = _as_asked
@@ -57,7 +58,7 @@ class LoadRule:
         """Chances of what texts propose; see :class:`RowTextRule`."""
         self.judged = [FIRST_LABELS] * LONGEST
         self.accepted = [FIRST_LABELS * FIRST_CHANCE] * LONGEST
-        self.random = np.random.Generator(np.random.PCG64(seed))
+        self.random = np.random.Generator(np.random.PCG64(0))
         self._rates: dict[int, list[float]] = {}
         self.normals = [0.0] * 4
         """This round's random numbers, the same for all rows: those of many rows would cancel out, and explore nothing."""
@@ -91,7 +92,9 @@ class LoadRule:
                 self.accepted[depth] *= FADING
 
     def rate(self, rows: int, slots: float) -> float:
-        """Tokens per second of all rows together, as lately; at first what plain decoding brings."""
+        """Tokens per second of all rows together, as lately; at first what plain decoding brings. 0 with fixed levels."""
+        if self._fixed is not None:
+            return 0.0
         tokens, seconds = self._rates.get(rows) or self._first_rate(rows, slots)
         return tokens / seconds
 
@@ -113,6 +116,8 @@ class LoadRule:
             slots: Of each row.
             certain: What other rows, which draft from their text, expect of levels 1, 2, ... together.
         """
+        if self._fixed is not None:
+            return self._fixed > 0
         rate, draft = self.rate(rows, slots), self._drafting(len(firsts), slots)
         before, ahead = self._verifying(rows, 0, slots), 0.0
         drawn = self.first_chance() / self.chance(1)
@@ -140,6 +145,8 @@ class LoadRule:
             slots: Of each row.
             certain: What rows that draft from their text expect of the levels after ``depth``, together.
         """
+        if self._fixed is not None:
+            return depth < self._fixed
         rate, draft = self.rate(rows, slots), self._drafting(len(reaches), slots)
         before = self._verifying(rows, depth, slots)
         return pays(
@@ -148,6 +155,8 @@ class LoadRule:
 
     def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
         """How many levels to verify, of those whose expected tokens, of all rows together, are ``values``."""
+        if self._fixed is not None:
+            return min(len(values), self._fixed)
         rate, plain = self.rate(rows, slots), self._verifying(rows, 0, slots)
         return most_valuable(values, lambda count: rate * (self._verifying(rows, count, slots) - plain))[0]
 
@@ -173,31 +182,6 @@ class LoadRule:
         if rows == 1:
             return 0.0
         return self.rate(rows, slots) * (self._drafting(rows, slots) - self._drafting(1, slots)) / (rows - 1)
-
-
-class FixedLevels(LoadRule):
-    """Drafts the same number of levels in every round, whatever they cost: for comparison."""
-
-    def __init__(self, levels: int, prior: CalibrationPrior | None = None) -> None:
-        super().__init__(prior)
-        self.fixed = levels
-
-    def begins(self, firsts: Sequence[float], rows: int, slots: float, certain: Sequence[float] = ()) -> bool:
-        return self.fixed > 0
-
-    def goes_on(
-        self, reaches: Sequence[tuple[float, float]], depth: int, rows: int, slots: float, certain: Sequence[float]
-    ) -> bool:
-        return depth < self.fixed
-
-    def levels(self, values: Sequence[float], rows: int, slots: float) -> int:
-        return min(len(values), self.fixed)
-
-    def price(self, rows: int, slots: float) -> Callable[[int], float]:
-        return lambda nodes: 0.0
-
-    def step_cost(self, rows: int, slots: float) -> float:
-        return 0.0
 
 
 class RowController(Controller):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
-from eesd.controllers.load_rule import FixedLevels, LoadRule
+from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.load_policy import LoadPolicy
 from eesd.runtime.decoding.round import ALONE, Policy, PromptPiece, Round, run_round
 from eesd.runtime.decoding.session import Session, check_prompt
@@ -82,8 +82,7 @@ class Scheduler:
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
         """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each other's logits here."""
         self._llm, self._options, self._engine = llm, options, llm.engines.verify
-        prior = llm.manifest.exit_head.calibration
-        self.rule = LoadRule(prior) if options.levels is None else FixedLevels(options.levels, prior)
+        self.rule = LoadRule(llm.manifest.exit_head.calibration, options.levels)
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
         self.rounds = self.pauses = 0

@@ -9,7 +9,7 @@ import pytest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.call_costs import CallCosts
-from eesd.controllers.load_rule import FixedLevels, LoadRule, RowController
+from eesd.controllers.load_rule import LoadRule, RowController
 
 pytestmark = pytest.mark.fast
 
@@ -109,7 +109,7 @@ def rate(make: Callable[[], LoadRule], rows: int, easy: float, rounds: int = 100
 @pytest.mark.parametrize("easy", [0.05, 0.5, 0.95])
 @pytest.mark.parametrize("rows", [1, 4, 16, 32])
 def test_automatic_is_as_good_as_the_better_of_always_and_never(rows: int, easy: float) -> None:
-    fixed = {levels: rate(lambda levels=levels: FixedLevels(levels, PRIOR), rows, easy) for levels in (0, 1, 3)}  # type: ignore[misc]
+    fixed = {levels: rate(lambda levels=levels: LoadRule(PRIOR, levels), rows, easy) for levels in (0, 1, 3)}  # type: ignore[misc]
     assert rate(lambda: LoadRule(PRIOR), rows, easy) > 0.98 * max(fixed.values()), fixed
 
 
@@ -126,7 +126,7 @@ def test_drafting_fades_as_the_batch_fills_and_comes_back() -> None:
 
 
 def test_automatic_is_above_both_in_between() -> None:
-    best = max(rate(lambda levels=levels: FixedLevels(levels, PRIOR), 8, 0.5) for levels in (0, 3))  # type: ignore[misc]
+    best = max(rate(lambda levels=levels: LoadRule(PRIOR, levels), 8, 0.5) for levels in (0, 3))  # type: ignore[misc]
     assert rate(lambda: LoadRule(PRIOR), 8, 0.5) > 1.03 * best
 
 
@@ -136,7 +136,7 @@ def test_a_budget_pays_its_rows_part() -> None:
     for nodes in (1, 2, 4, 8, 16) * 10:
         rule.verify.add(8, nodes, SLOTS, verify_seconds(8, nodes))
     assert rule.price(8, SLOTS)(3) == pytest.approx(rule.rate(8, SLOTS) * 3 * 0.9e-3, rel=0.1)
-    assert FixedLevels(2, PRIOR).levels([6.4, 5.1, 4.1, 3.3], 8, SLOTS) == 2
+    assert LoadRule(PRIOR, 2).levels([6.4, 5.1, 4.1, 3.3], 8, SLOTS) == 2
 
 
 def test_costs_of_calls_are_learned_for_sizes_that_were_not_measured() -> None:
