@@ -36,7 +36,7 @@ SLOTS_PROPERTY = "max_seq_len"
 EXACT_NODES = 64
 """Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of them costs little more."""
 FEW_NODES = 3
-"""Query heads are folded in calls of B sequences with at most this many times B nodes each; see docs/decisions/0077."""
+"""Query heads are folded in calls of B sequences with at most this many times B nodes each; see docs/decisions/0058."""
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """The flavours of TensorRT plans, and the Python module that builds and runs each."""
 
