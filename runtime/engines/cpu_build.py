@@ -51,7 +51,7 @@ def built_for_cpu(directory: Path, manifest: Manifest) -> Path:
     check_graphs(directory, manifest)
     place = find_build(directory, manifest)
     if place is None:
-        raise EESDError(f"{directory} is not built for the CPU; run: eesd-build --target cpu {directory}")
+        raise EESDError(f"{directory} is not built for the CPU; run: eesd-build --target cpu {directory}.")
     return place
 
 
