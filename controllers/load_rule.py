@@ -47,7 +47,7 @@ class LoadRule:
     """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows."""
 
     def __init__(self, prior: CalibrationPrior | None = None, fixed: int | None = None) -> None:
-        """Begin with the prior of the exit head. With ``fixed``, each round drafts so many levels, whatever they cost."""
+        """Begin with the prior of the exit head. With ``fixed``, each round drafts this number of levels."""
         self._fixed = fixed
         self.prior = prior or CalibrationPrior()
         self.draft, self.verify = CallCosts(), CallCosts()

@@ -33,7 +33,7 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
     Args:
         directory: Engine directory.
         manifest: Its manifest.
-        force: Whether to build again what is whole.
+        force: Whether to replace a complete build.
 
     Returns:
         The directory of the build, in the engine directory.
