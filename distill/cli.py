@@ -59,14 +59,6 @@ INTERVAL = click.IntRange(1, 10**9)
     type=cli.NAME,
     help="Start from this head, a directory or Hugging Face id, and with its structure, instead of the model's last layers.",
 )
-@click.option("--search-exit-layer", help="Compare these exit layers in short runs, e.g. 2,3,4,6, and recommend one.")
-@click.option(
-    "--search-node-cost",
-    type=cli.Number(0, 1),
-    default=0.0,
-    help="What each further node adds to a verify pass: 0 on a GPU, about 0.05 on a CPU.",
-)
-@click.option("--search-blocks", default="1", help="Numbers of blocks that the search tries.")
 @click.option("--data", type=cli.PATH, multiple=True, help="Rows to train on: .txt, .jsonl, .npy, .safetensors; repeatable.")
 @click.option(
     "--self-generate", type=cli.PATH, multiple=True, help="Prompts; the model's continuations are trained on; repeatable."
@@ -160,18 +152,11 @@ def main(**options: Any) -> None:
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
-    layers = _parse_counts("--search-exit-layer", options.pop("search_exit_layer"), 10_000)
-    blocks = _parse_counts("--search-blocks", options.pop("search_blocks"), 1000)
-    node = options.pop("search_node_cost")
     if options["deep"] is not None:
         options["deep"] = () if options["deep"] == "none" else _parse_counts("--deep", options["deep"], 10_000)
     options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
-    if layers and options["exit_layer"] is None:
-        options["exit_layer"] = layers[0]
     where = options.pop("predict")
     if where is not None:
-        if layers:
-            raise EESDError("--predict is about one head; leave out --search-exit-layer.")
         click.echo(predict(options, where))
         return
     if options["output"] is None:
@@ -179,32 +164,19 @@ def main(**options: Any) -> None:
     try:
         run = make_run(options, progress_bar)
         with run.resources:
-            _run(run, layers, blocks, node)
+            _run(run)
     except RuntimeError as error:
         if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":  # what torch raises on CPUs and GPUs
             raise
         raise EESDError("There is not enough memory; reduce --batch, --own-batch or --length.") from None
 
 
-def _run(run: Run, layers: tuple[int, ...], blocks: tuple[int, ...], node: float) -> None:
-    if layers:
-        if not run.training.steps:
-            raise EESDError("--search-exit-layer trains a head for each layer; give --steps of at least 1.")
-        _search(run, layers, blocks, node)
-        return
+def _run(run: Run) -> None:
     if run.training.steps:
-        run.train(_report(run))
+        run.train(print_metrics if run.is_main else lambda _: None)
     else:
         run.write_initial_head()
     _evaluate(run)
-
-
-def _search(run: Run, layers: tuple[Any, ...], blocks: tuple[Any, ...], node: float) -> None:
-    from eesd.distill.search import search, table
-
-    candidates = search(run, layers, blocks, node, _report(run))
-    if run.is_main:
-        click.echo(table(candidates))
 
 
 def _evaluate(run: Run) -> None:
@@ -245,14 +217,8 @@ def _parse_counts(option: str, text: str | None, most: int) -> tuple[int, ...]:
     return numbers
 
 
-def _report(run: Run) -> Callable[[dict[str, Any]], None]:
-    """The function that prints a line of metrics, on the main process."""
-    return print_metrics if run.is_main else lambda _: None
-
-
 def print_metrics(metrics: dict[str, Any]) -> None:
     """Print one line: training metrics or a validation."""
-    label = f"{metrics['label']}: " if "label" in metrics else ""
     if "acceptance" in metrics:
         depths = " ".join(f"{value:.3f}" for value in metrics["acceptance"])
         values = f"acceptance by depth {depths}  tokens per round {metrics['tokens_per_round']:.3f}"
@@ -263,7 +229,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     else:
         values = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "agreement"))
         values += f"  {metrics['seconds']:.0f} s"
-    click.echo(f"{label}step {metrics['step']:6}  {values}")
+    click.echo(f"step {metrics['step']:6}  {values}")
 
 
 if __name__ == "__main__":

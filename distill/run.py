@@ -209,11 +209,8 @@ class Run:
             seed=self.training.seed,
         )
 
-    def validation_and_training_rows(self, layers: Sequence[int]) -> tuple[ValidationSet, Rows]:
+    def validation_and_training_rows(self) -> tuple[ValidationSet, Rows]:
         """Make or load the validation set.
-
-        Args:
-            layers: Layers whose states validation needs.
 
         Returns:
             The validation set, and the rows that are left to train on.
@@ -235,28 +232,27 @@ class Run:
         directory = self.offline or self.output
         path = directory / f"validation-{digest(key)[:16]}.safetensors"
         if self.is_main:
-            self._complete_validation(path, prompts, min(free, data.validation_tokens), layers)
+            self._complete_validation(path, prompts, min(free, data.validation_tokens))
         self.accelerator.wait_for_everyone()
         return replace(ValidationSet.load(path), kinds=kinds), rows
 
-    def _complete_validation(self, path: Path, prompts: list[list[int]], new_tokens: int, layers: Sequence[int]) -> None:
-        """Make the file of the validation set, or add the states after these layers that it lacks."""
+    def _complete_validation(self, path: Path, prompts: list[list[int]], new_tokens: int) -> None:
+        """Make the file of the validation set, or add the states of layers that it lacks."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             validation = ValidationSet.load(path)
         else:
             validation = ValidationSet.make(self._writer(), prompts, new_tokens, self.checkpoint.config.eos_token_ids)
-        missing = [layer for layer in layers if layer not in validation.hidden]
+        missing = [layer for layer in self.training.layers if layer not in validation.hidden]
         if missing:
             teacher = self._teacher(missing, False, validation.tokens.shape[1])
             validation.with_states(teacher, self.accelerator.device).save(path)
 
-    def targets(self, rows: Rows, layers: Sequence[int]) -> TargetSource:
+    def targets(self, rows: Rows) -> TargetSource:
         """Make the source of training batches. With ``offline``, the missing part of the cache is computed first.
 
         Args:
             rows: The rows to train on.
-            layers: Exit layers that will be trained.
 
         Returns:
             The source.
@@ -267,9 +263,9 @@ class Run:
         training, geometry = self.training, self.checkpoint.geometry
         keep_final = training.losses.hidden > 0
         if self.offline is None:
-            return OnlineTargets(rows, self._teacher(layers, keep_final, training.length), self.accelerator.device)
+            return OnlineTargets(rows, self._teacher(training.layers, keep_final, training.length), self.accelerator.device)
         base, top_k = self.checkpoint.fingerprint(), min(training.top_k, geometry.vocab_size)
-        cache = TargetCache(self.offline, rows, base, layers, top_k, training.precision, keep_final)
+        cache = TargetCache(self.offline, rows, base, training.layers, top_k, training.precision, keep_final)
         missing = len(cache.missing_shards())
         if missing:
             process, processes = self.accelerator.process_index, self.accelerator.num_processes
@@ -292,7 +288,7 @@ class Run:
             teacher.compile_parts()
         return teacher
 
-    def given_head(self, training: TrainingOptions) -> ExitHead | None:
+    def given_head(self) -> ExitHead | None:
         """The head in ``init_head``, with its draft vocabulary; None without one.
 
         Raises:
@@ -300,7 +296,7 @@ class Run:
         """
         if self.init_head is None:
             return None
-        head, wanted = self.checkpoint.exit_head(self.init_head), self.head_config(training)
+        head, wanted = self.checkpoint.exit_head(self.init_head), self.head_config()
         stored = head.exit_config
         if replace(stored, trained=True, calibration=None) != wanted:
             lm_head = "own" if stored.own_lm_head else "shared"
@@ -313,28 +309,27 @@ class Run:
         head.exit_config = wanted
         return head
 
-    def initial_head(self, training: TrainingOptions, rows: Rows) -> ExitHead:
+    def initial_head(self, rows: Rows) -> ExitHead:
         """The head before training: the one in ``init_head``, or one made from the model's last layers.
 
         Args:
-            training: Options of the training.
             rows: The rows to train on; a draft vocabulary has the tokens that they use most.
 
         Raises:
             EESDError: The head in ``init_head`` has another shape than the options say.
         """
-        given, ids = self.given_head(training), None
+        given, ids = self.given_head(), None
         if given is not None:
             return given
-        if training.draft_vocab:
+        if self.training.draft_vocab:
             counts = count_next_tokens(rows, self.checkpoint.geometry.vocab_size)
             eos = self.checkpoint.config.eos_token_ids
-            ids = torch.from_numpy(most_used(counts, training.draft_vocab, eos))
-        return self.checkpoint.initial_head(self.head_config(training), ids)
+            ids = torch.from_numpy(most_used(counts, self.training.draft_vocab, eos))
+        return self.checkpoint.initial_head(self.head_config(), ids)
 
-    def head_config(self, training: TrainingOptions) -> ExitConfig:
+    def head_config(self) -> ExitConfig:
         """What these options say about the head."""
-        return head_config(training, self.checkpoint.fingerprint())
+        return head_config(self.training, self.checkpoint.fingerprint())
 
     def forecast(self) -> Forecast:
         """What :meth:`train` takes if nothing of it is done yet."""
@@ -345,50 +340,24 @@ class Run:
         work = Work(self.checkpoint.geometry, training, written, tokens, data.own_batch, offline, processes, element)
         return forecast(work, Machine.measured(accelerator.device, training.precision))
 
-    def trainer(
-        self,
-        head: ExitHead,
-        training: TrainingOptions,
-        rows: Rows,
-        targets: TargetSource,
-        validation: ValidationSet,
-        output: Path,
-    ) -> Trainer:
-        """Make the trainer of one head.
-
-        Args:
-            head: The head to train.
-            training: Options of the training.
-            rows: The rows to train on.
-            targets: Gives the batches of these rows.
-            validation: The validation set.
-            output: Existing directory of the trained head.
-
-        Returns:
-            The trainer.
-        """
+    def train(self, report: Report) -> None:
+        """Train one head. ``report`` is called with each line of metrics."""
+        self.output.mkdir(parents=True, exist_ok=True)
+        check_output(self.output)
+        self.given_head()  # both first, because they refuse before the long work
+        if self.is_main and not any(self.output.glob("checkpoint-*")):
+            click.echo(self.forecast())
+        validation, rows = self.validation_and_training_rows()
         identity = {
             "base": self.checkpoint.fingerprint(),
             "data": rows.digest(),
             "init_head": str(self.init_head.resolve()) if self.init_head else "",
             "processes": self.accelerator.num_processes,
         }
-        return Trainer(
-            self.accelerator, head, self.checkpoint.geometry, self.lm_head, training, rows, targets, validation, output,
-            identity, self.compiled,
+        trainer = Trainer(
+            self.accelerator, self.initial_head(rows), self.checkpoint.geometry, self.lm_head, self.training, rows,
+            self.targets(rows), validation, self.output, identity, self.compiled,
         )  # fmt: skip
-
-    def train(self, report: Report) -> None:
-        """Train one head. ``report`` is called with each line of metrics."""
-        self.output.mkdir(parents=True, exist_ok=True)
-        check_output(self.output)
-        self.given_head(self.training)  # both first, because they refuse before the long work
-        if self.is_main and not any(self.output.glob("checkpoint-*")):
-            click.echo(self.forecast())
-        layers = self.training.layers
-        validation, rows = self.validation_and_training_rows(layers)
-        head = self.initial_head(self.training, rows)
-        trainer = self.trainer(head, self.training, rows, self.targets(rows, layers), validation, self.output)
         with self.progress("training", self.training.steps) as advance:
             trainer.run(self.intervals, report, advance)
 
@@ -402,13 +371,13 @@ class Run:
         """
         self._check_head()
         if self.init_head is None:
-            rows = self.validation_and_training_rows(self.training.layers)[1] if self.training.draft_vocab else self.rows
+            rows = self.validation_and_training_rows()[1] if self.training.draft_vocab else self.rows
             self._check_head()
             if self.is_main:
-                save(self.initial_head(self.training, rows), self.output)
+                save(self.initial_head(rows), self.output)
             self.accelerator.wait_for_everyone()
             return
-        head = self.given_head(self.training)
+        head = self.given_head()
         assert head is not None
         if not all(value.isfinite().all() for value in head.state_dict().values()):
             raise EESDError(f"The head in {self.init_head} has weights that are not finite; train it again.")
@@ -437,7 +406,7 @@ class Run:
         Raises:
             EESDError: The head computes values that are not finite.
         """
-        validation, rows = self.validation_and_training_rows(self.training.layers)
+        validation, rows = self.validation_and_training_rows()
         head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
@@ -582,7 +551,7 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         dtype=getattr(torch, dtype),
         progress=progress,
     )
-    check_exit(checkpoint.geometry, run.head_config(training))
+    check_exit(checkpoint.geometry, run.head_config())
     if data.self_prompt:
         if run.codec is None:
             raise EESDError("The model has no tokenizer to write prompts with; give token arrays with --data FILE.")

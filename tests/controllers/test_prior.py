@@ -192,5 +192,4 @@ def test_zero_steps_with_unfit_options_are_refused(learner: Path, own_rows: Path
     start = ("--model", learner, "--exit-layer", 1, "-o", tmp_path / "out", *SMALL, "--steps", 0)
     assert_refused(run(main, *start, "--data", own_rows), "--steps 0", "--init-head")
     assert_refused(run(main, *start, "--init-head", calibrated), "either --data")
-    assert_refused(run(main, *start, "--data", own_rows, "--search-exit-layer", "1", "--init-head", calibrated), "--steps")
     assert_refused(run(main, *start, "--data", own_rows, "--init-head", calibrated, "--blocks", 2), "--blocks 1")

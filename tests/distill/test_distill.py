@@ -1,4 +1,4 @@
-"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, search, and validation against the runtime."""
+"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, and validation against the runtime."""
 
 import json
 import os
@@ -205,14 +205,13 @@ def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(learner: Path, o
     assert not (tmp_path / "cooled/checkpoint-1/average.safetensors").exists()
 
 
-def test_the_cache_of_a_search_serves_the_chosen_layer(
+def test_a_cache_with_more_layers_serves(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = ("--model", learner, "--data", own_rows, "-o", tmp_path / "search", *SMALL, "--steps", 2)
-    succeed(main, *arguments, "--search-exit-layer", "1,2", "--offline", tmp_path / "cache")
-    distill(learner, own_rows, tmp_path / "online", "--steps", 4)
-    monkeypatch.setattr("eesd.distill.run.Teacher", lambda *_: pytest.fail("targets were computed"))
-    distill(learner, own_rows, tmp_path / "cached", "--steps", 4, "--offline", tmp_path / "cache")
+    distill(learner, own_rows, tmp_path / "deep", "--steps", 2, "--deep", "2,3", "--offline", tmp_path / "cache")
+    distill(learner, own_rows, tmp_path / "online", "--steps", 4, "--deep", 3)
+    monkeypatch.setattr("eesd.distill.run.Run._teacher", lambda *_: pytest.fail("targets were computed"))
+    distill(learner, own_rows, tmp_path / "cached", "--steps", 4, "--deep", 3, "--offline", tmp_path / "cache")
     assert read_losses(tmp_path / "online") == read_losses(tmp_path / "cached")
 
 
@@ -429,27 +428,6 @@ def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
     primary, mixed = indices[indices < 24], indices[indices >= 24]
     assert len(mixed) == 16 and sorted(primary[:24]) == list(range(24)) == sorted(primary[24:48])
     assert sorted(mixed[:6]) == list(range(24, 30))
-
-
-@pytest.mark.parametrize("search", [("--search-exit-layer", "1,2"), ("--search-exit-layer", "1", "--search-blocks", "1,2")])
-def test_search_sorts_candidates_and_recommends_the_best(
-    learner: Path, own_rows: Path, tmp_path: Path, search: tuple[str, str]
-) -> None:
-    result = succeed(main, "--model", learner, "--data", own_rows, "-o", tmp_path, *SMALL, "--steps", 3, *search)
-    lines = result.stdout.splitlines()
-    table = [line for line in lines if line.startswith("|")]
-    assert len(table) == 5 and table[0].endswith("| speed-up | 8B | 70B |")
-    speeds = [float(line.split("|")[-4].strip(" x")) for line in table[2:]]
-    assert speeds == sorted(speeds, reverse=True)
-    dear = succeed(
-        main, "--model", learner, "--data", own_rows, "-o", tmp_path, *SMALL, "--steps", 3, *search, "--search-node-cost", 1
-    )
-    assert float(dear.stdout.splitlines()[-3].split("|")[-4].strip(" x")) < min(speeds)
-    [whole] = [line.split("|") for line in table[2:] if "all, in 4 bits" in line]
-    assert min(map(float, whole[3:5])) > 0.3, "rounded weights mostly say what the weights say"
-    layer, blocks = (cell.strip() for cell in table[2].split("|")[1:3])
-    options = "eesd-export --exit-head quantized" if blocks == "-" else f"--exit-layer {layer} --blocks {blocks}"
-    assert lines[-1].startswith(f"Recommended: {options} (predicted ")
 
 
 def test_training_writes_tensorboard_events(trained: Path) -> None:

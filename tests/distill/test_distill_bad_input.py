@@ -71,8 +71,6 @@ def test_tokens_outside_the_vocabulary_are_refused(start: tuple[object, ...], tm
         (("--exit-layer", 3), ("exit layer", "between 1 and 2", "3")),
         (("--blocks", 4), ("blocks", "4")),
         (("--length", 1000), ("--length 1000", "512")),
-        (("--search-exit-layer", "1,x"), ("--search-exit-layer", "1,x")),
-        (("--search-exit-layer", "1,7"), ("exit layer", "7")),
         (("--ce", 0, "--kl", 0), ("--ce", "above 0")),
         (("--self-generate", __file__), ("either --data", "--self-generate")),
         (("--eval-every", 0), ("--eval-every",)),

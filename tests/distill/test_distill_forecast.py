@@ -150,7 +150,6 @@ def test_predictions_are_refused_by_name(learner: Path, own_rows: Path) -> None:
         assert_refused(run(main, "--model", learner, "--predict", where), "h200, b200, rtx5090, l4", "4xh100")
     float32 = ("--predict", "l4", "--precision", "float32")
     assert_refused(run(main, "--model", learner, *float32), "16 bits")
-    assert_refused(run(main, "--model", learner, "--predict", "l4", "--search-exit-layer", 1), "--search-exit-layer")
     assert_refused(run(main, "--model", learner, "--data", own_rows), "-o DIR")
 
 

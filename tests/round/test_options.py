@@ -99,8 +99,7 @@ def test_temperatures_are_numbers(value: str, tmp_path: Path) -> None:
     assert_refused(result, "--temperatures", value)
 
 
-@pytest.mark.parametrize("option", ["--search-exit-layer", "--search-blocks"])
 @pytest.mark.parametrize("value", ["nan", "1.5", "1,", "0", "-1", str(2**70), "1,1"])
-def test_searched_numbers_are_whole(option: str, value: str, tmp_path: Path) -> None:
+def test_deep_layers_are_whole_numbers(value: str, tmp_path: Path) -> None:
     distill = importlib.import_module(MODULES["distill"]).main
-    assert_refused(run(distill, "--model", tmp_path, "-o", tmp_path / "out", option, value), option, value)
+    assert_refused(run(distill, "--model", tmp_path, "-o", tmp_path / "out", "--deep", value), "--deep", value)
