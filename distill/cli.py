@@ -94,22 +94,7 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--offline", type=cli.OUTPUT, help="Cache of the teacher's targets. With a complete cache no teacher is loaded.")
 @click.option("--ce", type=WEIGHT, default=0.5, help="Weight of the cross-entropy on the teacher's most likely token.")
 @click.option("--kl", type=WEIGHT, default=1.0, help="Weight of the KL divergence from the teacher's distribution.")
-@click.option(
-    "--kl-temperature", type=cli.Number(0, 1000, min_open=True), default=1.0, help="Temperature of the KL divergence."
-)
 @click.option("--top-k", type=click.IntRange(1, 10**6), default=64, help="Tokens of the teacher's distribution that are kept.")
-@click.option("--text-ce", type=WEIGHT, default=0.0, help="Weight of the cross-entropy on the text's next token (no teacher).")
-@click.option("--overlap", type=WEIGHT, default=0.0, help="Weight of -log of the overlap of both distributions.")
-@click.option("--hidden", type=WEIGHT, default=0.0, help="Weight of the regression of the teacher's final hidden state.")
-@click.option(
-    "--unroll", type=click.IntRange(1, 64), default=1, help="Multi-step training: weigh positions by drafts of this length."
-)
-@click.option(
-    "--unroll-decay",
-    type=cli.Number(0, 1, min_open=True),
-    default=0.8,
-    help="Multi-step training: factor of the weight for each draft step.",
-)
 @click.option(
     "--steps",
     type=click.IntRange(0, 10**9),

@@ -140,8 +140,7 @@ def disk(work: Work) -> Disk:
     """Compute what a run writes. Short texts share a row of targets."""
     training, geometry = work.training, work.geometry
     head = sum(map(prod, exit_head_shapes(geometry, head_config(training)).values()))
-    keep_final = training.losses.hidden > 0
-    target = row_bytes(training.length, geometry.hidden_size, len(training.layers) + keep_final, training.top_k, True)
+    target = row_bytes(training.length, geometry.hidden_size, len(training.layers), training.top_k, True)
     means = 0 if training.cooldown else 1
     return Disk(
         text=int(work.written / OWN_ROW * 4),

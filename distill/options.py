@@ -21,39 +21,19 @@ PRECISIONS = ("bf16", "float32")
 
 @dataclass(frozen=True)
 class LossOptions:
-    """Weights and settings of the losses. Each loss is a mean over tokens.
+    """Weights of the losses. Each loss is a mean over tokens.
 
     Attributes:
         ce: Weight of the cross-entropy on the teacher's most likely token.
-        kl: Weight of the KL divergence from the teacher's distribution, truncated to its top k tokens. Both distributions
-            are taken at ``temperature``, and the divergence is multiplied by its square (Hinton et al. 2015).
-        text: Weight of the cross-entropy on the next token of the text, which does not depend on the teacher.
-        overlap: Weight of -log of the probability that a sampled draft is accepted: the overlap of both distributions.
-        hidden: Weight of the smooth L1 distance between the LM head inputs of the exit head and of the teacher.
-        temperature: Temperature of the KL divergence.
-        unroll: Draft length of multi-step training, see :func:`eesd.distill.losses.reach_weights`. 1 turns it off.
-        unroll_decay: Draft step i has the weight ``unroll_decay ** i``.
+        kl: Weight of the KL divergence from the teacher's distribution, truncated to its top k tokens.
     """
 
     ce: float = 0.5
     kl: float = 1.0
-    text: float = 0.0
-    overlap: float = 0.0
-    hidden: float = 0.0
-    temperature: float = 1.0
-    unroll: int = 1
-    unroll_decay: float = 0.8
 
     def __post_init__(self) -> None:
-        weights = (self.ce, self.kl, self.text, self.overlap, self.hidden)
-        if min(weights) < 0 or not sum(weights):
-            raise EESDError(
-                "Loss weights must be 0 or above; give at least one of --ce, --kl, --text-ce, --overlap, --hidden above 0."
-            )
-        if self.temperature <= 0:
-            raise EESDError(f"--kl-temperature must be above 0; {self.temperature} was given.")
-        if self.unroll < 1 or not 0 < self.unroll_decay <= 1:
-            raise EESDError("--unroll must be at least 1 and --unroll-decay above 0 and at most 1.")
+        if min(self.ce, self.kl) < 0 or not self.ce + self.kl:
+            raise EESDError("Loss weights must be 0 or above; give --ce or --kl above 0.")
 
 
 @dataclass(frozen=True)

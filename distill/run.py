@@ -245,7 +245,7 @@ class Run:
             validation = ValidationSet.make(self._writer(), prompts, new_tokens, self.checkpoint.config.eos_token_ids)
         missing = [layer for layer in self.training.layers if layer not in validation.hidden]
         if missing:
-            teacher = self._teacher(missing, False, validation.tokens.shape[1])
+            teacher = self._teacher(missing, validation.tokens.shape[1])
             validation.with_states(teacher, self.accelerator.device).save(path)
 
     def targets(self, rows: Rows) -> TargetSource:
@@ -261,29 +261,28 @@ class Run:
             EESDError: The cache has other data or options, or the disk is too small.
         """
         training, geometry = self.training, self.checkpoint.geometry
-        keep_final = training.losses.hidden > 0
         if self.offline is None:
-            return OnlineTargets(rows, self._teacher(training.layers, keep_final, training.length), self.accelerator.device)
+            return OnlineTargets(rows, self._teacher(training.layers, training.length), self.accelerator.device)
         base, top_k = self.checkpoint.fingerprint(), min(training.top_k, geometry.vocab_size)
-        cache = TargetCache(self.offline, rows, base, training.layers, top_k, training.precision, keep_final)
+        cache = TargetCache(self.offline, rows, base, training.layers, top_k, training.precision)
         missing = len(cache.missing_shards())
         if missing:
             process, processes = self.accelerator.process_index, self.accelerator.num_processes
             with self.progress("teacher's targets", missing // processes) as advance:
-                teacher, device = self._teacher(cache.layers, keep_final, training.length), self.accelerator.device
+                teacher, device = self._teacher(cache.layers, training.length), self.accelerator.device
                 cache.fill(teacher, device, geometry.hidden_size, training.batch, advance, process, processes)
         self.accelerator.wait_for_everyone()
         vars(self).pop("decoder", None)  # training needs no model beside it, and has its memory
         return cache
 
-    def _teacher(self, layers: Sequence[int], keep_final: bool, slots: int) -> TeacherCall:
-        """On a CPU this project's operators read, unless the final states are wanted, or torch's compiler."""
-        if self._has_operators and not keep_final and not self.compiled:
+    def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
+        """On a CPU this project's operators read, unless torch's compiler is wanted."""
+        if self._has_operators and not self.compiled:
             training, threads = self.training, torch.get_num_threads()
             return EngineTeacher(
                 self.checkpoint, self._engine_directory, layers, training.top_k, training.precision, slots, threads
             )
-        teacher = Teacher(self.decoder, layers, self.training.top_k, self.training.precision, keep_final)
+        teacher = Teacher(self.decoder, layers, self.training.top_k, self.training.precision)
         if self.compiled:
             teacher.compile_parts()
         return teacher
@@ -461,16 +460,7 @@ def checked(options: dict[str, Any], config: ModelConfig, given: ExitConfig | No
     Raises:
         EESDError: An option is wrong, or a file is missing.
     """
-    losses = LossOptions(
-        ce=options["ce"],
-        kl=options["kl"],
-        text=options["text_ce"],
-        overlap=options["overlap"],
-        hidden=options["hidden"],
-        temperature=options["kl_temperature"],
-        unroll=options["unroll"],
-        unroll_decay=options["unroll_decay"],
-    )
+    losses = LossOptions(options["ce"], options["kl"])
     options = options | structure(options, config.geometry, given)
     same_names = {field.name for field in fields(TrainingOptions)} - {"losses"}
     training = TrainingOptions(**{name: options[name] for name in same_names}, losses=losses)

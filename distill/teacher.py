@@ -43,12 +43,10 @@ class Targets:
     Attributes:
         top_ids: Most likely tokens [B, T, K], int32, best first.
         top_logprobs: Their log-probabilities in the whole distribution [B, T, K], float16.
-        final_hidden: Hidden states after the final norm [B, T, hidden]. None unless the hidden state loss needs them.
     """
 
     top_ids: Tensor
     top_logprobs: Tensor
-    final_hidden: Tensor | None = None
 
 
 TeacherCall = Callable[[Tensor], tuple[dict[int, Tensor], Targets]]
@@ -62,26 +60,22 @@ class Batch:
     Attributes:
         hidden: Hidden states after the exit layer [B, T, hidden], and after each deep layer of the head.
         targets: The teacher's predictions.
-        next_tokens: Next token of the text at each position [B, T].
         mask: 1 for positions that have a next token, else 0 [B, T].
     """
 
     hidden: Sequence[Tensor]
     targets: Targets
-    next_tokens: Tensor
     mask: Tensor
 
     def to(self, device: torch.device) -> "Batch":
         """Copy all tensors to a device."""
-        targets, final_hidden = self.targets, self.targets.final_hidden
+        targets = self.targets
         return Batch(
             [on_device(states, device) for states in self.hidden],
             Targets(
                 on_device(targets.top_ids, device),
                 on_device(targets.top_logprobs, device),
-                None if final_hidden is None else on_device(final_hidden, device),
             ),
-            on_device(self.next_tokens, device),
             on_device(self.mask, device),
         )
 
@@ -149,7 +143,7 @@ class Teacher(nn.Module):
     All layers share one KV cache: a pass over whole sequences reads only what the same layer just wrote.
     """
 
-    def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str, keep_final: bool = False) -> None:
+    def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str) -> None:
         """Wrap a model.
 
         Args:
@@ -157,10 +151,9 @@ class Teacher(nn.Module):
             layers: Exit layers whose hidden states are returned, counted from 1.
             top_k: Tokens of the distribution to keep, at most the whole vocabulary.
             precision: ``bf16`` or ``float32``.
-            keep_final: Whether the targets contain the final hidden states.
         """
         super().__init__()
-        self.decoder, self.layers, self.precision, self.keep_final = decoder, tuple(layers), precision, keep_final
+        self.decoder, self.layers, self.precision = decoder, tuple(layers), precision
         self.top_k = min(top_k, decoder.geometry.vocab_size)
         self._choose: Callable[[Tensor, int], tuple[Tensor, Tensor]] = top_tokens
 
@@ -182,7 +175,7 @@ class Teacher(nn.Module):
         rows = chunk_rows(self.decoder.geometry.vocab_size, ids.device)
         top = [self._top_tokens(chunk) for chunk in flat.chunk(-(-len(flat) // rows))]
         top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True))
-        return hidden, Targets(top_ids, top_logprobs, x.to(dtype) if self.keep_final else None)
+        return hidden, Targets(top_ids, top_logprobs)
 
     def compile_parts(self) -> None:
         """Use torch.compile for what repeats: a block, which all layers share, and the choice of the top tokens."""
@@ -250,7 +243,7 @@ class OnlineTargets:
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
         ids = on_device(torch.from_numpy(self.rows.tokens[indices, :-1].astype(np.int64)), self.device)
         hidden, targets = self.teacher(ids)
-        return Batch([hidden[layer] for layer in layers], targets, *_next_tokens(self.rows, indices)).to(self.device)
+        return Batch([hidden[layer] for layer in layers], targets, _mask(self.rows, indices)).to(self.device)
 
 
 def row_bytes(length: int, hidden_size: int, states: int, top_k: int, packed: bool) -> int:
@@ -262,13 +255,10 @@ class TargetCache:
     """A directory with the hidden states and targets of all rows, in safetensors shards of 256 rows.
 
     A complete cache replaces the teacher. If rows are added behind the others, only theirs are computed. Shards contain
-    ``hidden.<layer>``, ``top_ids``, ``top_logprobs``, and ``final`` (the final hidden states) if the hidden state loss needs
-    it. With the precision ``bf16`` states have 8 bits.
+    ``hidden.<layer>``, ``top_ids`` and ``top_logprobs``. With the precision ``bf16`` states have 8 bits.
     """
 
-    def __init__(
-        self, directory: Path, rows: Rows, base: str, layers: Sequence[int], top_k: int, precision: str, keep_final: bool
-    ) -> None:
+    def __init__(self, directory: Path, rows: Rows, base: str, layers: Sequence[int], top_k: int, precision: str) -> None:
         """Open a cache, or create one without shards.
 
         Args:
@@ -278,7 +268,6 @@ class TargetCache:
             layers: Exit layers whose hidden states are needed. A cache that has more serves, too.
             top_k: Tokens of the distribution that are cached.
             precision: ``bf16`` or ``float32``.
-            keep_final: Whether the final hidden states are cached.
 
         Raises:
             EESDError: The directory has a cache of other data or options.
@@ -289,7 +278,6 @@ class TargetCache:
             "layers": sorted(layers),
             "top_k": top_k,
             "precision": precision,
-            "final": keep_final,
             "rows": len(rows),
             "length": rows.tokens.shape[1] - 1,
             "data": rows.digest(),
@@ -339,8 +327,7 @@ class TargetCache:
 
     def _row_bytes(self, hidden_size: int) -> int:
         """Bytes of one row on disk."""
-        states = len(self.meta["layers"]) + bool(self.meta["final"])
-        return row_bytes(self.meta["length"], hidden_size, states, self.meta["top_k"], self._packed)
+        return row_bytes(self.meta["length"], hidden_size, len(self.meta["layers"]), self.meta["top_k"], self._packed)
 
     @property
     def _packed(self) -> bool:
@@ -391,10 +378,9 @@ class TargetCache:
             advance(1)
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
-        final_hidden = self._states("final", indices) if self.meta["final"] else None
-        targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices), final_hidden)
+        targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices))
         hidden = [self._states(f"hidden.{layer}", indices) for layer in layers]
-        return Batch(hidden, targets, *_next_tokens(self.rows, indices))
+        return Batch(hidden, targets, _mask(self.rows, indices))
 
     def _states(self, name: str, indices: NDArray[np.int64]) -> Tensor:
         names = (name, name + SCALES) if self._packed else (name,)
@@ -403,7 +389,7 @@ class TargetCache:
 
     def _tensor_names(self) -> list[str]:
         """Names of the tensors that every shard has."""
-        states = [*(f"hidden.{layer}" for layer in self.meta["layers"]), *["final"] * self.meta["final"]]
+        states = [f"hidden.{layer}" for layer in self.meta["layers"]]
         scales = [name + SCALES for name in states if self._packed]
         return [*states, *scales, "top_ids", "top_logprobs"]
 
@@ -433,11 +419,10 @@ def _stored_rows(path: Path) -> int:
         raise damaged(path) from None
 
 
-def _next_tokens(rows: Rows, indices: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Next tokens of these rows [B, T], and the mask of the positions that have one [B, T]."""
-    tokens = torch.from_numpy(rows.tokens[indices, 1:].astype(np.int64))
-    mask = torch.arange(tokens.shape[1]) < torch.from_numpy(rows.lengths[indices] - 1)[:, None]
-    return tokens, mask.float()
+def _mask(rows: Rows, indices: NDArray[np.int64]) -> Tensor:
+    """1 where a position of these rows has a next token, else 0 [B, T]."""
+    length = rows.tokens.shape[1] - 1
+    return (torch.arange(length) < torch.from_numpy(rows.lengths[indices] - 1)[:, None]).float()
 
 
 def _pad_rows(ids: Tensor, batch: int) -> Tensor:
@@ -448,8 +433,6 @@ def _pad_rows(ids: Tensor, batch: int) -> Tensor:
 def _cached_tensors(hidden: dict[int, Tensor], targets: Targets, count: int, packed: bool) -> dict[str, Tensor]:
     """The first ``count`` rows of a pass, by their names in a shard; states in 8 bits if they are to be ``packed``."""
     states = {f"hidden.{layer}": states for layer, states in hidden.items()}
-    if targets.final_hidden is not None:
-        states["final"] = targets.final_hidden
     if packed:
         states = {name: part for whole, states in states.items() for name, part in pack_states(whole, states).items()}
     tensors = states | {"top_ids": targets.top_ids, "top_logprobs": targets.top_logprobs}

@@ -133,7 +133,7 @@ def test_validation_counts_equal_the_runtime_statistics(
 
 def test_resume_after_a_kill_gives_the_same_losses_and_weights(learner: Path, own_rows: Path, tmp_path: Path) -> None:
     """SIGKILL between two checkpoints; the resumed run is compared with an uninterrupted one."""
-    options = ("--steps", 24, "--accumulate", 2, "--unroll", 3, "--hidden", 0.5, "--deep", "2,3")
+    options = ("--steps", 24, "--accumulate", 2, "--deep", "2,3")
     distill(learner, own_rows, tmp_path / "whole", *options)
     arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "killed", *SMALL, *options]
     command = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]
@@ -155,7 +155,7 @@ def test_resume_after_a_kill_gives_the_same_losses_and_weights(learner: Path, ow
 def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = ("--steps", 6, "--hidden", 0.5, "--mix", own_rows)
+    options = ("--steps", 6, "--mix", own_rows)
     distill(learner, own_rows, tmp_path / "online", *options)
     distill(learner, own_rows, tmp_path / "filling", *options, "--offline", tmp_path / "cache")
     monkeypatch.setattr(Checkpoint, "decoder", lambda *_: pytest.fail("the teacher was loaded"))

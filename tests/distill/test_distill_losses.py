@@ -1,4 +1,4 @@
-"""Values and gradients of the losses, the weights of multi-step training, replayed rounds, and the learning rate."""
+"""Values and gradients of the losses, replayed rounds, and the learning rate."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from eesd.common.errors import EESDError
 from eesd.distill import teacher as teacher_module
 from eesd.distill.acceptance import replay_acceptance
-from eesd.distill.losses import LOSS_NAMES, hidden_state_loss, reach_weights, token_losses, total_loss
+from eesd.distill.losses import LOSS_NAMES, token_losses, total_loss
 from eesd.distill.options import LossOptions, TrainingOptions
 from eesd.distill.trainer import learning_rate
 
@@ -25,22 +25,18 @@ def case() -> dict[str, torch.Tensor]:
         "lm_head": torch.randn(VOCABULARY, WIDTH, generator=generator),
         "ids": ids.int(),
         "top": top.half(),
-        "text": torch.randint(0, VOCABULARY, (TOKENS,), generator=generator),
         "teacher": teacher,
     }
 
 
 def losses_of(case: dict[str, torch.Tensor], k: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
-    return token_losses(case["features"], case["lm_head"], case["ids"][:, :k], case["top"][:, :k], case["text"], 1.0)
+    return token_losses(case["features"], case["lm_head"], case["ids"][:, :k], case["top"][:, :k])
 
 
 def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torch.Tensor]) -> None:
-    (ce, kl, text, overlap), agrees = losses_of(case)
+    (ce, kl), agrees = losses_of(case)
     logits = case["features"] @ case["lm_head"].T
-    accepted = torch.minimum(logits.softmax(-1), case["teacher"].exp()).sum(-1)  # of a draft that is sampled
-    torch.testing.assert_close(overlap, -accepted.log(), atol=5e-3, rtol=1e-2)
     torch.testing.assert_close(ce, cross_entropy(logits, case["teacher"].argmax(-1), reduction="none"))
-    torch.testing.assert_close(text, cross_entropy(logits, case["text"], reduction="none"))
     exact = kl_div(log_softmax(logits, -1), case["teacher"], log_target=True, reduction="none").sum(-1)
     torch.testing.assert_close(kl, exact, atol=5e-3, rtol=1e-2)  # the targets are kept in float16
     assert torch.equal(agrees, logits.argmax(-1) == case["teacher"].argmax(-1))
@@ -48,16 +44,14 @@ def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torc
 
 def test_kl_and_its_gradient_are_zero_for_a_head_equal_to_the_teacher(case: dict[str, torch.Tensor]) -> None:
     features = case["teacher"].clone().requires_grad_()
-    for temperature in (1.0, 2.0):
-        losses, agrees = token_losses(features, torch.eye(VOCABULARY), case["ids"], case["top"], case["text"], temperature)
-        (gradient,) = torch.autograd.grad(losses[1].sum(), features)
-        assert losses[1].abs().max() < 1e-4 and losses[3].abs().max() < 5e-3 and gradient.abs().max() < 5e-3
-        assert agrees.all()
+    losses, agrees = token_losses(features, torch.eye(VOCABULARY), case["ids"], case["top"])
+    (gradient,) = torch.autograd.grad(losses[1].sum(), features)
+    assert losses[1].abs().max() < 1e-4 and gradient.abs().max() < 5e-3 and agrees.all()
 
 
 def test_a_truncated_teacher_distribution_is_renormalised(case: dict[str, torch.Tensor]) -> None:
     """With one token kept, the KL divergence is the cross-entropy on this token."""
-    (ce, kl, *_), _ = losses_of(case, k=1)
+    (ce, kl), _ = losses_of(case, k=1)
     torch.testing.assert_close(kl, ce)
 
 
@@ -75,7 +69,7 @@ def test_chunking_changes_neither_losses_nor_gradients(case: dict[str, torch.Ten
 @pytest.mark.parametrize("name", LOSS_NAMES)
 def test_only_losses_with_a_weight_have_a_gradient(case: dict[str, torch.Tensor], name: str) -> None:
     weights = dict.fromkeys(LOSS_NAMES, 0.0) | {name: 2.0}
-    options = LossOptions(weights["ce"], weights["kl"], weights["text"], weights["overlap"])
+    options = LossOptions(**weights)
     losses, _ = losses_of(case)
     loss, _ = total_loss(losses[:, None], torch.ones(1, TOKENS), options)
     (gradient,) = torch.autograd.grad(loss, case["features"], retain_graph=True)
@@ -90,24 +84,6 @@ def test_masked_positions_have_no_gradient(case: dict[str, torch.Tensor]) -> Non
     loss, _ = total_loss(losses[:, None], mask, LossOptions())
     (gradient,) = torch.autograd.grad(loss, case["features"])
     assert gradient[:7].abs().sum() > 0 and not gradient[7:].any()
-
-
-def test_the_hidden_state_loss_is_zero_for_equal_states() -> None:
-    features = torch.randn(2, 3, 4)
-    assert hidden_state_loss(features, features, torch.ones(2, 3)) == 0
-    assert hidden_state_loss(features, features + 1, torch.ones(2, 3)) == 0.5
-
-
-def test_reach_weights_count_the_roots_from_which_a_draft_reaches_a_position() -> None:
-    agrees = torch.tensor([[1, 1, 0, 1, 1, 1, 1]]).float()
-    weight = reach_weights(agrees, 3, 0.5)[0]
-    for position, value in enumerate(weight.tolist()):
-        expected = 1.0
-        for step in (1, 2):
-            before = agrees[0, max(0, position - step) : position]
-            expected += 0.5**step * (position >= step and bool(before.all()))
-        assert value == pytest.approx(expected)
-    assert reach_weights(agrees, 1, 0.5).eq(1).all()
 
 
 def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
@@ -135,8 +111,6 @@ def test_the_learning_rate_rises_stays_constant_and_falls() -> None:
     "make",
     [
         lambda: LossOptions(ce=0, kl=0),
-        lambda: LossOptions(temperature=0),
-        lambda: LossOptions(unroll=0),
         lambda: TrainingOptions(1, steps=-1),
         lambda: TrainingOptions(1, mix_share=1),
         lambda: TrainingOptions(1, lr=0),
