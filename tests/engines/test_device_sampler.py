@@ -13,14 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.command import assert_refused, run, succeed
 from support.device_choices import COMMITTED, DEVICE, OPTIONS, no_logits, on_device, random_logits
 from support.harness import Harness
 from support.lossless_checks import DRAFT_VOCAB
 
 import eesd
-from eesd.bench.tools.device_sampling import SAMPLINGS as SAMPLINGS_OF_BENCH
-from eesd.bench.tools.device_sampling import main as bench
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
@@ -305,13 +302,3 @@ def test_a_mistake_is_noticed(mistake: Callable[[pytest.MonkeyPatch], None]) -> 
             sampling = Sampling(temperature=1.0, repetition_penalty=3.0, seed=seed)
             check_targets(sampling, random_logits(seed, 3, 7, narrow=False))
             check_drafts(sampling, DraftColumns(DRAFT_VOCAB), seed)
-
-
-def test_the_bench_compares_both_ways() -> None:
-    shown = succeed(bench, "--device", "cpu", "--vocab", 97, "--nodes", 3, "--passes", 1).stdout
-    assert all(f"{name}: host " in shown for name in SAMPLINGS_OF_BENCH)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_the_bench_says_that_there_is_no_gpu() -> None:
-    assert_refused(run(bench), "torch sees no GPU", "--device cpu")

@@ -1,4 +1,4 @@
-"""Tests of the project that need a GPU, a profile of one round, sampling on the device, and NVIDIA's checker of memory."""
+"""Tests of the project that need a GPU, a profile of one round, and NVIDIA's checker of memory."""
 
 import re
 import shutil
@@ -46,21 +46,6 @@ def profile(lease: Lease) -> dict[str, Any]:
     found.export_chrome_trace(str(lease.output / "round-trace.json"))
     most = sorted(found.key_averages(), key=lambda e: -(e.self_device_time_total if on_gpu else e.self_cpu_time_total))[:12]
     return {"most time": [[e.key[:80], e.count, e.self_device_time_total, e.self_cpu_time_total] for e in most]}
-
-
-def sampling(lease: Lease) -> dict[str, Any]:
-    """Choosing on the device against choosing on the host; the tokens must be the same."""
-    options = [] if lease.on_gpu else ["--vocab", "1000", "--passes", "2"]
-    command = [
-        sys.executable,
-        "-m",
-        "eesd.bench.tools.device_sampling",
-        "--device",
-        "cuda" if lease.on_gpu else "cpu",
-        *options,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {"lines": done.stdout.splitlines()}
 
 
 def memory_checker(lease: Lease) -> dict[str, Any]:

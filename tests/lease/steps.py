@@ -17,7 +17,6 @@ STEPS = {
     "passes of 32768 slots": Step(passes.with_slots(32768), 120),
     "constants": Step(passes.constants, 90),
     "a round": Step(probes.profile, 60),
-    "sampling": Step(probes.sampling, 90),
     "memory checker": Step(probes.memory_checker, 120),
 }
 """By name, in the order in which they run."""
