@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any, TypeVar
 
 import click
@@ -16,7 +15,6 @@ from eesd.bench.measure.resumable import measure_engine, run_with_progress
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
-from eesd.bench.replay.fresh_starts import measure_starts, read_prompts
 from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table
@@ -25,9 +23,7 @@ from eesd.bench.report.lease import read_lease, write_lease
 from eesd.bench.report.markdown import write_report
 from eesd.bench.report.plots import check_plots
 from eesd.common import cli
-from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
-from eesd.common.terminal import progress_bar
 from eesd.controllers import make_controller
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, Speculation
@@ -190,34 +186,8 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
 @click.option("--costs", help=f"{', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, with --trace measured]")
 @click.option("--controller", default=Speculation().controller, help="Controller and its options.")
 @click.option("--starts", type=click.IntRange(1, 10_000), default=200, help="Processes of each head and machine.")
-@click.option("--engine-dir", type=cli.PATH, help="Measure real processes with this directory instead; needs --prompts.")
-@click.option("--prompts", type=cli.PATH, help="JSON lines with prompts; each process decodes one.")
-@click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation().drafter, help="What drafts in real processes.")
-@click.option("-n", "--max-new-tokens", type=COUNT, default=100, help="Tokens of a real process.")
-@THREADS
-def starts(trace: Path | None, costs: str | None, controller: str, starts: int, **real: Any) -> None:
-    """Simulate fresh processes, with noise, load, stalls and a burst, or measure real ones. Shows what drafting costs them."""
-    if (real["engine_dir"] is None) != (real["prompts"] is None) or (trace is not None and real["prompts"] is not None):
-        raise EESDError("Give --engine-dir and --prompts together to measure real processes, and neither with --trace.")
-    if real["prompts"] is not None:
-        prompts, found = read_prompts(real["prompts"], starts), []
-        if costs:
-            check_choice("costs", costs, COST_MODELS)
-        options = real["drafter"], real["threads"], real["max_new_tokens"], costs
-        measured = measure_starts(real["engine_dir"], prompts, *options)
-        with progress_bar("starting", starts) as advance:
-            for start in measured:
-                found.append(start)
-                advance(1)
-        speeds, rounds, pauses = zip(*found, strict=True)
-        few = f"below 0.98 {sum(speed < 0.98 for speed in speeds)} of {starts}"
-        click.echo(f"speed over plain decoding: least {min(speeds):.3f}, median {median(speeds):.3f}, {few}")
-        shut = f"1.00 in {sum(tokens < 1.005 for tokens in rounds)} of {starts}"
-        click.echo(
-            f"tokens a round: median {median(rounds):.2f}, {shut}, each {' '.join(f'{tokens:.2f}' for tokens in rounds)}"
-        )
-        click.echo(f"pauses of the guard: {sum(map(bool, pauses))} of {starts}, each {' '.join(map(str, pauses))}")
-        return
+def starts(trace: Path | None, costs: str | None, controller: str, starts: int) -> None:
+    """Simulate fresh processes, with noise, load, stalls and a burst. Shows the time that drafting costs them."""
     make_controller(controller)
     recorded = load_trace(trace) if trace else None
     name = costs or (MEASURED if recorded else "4bit")

@@ -1,15 +1,11 @@
 """The default controller and the guard on a simulated machine: not slower than plain decoding, and never stopped for good."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from support.harness import Harness
 
 from eesd.bench.cli import main
 from eesd.bench.replay.costs import BUNDLED, FOUR_BIT, CallCosts
-from eesd.bench.replay.fresh_starts import read_prompts
 from eesd.bench.replay.machine import Machine, burst, decode
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts
 from eesd.bench.replay.streams import SyntheticStream
@@ -94,18 +90,3 @@ def test_starts_are_shown(pytestconfig: pytest.Config) -> None:
     assert result.exit_code == 0 and "recorded  stalls lost of 100 tokens" in result.output
     result = CliRunner().invoke(main, ["starts", "--trace", str(trace), "--costs", "9b"])
     assert result.exit_code == 2 and "no costs '9b'" in result.output
-    result = CliRunner().invoke(main, ["starts", "--prompts", str(trace)])
-    assert result.exit_code == 2 and "--engine-dir and --prompts together" in result.output
-
-
-def test_real_starts_are_measured(tmp_path: Path, harness: Harness) -> None:
-    """The harness's model has no tokenizer, so a process that starts says so."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"turns": ["a", "b"]}\n{"prompt": "c"}\n')
-    assert read_prompts(prompts, 4) == ["a", "a", "c", "c"]
-    options = ["--engine-dir", str(harness.directory), "--prompts", str(prompts), "--starts", "1"]
-    result = CliRunner().invoke(main, ["starts", *options])
-    assert result.exit_code == 2 and "has no tokenizer.json" in result.output
-    prompts.write_text("{}")
-    result = CliRunner().invoke(main, ["starts", *options])
-    assert result.exit_code == 2 and "line 1, has no text" in result.output
