@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from eesd.common.cli import NAME, OUTPUT, command
+from eesd.common.cli import NAME, OUTPUT, PATH, command
 from eesd.common.manifest import (
     DEFAULT_SLOTS,
     DEFAULT_TOP_K,
@@ -56,6 +56,12 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "--symmetric/--asymmetric",
     default=None,
     help="4 bits without or with minimums, which are closer but TensorRT has none.  [default: symmetric for 16-bit engines]",
+)
+@click.option(
+    "--round-on",
+    type=PATH,
+    help="Text file as your users write. Weights of 4 bits are then rounded together, so that the outputs of layers "
+    "change little on it (GPTQ). This takes minutes.  [default: round each weight to nearest]",
 )
 @click.option("--layers", type=click.IntRange(2, 10_000), help="Export only the first layers of the model, for a trial.")
 @click.option(

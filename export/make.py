@@ -80,6 +80,7 @@ class Choices:
     check: bool | None = None
     pack: bool | None = None
     calibrate: bool | None = None
+    round_on: Path | None = None
     plans: bool = True
 
 
@@ -109,6 +110,7 @@ def make_engines(
 
             from eesd.export.calibrate import calibrate_draft
             from eesd.export.engine_dir import check_output, export
+            from eesd.export.rounding import rounded_on
             from eesd.model.checkpoint import Checkpoint
             from eesd.model.hub import find_model
         except ImportError as error:
@@ -123,14 +125,20 @@ def make_engines(
         report: list[str] = []
 
         def check(directory: Path, manifest: Manifest) -> None:
-            report.extend(_check(directory, manifest, checkpoint, head, choices.check))
+            report.extend(_check(directory, manifest, rounded, head, choices.check))
             finish(directory)
 
         def announce(manifest: Manifest, size: int) -> None:
             for line in forecast(manifest, size, disk_usage(existing_parent(output)).free, head.acceptance):
                 say(line)
 
-        manifest = export(checkpoint, head, options, output, check, steps.progress, announce)
+        def say_layer(layer: int, layers: int) -> None:
+            steps.progress(f"rounding layer {layer}", 1, layers)
+
+        if choices.round_on is not None:
+            steps.begin("rounding the weights on the text")
+        with rounded_on(choices.round_on, checkpoint, head.config.layer, options, output, say_layer) as rounded:
+            manifest = export(rounded, head, options, output, check, steps.progress, announce)
         steps.begin("building for the CPU")
         report += _pack(output, manifest, choices.pack)
     steps.begin("calibrating the draft")  # which shows a bar of its own

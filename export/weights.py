@@ -24,7 +24,8 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, FACTOR, MINIMUMS, SCALES, ZEROS, StoredWeight
+from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, FACTOR, MINIMUMS, SCALES, ZEROS, Quantization, StoredWeight
+from eesd.model.family import ChangedTensor, StoredTensor
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
 from eesd.model.quantize import LARGEST, Quantized, join_quantized, quantize
@@ -159,14 +160,51 @@ def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
     return join_quantized([_levels(part, weight) for part in parts], weight.shape[1])
 
 
+class RoundedTensor(ChangedTensor):
+    """A tensor whose levels are chosen already.
+
+    Attributes:
+        chosen: By quantization, the file of the levels and their name there.
+    """
+
+    chosen: Mapping[Quantization, tuple[Path, str]] = {}
+
+    @classmethod
+    def of(cls, stored: StoredTensor, name: str, quantization: Quantization, file: Path) -> "RoundedTensor":
+        """The same tensor with levels for one more quantization."""
+        tensor = cls(stored, lambda values: values)
+        tensor.chosen = {**(stored.chosen if isinstance(stored, RoundedTensor) else {}), quantization: (file, name)}
+        return tensor
+
+    def levels(self, quantization: Quantization) -> Quantized | None:
+        """The levels, if some are chosen."""
+        if quantization not in self.chosen:
+            return None
+        file, name = self.chosen[quantization]
+        return Quantized(*torch.load(file, mmap=True)[name])
+
+
+def own_levels(part: TensorSource, weight: StoredWeight) -> Quantized | None:
+    """The levels that a tensor has, if a weight can be stored with them."""
+    quantization = weight.quantization
+    assert quantization is not None
+    if isinstance(part, RoundedTensor):
+        return part.levels(quantization)
+    if isinstance(part, GgufTensor):
+        return part.levels(quantization, _scales_dtype(weight), weight.transposed)
+    return part.levels(quantization, _scales_dtype(weight)) if isinstance(part, PackedTensor) else None
+
+
+def _scales_dtype(weight: StoredWeight) -> torch.dtype:
+    assert weight.quantization is not None
+    dtype: torch.dtype = getattr(torch, weight.dtype if weight.quantization.factor else weight.scales_dtype)
+    return dtype
+
+
 def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
     quantization = weight.quantization
     assert quantization is not None
-    dtype, own = getattr(torch, weight.dtype if quantization.factor else weight.scales_dtype), None
-    if isinstance(part, PackedTensor):
-        own = part.levels(quantization, dtype)
-    elif isinstance(part, GgufTensor):
-        own = part.levels(quantization, dtype, weight.transposed)
+    own = own_levels(part, weight)
     if own is not None:
         return own
     assert weight.transposed and quantization.zero_points is False, "only a checkpoint's own levels are stored so"
@@ -176,7 +214,7 @@ def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
             f"The tensor {weight.name} has values beyond {LARGEST:.0f}, which int4 cannot hold; "
             "give --quantize none and --quantize-draft none."
         )
-    return quantize(values, quantization.weights, dtype)
+    return quantize(values, quantization.weights, _scales_dtype(weight))
 
 
 def _read(source: TensorSource, weight: StoredWeight) -> Tensor:

@@ -16,6 +16,8 @@ occur only in checkpoints that were quantized before.
 
 Four bits are so few that losing the largest weights of a block can be better than coarse levels for all, hence the search: each
 candidate is rounded, and gets the scale and the minimum that fit its levels best in closed form.
+
+:func:`quantize_for` knows the inputs of a layer, and lets weights make up for the rounding of those before (GPTQ).
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,6 +49,8 @@ _FP4_BOUNDS = (_FP4_LEVELS[1:] + _FP4_LEVELS[:-1]) / 2
 """Between which of these a magnitude is says which level is the nearest."""
 _TINY = 1e-30
 """Smallest divisor, for blocks of zeros."""
+_DAMPING = 0.01
+"""What is added to the squares of all inputs, as a part of their mean: GPTQ's default."""
 _PIECE = 1 << 17
 """Number of weights that a thread searches at a time. Small pieces stay in the processor's cache."""
 
@@ -112,9 +116,61 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
                 strip[:, :, part], scales[at, part] = _quantize_blocks(blocks, largest[part], kind, dtype)
         levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(strip.view(torch.uint8), BITS[kind])
 
-    with _one_thread_each() as pool:
+    with one_thread_each() as pool:
         list(pool.map(quantize_strip, range(0, inputs, rows)))
     return Quantized(levels, scales, minimums=minimums if kind == "uint4" else None)
+
+
+def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
+    """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little: GPTQ (arXiv 2210.17323).
+
+    Inputs are rounded one after another. The error of each is made up for by the weights of those that follow. Scales and
+    minimums of a block are searched when its turn comes.
+
+    Args:
+        factor: What :func:`compensation` makes of the layer's inputs [in, in].
+        weight: Weight [out, in]; ``in`` must be a multiple of a block.
+        kind: ``int4`` or ``uint4``.
+        dtype: Element type of the scales; those of uint4 are float16.
+    """
+    values = weight.float().t().contiguous()
+    least, most = (0, 15) if kind == "uint4" else (-8, 7)
+    levels = torch.empty(values.shape, dtype=torch.int8)
+    scales, minimums = [], []
+    for begin in range(0, len(values), BLOCK):
+        end = begin + BLOCK
+        block = values[begin:end]
+        if kind == "uint4":
+            _, scale, minimum = _quantize_with_minimum(block[None])
+        else:
+            _, scale = _quantize_blocks(block[None], block[0], kind, dtype)
+            minimum = torch.zeros_like(scale)
+        step, low = scale[0].float(), minimum[0].float()
+        errors = torch.empty_like(block)
+        for row, own in enumerate(factor[begin:end, begin:end]):
+            levels[begin + row] = level = ((block[row] - low) / step.clamp_min(_TINY)).round_().clamp_(least, most)
+            errors[row] = (block[row] - level * step - low) / own[row]
+            block[row + 1 :] -= own[row + 1 :, None] * errors[row]
+        values[end:] -= factor[begin:end, end:].t() @ errors
+        scales.append(scale)
+        minimums.append(minimum)
+    stored = pack(levels.view(torch.uint8), BITS[kind])
+    return Quantized(stored, torch.cat(scales), minimums=torch.cat(minimums) if kind == "uint4" else None)
+
+
+def compensation(products: Tensor) -> Tensor:
+    """The upper triangular U [in, in] with U^T U = (products + damping)^-1: how inputs make up for the error of one before.
+
+    Args:
+        products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are always 0 are allowed.
+    """
+    wide = products.double()
+    diagonal = wide.diagonal()
+    diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
+    backwards = torch.linalg.cholesky(wide.flip(0, 1)).flip(0, 1)  # R with R R^T = products, so that U is its inverse
+    whole = torch.eye(len(wide), dtype=wide.dtype)
+    upper: Tensor = torch.linalg.solve_triangular(backwards, whole, upper=True)
+    return upper.float()
 
 
 def exact_levels(weight: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Quantized | None:
@@ -139,7 +195,7 @@ def exact_levels(weight: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) 
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[ThreadPoolExecutor]:
+def one_thread_each() -> Iterator[ThreadPoolExecutor]:
     """As many threads as torch has. Each runs torch alone: splitting every small operation costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -189,7 +245,7 @@ def _quantize_nvfp4(weight: Tensor, dtype: torch.dtype) -> Quantized:
         best = _best_of_ends(blocks, factor)
         codes[:, part], scales[:, part] = best[0].view(-1, inputs).t(), best[1].t()
 
-    with _one_thread_each() as pool:
+    with one_thread_each() as pool:
         list(pool.map(quantize_outputs, range(0, outputs, step)))
     return Quantized(pack(codes, 4), scales, factor=factor)
 

@@ -30,6 +30,7 @@ from eesd.export.inspect import main as inspect_main
 from eesd.model.quantize import Quantized, dequantize, join_quantized, pack, part_of, quantize
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.llm import Speculation
 
 KINDS = ("int8", "int4")
@@ -438,3 +439,41 @@ def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: i
         part = part_of(whole, of, slice(1, 3), outputs)
         expected = torch.cat([dequantize(whole, of)[32:96, some] for some in outputs], 1)
         assert torch.equal(dequantize(part, of), expected) and part.levels.numel() == -(-expected.numel() * BITS[of] // 8)
+
+
+def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(tmp_path: Path) -> None:
+    """Verify and the draft of the whole model, on four layers of the bundled model; the same text gives the same files."""
+    text = tmp_path / "text"
+    sources = sorted((Path(make.__file__).parents[1] / "runtime").glob("*.py"))
+    text.write_text("".join(file.read_text("utf-8") for file in sources), "utf-8")
+
+    def export(name: str, *options: object) -> Path:
+        return export_engine(EXAMPLE / "model", tmp_path / name, "--layers", 4, "--exit-head", "quantized", *options)
+
+    def logs(engine: Engine) -> torch.Tensor:
+        """Log-probabilities of the next tokens after some held-out text."""
+        tokens = exact.codec.ids("".join(prompts()[:10]), special=False)[:256]
+        [cache] = engine.new_kv_caches()
+        logits = torch.tensor(engine.forward([Call(cache, tokens, range(len(tokens)), 0)])[0].logits)
+        return logits.log_softmax(-1)
+
+    def divergence(found: torch.Tensor) -> float:
+        return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+    plain, rounded = export("plain"), export("rounded", "--round-on", text, "--check")
+    exact, drafting = (eesd.load(plans, activations="float32") for plans in (plain, rounded))
+    expected = logs(exact.engines.verify)
+    assert exact.engines.draft is not None and drafting.engines.draft is not None
+    assert divergence(logs(drafting.engines.draft)) < 0.8 * divergence(logs(exact.engines.draft))
+    assert torch.equal(logs(drafting.engines.verify), expected)
+    again = export("again", "--round-on", text)
+    assert (again / "weights.bin").read_bytes() == (rounded / "weights.bin").read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"text", "plain", "rounded", "again"}
+
+    (tmp_path / "short").write_text("def f(): pass")
+    for wrong, words in (
+        (("--quantize", "int4", "--round-on", tmp_path / "short"), ("tokens", "needs at least", "longer text")),
+        (("--quantize", "none", "--quantize-draft", "none", "--round-on", text), ("--quantize int4",)),
+    ):
+        refused = run(export_main, "--model", EXAMPLE / "model", "--output", tmp_path / "no", "--layers", 4, *wrong)
+        assert_refused(refused, *words)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.command import assert_refused, export_engine, run, slow_but
+from support.command import add_tokenizer, assert_refused, export_engine, run, slow_but, succeed
 from support.family_grid import SMALL, FamilyCase
 from support.mutants import mutate
 from support.without_operators import without_operators
@@ -279,3 +279,11 @@ def test_a_manifest_of_other_experts_is_refused(mixtral: Path, tmp_path: Path) -
         eesd.load(plans, backend="torch")
     with pytest.raises(EESDError, match="do not fit"):
         build_for_cpu(plans, load_manifest(plans))
+
+
+def test_experts_are_rounded_on_the_tokens_that_use_them(mixtral: Path, tmp_path: Path) -> None:
+    """Graphs and modules agree on what is stored."""
+    add_tokenizer(mixtral)
+    (tmp_path / "text").write_text("3.14159 26535 89793 23846 " * 200)
+    options = ("--exit-layer", 1, "--quantize", "int4", "--round-on", tmp_path / "text", "--check", "--no-calibrate")
+    succeed(export_main, "--model", mixtral, "--output", tmp_path / "plans", *options)
