@@ -28,7 +28,7 @@ from eesd.model.eagle import make_head
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
-from eesd.model.quantize import dequantize
+from eesd.model.quantized import dequantize
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines, default_threads
 from eesd.runtime.engines.base import Call

@@ -25,7 +25,8 @@ from eesd.export.weights import RoundedTensor, own_levels
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Block, Embeddings, Inputs
 from eesd.model.inputs import causal_inputs
-from eesd.model.quantize import Quantized, compensation, dequantize, one_thread_each, quantize_for
+from eesd.model.quantize import compensation, one_thread_each, quantize_for
+from eesd.model.quantized import Quantized, dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
 
 LEAST_TOKENS, MOST_TOKENS = 4096, 16384

@@ -28,7 +28,8 @@ from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, FACTOR, MINIMUMS, SCALES
 from eesd.model.family import ChangedTensor, StoredTensor
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
-from eesd.model.quantize import LARGEST, Quantized, join_quantized, quantize
+from eesd.model.quantize import LARGEST, quantize
+from eesd.model.quantized import Quantized, join_quantized
 from eesd.model.safetensors_file import CheckpointTensor, all_finite
 
 ALIGNMENT = 4096

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.weights import BITS, BLOCK, SEARCHED_INT4, Quantization
-from eesd.model.quantize import Quantized, exact_levels, pack
+from eesd.model.quantize import exact_levels
+from eesd.model.quantized import Quantized, pack
 from eesd.model.safetensors_file import DTYPES, FINGERPRINTED, CheckpointTensor
 
 OWN_LEVELS = {

@@ -26,7 +26,7 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.weights import FP4, FP8, Quantization
 from eesd.model.packing import AWQ, BYTES, FLOATS, GEMV, GPTQ, NVFP4, WORDS, Packing
-from eesd.model.quantize import Quantized, pack, unpack
+from eesd.model.quantized import Quantized, pack, unpack
 from eesd.model.safetensors_file import CheckpointTensor
 
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")

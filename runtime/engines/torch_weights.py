@@ -45,7 +45,7 @@ from eesd.model.eagle import make_head
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Split, split_blocks
-from eesd.model.quantize import Quantized, dequantize, part_of
+from eesd.model.quantized import Quantized, dequantize, part_of
 from eesd.runtime.engines.device import explain_out_of_memory
 from eesd.runtime.engines.graph_file import read_graph
 from eesd.runtime.engines.torch_quantized import (

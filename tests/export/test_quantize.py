@@ -27,7 +27,8 @@ from eesd.common.weights import BITS, BLOCK, MINIMUMS, SCALES, ZEROS, parts_of
 from eesd.export import make
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.model.quantize import Quantized, dequantize, join_quantized, pack, part_of, quantize
+from eesd.model.quantize import quantize
+from eesd.model.quantized import Quantized, dequantize, join_quantized, pack, part_of
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.base import Call, Engine

@@ -40,7 +40,7 @@ from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.gguf_file import QUANTIZED, GgufTensor
 from eesd.model.inputs import causal_inputs, empty_caches
-from eesd.model.quantize import dequantize
+from eesd.model.quantized import dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.llm import Speculation
 from eesd.runtime.text import TextCodec

@@ -22,7 +22,8 @@ from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
 from eesd.export.cpu.widened import reference
 from eesd.export.inspect import main as inspect_main
-from eesd.model.quantize import dequantize, quantize
+from eesd.model.quantize import quantize
+from eesd.model.quantized import dequantize
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.base import Call

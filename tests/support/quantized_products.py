@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from eesd.common.weights import BITS, Quantization
-from eesd.model.quantize import Quantized, dequantize
+from eesd.model.quantized import Quantized, dequantize
 from eesd.runtime.engines.torch_quantized import arranged, product
 
 ROWS = (1, 5, 16, 33, 70)
