@@ -31,11 +31,8 @@ RANKS = PAGE.parent / "parallel.md"
 SIMPLE = Hardware("simple", 1e9, 1e12, 1e9, attained=0.5, attained_operations=0.25, launch=1e-3, host=10.0)
 INT4 = Quantizations(*[Quantization("int4", BLOCK)] * 3)
 LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-LLAMA_2_13B = {"vocab_size": 32000, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40}
 TABLES = {
     "8B, float16": (LLAMA_3_8B | {"num_attention_heads": 32, "num_key_value_heads": 8}, UNQUANTIZED, 1),
-    "13B, float16": (LLAMA_2_13B | {"num_attention_heads": 40, "num_key_value_heads": 40}, UNQUANTIZED, 1),
-    "70B, float16, two stages": ({}, UNQUANTIZED, 2),
     "70B, int4": ({}, INT4, 1),
 }
 
