@@ -113,7 +113,7 @@ class World:
     def intrude_once(self, left: list[int], path: Path) -> None:
         """Intrude when this was called so many times as ``left`` says."""
         left[0] -= 1
-        if not left[0] and path.is_relative_to(self.root) and not files.is_temporary(path.name):
+        if not left[0] and path.is_relative_to(self.root) and not any(map(files.is_temporary, path.parts)):
             self.intrude(path)
 
     def lost(self) -> list[Path]:
@@ -154,6 +154,7 @@ def commands(
         lambda path: run(bench_main, "report", lease, "-o", path),
         lambda path: run(serve_main, "--engine-dir", engine, "--triton-repo", path),
         lambda path: run(inspect_main, path),
+        lambda path: run(build_main, path, "--target", "cpu", "--force"),
     ]
     slow: list[Callable[[Path], Result]] = [
         on_model,
