@@ -13,9 +13,10 @@ from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.export.prior import DraftedRound
 from eesd.runtime.decoding.round import Drafter, Drafting, run_round
 from eesd.runtime.decoding.sampling import Sampling, philox
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.llm import LLM
+from eesd.runtime.request import Generation, Request
+from eesd.runtime.session import Session
 from eesd.runtime.text import TextCodec
 
 MARK = "eesd-user-turn"
@@ -139,12 +140,12 @@ def _write(
     """Write after some prompts together, for ``rounds`` and ``tokens`` at most. Returns the sessions."""
     verify, draft = llm.engines.verify, llm.engines.draft
     assert draft is not None
-    limits = llm.limits(tokens or llm.manifest.max_seq_len, ignore_eos=False, stop=stop)
-    sessions = []
+    most, sessions = tokens or llm.manifest.max_seq_len, []
     for prompt, cache, sampling, recorder in zip(prompts, caches, samplings, recorders, strict=True):
         cache.reset()
         drafting = Drafting(Drafter(draft, recorder, columns=llm.draft_columns))
-        sessions.append(Session(prompt, cache, verify, drafting, limits, sampling, llm.manifest.geometry.vocab_size))
+        request = Request(tokens=prompt, sampling=sampling, max_new_tokens=most, stop_token_ids=stop)
+        sessions.append(Session(Generation(request), cache, verify, drafting, llm.limits))
     for _ in range(rounds):
         for current in run_round([session for session in sessions if session.finish_reason is None], verify):
             if current.error is not None:

@@ -31,14 +31,13 @@ from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.round import Drafter, Drafting
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Limits, Observer, Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import Engines, open_engines
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import Constraint, Generation, Request, TokenLogprob, Update
-from eesd.runtime.running import Running
+from eesd.runtime.session import Limits, Observer, Session
 from eesd.runtime.text import TextCodec
 
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -255,7 +254,7 @@ class LLM:
         controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
         text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
         prefixes: Keys and values of earlier texts.
-        observer: Told each round's tokens and logits; see :data:`~eesd.runtime.decoding.session.Observer`.
+        observer: Told each round's tokens and logits; see :data:`~eesd.runtime.session.Observer`.
         lock: Held while the engines run, and while what requests share changes.
     """
 
@@ -279,7 +278,7 @@ class LLM:
         self._codec = TextCodec(directory, manifest.max_seq_len, plain_content) if has_tokenizer else None
         self.lock = RLock()
         self._idle: list[KVCache] = []
-        self._ended: deque[tuple[Running, PrefixCache]] = deque()
+        self._ended: deque[tuple[Session, PrefixCache]] = deque()
         self.prefixes = PrefixCache(prefix_memory)
         self.observer: Observer | None = None
         self._draft_with(speculation)
@@ -373,57 +372,44 @@ class LLM:
             EESDError: The prompt or an option cannot be used.
         """
         request = self.request(prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos)
-        with self._running(Generation(request)) as running:
-            yield running.session
+        with self._alone(Generation(request)) as session:
+            yield session
 
     @contextmanager
-    def _running(self, generation: Generation) -> Iterator[Running]:
+    def _alone(self, generation: Generation) -> Iterator[Session]:
         """A request that runs alone."""
         with self.lock:
             self._settle()
             if not self._idle:
                 self._idle.append(self._new_kv_cache())
             self._idle[-1].reset()
-            running = self.begin(generation, self._idle[-1], self.observer)
-            running.session.drafting.begin_request()
-            running.take_prefix(self.prefixes)
+            session = self.begin(generation, self._idle[-1], self.observer)
+            session.drafting.begin_request()
+            session.take_prefix(self.prefixes)
             self._idle.pop()
         try:
-            yield running
+            yield session
         finally:  # here, too, if an abandoned generator is collected: anywhere, in any thread. So this waits for nobody.
-            running.session.close()
-            self._ended.append((running, self.prefixes))
+            session.close()
+            self._ended.append((session, self.prefixes))
         with self.lock:
             self._settle()
 
     def _settle(self) -> None:
         """Keep what requests that have ended leave, and let others use their caches."""
         while self._ended:
-            running, prefixes = self._ended.popleft()
-            running.keep_prefix(prefixes)
-            running.end()
-            self._idle.append(running.kv_cache)
+            session, prefixes = self._ended.popleft()
+            session.keep_prefix(prefixes)
+            self._idle.append(session.end())
 
-    def begin(self, generation: Generation, kv_cache: KVCache, observer: Observer | None = None) -> Running:
+    def begin(self, generation: Generation, kv_cache: KVCache, observer: Observer | None = None) -> Session:
         """Begin a request over an empty cache.
 
         Raises:
             EESDError: The request can never run.
         """
-        request = generation.request
-        running = Running(
-            generation,
-            kv_cache,
-            self.engines.verify,
-            self._drafting(request),
-            self.limits(request.max_new_tokens, request.ignore_eos, request.stop_token_ids),
-            self.manifest.geometry.vocab_size,
-            self.codec if request.stop else self._codec,
-            observer,
-        )
-        running.session.stats.exact = self.engines.exact
-        running.session.lock = self.lock
-        return running
+        drafting, codec = self._drafting(generation.request), self.codec if generation.request.stop else self._codec
+        return Session(generation, kv_cache, self.engines.verify, drafting, self.limits, codec, observer, self.lock)
 
     def _drafting(self, request: Request) -> Drafting:
         """How a request drafts, if it runs alone."""
@@ -442,17 +428,19 @@ class LLM:
             return Drafting(drafter, fixed=True)
         return Drafting(drafter, self.text, self.guard, self.value)
 
-    def limits(self, max_new_tokens: int, ignore_eos: bool, stop: tuple[int, ...] = ()) -> Limits:
-        """Where a request of this model ends, and what its calls may hold. ``stop``: tokens that end it, besides EOS."""
+    @property
+    def limits(self) -> Limits:
+        """What the model and its engines allow a request."""
         manifest = self.manifest
         return Limits(
-            (*(() if ignore_eos else manifest.eos_token_ids), *stop),
-            max_new_tokens,
+            manifest.geometry.vocab_size,
+            manifest.eos_token_ids,
             manifest.max_seq_len,
             manifest.max_tree_nodes,
             self.engines.verify.prefill_chunk,
             self.engines.in_place,
             self.engines.last_positions,
+            self.engines.exact,
         )
 
     def _new_kv_cache(self) -> KVCache:
@@ -497,11 +485,11 @@ class LLM:
     def run(self, request: Request) -> Iterator[Update]:
         """Run a request alone. Yields what each round brought, as a service tells it; the last update has a reason."""
         generation = Generation(request)
-        with self._running(generation) as running:
+        with self._alone(generation) as session:
             update = Update()
             while update.finish_reason is None:
                 late = generation.is_late(time.monotonic())
-                update = running.last_update("deadline") if late else running.update(running.session.step())
+                update = session.last_update("deadline") if late else session.update(session.step())
                 yield update
 
 

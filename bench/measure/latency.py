@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from eesd.controllers import Controller, DraftStep, RoundOutcome
-from eesd.runtime.decoding.session import Session
+from eesd.runtime.session import Session
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8

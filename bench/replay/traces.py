@@ -35,9 +35,9 @@ from eesd.controllers import DraftStep
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling, normalize
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.base import Call, Engine, Logits
 from eesd.runtime.llm import LLM, Prompt
+from eesd.runtime.session import Session
 
 TRACE_FILE, TUNING_TRACE_FILE = "trace.npz", "tuning.npz"
 FORMAT = 2

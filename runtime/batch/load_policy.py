@@ -11,9 +11,9 @@ from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
 from eesd.runtime.decoding.draft_tree import Share
 from eesd.runtime.decoding.round import Drafting, Policy, Round
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache
+from eesd.runtime.session import Session
 
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""

@@ -11,13 +11,12 @@ from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.load_policy import LoadPolicy
 from eesd.runtime.decoding.round import ALONE, Policy, PromptPiece, Round, run_round
-from eesd.runtime.decoding.session import Session, check_prompt
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.exactness import check_rows
 from eesd.runtime.llm import LLM
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import ConstraintError, Generation, Request, Update
-from eesd.runtime.running import Running
+from eesd.runtime.session import Session, check_prompt
 
 MEASURING_SECONDS = 3.0
 """Time in which calls are timed at the start."""
@@ -88,9 +87,9 @@ class Scheduler:
         self.rounds = self.pauses = 0
         self.request_seconds = 1.0
         self._lengths: deque[int] = deque(maxlen=KNOWN)
-        self._paused: deque[Running] = deque()
-        self._active: list[Running] = []
-        self._prefilling: deque[Running] = deque()
+        self._paused: deque[Session] = deque()
+        self._active: list[Session] = []
+        self._prefilling: deque[Session] = deque()
         self._kv_caches = self._engine.new_kv_caches(options.max_rows)
         self._slot_bytes = self._kv_caches[0].slot_bytes
         self._check_memory()
@@ -117,7 +116,7 @@ class Scheduler:
     @property
     def kv_used(self) -> float:
         """Share of the memory for keys and values that requests have."""
-        return sum(len(row.session.tokens) for row in self._rows()) * self._slot_bytes / self._options.kv_memory
+        return sum(len(row.tokens) for row in self._rows()) * self._slot_bytes / self._options.kv_memory
 
     @property
     def paused(self) -> int:
@@ -127,8 +126,7 @@ class Scheduler:
     def check(self, generation: Generation) -> None:
         """Raise :class:`EESDError` if a request can never run."""
         request, manifest = generation.request, self._llm.manifest
-        limits = self._llm.limits(request.max_new_tokens, request.ignore_eos)
-        check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
+        check_prompt(request.tokens, manifest.max_seq_len, manifest.geometry.vocab_size)
         if request.stop:
             _ = self._llm.codec  # which a model without a tokenizer does not have
         check_memory(request, manifest.max_seq_len, self.longest)
@@ -160,13 +158,13 @@ class Scheduler:
         for row in [*self._rows(), *self._paused]:
             self._end(row, reason, error)
 
-    def _rows(self) -> list[Running]:
+    def _rows(self) -> list[Session]:
         """All requests that have a cache."""
         return [*self._prefilling, *self._active]
 
-    def _bytes(self, rows: Sequence[Running]) -> int:
+    def _bytes(self, rows: Sequence[Session]) -> int:
         """Bytes of keys and values that rows need for their next rounds."""
-        return sum(len(row.session.tokens) + self._llm.manifest.max_tree_nodes for row in rows) * self._slot_bytes
+        return sum(len(row.tokens) + self._llm.manifest.max_tree_nodes for row in rows) * self._slot_bytes
 
     def _has_room(self, tokens: int, new: int, left: int) -> bool:
         """Whether there is memory for a text beside the others until they have ended, if each becomes as long as the last ones
@@ -177,7 +175,7 @@ class Scheduler:
             new: Of the text.
             left: Most that may follow.
         """
-        if not (rows := [row.session for row in self._rows()]):
+        if not (rows := self._rows()):
             return True
         texts = [(tokens, self._to_come(new, left))]
         texts += [(len(row.tokens), self._to_come(row.stats.new_tokens, row.left)) for row in rows]
@@ -206,10 +204,10 @@ class Scheduler:
         """Let paused requests go on, and others begin, in their order, while there is a row and memory for them."""
         while len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING:
             if self._paused:
-                session = self._paused[0].session
-                if not self._has_room(len(session.tokens), session.stats.new_tokens, session.left):
+                row = self._paused[0]
+                if not self._has_room(len(row.tokens), row.stats.new_tokens, row.left):
                     return
-                row = self._paused.popleft()
+                self._paused.popleft()
                 row.move(self._free.pop())
                 row.take_prefix(self.prefixes)
                 self._go_on(row)
@@ -233,7 +231,7 @@ class Scheduler:
         """Take the caches of the youngest requests, until the others have room for a round."""
         while len(rows := self._rows()) > 1 and self._bytes(rows) > self._options.kv_memory:
             row = max(rows, key=lambda row: row.began)
-            if not row.session.unfilled:
+            if not row.unfilled:
                 row.keep_prefix(self.prefixes)
             self._rows_of(row).remove(row)
             self._give_back(row.kv_cache)
@@ -241,26 +239,26 @@ class Scheduler:
             self._paused = deque(sorted(self._paused, key=lambda row: row.began))
             self.pauses += 1
 
-    def _rows_of(self, row: Running) -> "list[Running] | deque[Running]":
+    def _rows_of(self, row: Session) -> "list[Session] | deque[Session]":
         """Where a row is."""
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
-    def _next_pieces(self) -> list[tuple[Running, PromptPiece]]:
+    def _next_pieces(self) -> list[PromptPiece]:
         """Pieces of the next prompts: one, and more if they are whole prompts."""
-        pieces: list[tuple[Running, PromptPiece]] = []
+        pieces: list[PromptPiece] = []
         left = self._prompt_tokens()
         for row in [*self._prefilling]:
-            unfilled = row.session.unfilled
+            unfilled = row.unfilled
             if pieces and unfilled > left:
                 break
             try:
                 pieces_left = max(-(-unfilled // left), 1)  # as few as possible, and alike
-                call = row.session.next_piece(-(-unfilled // pieces_left))
+                call = row.next_piece(-(-unfilled // pieces_left))
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(row, "error", error)
                 continue
             assert call is not None
-            pieces.append((row, PromptPiece(row.session, call)))
+            pieces.append(PromptPiece(row, call))
             left -= len(call.tokens)
         return pieces
 
@@ -268,13 +266,13 @@ class Scheduler:
         """Tokens of prompts that the next call takes."""
         if not (self._active and self._prefilling):
             return self._engine.prefill_chunk
-        first = self._prefilling[0].session
+        first = self._prefilling[0]
         behind, most = len(first.tokens) - 1 - first.unfilled, self._options.prefill_tokens
-        return self._policy.prompt_tokens([row.session for row in self._active], behind, most)
+        return self._policy.prompt_tokens(self._active, behind, most)
 
-    def _go_on(self, row: Running) -> None:
+    def _go_on(self, row: Session) -> None:
         """Let a row whose prompt is complete decode, and another one wait for its next turn."""
-        if row.session.unfilled:
+        if row.unfilled:
             self._prefilling.append(row)
         else:
             row.keep_prefix(self.prefixes)
@@ -284,22 +282,21 @@ class Scheduler:
         """A row alone drafts as it does without a batch; a batch, or a row whose call a prompt ``shared``, by the load."""
         if len(self._active) != 1 or shared or self._options.levels is not None:
             return self._policy
-        session = self._active[0].session
-        if session is not self._last_alone:
-            self._last_alone = session
-            session.drafting.begin_request()
+        if (row := self._active[0]) is not self._last_alone:
+            self._last_alone = row
+            row.drafting.begin_request()
         return ALONE
 
-    def _round(self, pieces: list[tuple[Running, PromptPiece]]) -> None:
+    def _round(self, pieces: list[PromptPiece]) -> None:
         """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end, and the prompts try again;
         without rows that decode, the prompts' requests end."""
         rows = [*self._active]
         self.rounds += bool(rows)
-        policy, prompts = self._policy_of(bool(pieces)), [piece for _, piece in pieces]
+        policy = self._policy_of(bool(pieces))
         try:
-            rounds = run_round([row.session for row in rows], self._engine, policy, prompts)
+            rounds = run_round(rows, self._engine, policy, pieces)
         except Exception as error:
-            failed = rows or [row for row, _ in pieces]
+            failed = rows or [piece.session for piece in pieces]
             LOGGER.exception("A call failed; %d requests end.", len(failed))
             for row in failed:
                 self._end(row, "error", error)
@@ -307,14 +304,14 @@ class Scheduler:
         self.drafted = max((len(current.nodes) - 1 for current in rounds), default=0)
         for row, current in zip(rows, rounds, strict=True):
             self._report(row, current)
-        for row, piece in pieces:
+        for piece in pieces:
             if piece.error is None:
-                self._prefilling.remove(row)
-                self._go_on(row)
+                self._prefilling.remove(piece.session)
+                self._go_on(piece.session)
             else:
-                self._fail(row, piece.error)
+                self._fail(piece.session, piece.error)
 
-    def _report(self, row: Running, current: Round) -> None:
+    def _report(self, row: Session, current: Round) -> None:
         """Tell what a round brought a row, and end the row if it is finished or failed."""
         try:
             if current.error is not None:
@@ -326,19 +323,19 @@ class Scheduler:
             return
         if update.finish_reason is not None:
             self.request_seconds += (time.monotonic() - row.began - self.request_seconds) / 8
-            self._lengths.append(row.session.stats.new_tokens)
+            self._lengths.append(row.stats.new_tokens)
             row.keep_prefix(self.prefixes)
             self._active.remove(row)
             self._leave(row)
         row.generation.tell(update)
 
-    def _fail(self, row: Running, error: Exception) -> None:
+    def _fail(self, row: Session, error: Exception) -> None:
         """End a request that failed alone."""
         if not isinstance(error, ConstraintError):
             LOGGER.error("A request failed.", exc_info=error)
         self._end(row, "error", error)
 
-    def _end(self, row: Running, reason: str, error: Exception | None = None) -> None:
+    def _end(self, row: Session, reason: str, error: Exception | None = None) -> None:
         """End a request that no round ended."""
         rows = self._rows_of(row)
         rows.remove(row)
@@ -346,12 +343,12 @@ class Scheduler:
         update = row.last_update(reason, None if error is None else _sentence(error))
         row.generation.tell(replace(update, refused=isinstance(error, ConstraintError)))
 
-    def _leave(self, row: Running, has_cache: bool = True) -> None:
+    def _leave(self, row: Session, has_cache: bool = True) -> None:
         """Let another request use a row's cache."""
-        row.end()
-        self._last_alone = None if self._last_alone is row.session else self._last_alone
+        kv_cache = row.end()
+        self._last_alone = None if self._last_alone is row else self._last_alone
         if has_cache:
-            self._give_back(row.kv_cache)
+            self._give_back(kv_cache)
 
     def _give_back(self, kv_cache: KVCache) -> None:
         """Let another request use a cache: the first ones are taken first."""

@@ -20,7 +20,7 @@ from eesd.runtime.decoding.text_drafter import NOTHING, TextDrafter, TextProposa
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
 
 if TYPE_CHECKING:
-    from eesd.runtime.decoding.session import Session
+    from eesd.runtime.session import Session
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -348,11 +348,11 @@ class Round:
 
     def _result(self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]) -> RoundResult:
         """What the round commits of its tokens: everything up to EOS or a stop string; and why the sequence ends there."""
-        limits, reason = self.session.limits, "length" if len(tokens) >= self.session.left else None
-        ends = [i for i, token in enumerate(tokens, 1) if token in limits.eos_token_ids]
+        session, reason = self.session, "length" if len(tokens) >= self.session.left else None
+        ends = [i for i, token in enumerate(tokens, 1) if token in session.eos_token_ids]
         if ends:
             tokens, reason = tokens[: ends[0]], "stop"
-        if limits.until_stop is not None and (count := limits.until_stop(tokens)) is not None:
+        if (count := session.until_stop(tokens)) is not None:
             tokens, reason = tokens[:count], "stop"
         accepted = path[: len(tokens)]
         return RoundResult(

@@ -15,11 +15,11 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.batch.scheduler import check_memory
 from eesd.runtime.batch.service import Load
 from eesd.runtime.constraint import GrammarConstraint
-from eesd.runtime.decoding.session import Limits, check_prompt
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.llm import GREEDY, LLM, models_sampling
 from eesd.runtime.request import Generation, OnUpdate, QueueFullError, Request, Update
+from eesd.runtime.session import check_prompt
 
 LOGGER = logging.getLogger(__name__)
 ATTEMPTS = 5
@@ -83,8 +83,7 @@ class RemoteService:
             QueueFullError: There are too many requests.
         """
         manifest = self.llm.manifest
-        limits = Limits(manifest.eos_token_ids, request.max_new_tokens, manifest.max_seq_len, manifest.max_tree_nodes)
-        check_prompt(request.tokens, limits, manifest.geometry.vocab_size)
+        check_prompt(request.tokens, manifest.max_seq_len, manifest.geometry.vocab_size)
         check_memory(request, manifest.max_seq_len, self.longest)
         if not isinstance(request.constraint, GrammarConstraint | None):
             raise EESDError("The constraint cannot be sent to a replica; give one that eesd.make_constraint makes.")

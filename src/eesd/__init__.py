@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from eesd.runtime.constraint import make_constraint as make_constraint
     from eesd.runtime.decoding.round import RoundResult as RoundResult
     from eesd.runtime.decoding.sampling import Sampling as Sampling
-    from eesd.runtime.decoding.session import Session as Session
+    from eesd.runtime.session import Session as Session
     from eesd.runtime.decoding.stats import Stats as Stats
     from eesd.runtime.llm import LLM as LLM
     from eesd.runtime.llm import Completion as Completion
@@ -35,7 +35,7 @@ _NAMES = {
     "eesd.runtime.constraint": ["make_constraint"],
     "eesd.runtime.decoding.sampling": ["Sampling"],
     "eesd.runtime.decoding.round": ["RoundResult"],
-    "eesd.runtime.decoding.session": ["Session"],
+    "eesd.runtime.session": ["Session"],
     "eesd.runtime.decoding.stats": ["Stats"],
     "eesd.runtime.llm": ["LLM", "Completion", "Piece", "Speculation", "load"],
     "eesd.runtime.round_log": ["log_rounds"],

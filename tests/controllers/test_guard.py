@@ -9,7 +9,7 @@ from support.harness import Harness, Wrapped, finish, generated
 from eesd.bench.replay.replay import chain_outcome
 from eesd.controllers import RoundOutcome, make_controller
 from eesd.runtime.decoding.guard import ALLOWANCE, EXIT_HEAD, FIRST_INTERVAL, MOST, PATIENCE, PROBE, STAKE, SURE, TEXT, Guard
-from eesd.runtime.decoding.session import Session
+from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
 

@@ -18,13 +18,13 @@ from support.on_cache import OnCache
 from eesd.common.manifest_reader import load_manifest
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.embed import Host, embed
 from eesd.runtime.engines import device_engine
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import CapturedGraph, DraftLoop, ForwardStep
 from eesd.runtime.engines.trt_engine import TrtStageRunner
 from eesd.runtime.llm import LLM, Speculation
+from eesd.runtime.session import Session
 
 CHAIN, STAGED = SETTINGS["chain"], SETTINGS["chain in 3 stages on 3 GPUs"]
 

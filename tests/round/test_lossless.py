@@ -24,8 +24,8 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller, DraftStep, make_controller
 from eesd.runtime.decoding.sampling import normalize
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.llm import Speculation
+from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
 

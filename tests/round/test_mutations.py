@@ -44,7 +44,6 @@ from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.round import Policy, Round
 from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines import cpu_engine
 from eesd.runtime.engines.backends import open_engines
 from eesd.runtime.engines.base import Call, Logits, StepOutputs
@@ -54,6 +53,7 @@ from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import Speculation, load
+from eesd.runtime.session import Session
 
 TREE = Speculation("fixed:k=4", tree=3, guard=False)
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]

@@ -14,9 +14,9 @@ from support.without_operators import needs_operators
 from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.base import Call
 from eesd.runtime.llm import load
+from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
 

@@ -22,7 +22,6 @@ from eesd.runtime.batch import load_policy
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.base import Call, StepOutputs, Values
 from eesd.runtime.engines.cpu_cache import CpuKVCache
@@ -32,6 +31,7 @@ from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.prefix_cache import BLOCK, PrefixCache
 from eesd.runtime.request import Generation, QueueFullError, Request, Update
+from eesd.runtime.session import Session
 
 ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
 CACHE: Any = HostKVCache if operators.missing() else CpuKVCache

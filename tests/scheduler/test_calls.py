@@ -17,10 +17,10 @@ from support.without_operators import needs_operators, without_operators
 from eesd.common.errors import EESDError
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.batch.scheduler import Scheduler
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.llm import LLM, load
 from eesd.runtime.request import Request
+from eesd.runtime.session import Session
 
 TEXTS = (37, 5, 90)
 """Tokens of the texts."""

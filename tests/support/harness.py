@@ -16,11 +16,12 @@ from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 from eesd.runtime.decoding.round import Drafter, Drafting, RoundResult
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Limits, Observer, Session
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.request import Generation, Request
+from eesd.runtime.session import Limits, Observer, Session
 from support.on_cache import OnCache
 
 FIRST_SLOTS = 16
@@ -73,13 +74,12 @@ class Harness:
     ) -> Session:
         """A session that drafts with the exit head if there is a controller, and from the text if there is a ``text``."""
         parts, manifest = workspace or self._shared, self.manifest
-        limits = Limits(eos, new_tokens, manifest.max_seq_len, manifest.max_tree_nodes, in_place=in_place)
-        drafter = Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         vocab_size = manifest.geometry.vocab_size
-        sampling = sampling or Sampling()
-        value = _shared(controller, budget, text)
-        drafting = Drafting(drafter, text, guard, value)
-        return Session(prompt, parts.kv_cache, parts.verify, drafting, limits, sampling, vocab_size, observer)
+        limits = Limits(vocab_size, eos, manifest.max_seq_len, manifest.max_tree_nodes, in_place=in_place)
+        drafter = Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
+        drafting = Drafting(drafter, text, guard, _shared(controller, budget, text))
+        request = Request(tokens=prompt, sampling=sampling or Sampling(), max_new_tokens=new_tokens)
+        return Session(Generation(request), parts.kv_cache, parts.verify, drafting, limits, observer=observer)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
         """A new cache with all but the last token in it."""

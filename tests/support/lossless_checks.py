@@ -26,12 +26,12 @@ from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
 from eesd.runtime.decoding.round import ALONE, Round, draft, run_round
 from eesd.runtime.decoding.samplers import Rejection, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.llm import Options, Speculation, load
 from eesd.runtime.prefix_cache import BLOCK
+from eesd.runtime.session import Session
 from support.harness import Harness, Workspace, finish, generated, recording_drafts
 
 Vector = NDArray[np.float64]

@@ -26,11 +26,11 @@ from eesd.runtime.compare import compare
 from eesd.runtime.decoding.draft_tree import DraftTree, Proposal
 from eesd.runtime.decoding.guard import EXIT_HEAD, PROBE, TEXT, Guard
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.session import Session
 from eesd.runtime.decoding.suffix import SuffixAutomaton
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.llm import Speculation, load
+from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
 
