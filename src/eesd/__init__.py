@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from eesd.runtime.constraint import make_constraint as make_constraint
     from eesd.runtime.decoding.round import RoundResult as RoundResult
     from eesd.runtime.decoding.sampling import Sampling as Sampling
-    from eesd.runtime.session import Session as Session
     from eesd.runtime.decoding.stats import Stats as Stats
     from eesd.runtime.llm import LLM as LLM
     from eesd.runtime.llm import Completion as Completion
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
     from eesd.runtime.request import TokenLogprob as TokenLogprob
     from eesd.runtime.request import Update as Update
     from eesd.runtime.round_log import log_rounds as log_rounds
+    from eesd.runtime.session import Session as Session
 
 __version__ = "0.1.0"
 

@@ -37,9 +37,10 @@ from eesd.controllers import make_controller
 from eesd.export import onnx_graph
 from eesd.model import graphs
 from eesd.model.exit_head import ExitHead
+from eesd.runtime import session
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding import round as decoding_round
-from eesd.runtime.decoding import samplers, sampling, session
+from eesd.runtime.decoding import samplers, sampling
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.round import Policy, Round
 from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler
