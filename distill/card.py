@@ -77,7 +77,7 @@ def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int
     seen = tokens / len(rows) * count * training.steps
     depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
     return {
-        "exit head": described(head.exit_config, sum(value.numel() for value in head.parameters())),
+        "exit head": _described(head.exit_config, sum(value.numel() for value in head.parameters())),
         "text": f"{tokens:,} tokens in {len(rows):,} rows",
         "training": f"{training.steps:,} steps of {count} rows, about {seen / 1e6:.1f} M tokens seen; {training.optimizer}, "
         f"rate {training.lr:g}, seed {training.seed}",
@@ -86,7 +86,7 @@ def _facts(head: ExitHead, rows: Rows, training: TrainingOptions, processes: int
     }
 
 
-def described(config: ExitConfig, weights: int) -> str:
+def _described(config: ExitConfig, weights: int) -> str:
     """A head in words."""
     blocks = {0: "norm", 1: "one block"}.get(config.blocks, f"{config.blocks} blocks")
     deep = f", deep layers {', '.join(map(str, config.deep))}" if config.deep else ""

@@ -30,9 +30,7 @@ INTERVAL = click.IntRange(1, 10**9)
     type=click.IntRange(1, 10_000),
     help="Number of model layers before the exit head (N).  [default: 4, or fewer]",
 )
-@click.option(
-    "-o", "--output", type=cli.OUTPUT, help="Directory for the head, checkpoints and metrics. Only --predict needs none."
-)
+@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Directory for the head, checkpoints and metrics.")
 @click.option(
     "--blocks",
     type=click.IntRange(0, 1000),
@@ -117,12 +115,6 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
 @click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
 @click.option("--compile/--eager", "compiled", default=False, help="Use torch.compile, or not.")
-@click.option(
-    "--predict",
-    type=cli.NAME,
-    help="Train nothing; say what time, memory and disk it would take on a GPU (h100, 4xh100, h200, b200, rtx5090, l4) or this "
-    "cpu. Of the model only config.json is needed.",
-)
 @click.option("--license", "licence", type=cli.NAME, help="Licence of the head, for its model card, e.g. apache-2.0.")
 @click.option("--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation.")
 def main(**options: Any) -> None:
@@ -133,19 +125,12 @@ def main(**options: Any) -> None:
     try:
         import accelerate  # noqa: F401
 
-        from eesd.distill.predict import predict
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
     if options["deep"] is not None:
         options["deep"] = () if options["deep"] == "none" else _parse_counts("--deep", options["deep"], 10_000)
     options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
-    where = options.pop("predict")
-    if where is not None:
-        click.echo(predict(options, where))
-        return
-    if options["output"] is None:
-        raise EESDError("Give a directory for the head, checkpoints and metrics: -o DIR.")
     try:
         run = make_run(options, progress_bar)
         with run.resources:
@@ -214,6 +199,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
     else:
         values = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "agreement"))
         values += f"  {metrics['seconds']:.0f} s"
+        values += f"  at most {metrics['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in metrics else ""
     click.echo(f"step {metrics['step']:6}  {values}")
 
 

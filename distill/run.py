@@ -13,7 +13,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import click
 import numpy as np
 import torch
 from accelerate import Accelerator
@@ -42,12 +41,11 @@ from eesd.distill.data import (
 from eesd.distill.device_writer import DeviceWriter, can_write
 from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
-from eesd.distill.forecast import Forecast, Machine, Work, forecast, own_tokens
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
 from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
 from eesd.distill.stored import saving
-from eesd.distill.structure import head_config, structure
+from eesd.distill.structure import structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall, check_compiler
 from eesd.distill.trainer import Report, Trainer, check_output
 from eesd.export.own_text import around_turns
@@ -114,7 +112,12 @@ class Run:
     @cached_property
     def codec(self) -> TextCodec | None:
         """The model's tokenizer, if it has one."""
-        return codec_of(self.checkpoint.path)
+        files = resolved_tokenizer(self.checkpoint.path)
+        with tempfile.TemporaryDirectory() as directory:
+            for name, content in files.items():
+                with saving(Path(directory) / name):
+                    (Path(directory) / name).write_bytes(content)
+            return TextCodec(Path(directory)) if files else None
 
     @cached_property
     def decoder(self) -> Decoder:
@@ -137,7 +140,9 @@ class Run:
         chooses = self.init_head is None and self.training.draft_vocab
         if not (self.training.steps or chooses) and self.data.validation:
             return split_documents((), length)
-        return with_mixed(self.data, self.data.files or self._generate_rows(), self.codec, vocab_size, length)
+        rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
+        mixed = self.data.mixed
+        return add_mixed_rows(rows, read_rows(mixed, self.codec, vocab_size, length)) if mixed else rows
 
     def _generate_rows(self) -> list[Path]:
         """Generate the missing shards of own text; returns all shards."""
@@ -328,24 +333,22 @@ class Run:
 
     def head_config(self) -> ExitConfig:
         """What these options say about the head."""
-        return head_config(self.training, self.checkpoint.fingerprint())
-
-    def forecast(self) -> Forecast:
-        """What :meth:`train` takes if nothing of it is done yet."""
-        data, training, accelerator = self.data, self.training, self.accelerator
-        written = 0 if data.files else own_tokens(data.own_rows, training.length)
-        tokens, processes = written or int(self.rows.lengths.sum()), accelerator.num_processes
-        offline, element = self.offline is not None, self.dtype.itemsize
-        work = Work(self.checkpoint.geometry, training, written, tokens, data.own_batch, offline, processes, element)
-        return forecast(work, Machine.measured(accelerator.device, training.precision))
+        training, base = self.training, self.checkpoint.fingerprint()
+        return ExitConfig(
+            training.exit_layer,
+            training.blocks,
+            training.own_lm_head,
+            base,
+            trained=True,
+            draft_vocab=training.draft_vocab,
+            deep=training.deep,
+        )
 
     def train(self, report: Report) -> None:
         """Train one head. ``report`` is called with each line of metrics."""
         self.output.mkdir(parents=True, exist_ok=True)
         check_output(self.output)
         self.given_head()  # both first, because they refuse before the long work
-        if self.is_main and not any(self.output.glob("checkpoint-*")):
-            click.echo(self.forecast())
         validation, rows = self.validation_and_training_rows()
         identity = {
             "base": self.checkpoint.fingerprint(),
@@ -421,22 +424,6 @@ class Run:
         return acceptance, result
 
 
-def codec_of(model: Path) -> TextCodec | None:
-    """The tokenizer of a model, if it has one."""
-    files = resolved_tokenizer(model)
-    with tempfile.TemporaryDirectory() as directory:
-        for name, content in files.items():
-            with saving(Path(directory) / name):
-                (Path(directory) / name).write_bytes(content)
-        return TextCodec(Path(directory)) if files else None
-
-
-def with_mixed(data: DataOptions, files: Sequence[Path], codec: TextCodec | None, vocab_size: int, length: int) -> Rows:
-    """The rows of these files, and the mixed ones."""
-    rows = read_rows(files, codec, vocab_size, length)
-    return add_mixed_rows(rows, read_rows(data.mixed, codec, vocab_size, length)) if data.mixed else rows
-
-
 def make_accelerator() -> Accelerator:
     """The accelerator of this process, alone or started by torchrun or ``accelerate launch``."""
     cpu = not torch.accelerator.is_available()  # without this, accelerate does not distribute over CPU processes
@@ -468,7 +455,7 @@ def checked(options: dict[str, Any], config: ModelConfig, given: ExitConfig | No
         "files": options["data"],
         "prompts": options["self_generate"],
         "mixed": options["mix"],
-        "own_text": options["own_text"] or (options["output"] or Path()) / "own-text",
+        "own_text": options["own_text"] or options["output"] / "own-text",
     }
     same_names = {field.name for field in fields(DataOptions)} - renamed.keys()
     given_data = bool(options["data"]), bool(options["self_generate"] or options["self_prompt"])

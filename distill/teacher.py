@@ -246,11 +246,6 @@ class OnlineTargets:
         return Batch([hidden[layer] for layer in layers], targets, _mask(self.rows, indices)).to(self.device)
 
 
-def row_bytes(length: int, hidden_size: int, states: int, top_k: int, packed: bool) -> int:
-    """Bytes of a row in a cache of targets: ``length`` tokens of ``states`` states each, stored in 8 bits if ``packed``."""
-    return int(length * (hidden_size * states * (1.0625 if packed else 4) + 6 * top_k))
-
-
 class TargetCache:
     """A directory with the hidden states and targets of all rows, in safetensors shards of 256 rows.
 
@@ -326,8 +321,9 @@ class TargetCache:
         return min(SHARD_ROWS, len(self.rows) - number * SHARD_ROWS)
 
     def _row_bytes(self, hidden_size: int) -> int:
-        """Bytes of one row on disk."""
-        return row_bytes(self.meta["length"], hidden_size, len(self.meta["layers"]), self.meta["top_k"], self._packed)
+        """Bytes of one row on disk: states with a scale for each block, ids and log-probabilities."""
+        states = hidden_size * len(self.meta["layers"]) * (1.0625 if self._packed else 4)
+        return int(self.meta["length"] * (states + 6 * self.meta["top_k"]))
 
     @property
     def _packed(self) -> bool:

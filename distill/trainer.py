@@ -178,14 +178,20 @@ class Trainer:
             if last or self.step == 1 or any(self.step % every == 0 for every in asdict(intervals).values()):
                 metrics = self._read(mean, self.step)
             if self.step % intervals.log == 0 or last or self.step == 1:
-                seconds = time.monotonic() - started
-                report(self._log({"step": self.step, **metrics, "seconds": round(seconds, 2)}))
+                report(self._log({"step": self.step, **metrics, **self._spent(started)}))
             if self.step % intervals.validate == 0 or last:
                 acceptance = self._validate(report)
             if self.step % intervals.save == 0 or last:
                 self._save()
             advance(1)
         return acceptance or self._validate(report)
+
+    def _spent(self, started: float) -> dict[str, float]:
+        """Seconds of the training, and on a GPU the most bytes that this process held, of all phases."""
+        spent: dict[str, float] = {"seconds": round(time.monotonic() - started, 2)}
+        if self.accelerator.device.type == "cuda":
+            spent["peak_bytes"] = torch.cuda.max_memory_allocated(self.accelerator.device)
+        return spent
 
     def _train_step(self) -> Tensor:
         """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for :meth:`_read`.

@@ -208,18 +208,6 @@ class Checkpoint:
         return head.eval()
 
 
-def model_config(path: Path) -> ModelConfig:
-    """The configuration of a model, of whose directory nothing but ``config.json`` need be there.
-
-    Args:
-        path: The model directory or the GGUF file.
-
-    Raises:
-        EESDError: This is not a supported model.
-    """
-    return Checkpoint(path).config if path.is_file() else load_config(path)
-
-
 def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
     """Configuration and tensors of a Hugging Face model directory."""
     if not directory.is_dir():

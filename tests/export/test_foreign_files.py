@@ -338,7 +338,7 @@ def test_checkpoints_and_heads_of_others_are_not_replaced(
     """transformers' Trainer calls its checkpoints so, too."""
     (tmp_path / "out" / name).parent.mkdir(parents=True)
     (tmp_path / "out" / name).write_text("mine")
-    assert_refused(run(distill_main, *distillation(learner, own_rows, tmp_path / "out")), *words)  # before its forecast
+    assert_refused(run(distill_main, *distillation(learner, own_rows, tmp_path / "out")), *words)
     assert (tmp_path / "out" / name).read_text() == "mine"
 
 
