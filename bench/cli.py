@@ -19,7 +19,6 @@ from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table
 from eesd.bench.replay.traces import TRACE_FILE, TUNING_TRACE_FILE, check_same_origin, check_sampling, load_trace, record_traces
-from eesd.bench.report.lease import read_lease, write_lease
 from eesd.bench.report.markdown import write_report
 from eesd.bench.report.plots import check_plots
 from eesd.common import cli
@@ -215,11 +214,7 @@ def replay_log(file: Path) -> None:
 @click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Markdown to write.")
 @PLOTS
 def report(files: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from FILES that eesd-bench wrote, or a page from the lease.jsonl of tests/gpu_lease.py."""
-    if [path.suffix for path in files] == [".jsonl"]:
-        write_lease(read_lease(files[0]), output)
-        click.echo(output)
-        return
+    """Write Markdown and plots from FILES that eesd-bench wrote."""
     check_plots(plots)
     replayed = [path for path in files if Simulation.wrote(read_json(path))]
     measured = [Result.load(path) for path in files if path not in replayed]

@@ -2,7 +2,6 @@
 """What to run on a GPU that is at hand for minutes: the most telling first, each step a process of its own.
 
     python3 tests/gpu_lease.py --minutes 9 --output DIR        # the same again continues
-    eesd-bench report DIR/lease.jsonl                          # a page of it
 
 It needs torch for the GPU, onnx, onnxscript, onnxruntime, transformers, tokenizers, numpy and click, and no installed package
 of this project. TensorRT and gguf are not needed. DIR/lease.jsonl gets a JSON line for each step when it ends: that it hung,

@@ -33,6 +33,7 @@ from eesd.runtime.doctor import main as doctor_main
 from eesd.runtime.engines.cpu_build import place_of
 from eesd.serve.cli import main as serve_main
 
+RESULT = Path(__file__).parent.parent / "data/bench_result.json"
 CASES = int(os.environ.get("FOREIGN_CASES", "100"))
 """Commands of the property test; some thousand are thorough."""
 AS_IS = ("--exit-layer", 1, "--no-check", "--no-pack")
@@ -137,8 +138,6 @@ def commands(
     assert export
     monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))  # in this process
     monkeypatch.setenv("EESD_CACHE_DIR", str(tmp_path / "cache"))
-    lease = tmp_path / "lease.jsonl"
-    lease.write_text(json.dumps({"step": "machine", "status": "ok", "seconds": 1}) + "\n")
     ask = ("-p", "hello", "-n", 2, "--no-stats")
     exit_only = ("--exit-layer", 1, "--steps", 0, "--blocks", 0, "--data", own_rows, *SMALL)
 
@@ -151,7 +150,7 @@ def commands(
         lambda path: run(run_main, "--engine-dir", path, *ask),
         lambda path: run(run_main, "--engine-dir", engine, *ask, "--log-rounds", path),
         lambda path: run(cache_main, "clean", "--all", "--cache-dir", path),
-        lambda path: run(bench_main, "report", lease, "-o", path),
+        lambda path: run(bench_main, "report", RESULT, "-o", path),
         lambda path: run(serve_main, "--engine-dir", engine, "--triton-repo", path),
         lambda path: run(inspect_main, path),
         lambda path: run(build_main, path, "--target", "cpu", "--force"),
@@ -380,11 +379,10 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_long_work(text_mod
 
 @pytest.mark.fast
 def test_records_and_reports_replace_only_their_like(engine: Path, tmp_path: Path) -> None:
-    lease, thesis = tmp_path / "lease.jsonl", tmp_path / "thesis.md"
-    lease.write_text(json.dumps({"step": "machine", "status": "ok", "seconds": 1}) + "\n")
+    thesis = tmp_path / "thesis.md"
     thesis.write_text("thesis")
     ask = ("--engine-dir", engine, "-p", "hello", "-n", 2)
-    for command, *options in ((run_main, *ask, "--log-rounds"), (bench_main, "report", lease, "-o")):
+    for command, *options in ((run_main, *ask, "--log-rounds"), (bench_main, "report", RESULT, "-o")):
         assert_refused(run(command, *options, thesis), str(thesis), "did not write it")
         for _ in range(2):
             succeed(command, *options, tmp_path / f"of{options[-1]}")
