@@ -1,7 +1,6 @@
 """The tool for Spec-Bench answers all turns of every question in every configuration, and reports them by category."""
 
 import json
-import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import pytest
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 
-from eesd.bench.cli import main as bench
 from eesd.bench.replay.costs import COST_MODELS, CallCosts, CostModel
 from eesd.bench.tools.results import main as draw
 from eesd.bench.tools.spec_bench import choose, draft_error, main, read_questions
@@ -115,29 +113,6 @@ def test_the_rounding_of_a_draft_is_that_of_its_bits(text_model: Path, quantized
     four, eight, upper, none = (draft_error(path, load_manifest(path)) for path in paths)
     assert four is not None and eight is not None and 8 < four / eight < 24 and none == 0
     assert upper == pytest.approx(four, rel=0.5), "the upper half of 8 bits is about as coarse as 4"
-
-
-def test_fresh_processes_count_what_their_first_rounds_accept(quantized_engine: Path, questions: Path) -> None:
-    """At counted costs nothing depends on the machine. The whole model in 4 bits drafts after every prompt."""
-    given = (
-        "--engine-dir",
-        quantized_engine,
-        "--prompts",
-        questions,
-        "--drafter",
-        "exit",
-        "--threads",
-        1,
-        "--starts",
-        2,
-        "-n",
-        24,
-    )
-    shown = succeed(bench, "starts", *given, "--costs", "4bit").stdout
-    found = re.search(r"tokens a round: median \d\.\d\d, 1\.00 in 0 of 2, each (\d\.\d\d) (\d\.\d\d)\n", shown)
-    assert found and min(map(float, found.groups())) > 1.3, shown
-    assert "pauses of the guard: 0 of 2, each 0 0" in shown
-    assert_refused(run(bench, "starts", *given, "--costs", "9b"), "13b")
 
 
 def test_a_method_needs_the_same_model(engine: Path, questions: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import pytest
 from lease.steps import STEPS
 from support.no_torch import BLOCK
 
-
 SCRIPT = Path(__file__).parent.parent / "gpu_lease.py"
 MISSING = re.sub(r"blocked = \{.*?\}", 'blocked = {"gguf", "tensorrt", "tensorrt_rtx", "eesd_tensorrt"}', BLOCK)
 MISSING += """
