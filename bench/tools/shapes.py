@@ -6,8 +6,6 @@
 It times draft steps, verify passes, and the time to the first token; with --gpu, predictions are beside them.
 """
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,14 +53,6 @@ def write_checkpoint(directory: Path, shape: str, layers: int | None = None) -> 
     sizes["num_hidden_layers"] = layers or sizes["num_hidden_layers"]
     config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=shape == "1b", dtype="float16")
     LlamaForCausalLM._from_config(config, dtype=torch.float16).save_pretrained(directory)  # type: ignore[no-untyped-call]
-
-
-def run_command(module: str, *arguments: object) -> None:
-    """Run a command of EESD in a separate process. Raises :class:`EESDError` with its message if it fails."""
-    command = [sys.executable, "-m", module, *map(str, arguments)]
-    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise EESDError((done.stderr.strip().splitlines() or ["it failed without a message"])[-1].removeprefix("error: "))
 
 
 def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
