@@ -30,29 +30,9 @@ from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM
 
-SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-SHAPES = {
-    "tiny": (256, 64, 96, 4, 4, 2),
-    "1b": (128256, 2048, 8192, 16, 32, 8),
-    "8b": (128256, 4096, 14336, 32, 32, 8),
-    "7b": (32000, 4096, 11008, 32, 32, 32),
-    "13b": (32000, 5120, 13824, 40, 40, 40),
-}
-"""``SIZES`` of Llamas."""
 PROMPT = 512
 MEMORY_BYTES = 1 << 29
 """What is copied or read to measure the bandwidth, larger than any cache."""
-
-
-def write_checkpoint(directory: Path, shape: str, layers: int | None = None) -> None:
-    """Write a float16 Llama with random weights. ``layers``: how many it has instead of those of its shape."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes: dict[str, Any] = dict(zip(SIZES, SHAPES[shape], strict=True))
-    sizes["num_hidden_layers"] = layers or sizes["num_hidden_layers"]
-    config = LlamaConfig(**sizes, max_position_embeddings=4096, tie_word_embeddings=shape == "1b", dtype="float16")
-    LlamaForCausalLM._from_config(config, dtype=torch.float16).save_pretrained(directory)  # type: ignore[no-untyped-call]
 
 
 def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:

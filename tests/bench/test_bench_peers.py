@@ -1,4 +1,4 @@
-"""The comparison with other runtimes: real workers of EESD and transformers, and made-up peers for what goes wrong."""
+"""The comparison with other runtimes: real workers of EESD, and made-up peers for what goes wrong."""
 
 import ast
 import json
@@ -22,7 +22,6 @@ from eesd.bench.tools.peers.quality import compare
 from eesd.bench.tools.peers.results import Load, Prompt, Quality, Result, Run
 from eesd.bench.tools.peers.table import markdown
 from eesd.bench.tools.peers.texts import choose_prompts
-from eesd.bench.tools.peers.workers.llama_cpp_peer import interleave
 from eesd.bench.tools.peers.workers.ort_genai_peer import nearest
 from eesd.bench.tools.results import main as draw
 from eesd.runtime.llm import load
@@ -114,17 +113,16 @@ def timed_calls(directory: Path) -> list[str]:
     return [f"{variant} {token}" for variant, token, _ in lines if token != "50"]
 
 
-def test_eesd_and_transformers_decode_the_same_and_are_reported(engine: Path, work: Path, tmp_path: Path) -> None:
+def test_eesd_decodes_as_it_does_alone_and_is_reported(engine: Path, work: Path, tmp_path: Path) -> None:
     output = tmp_path / "out" / "results.json"
-    chosen_ones = ("--only", "EESD*", "--only", "transformers F32", "--only", "transformers F32, early-exit")
     text = tmp_path / "held.txt"
     text.write_text("some other words that nobody has seen " * 3)
     options = ("--prompts", tmp_path / "prompts.jsonl", "--quality-text", text, "--window", 32)
-    done = succeed(main, "run", "--work", work, "--eesd", f"F32={engine}", "-o", output, *options, *chosen_ones, *FEW)
+    done = succeed(main, "run", "--work", work, "--eesd", f"F32={engine}", "-o", output, *options, *FEW)
 
     result = Result.load(output)
     assert result.complete and not result.skipped
-    names = ["EESD F32", "EESD F32, drafting", "transformers F32", "transformers F32, early-exit"]
+    names = ["EESD F32", "EESD F32, drafting"]
     assert [c.name for c in result.contestants] == names
     assert [(p.id, len(p.tokens)) for p in result.prompts] == [("short-1", 8), ("short-2", 8), ("long-1", 24)]
     llm = load(engine, speculation=None, threads=1)
@@ -137,12 +135,12 @@ def test_eesd_and_transformers_decode_the_same_and_are_reported(engine: Path, wo
     assert all(load.seconds > 0 and load.peak_bytes and load.anonymous_bytes for load in result.loads)
 
     assert result.quality_reference == "EESD F32"
-    assert [q.contestant for q in result.qualities] == ["EESD F32", "transformers F32"]
+    assert [q.contestant for q in result.qualities] == ["EESD F32"]
     assert all(q.positions == 96 and abs(q.divergence) < 1e-6 and q.agreement == 1 for q in result.qualities)
 
     table = output.with_suffix(".md").read_text()
-    assert table in done.stdout and "quality, transformers F32" in done.stdout
-    row = next(line for line in table.splitlines() if line.startswith("| transformers F32, early-exit |"))
+    assert table in done.stdout and "quality, EESD F32" in done.stdout
+    row = next(line for line in table.splitlines() if line.startswith("| EESD F32, drafting |"))
     assert row.endswith("| 6 of 6 |") and len(re.findall(r"\*\*\d+\.\d\d\*\*", row)) == 4
     output.with_suffix(".md").unlink()
     assert table in succeed(main, "report", output).stdout and output.with_suffix(".md").read_text() == table
@@ -201,14 +199,15 @@ def test_threads_that_hardly_compute_are_not_counted() -> None:
 def test_a_gguf_file_is_compared_with_its_dequantized_weights(tmp_path: Path) -> None:
     file = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama", table="Q8_0", matrices="Q4_0"))
     base = ("--model", file, "-o", tmp_path / "work", "--only", "EESD*", "--only", "llama.cpp gguf")
-    assert_refused(run(main, "convert", *base), "m.gguf has no exit head", "--exit-layer")
+    assert_refused(run(main, "convert", *base), "has no exit head", "--exit-layer")
     succeed(main, "convert", *base, "--exit-layer", 1, "--max-seq-len", 64)
     record = Work.load(tmp_path / "work")
-    assert sorted(record.made) == ["EESD F32", "EESD gguf", "llama.cpp gguf"]  # the file itself; transformers reads none
+    assert sorted(record.made) == ["EESD F32", "EESD gguf", "llama.cpp gguf"]
     assert {c.peer for c in record.contestants(tmp_path / "work", {})} == {"EESD", "llama.cpp"}
-    (tmp_path / "held.json").write_text(json.dumps([*range(40)]))
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"tokens": [n] * 40}) + "\n" for n in range(5)))
-    sizes = ("--longest", 1, "--longest-tokens", 30, "--quality-text", tmp_path / "held.json", "--window", 20)
+    (tmp_path / "held.txt").write_text("".join(gguf_files.CHARACTERS[:40]))
+    texts = [gguf_files.CHARACTERS[n] * 40 for n in range(5)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    sizes = ("--longest", 1, "--longest-tokens", 30, "--quality-text", tmp_path / "held.txt", "--window", 20)
     output = tmp_path / "r.json"
     common = ("--work", tmp_path / "work", "-o", output, "--prompts", tmp_path / "prompts.jsonl", "--only", "EESD gguf*")
     succeed(main, "run", *common, *FEW, *sizes)
@@ -254,8 +253,9 @@ def test_a_resumed_run_measures_only_the_rounds_that_are_missing(fakes: dict[str
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(work: Path, text_model: Path, tmp_path: Path) -> None:
-    options = ("--model", text_model, "--exit-layer", 1, "-o", work)
+def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(tmp_path: Path) -> None:
+    file, work = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama")), tmp_path / "work"
+    options = ("--model", file, "--exit-layer", 1, "-o", work)
     done = succeed(main, "convert", *options, "--only", "llama.cpp F32", "--only", "EESD F32")
     record = Work.load(work)
     assert listing(work) == ["EESD-F32", "work.json"] and record.made["EESD F32"]["bytes"] > 1000
@@ -269,7 +269,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(work: Path, tex
     missing = succeed(main, "convert", *options, "--only", "llama.cpp F32", "--peer-python", tmp_path / "none")
     assert "cannot be started (No such file or directory)" in missing.stdout
     peers = {(c.peer, c.variant) for c in Work.load(work).contestants(work, {})}
-    assert peers == {("EESD", "F32"), ("transformers", "F32")}
+    assert peers == {("EESD", "F32")}
 
 
 @pytest.mark.parametrize(
@@ -277,20 +277,20 @@ def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(work: Path, tex
     [
         (("--eesd", "F32"), ("--eesd 'F32'", "NAME=PATH")),
         (("--eesd", "small=plans"), ("'small'", "Q4_0-small")),
-        (("--only", "rwkv*"), ("--only 'rwkv*'", "transformers F32")),
+        (("--only", "rwkv*"), ("--only 'rwkv*'", "EESD F32")),
         (("--short-tokens", 500), ("0 texts of at least 500 tokens", "3 wanted")),
         (("--short", 0, "--long", 0), ("nothing to measure",)),
         (("--long", 9, "--long-tokens", 50, "--short-tokens", 4), ("too few for 9 prompts of 50",)),
-        (("--prompts", "missing.jsonl"), ("missing.jsonl is no file",)),
-        (("--quality-text", "missing.json"), ("missing.json is missing",)),
+        (("--prompts", "missing.jsonl"), ("missing.jsonl",)),
+        (("--quality-text", "missing.txt"), ("missing.txt",)),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(
-    options: tuple[object, ...], words: tuple[str, ...], work: Path, tmp_path: Path
+    options: tuple[object, ...], words: tuple[str, ...], work: Path, engine: Path, tmp_path: Path
 ) -> None:
     few = () if "--short-tokens" in options else ("--short-tokens", 8)
     base = ("--work", work, "-o", tmp_path / "r.json", "--prompts", tmp_path / "prompts.jsonl", "--short", 3, "--long", 0, *few)
-    assert_refused(run(main, "run", *base, *options), *words)
+    assert_refused(run(main, "run", *base, "--eesd", f"F32={engine}", *options), *words)
     assert not (tmp_path / "r.json").exists()
 
 
@@ -309,7 +309,7 @@ def test_results_are_neither_overwritten_nor_mixed_nor_misread(work: Path, engin
     assert_refused(run(main, "report", result), "damaged")
     result.write_text("{}")
     assert_refused(run(main, "report", result), "not a comparison")
-    assert_refused(run(main, "convert", "--model", engine.parent / "none", "-o", work), "config.json is missing")
+    assert_refused(run(main, "convert", "--model", engine.parent / "none", "-o", work), "none is not a file", "GGUF")
 
 
 def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
@@ -426,17 +426,6 @@ def test_who_batches_takes_part() -> None:
     assert [*entries(everybody)] == ["EESD, automatic", "EESD, always", "EESD, never", "llama.cpp"]
 
 
-@pytest.mark.slow
-def test_a_made_up_shape_is_converted(tmp_path: Path) -> None:
-    """As a checkpoint; the files of types need llama.cpp, which is not installed here."""
-    base = ("convert", "-o", tmp_path / "work", "--only", "EESD F32", "--only", "*Q8_0")
-    assert_refused(run(main, *base), "--model", "--shape")
-    done = succeed(main, *base, "--shape", "tiny", "--type", "Q8_0", "--max-seq-len", 64)
-    record = Work.load(tmp_path / "work")
-    assert [*record.made] == ["EESD F32"] and [*record.skipped] == [f"{p} Q8_0" for p in PEERS if PEERS[p].converts]
-    assert "EESD Q8_0: skipped; llama.cpp Q8_0 is missing" in done.stdout
-
-
 def test_divergence_is_that_of_the_distributions() -> None:
     p, q = np.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]), np.array([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]])
     divergence, same = compare(np.log(p).astype(np.float32) + 3, np.log(q).astype(np.float32))
@@ -461,11 +450,6 @@ def test_prompts_do_not_begin_alike() -> None:
 
 def test_names_are_chosen_by_patterns() -> None:
     assert chosen(["EESD int4", "OpenVINO int4", "EESD int8"], ["*int4"]) == {"EESD int4", "OpenVINO int4"}
-
-
-def test_rows_that_rotate_together_get_side_by_side() -> None:
-    rows = np.arange(8)[:, None].astype(np.float32)
-    assert interleave(rows, 2)[:, 0].tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_workers_need_nothing_of_eesd() -> None:

@@ -9,15 +9,15 @@ import click
 
 from eesd.bench.tools.peers import batches, passes
 from eesd.bench.tools.peers.contestants import EESD, GGUF, GROUPS, TYPES, chosen
-from eesd.bench.tools.peers.convert import MADE_UP, Work, convert, directory_bytes, exit_layer, file_of, variants
+from eesd.bench.tools.peers.convert import Work, convert, directory_bytes, exit_layer, file_of, variants
 from eesd.bench.tools.peers.measure import Comparison, Options, interpreters
 from eesd.bench.tools.peers.results import KINDS, Result
 from eesd.bench.tools.peers.table import markdown
-from eesd.bench.tools.peers.texts import choose_prompts, read_encoder, read_texts, read_windows
-from eesd.bench.tools.shapes import SHAPES, numbers, write_checkpoint
+from eesd.bench.tools.peers.texts import choose_prompts, encoded_texts, read_encoder, read_windows
+from eesd.bench.tools.shapes import numbers
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.files import directory_written_whole, written_whole
+from eesd.common.files import written_whole
 from eesd.common.machine import cores
 
 COUNT = click.IntRange(1, 10**6)
@@ -29,7 +29,7 @@ PYTHON = "Python interpreter that has the peers."
 
 @cli.group()
 def main() -> None:
-    """Compare EESD with llama.cpp, OpenVINO GenAI, onnxruntime-genai and transformers on one model."""
+    """Compare EESD with llama.cpp, OpenVINO GenAI and onnxruntime-genai on one GGUF file."""
 
 
 def pairs(name: str, given: tuple[str, ...]) -> dict[str, str]:
@@ -44,31 +44,23 @@ def pairs(name: str, given: tuple[str, ...]) -> dict[str, str]:
 
 
 @main.command("convert", context_settings=cli.HELP)
-@click.option("--model", type=cli.PATH, help="GGUF file, or directory with a checkpoint and tokenizer.json.")
-@click.option("--shape", type=click.Choice(list(SHAPES)), help="Made-up weights of this shape, instead of a model.")
+@click.option("--model", type=cli.PATH, required=True, help="GGUF file.")
 @click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Work directory; what it has already is kept.")
 @click.option("--type", "types", type=click.Choice(TYPES), multiple=True, help="Also make a file of this type; repeatable.")
 @click.option("--peer-python", type=cli.NAME, default=sys.executable, show_default=False, help=f"{PYTHON}  [default: this one]")
-@click.option("--exit-head", type=cli.PATH, help="Directory of a trained exit head.  [default: the model directory]")
-@click.option("--exit-layer", type=COUNT, help="Layers before the exit.  [default: of the exit head, or a quarter]")
+@click.option("--exit-head", type=cli.PATH, help="Directory of a trained exit head.")
+@click.option("--exit-layer", type=COUNT, help="Layers before the exit.  [default: of the exit head]")
 @click.option("--max-seq-len", type=click.IntRange(2, 10**6), help="Slots of EESD's KV cache, as in eesd-export.")
 @click.option("--only", multiple=True, help=f"{ONLY} Such as 'llama.cpp*'.")
 @click.option("--timeout", type=COUNT, default=3600, help="Seconds of one conversion.")
-def convert_command(
-    model: Path | None, shape: str | None, output: Path, types: tuple[str, ...], peer_python: str, **given: Any
-) -> None:
+def convert_command(model: Path, output: Path, types: tuple[str, ...], peer_python: str, **given: Any) -> None:
     """Write one model in the forms that the peers read."""
-    if (model is None) == (shape is None):
-        raise EESDError("Give either --model or --shape.")
+    if not model.is_file():
+        raise EESDError(f"{model} is not a file; give a GGUF file.")
+    layer, head = exit_layer(given["exit_layer"], given["exit_head"])
     output.mkdir(parents=True, exist_ok=True)
-    if model is None:
-        model = output / MADE_UP
-        if not model.exists():
-            with directory_written_whole(model) as temporary:
-                write_checkpoint(temporary, str(shape))
-    layer, head = exit_layer(model, given["exit_layer"], given["exit_head"])
     sizes = ["--max-seq-len", str(given["max_seq_len"])] if given["max_seq_len"] else []
-    names = variants(model, types)
+    names = variants(types)
     wanted = chosen(names, given["only"])
     work = Work(str(model.resolve()), peer_python, layer)
     if (output / "work.json").exists():
@@ -88,7 +80,7 @@ def convert_command(
 @click.option("--eesd", multiple=True, metavar="NAME=DIR", help=f"Engine directory; NAME begins with {', '.join(GROUPS)}.")
 @click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
 @click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf*'.")
-@click.option("--prompts", type=cli.PATH, default=PROMPTS, help="JSON lines with prompt, turns or tokens, or a text.")
+@click.option("--prompts", type=cli.PATH, default=PROMPTS, help="Prompts, as eesd-bench takes them.")
 @click.option("--short", type=NUMBER, default=4, help="Number of short prompts.")
 @click.option("--short-tokens", type=COUNT, default=64, help="Tokens of a short prompt.")
 @click.option("--long", type=NUMBER, default=2, help="Number of long prompts.")
@@ -100,7 +92,7 @@ def convert_command(
 )
 @click.option("--processes", type=COUNT, default=3, help="Fresh processes of each contestant.")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]")
-@click.option("--quality-text", type=cli.PATH, help="Held-out text: text, JSON lines, or a JSON list of token ids.")
+@click.option("--quality-text", type=cli.PATH, help="Held-out text, or JSON lines.")
 @click.option("--quality-tokens", type=COUNT, default=4096, help="Most tokens of it.")
 @click.option("--window", type=click.IntRange(2, 10**6), default=512, help="Tokens of a window of it.")
 @click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
@@ -113,9 +105,9 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
         raise EESDError(f"{output} exists; give --resume, --overwrite or another --output.")
     everybody = record.contestants(work, {name: Path(path) for name, path in pairs("--eesd", given["eesd"]).items()})
     names = chosen([c.name for c in everybody], given["only"])
-    encoder = read_encoder(Path(record.model), [Path(c.path) for c in everybody if c.peer == EESD])
+    encoder = read_encoder([Path(c.path) for c in everybody if c.peer == EESD])
     lengths = {kind: (given[kind], given[f"{kind}_tokens"]) for kind in KINDS}
-    prompts = choose_prompts(read_texts(given["prompts"], encoder), lengths, given["prompts"])
+    prompts = choose_prompts(encoded_texts(given["prompts"], encoder), lengths, given["prompts"])
     if not prompts and given["quality_text"] is None:
         raise EESDError("There is nothing to measure; give --short, --long or --quality-text.")
     text, window = given["quality_text"], given["window"]
@@ -124,7 +116,7 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
         given["max_new_tokens"], lengths["short"], lengths["long"], given["processes"], given["threads"] or cores(),
         str(given["prompts"]), str(text) if text is not None else None, given["quality_tokens"], window, lengths["longest"],
     )  # fmt: skip
-    model = {"name": Path(record.model).name, "exit_layer": record.exit_layer}
+    model = {"name": Path(record.model).name}
     result = Result(options.to_dict(), model, [c for c in everybody if c.name in names], prompts)
     result.sizes = {f"{c.peer} {c.variant}": directory_bytes(Path(c.path)) for c in result.contestants}
     result.skipped = {name: f"not converted: {reason}" for name, reason in record.skipped.items()}

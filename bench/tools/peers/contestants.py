@@ -24,13 +24,11 @@ class Peer:
     Attributes:
         worker: Its file in ``workers/``.
         modes: Ways to decode besides plainly.
-        converts: Whether it needs the model in a form of its own.
         extra: Variants besides one for each group, and the group of each.
     """
 
     worker: str
     modes: tuple[str, ...]
-    converts: bool = True
     extra: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -39,7 +37,6 @@ PEERS = {
     EESD: Peer("eesd_peer.py", ("drafting",)),
     "OpenVINO": Peer("openvino_peer.py", ("lookup",)),
     "ort-genai": Peer("ort_genai_peer.py", ("lookup",), extra={f"{GGUF}-int8": GGUF}),
-    "transformers": Peer("transformers_peer.py", ("lookup", "early-exit"), converts=False),
 }
 """llama.cpp comes first: its quantizer makes the files that the others read."""
 

@@ -17,10 +17,6 @@ from eesd.common.json_input import read_json_object
 
 RECORD = "work.json"
 REMEDY = "make it with: python -m eesd.bench.tools.peers convert"
-MADE_UP = "checkpoint"
-"""Name of a checkpoint with made-up weights in the work directory."""
-EXIT_SHARE = 4
-"""Without an exit head, the exit is behind this fraction of the layers."""
 
 
 @dataclass
@@ -28,7 +24,7 @@ class Work:
     """The record of a work directory.
 
     Attributes:
-        model: The checkpoint: a directory, or a GGUF file.
+        model: The GGUF file.
         python: The interpreter that has the peers.
         exit_layer: Layers before the exit.
         made: By variant (``llama.cpp F32``): seconds of the conversion, bytes of the result.
@@ -67,10 +63,6 @@ class Work:
         for peer, variant in made:
             if peer != EESD:
                 found += of_variant(peer, variant, group_of(variant), variant_dir(directory, peer, variant))
-        if not Path(self.model).is_file():
-            found += [
-                c for name, peer in PEERS.items() if not peer.converts for c in of_variant(name, F32, F32, Path(self.model))
-            ]
         return found
 
 
@@ -84,27 +76,23 @@ def directory_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def variants(model: Path, types: Sequence[str]) -> list[str]:
+def variants(types: Sequence[str]) -> list[str]:
     """All conversions of a model, in order: float32, which judges the quality; the file itself; files of other types."""
-    groups = [F32, *([GGUF] if model.is_file() else []), *types]
-    peers = {name: peer for name, peer in PEERS.items() if peer.converts}
-    found = [f"{name} {group}" for group in groups for name in peers]
-    return found + [f"{name} {extra}" for name, peer in peers.items() for extra, of in peer.extra.items() if of in groups]
+    groups = [F32, GGUF, *types]
+    found = [f"{name} {group}" for group in groups for name in PEERS]
+    return found + [f"{name} {extra}" for name, peer in PEERS.items() for extra, of in peer.extra.items() if of in groups]
 
 
-def exit_layer(model: Path, given: int | None, exit_head: Path | None) -> tuple[int, list[str]]:
-    """Layers before the exit, and the options that ``eesd-export`` needs for it: none if the model has an exit head."""
-    head = (exit_head or model) / "exit_head.json"
-    if given is None and (exit_head or head.exists()):
-        options = ["--exit-head", str(exit_head)] if exit_head else []
-        return int(read_json_object(head, "train the exit head again")["layer"]), options
-    if given is None and model.is_file():
-        raise EESDError(f"{model} has no exit head; give --exit-head or --exit-layer.")
+def exit_layer(given: int | None, exit_head: Path | None) -> tuple[int, list[str]]:
+    """Layers before the exit, and the options that ``eesd-export`` needs for it."""
     if given is not None:
         return given, ["--exit-layer", str(given)]
-    layers = read_json_object(model / "config.json", "give a directory with a checkpoint")["num_hidden_layers"]
-    layer = max(1, layers // EXIT_SHARE)
-    return layer, ["--exit-layer", str(layer)]
+    if exit_head is None:
+        raise EESDError("The file has no exit head; give --exit-head or --exit-layer.")
+    return int(read_json_object(exit_head / "exit_head.json", "train the exit head again")["layer"]), [
+        "--exit-head",
+        str(exit_head),
+    ]
 
 
 def convert(
@@ -175,7 +163,7 @@ def _export(work: Work, directory: Path, variant: str, head: list[str], sizes: l
     else:
         source, options = str(file_of(work, directory, variant)), ["--exit-layer", str(work.exit_layer)]
     # The export of a whole model is checked, those of its quantizations are not: that takes as long again.
-    if group_of(variant) not in (F32, GGUF) or Path(work.model).name == MADE_UP:
+    if group_of(variant) not in (F32, GGUF):
         sizes = [*sizes, "--no-check"]
     command = [sys.executable, "-m", "eesd.export.cli", "--model", source, "--output", str(output), *options, *sizes]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

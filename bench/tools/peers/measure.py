@@ -216,7 +216,6 @@ class Comparison:
             "mode": contestant.mode,
             "threads": self.options.threads,
             "slots": self.options.slots,
-            "exit_layer": self.result.model["exit_layer"],
         }
         seconds: float = process.ask("load", path=contestant.path, options=settings)["seconds"]
         return seconds

@@ -41,12 +41,11 @@ def _log_softmax(logits: Logits) -> Logits:
 
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
-    """Whose logits are float32: EESD's, or those of transformers. Raises :class:`EESDError` if neither is there."""
-    for peer in (EESD, "transformers"):
-        for c in contestants:
-            if c.peer == peer and c.is_plain and c.group == F32:
-                return c
-    raise EESDError("The quality needs a float32 reference; convert EESD F32.")
+    """Whose logits are float32: EESD's. Raises :class:`EESDError` if it is not there."""
+    found = next((c for c in contestants if c.peer == EESD and c.is_plain and c.group == F32), None)
+    if found is None:
+        raise EESDError("The quality needs a float32 reference; convert EESD F32.")
+    return found
 
 
 class Judge:

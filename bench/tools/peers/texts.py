@@ -3,45 +3,24 @@
 from pathlib import Path
 from typing import Any
 
+from eesd.bench.measure.tasks import read_texts
 from eesd.bench.tools.peers.results import Prompt
 from eesd.common.errors import EESDError
-from eesd.common.json_input import json_lines, read_json, read_text
-
-REMEDY = "give a text, or JSON lines with prompt, turns or tokens"
 
 
-def read_encoder(model: Path, engines: list[Path]) -> Any:
-    """The checkpoint's tokenizer. That of a GGUF file is beside its engines."""
+def read_encoder(engines: list[Path]) -> Any:
+    """The tokenizer of the model, which lies beside its engines."""
     from tokenizers import Tokenizer
 
-    paths = [directory / "tokenizer.json" for directory in ([model] if not model.is_file() else engines)]
-    path = next((path for path in paths if path.exists()), None)
+    path = next((path for directory in engines if (path := directory / "tokenizer.json").exists()), None)
     if path is None:
-        raise EESDError(f"{model} has no tokenizer.json; give one that has it, or convert the GGUF file for EESD.")
+        raise EESDError("No engine directory of EESD has a tokenizer.json; convert the GGUF file for EESD, or give --eesd.")
     return Tokenizer.from_file(str(path))
 
 
-def read_texts(path: Path, encoder: Any) -> list[list[int]]:
-    """Token ids of each text of a file: JSON lines with ``prompt``, ``turns`` or ``tokens``, or one text.
-
-    Raises:
-        EESDError: The file holds nothing of these.
-    """
-    if not path.is_file():
-        raise EESDError(f"{path} is no file; {REMEDY}.")
-    if path.suffix != ".jsonl":
-        return [encoder.encode(read_text(path, REMEDY), add_special_tokens=False).ids]
-    found = []
-    for number, row in json_lines(read_text(path, REMEDY), str(path), REMEDY):
-        value = next((row[key] for key in ("tokens", "prompt", "turns") if key in row), None) if isinstance(row, dict) else None
-        if isinstance(value, list) and value and isinstance(value[0], str):
-            value = value[0]
-        if isinstance(value, str):
-            value = encoder.encode(value, add_special_tokens=False).ids
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise EESDError(f"{path}, line {number}, has no prompt; {REMEDY}.")
-        found.append(value)
-    return found
+def encoded_texts(path: Path, encoder: Any) -> list[list[int]]:
+    """Token ids of the first part of each text of a file; see :func:`~eesd.bench.measure.tasks.read_texts`."""
+    return [encoder.encode(parts[0], add_special_tokens=False).ids for _, parts in read_texts(path)]
 
 
 def choose_prompts(texts: list[list[int]], wanted: dict[str, tuple[int, int]], source: Path) -> list[Prompt]:
@@ -80,7 +59,7 @@ def read_windows(path: Path, encoder: Any, count: int, window: int) -> list[list
     """Held-out text in whole windows.
 
     Args:
-        path: A text, JSON lines, or a JSON list of token ids.
+        path: A text, or JSON lines.
         encoder: The tokenizer.
         count: Most tokens to use.
         window: Tokens of a window.
@@ -88,13 +67,7 @@ def read_windows(path: Path, encoder: Any, count: int, window: int) -> list[list
     Raises:
         EESDError: There is less than one window.
     """
-    if path.suffix == ".json":
-        tokens = read_json(path, "give a list of token ids")
-        if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
-            raise EESDError(f"{path} is not a list of token ids; give one, or a text.")
-    else:
-        tokens = [token for text in read_texts(path, encoder) for token in text]
-    tokens = tokens[:count]
+    tokens = [token for text in encoded_texts(path, encoder) for token in text][:count]
     if len(tokens) < window:
         raise EESDError(f"{path} has {len(tokens)} tokens; a window needs {window}.")
     return [tokens[start : start + window] for start in range(0, len(tokens) - window + 1, window)]

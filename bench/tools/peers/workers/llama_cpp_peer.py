@@ -1,7 +1,6 @@
 """llama.cpp by llama-cpp-python. Plain decoding calls llama.cpp directly; prompt lookup is that of llama-cpp-python."""
 
 import ctypes
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -10,124 +9,27 @@ PACKAGE = "llama-cpp-python"
 FILE = "model.gguf"
 LOOKUP_TOKENS = 2
 """What its documentation advises for machines without a GPU."""
-LEAST_TOKENIZER: dict[str, Any] = {
-    "model": {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]},
-    "added_tokens": [],
-}
-"""llama.cpp loads no model without a tokenizer; made-up weights have none."""
 
 
 def convert(model: str, output: str, variant: str) -> None:
     """Write the model as GGUF of a type, by llama.cpp's quantizer, without an importance matrix; a given file as ``gguf``.
 
-    The quantizer reads any GGUF file, and turns its values to float32 first. A checkpoint is written as such a file.
+    The quantizer reads any GGUF file, and turns its values to float32 first.
     """
     directory = Path(output)
     directory.mkdir(parents=True, exist_ok=True)
-    file, source = directory / FILE, Path(model)
+    file = directory / FILE
     if variant == "gguf":
-        file.symlink_to(source)
+        file.symlink_to(model)
         return
     import llama_cpp
 
-    if source.is_dir():
-        source = directory / "whole.gguf"
-        write_gguf(Path(model), source)
     llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
     params = llama_cpp.llama_model_quantize_default_params()
     params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32 if variant == "F32" else getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{variant}")
     params.allow_requantize, params.nthread = True, 2
-    if llama_cpp.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(params)):
+    if llama_cpp.llama_model_quantize(model.encode(), str(file).encode(), ctypes.byref(params)):
         raise RuntimeError("llama_model_quantize failed")
-    if source.parent == directory:
-        source.unlink()
-
-
-def write_gguf(model: Path, output: Path) -> None:
-    """Write a Llama checkpoint as GGUF: float16 where the checkpoint is, else float32.
-
-    The tokenizer is written as far as llama.cpp needs it to load: the benchmark gives token ids.
-    """
-    import gguf
-
-    config = json.loads((model / "config.json").read_text("utf-8"))
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if config["model_type"] != "llama" or rope.get("rope_type", "default") != "default" or config.get("attention_bias"):
-        raise RuntimeError(f"this converter writes plain Llamas; convert with llama.cpp's convert_hf_to_gguf.py to {FILE}")
-    heads, kv_heads = config["num_attention_heads"], config.get("num_key_value_heads") or config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(output, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.get("rope_theta") or rope.get("rope_theta") or 10000.0)
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    add_tokenizer(writer, model, config)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    for name, tensor in read_tensors(model):
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.get("tie_word_embeddings")):
-            continue
-        if name.endswith(("q_proj.weight", "k_proj.weight")):
-            tensor = interleave(tensor, heads if "q_proj" in name else kv_heads)
-        own_name = names.get_name(name, try_suffixes=(".weight",))
-        assert own_name is not None
-        writer.add_tensor(own_name, tensor if tensor.ndim > 1 else tensor.astype("float32"))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
-def add_tokenizer(writer: Any, model: Path, config: dict[str, Any]) -> None:
-    """Vocabulary and merges of ``tokenizer.json``, if the model has one; ids without a token get a placeholder."""
-    import gguf
-
-    path = model / "tokenizer.json"
-    stored = json.loads(path.read_text("utf-8")) if path.exists() else LEAST_TOKENIZER
-    tokens = [f"[UNUSED{index}]" for index in range(config["vocab_size"])]
-    types = [gguf.TokenType.UNUSED] * config["vocab_size"]
-    for token, index in stored["model"]["vocab"].items():
-        tokens[index], types[index] = token, gguf.TokenType.NORMAL
-    for added in stored["added_tokens"]:
-        if added["id"] < len(tokens):
-            tokens[added["id"]], types[added["id"]] = added["content"], gguf.TokenType.CONTROL
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in stored["model"].get("merges", [])]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(tokens)
-    writer.add_token_types(types)
-    writer.add_token_merges(merges)
-    for name, add in (("bos_token_id", writer.add_bos_token_id), ("eos_token_id", writer.add_eos_token_id)):
-        if isinstance(config.get(name), int):
-            add(config[name])
-
-
-def read_tensors(model: Path) -> Any:
-    """Name and array of each weight of the checkpoint; bfloat16, which numpy has not, in float32."""
-    import torch
-    from safetensors import safe_open
-
-    index = model / "model.safetensors.index.json"
-    whole = {"weight_map": {"": "model.safetensors"}}
-    files = json.loads(index.read_text("utf-8")) if index.exists() else whole
-    for file in sorted(set(files["weight_map"].values())):
-        with safe_open(model / file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dictionary)
-                tensor = tensors.get_tensor(name)
-                yield name, (tensor if tensor.dtype == torch.float16 else tensor.to(torch.float32)).numpy()
-
-
-def interleave(weight: Any, heads: int) -> Any:
-    """Reorder the rows of a head: GGUF has the two rows that rotate together side by side, Hugging Face half a head apart."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
 def load(path: str, options: dict[str, Any]) -> "Plain | Lookup":
