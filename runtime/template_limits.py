@@ -1,9 +1,9 @@
 """Jinja's sandbox with limits: a chat template can neither hang a process nor fill its memory.
 
 Templates come with weights, which the user trusts, and no request brings one. So Jinja's own sandbox keeps them from files and
-from Python's insides. What remains is a loop or a text without an end. Steps and the sizes of new values are counted; an
-operation that can make much out of little is refused before it runs if that would be more than what is left.
-Work is counted, not timed, so the same template is refused on every machine; a deadline stops what is merely slow.
+from Python's insides. What remains is a loop or a text without an end. Steps and sizes of new values are counted. An operation
+that multiplies is refused before it runs if its result could be larger than the work that is left.
+Work is counted, not timed, so each machine refuses the same templates; a deadline stops what is merely slow.
 """
 
 import re
@@ -13,7 +13,6 @@ from functools import wraps
 from typing import Any
 
 from jinja2 import nodes
-from jinja2.filters import make_attrgetter
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
@@ -27,16 +26,16 @@ MAX_WORK, STEP = 1 << 26, 64
 MAX_SECONDS = 10.0
 MAX_DEPTH = 100
 """Deepest nesting of containers. Python recurses over them, in places without a check of its own."""
-MAX_NUMBER = 10_000
-"""Largest number for a method or filter of :data:`WIDENING`, bits that ``*`` and ``**`` make, and width of a format."""
-WIDENING = {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "round", "slice", "tojson", "zfill"}
-"""Methods and filters that make as much as a number says, at most for each character that they are given."""
-QUADRATIC = {"pprint", "striptags", "translate", "urlize", "wordwrap", "xmlattr"}
-"""Methods and filters whose time or result can grow with the square of what they are given."""
-ITERATING = {"join", "map", "reject", "rejectattr", "select", "selectattr", "sum"}
-"""Filters that do something with each item of what they are given."""
+LACKING = {"encode", "format_map", "pprint", "striptags", "sum", "to_bytes", "translate", "urlize", "wordwrap", "xmlattr"}
+"""Filters and methods that templates do not have: their time or result can grow with the square of their input."""
+MULTIPLYING = {"batch", "center", "expandtabs", "format", "indent", "join", "ljust", "replace", "rjust", "round", "slice"}
+MULTIPLYING |= {"tojson", "zfill"}
+"""Filters and methods that make at most the size of the value times the numbers and sizes of the arguments."""
+ITERATING = {"join", "map", "reject", "rejectattr", "select", "selectattr"}
+"""Filters that go through the items of their input, perhaps without a result."""
+WIDEST = 9999
 _TOO_WIDE = re.compile(r"%(\(\w*\))?[-+ #0]*\d*\.?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)|\{\w*[.\[]")
-"""A place of a format that is wider than 9,999, or as wide as an argument says, or shows a part of an argument."""
+"""A place of a format that is wider than :data:`WIDEST`, or as wide as an argument says, or shows a part of an argument."""
 _TURNS, _KEEP = "turns of a loop", "keep a value"
 """Filters that no template can name."""
 
@@ -60,8 +59,9 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(**options, optimized=False)
         self._left, self._deadline = MAX_WORK, time.monotonic() + MAX_SECONDS
         del self.globals["lipsum"]  # random text without a limit
-        limited = {name: self._limited(name, function) for name, function in {**self.filters, **filters}.items()}
-        self.filters = {**limited, _TURNS: self._turns, _KEEP: self._keep}
+        known = {name: function for name, function in {**self.filters, **filters}.items() if name not in LACKING}
+        self.filters = {name: self._limited(name, function) for name, function in known.items()}
+        self.filters |= {_TURNS: self._turns, _KEEP: self._keep}
 
     def parse(self, source: str, *names: Any) -> nodes.Template:
         """Parse a template into one that counts its work. Raises ``TemplateSyntaxError`` if it is none."""
@@ -73,27 +73,27 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         """Join the text of a template, a macro or a block. Jinja calls this, too."""
         return "".join(map(self._keep, pieces))
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Whether a template may use an attribute. Jinja calls this for each."""
+        return attr not in LACKING and super().is_safe_attribute(obj, attr, value)
+
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function, a macro or a method. Jinja calls this for every call in a template."""
         name, owner = getattr(__obj, "__name__", ""), getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        if isinstance(owner, (str, int)):
-            if name == "join" and args:
-                args = (list(__self._turns(args[0])),)
-                __self._before(name, args[0], [owner])
-            else:
-                __self._before(name, owner, [*args, *kwargs.values()])
+        if name in MULTIPLYING and isinstance(owner, str):
+            if name == "join":
+                args = tuple(list(__self._turns(items)) for items in args)
+            __self._before(name, owner, [*args, *kwargs.values()])
         return __self._keep(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator that can make more than it is given."""
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
-            _check(bits <= MAX_NUMBER, "computes a number that is too large")
-        elif operator == "*":
-            count, item = (left, right) if isinstance(left, int) else (right, left)
-            self._need(count * (STEP + self._size(item)) if isinstance(count, int) else 0)
-        elif operator == "%" and isinstance(left, str):
+        if operator == "%" and isinstance(left, str):
             self._before("format", left, [right])
+        elif operator == "*" and isinstance(left, int):
+            self._before(operator, right, [left])
+        elif operator in ("*", "**"):
+            self._before(operator, left, [right])
         return self._keep(super().call_binop(context, operator, left, right))
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,38 +106,33 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             if name in ITERATING and isinstance(value, Iterable):
                 value = self._turns(value)
             if name == "join":
-                value = list(map(make_attrgetter(self, kwargs.pop("attribute", None)), value))
-            self._before(name, value, [*others, *kwargs.values()])
+                _check(len(others) < 2 and "attribute" not in kwargs, "joins an attribute, which only map(attribute=...) may read")
+                value = list(value)
+            if name in MULTIPLYING:
+                self._before(name, value, [*others, *kwargs.values()])
             return self._keep(function(*first, value, *others, **kwargs))
 
         return limited
 
     def _before(self, name: str, value: Any, given: Sequence[Any]) -> None:
-        """Check a method or a filter before it runs on ``value`` with what else it is given."""
-        if name in WIDENING:
-            widest = max((abs(number) for number in given if isinstance(number, int)), default=1)
-            _check(widest <= MAX_NUMBER, f"gives {name} a number above {MAX_NUMBER}")
-            self._need(widest * self._size([value, *given]))
-        elif name in QUADRATIC:
-            self._need(self._size([value, *given]) ** 2)
-        elif name in ("format", "format_map"):
+        """Refuse an operation that multiplies ``value`` by the arguments ``given`` into more than what is left."""
+        size, counts = self._size(value), name == "**" or not isinstance(value, int)
+        factor = 1 + sum(abs(one) if counts and isinstance(one, int) else self._size(one) for one in given)
+        if name == "format":
             _check(not _TOO_WIDE.search(str(value).replace("{{", "")), "formats a value too widely")
-            self._need((str(value).count("%") + str(value).count("{")) * (MAX_NUMBER + self._size(given)))
+            work = (str(value).count("%") + str(value).count("{")) * (WIDEST + self._size(given))
         elif name == "replace":
             old, new = map(str, given[:2])
-            self._need(max(str(value).count(old) * len(new), str(value).count(new) * len(old)))  # they may have names
-        elif name == "join":
-            _check(len(given) < 2, "joins an attribute that it does not name")
-            self._need(self._size(value) + len(value) * sum(len(str(between)) for between in given))
+            work = max(str(value).count(old) * len(new), str(value).count(new) * len(old))  # they may have names
         else:
-            _check(name not in ("encode", "to_bytes"), "makes bytes")  # their methods are those of texts again
-            _check(name != "sum" or not any(isinstance(start, (list, tuple)) for start in given), "adds up lists")
+            work = (size + (STEP if name == "*" else 1)) * factor
+        self._need(work)
 
     def _size(self, value: Any, depth: int = 0) -> int:
-        """Size of a value as it would be printed: what a list holds twice counts twice."""
+        """Size of a value as it would be printed: what a list holds twice counts twice. A number counts its bits."""
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
-        if isinstance(value, str):
-            return len(value)
+        if isinstance(value, (str, int)):
+            return len(value) if isinstance(value, str) else value.bit_length()
         if not isinstance(value, (Mapping, KeysView, ItemsView, ValuesView, list, tuple, set, range)):
             return 0
         size, items = STEP * len(value), () if isinstance(value, range) else value
@@ -166,28 +161,17 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Counts what the sandbox has no hook for: the turns of loops, and the values of other operators."""
+    """Counts what the sandbox has no hook for: the turns of loops, and values that brackets, ``~`` and macros make."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = _filtered(node.iter, _TURNS)
-        return node
-
-    def visit_Concat(self, node: nodes.Node) -> nodes.Node:
-        counted: nodes.Node = _filtered(self.generic_visit(node), _KEEP)
-        return counted
-
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
-        return self.visit_Concat(node) if isinstance(node.arg, nodes.Slice) else self.generic_visit(node)
-
-    def visit_Name(self, node: nodes.Name) -> nodes.Node:
-        return _filtered(node, _KEEP) if node.name in ("varargs", "kwargs") and node.ctx == "load" else node
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        return self.visit_Concat(node) if node.ctx == "load" else self.generic_visit(node)
-
-    visit_List = visit_Dict = visit_Concat
-
-
-def _filtered(node: Any, name: str) -> Any:
-    return nodes.Filter(node, name, [], [], None, None).set_lineno(node.lineno)
+    def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
+        super().generic_visit(node, *args, **kwargs)
+        if isinstance(node, nodes.For):
+            node.iter = nodes.Filter(node.iter, _TURNS, [], [], None, None).set_lineno(node.lineno)
+        makes = (
+            isinstance(node, (nodes.Concat, nodes.Dict, nodes.List, nodes.Tuple))
+            or (isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice))
+            or (isinstance(node, nodes.Name) and node.name in ("varargs", "kwargs"))
+        )
+        if not makes or getattr(node, "ctx", "load") != "load":
+            return node
+        return nodes.Filter(node, _KEEP, [], [], None, None).set_lineno(node.lineno)
