@@ -21,7 +21,7 @@ from eesd.common.terminal import Progress, notice, progress
 from eesd.export import plans
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.memory import build_memory, estimate_memory
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build
 from eesd.runtime.engines.trt_flavours import capabilities_for
 
@@ -169,7 +169,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
         _skip_check(f"the reference needs about {needed / 1e9:.0f} GB of memory; try an export with --layers")
         return
     cosines = compare_engines(
-        open_engines(directory, manifest, "tensorrt", None, manifest.exit_head.can_draft), directory, manifest
+        open_engines(directory, manifest, EngineOptions("tensorrt", None, manifest.exit_head.can_draft)), directory, manifest
     )
     least = LEAST_COSINE[manifest.dtype]
     for name, cosine in cosines.items():

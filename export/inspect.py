@@ -17,7 +17,7 @@ from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read
 from eesd.export.predict import predict as predict_calls
-from eesd.runtime.engines.backends import BACKENDS, open_engines
+from eesd.runtime.engines.backends import BACKENDS, EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build, find_build
 from eesd.runtime.engines.exactness import Exactness
 
@@ -144,7 +144,9 @@ def check_exactness(directory: Path, manifest: Manifest, backend: str, threads: 
     exactness = Exactness(manifest)
     with progress_bar("comparing bits", exactness.layouts * len(threads)) as advance:
         for count in threads:
-            exactness.check(open_engines(directory, manifest, backend, count, draft=False).verify, lambda: advance(1))
+            exactness.check(
+                open_engines(directory, manifest, EngineOptions(backend, count, draft=False)).verify, lambda: advance(1)
+            )
     return exactness
 
 

@@ -11,7 +11,7 @@ from eesd.common.machine_report import describe
 from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.terminal import Console, Table
-from eesd.runtime.engines.backends import FOR_GPUS, onnxruntime_problem, onnxruntime_versions, open_engines
+from eesd.runtime.engines.backends import FOR_GPUS, EngineOptions, onnxruntime_problem, onnxruntime_versions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build, find_build
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.trt_flavours import library_version, supported_capabilities
@@ -56,7 +56,7 @@ def main(engine_dir: Path | None, as_json: bool) -> None:
 def engines(directory: Path) -> dict[str, str]:
     """Whether a directory's logits are the same bits here for every number of tokens in a call."""
     manifest = load_manifest(directory)
-    opened = open_engines(directory, manifest, "auto", None, draft=False)
+    opened = open_engines(directory, manifest, EngineOptions("auto", None, draft=False))
     exactness = Exactness(manifest)
     exactness.check_quickly(opened.verify)
     found = {"logits of calls of different sizes": str(exactness.chains)}

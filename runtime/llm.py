@@ -33,7 +33,7 @@ from eesd.runtime.decoding.round import Drafter, Drafting
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
-from eesd.runtime.engines.backends import Engines, open_engines
+from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import Constraint, Generation, Request, TokenLogprob, Update
@@ -193,7 +193,7 @@ def load(
         generation_config: ``auto`` takes the sampling options of the model's ``generation_config.json`` where a request gives
             none; ``none`` does not.
         exact: Whether drafting may change no bit of a logit, also in trees and on a GPU; see
-            :func:`~eesd.runtime.engines.backends.open_engines`. Default: where that costs little. Where it does not hold,
+            :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: where that costs little. Where it does not hold,
             requests of a batch on a GPU may change each other's last bits.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. Default: int8.
         kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. Default: float32.
@@ -208,15 +208,13 @@ def load(
     directory = check_path("engine_dir", engine_dir, "the output directory of eesd-export")
     check_flag("verify_hashes", verify_hashes)
     check_flag("plain_content", plain_content)
-    if exact is not None:
-        check_flag("exact", exact)
     check_choice("generation_config", generation_config, GENERATION_CONFIGS)
     check_integer("prefix_memory", prefix_memory, 0, 2**62)
     manifest = load_manifest(directory)
     if verify_hashes:
         verify_files(directory, manifest)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts and manifest.exit_head.can_draft
-    engines = open_engines(directory, manifest, backend, threads, draft, exact, activations, kv_cache_dtype)
+    engines = open_engines(directory, manifest, EngineOptions(backend, threads, draft, exact, activations, kv_cache_dtype))
     default = models_sampling(directory) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default, prefix_memory, plain_content)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while

@@ -8,7 +8,7 @@ Work is counted, not timed, so each machine refuses the same templates; a deadli
 
 import re
 import time
-from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -106,7 +106,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             if name in ITERATING and isinstance(value, Iterable):
                 value = self._turns(value)
             if name == "join":
-                _check(len(others) < 2 and "attribute" not in kwargs, "joins an attribute, which only map(attribute=...) may read")
+                _check(len(others) < 2 and "attribute" not in kwargs, "joins an attribute of its items")
                 value = list(value)
             if name in MULTIPLYING:
                 self._before(name, value, [*others, *kwargs.values()])
@@ -131,12 +131,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _size(self, value: Any, depth: int = 0) -> int:
         """Size of a value as it would be printed: what a list holds twice counts twice. A number counts its bits."""
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
-        if isinstance(value, (str, int)):
-            return len(value) if isinstance(value, str) else value.bit_length()
-        if not isinstance(value, (Mapping, KeysView, ItemsView, ValuesView, list, tuple, set, range)):
-            return 0
-        size, items = STEP * len(value), () if isinstance(value, range) else value
-        for item in [*value, *value.values()] if isinstance(value, Mapping) else items:
+        if isinstance(value, int):
+            return value.bit_length()
+        if isinstance(value, str) or not isinstance(value, Collection):
+            return len(value) if isinstance(value, str) else 0
+        size = STEP * len(value)
+        for item in () if isinstance(value, range) else [*value, *value.values()] if isinstance(value, Mapping) else value:
             size += self._size(item, depth + 1)
             self._need(size)
         return size

@@ -24,7 +24,7 @@ from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.backends import ACTIVATIONS, Engines, open_engines
+from eesd.runtime.engines.backends import ACTIVATIONS, EngineOptions, Engines, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.llm import LLM, Speculation
 from eesd.runtime.request import MAX_LOGPROBS, Generation, Request, Update
@@ -79,7 +79,7 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
     """An engine directory with these kernels; "" for a backend without a choice of kernels or activations."""
     manifest = load_manifest(directory)
     if not kernels:
-        return LLM(directory, manifest, open_engines(directory, manifest, backend, threads, True), None)
+        return LLM(directory, manifest, open_engines(directory, manifest, EngineOptions(backend, threads, True)), None)
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 

@@ -25,7 +25,7 @@ from eesd.common.manifest import Manifest
 from eesd.common.manifest_reader import load_manifest
 from eesd.common.markdown import table
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
-from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, Engines, default_threads, open_engines
+from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, EngineOptions, Engines, default_threads, open_engines
 from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM
@@ -133,7 +133,7 @@ def measure(
         raise EESDError(f"{directory} has a KV cache of {manifest.max_seq_len} slots; give --behind fewer tokens.")
     threads = threads or default_threads()
     per_second = bandwidth(torch_sees_gpu(), threads, max(repeats // 3, 3))
-    engines = open_engines(directory, manifest, backend, threads, True, kv_cache_dtype=kv_cache_dtype)
+    engines = open_engines(directory, manifest, EngineOptions(backend, threads, True, kv_cache_dtype=kv_cache_dtype))
     return {
         "bandwidth": per_second,
         "machine": describe_machine(),

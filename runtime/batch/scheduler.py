@@ -12,7 +12,7 @@ from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.load_policy import LoadPolicy
 from eesd.runtime.decoding.round import ALONE, Policy, PromptPiece, Round, run_round
 from eesd.runtime.engines.base import KVCache
-from eesd.runtime.engines.exactness import check_rows
+from eesd.runtime.engines.row_check import check_rows
 from eesd.runtime.llm import LLM
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import ConstraintError, Generation, Request, Update

@@ -7,12 +7,11 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from eesd.common.checks import check_choice, check_integer
+from eesd.common.checks import check_choice, check_flag, check_integer
 from eesd.common.errors import EESDError
 from eesd.common.machine import cores, installed, ranks, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
-from eesd.runtime.engines.exactness import Exactness
 
 MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
@@ -20,11 +19,6 @@ ACTIVATIONS = ("int8", "float32")
 """What quantized weights are multiplied by on the CPU."""
 KV_CACHE_DTYPES = ("float32", "float16")
 """Element types of the KV cache on the CPU."""
-INEXACT = (
-    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so it runs quantized weights and "
-    "activations in float32: slower and larger, but drafting does not change tokens."
-)
-"""Notice for a quantized directory."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 """What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one may be installed."""
@@ -59,39 +53,10 @@ class Engines(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Opening:
-    """How to open engines.
+class EngineOptions:
+    """How to open the engines of a directory.
 
     Attributes:
-        threads: CPU threads of an engine.
-        draft: Whether to load the draft engine.
-        exact: See :func:`open_engines`.
-        activations: A name in :data:`ACTIVATIONS`; None: the default.
-        kv_cache_dtype: A name in :data:`KV_CACHE_DTYPES`; None: the default.
-    """
-
-    threads: int
-    draft: bool
-    exact: bool | None = None
-    activations: str | None = None
-    kv_cache_dtype: str | None = None
-
-
-def open_engines(
-    directory: Path,
-    manifest: Manifest,
-    backend: str,
-    threads: int | None,
-    draft: bool,
-    exact: bool | None = None,
-    activations: str | None = None,
-    kv_cache_dtype: str | None = None,
-) -> Engines:
-    """Load the engines of a directory.
-
-    Args:
-        directory: Engine directory.
-        manifest: Its manifest.
         backend: A name in :data:`BACKENDS`.
         threads: CPU threads of an engine; None: :func:`default_threads`, shared by the ranks.
         draft: Whether to load the draft engine.
@@ -104,24 +69,53 @@ def open_engines(
         kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. None: float32.
 
     Raises:
-        EESDError: There is no such backend, or it cannot run this directory on this machine, or not with these activations,
-            such a KV cache or several ranks.
+        EESDError: A value has another type, or is unknown or out of range.
     """
-    check_choice("backend", backend, BACKENDS)
-    if threads is not None:
-        check_integer("threads", threads, 1, MAX_THREADS)
-    if activations is not None:
-        check_choice("activations", activations, ACTIVATIONS)
-    if kv_cache_dtype is not None:
-        check_choice("kv_cache_dtype", kv_cache_dtype, KV_CACHE_DTYPES)
-    if ranks() > 1 and backend != "torch":
+
+    backend: str = "auto"
+    threads: int | None = None
+    draft: bool = True
+    exact: bool | None = None
+    activations: str | None = None
+    kv_cache_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        check_choice("backend", self.backend, BACKENDS)
+        if self.threads is not None:
+            check_integer("threads", self.threads, 1, MAX_THREADS)
+        if self.exact is not None:
+            check_flag("exact", self.exact)
+        if self.activations is not None:
+            check_choice("activations", self.activations, ACTIVATIONS)
+        if self.kv_cache_dtype is not None:
+            check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+
+    @property
+    def engine_threads(self) -> int:
+        """CPU threads of an engine."""
+        return self.threads or max(default_threads() // ranks(), 1)
+
+    def refuse_choices(self, backend: str) -> None:
+        """Raise :class:`EESDError` if activations or a type of the KV cache are chosen, which this backend cannot."""
+        if self.activations is not None:
+            raise EESDError(f"The backend {backend} cannot choose its activations; leave activations out.")
+        if self.kv_cache_dtype is not None:
+            raise EESDError(f"The backend {backend} cannot choose the type of its KV cache; leave kv_cache_dtype out.")
+
+
+def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
+    """Load the engines of a directory, whose manifest is ``manifest``.
+
+    Raises:
+        EESDError: The backend cannot run this directory on this machine, or not with these options or several ranks.
+    """
+    if ranks() > 1 and options.backend != "torch":
         raise EESDError(
             f"WORLD_SIZE is {ranks()}, so processes were started together, and of the backends torch alone splits a model over "
-            f"them, not {backend}; choose the backend torch, or start one process."
+            f"them, not {options.backend}; choose the backend torch, or start one process."
         )
-    opening = Opening(threads or max(default_threads() // ranks(), 1), draft, exact, activations, kv_cache_dtype)
-    engines = BACKENDS[backend](directory, manifest, opening)
-    cuts = (engines.int8_activations or exact is True) and not engines.exact_trees
+    engines = BACKENDS[options.backend](directory, manifest, options)
+    cuts = (engines.int8_activations or options.exact is True) and not engines.exact_trees
     return engines._replace(in_place=cuts)
 
 
@@ -151,23 +145,23 @@ def onnxruntime_problem() -> str:
     return ""
 
 
-def _open_auto(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
+def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
     """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` for a
     16-bit directory where ONNX Runtime's own operators would have to run it."""
     if torch_sees_gpu():
-        return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, opening)
+        return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, options)
     from eesd.runtime.engines.operators import missing
 
     if manifest.dtype == "float32" or not missing():
-        return _open_ort(directory, manifest, opening)
+        return _open_ort(directory, manifest, options)
     notice = (
         f"This project's operators cannot run here, so torch runs the {manifest.dtype} engines: slowly. Export with "
         "--dtype float32, or install a C++ compiler, and then eesd again."
     )
-    return _open_torch(directory, manifest, opening)._replace(notice=notice)
+    return _open_torch(directory, manifest, options)._replace(notice=notice)
 
 
-def _open_ort(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
+def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
     if problem := onnxruntime_problem():
         raise EESDError(f"The ort backend cannot run: {problem}.")
     from onnxruntime import get_available_providers
@@ -175,71 +169,44 @@ def _open_ort(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
     if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():
         from eesd.runtime.engines.ort_gpu import open_ort_gpu
 
-        _refuse_choices(opening, "ort on a GPU")
-        return Engines(*open_ort_gpu(directory, manifest, opening.threads, opening.draft, exact=opening.exact))
+        options.refuse_choices("ort on a GPU")
+        return Engines(*open_ort_gpu(directory, manifest, options.engine_threads, options.draft, exact=options.exact))
     from eesd.runtime.engines import operators
 
     if lacking := operators.missing():
-        _refuse_choices(opening, "ort without this project's operators")
-        engines = _open_standard(directory, manifest, opening.threads, opening.draft)
+        options.refuse_choices("ort without this project's operators")
+        from eesd.runtime.engines.ort_cpu import open_standard
+
+        engines = Engines(*open_standard(directory, manifest, options.engine_threads, options.draft))
         return engines._replace(notice=f"{lacking} {engines.notice}".strip())
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
-    int8, kv_cache_dtype = opening.activations != "float32", opening.kv_cache_dtype or "float32"
+    int8, kv_cache_dtype = options.activations != "float32", options.kv_cache_dtype or "float32"
     build = built_for_cpu(directory, manifest)
-    make = partial(CpuEngine, build, manifest, threads=opening.threads, int8_activations=int8, kv_cache_dtype=kv_cache_dtype)
+    make = partial(
+        CpuEngine, build, manifest, threads=options.engine_threads, int8_activations=int8, kv_cache_dtype=kv_cache_dtype
+    )
     verify = make(manifest.verify)
-    drafter = make([manifest.draft]) if opening.draft else None
+    drafter = make([manifest.draft]) if options.draft else None
     # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
     quantized = manifest.quantization.layers or manifest.quantization.head or manifest.quantization.tensors
     return Engines(verify, drafter, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
 
 
-def _refuse_choices(opening: Opening, backend: str) -> None:
-    if opening.activations is not None:
-        raise EESDError(f"The backend {backend} cannot choose its activations; leave activations out.")
-    if opening.kv_cache_dtype is not None:
-        raise EESDError(f"The backend {backend} cannot choose the type of its KV cache; leave kv_cache_dtype out.")
-
-
-def _open_standard(directory: Path, manifest: Manifest, threads: int, draft: bool) -> Engines:
-    """The engines of ONNX Runtime's own operators, on the CPU."""
-    from eesd.runtime.engines.ort_cpu import NARROW, OrtEngine
-
-    if manifest.dtype in NARROW:
-        raise EESDError(
-            f"ONNX Runtime's own operators run float32 engines on the CPU, and {directory} has {manifest.dtype} ones; export "
-            "with --dtype float32, choose the backend torch, or install a C++ compiler, and then eesd again."
-        )
-    load = partial(OrtEngine, directory, manifest, manifest.verify, threads)
-    verify, checked, notice = load(), None, ""
-    quantization = manifest.quantization
-    int8_activations = bool(quantization.layers or quantization.head) and not quantization.in_float32_only
-    if int8_activations:
-        checked = int8_activations = Exactness(manifest).check_quickly(verify)
-    if checked is False:
-        del verify
-        verify = load(int8_activations=False)
-        checked = Exactness(manifest).check_quickly(verify)
-        notice = INEXACT
-    drafter = OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None
-    return Engines(verify, drafter, notice, checked, int8_activations)
-
-
-def _open_torch(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
-    _refuse_choices(opening, "torch")
+def _open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
+    options.refuse_choices("torch")
     try:
         from eesd.runtime.engines.torch_engine import open_team, open_torch
     except ImportError as error:
         raise EESDError(f"The torch backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
     if ranks() > 1:
-        return Engines(*open_team(directory, manifest, opening.threads, opening.draft, opening.exact))
-    return Engines(*open_torch(directory, manifest, opening.threads, opening.draft, exact=opening.exact))
+        return Engines(*open_team(directory, manifest, options.engine_threads, options.draft, options.exact))
+    return Engines(*open_torch(directory, manifest, options.engine_threads, options.draft, exact=options.exact))
 
 
-def _open_tensorrt(directory: Path, manifest: Manifest, opening: Opening) -> Engines:
-    _refuse_choices(opening, "tensorrt")
+def _open_tensorrt(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
+    options.refuse_choices("tensorrt")
     from eesd.runtime.engines.trt_plans import PlanDirectory
 
     plans = PlanDirectory(directory, manifest)
@@ -247,11 +214,11 @@ def _open_tensorrt(directory: Path, manifest: Manifest, opening: Opening) -> Eng
         from eesd.runtime.engines.trt_engine import open_tensorrt
     except ImportError as error:
         raise EESDError(f"The tensorrt backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
-    verify, drafter = open_tensorrt(manifest, plans, opening.draft, exact=opening.exact)
+    verify, drafter = open_tensorrt(manifest, plans, options.draft, exact=options.exact)
     return Engines(verify, drafter, last_positions=verify.last_positions)
 
 
-BACKENDS: dict[str, Callable[[Path, Manifest, Opening], Engines]] = {
+BACKENDS: dict[str, Callable[[Path, Manifest, EngineOptions], Engines]] = {
     "auto": _open_auto,
     "tensorrt": _open_tensorrt,
     "ort": _open_ort,

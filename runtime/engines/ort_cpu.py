@@ -1,6 +1,7 @@
 """ONNX Runtime's own operators on the CPU, for machines without this project's: as simple as it can be, not as fast."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from eesd.common.errors import EESDError, reason, refused
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
+from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
 
 HIDDEN = np.float32(MASKED)
@@ -29,6 +31,12 @@ ORT_TYPES = {
 INT8_ACTIVATIONS = "4"
 """Accuracy level of MatMulNBits, which rounds activations to int8 in blocks. A difference in the last bit of an activation can
 then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
+
+INEXACT = (
+    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so it runs quantized weights and "
+    "activations in float32: slower and larger, but drafting does not change tokens."
+)
+"""Notice for a quantized directory."""
 
 LARGEST_FOLDED = "65536"
 """Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part
@@ -109,6 +117,36 @@ class OrtEngine:
             results = _run_stage(graph, session, {**given, graph.inputs[0].name: x}, kv_cache)
             x = results[0]
         return StepOutputs(*(result[0] for result in results)) if call.logits else NO_OUTPUTS
+
+
+def open_standard(
+    directory: Path, manifest: Manifest, threads: int, draft: bool
+) -> tuple[OrtEngine, OrtEngine | None, str, bool | None, bool]:
+    """Load the engines of a directory.
+
+    Returns:
+        The verify engine; the draft engine; a notice; whether calls of every number of rows give the same bits (None: it was
+        not checked); whether verify rounds activations to int8, which it does only where a check finds equal bits.
+
+    Raises:
+        EESDError: The directory has 16-bit engines, or ONNX Runtime cannot load them.
+    """
+    if manifest.dtype in NARROW:
+        raise EESDError(
+            f"ONNX Runtime's own operators run float32 engines on the CPU, and {directory} has {manifest.dtype} ones; export "
+            "with --dtype float32, choose the backend torch, or install a C++ compiler, and then eesd again."
+        )
+    load = partial(OrtEngine, directory, manifest, manifest.verify, threads)
+    verify, exact, notice, quantization = load(), None, "", manifest.quantization
+    int8_activations = bool(quantization.layers or quantization.head) and not quantization.in_float32_only
+    if int8_activations:
+        exact = int8_activations = Exactness(manifest).check_quickly(verify)
+    if exact is False:
+        del verify
+        verify, notice = load(int8_activations=False), INEXACT
+        exact = Exactness(manifest).check_quickly(verify)
+    drafter = OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None
+    return verify, drafter, notice, exact, int8_activations
 
 
 def _run_stage(graph: GraphInfo, session: Any, given: dict[str, NDArray[Any]], kv_cache: HostKVCache) -> list[NDArray[Any]]:

@@ -32,7 +32,7 @@ from eesd.export.cpu.build import build_for_cpu
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime import doctor
 from eesd.runtime.engines import cpu_build, operators
-from eesd.runtime.engines.backends import KV_CACHE_DTYPES, open_engines
+from eesd.runtime.engines.backends import KV_CACHE_DTYPES, EngineOptions, open_engines
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
 from eesd.runtime.engines.cpu_build import describe_build
 from eesd.runtime.engines.cpu_cache import CpuKVCache, slots_of
@@ -258,9 +258,9 @@ def test_another_export_has_another_build_for_cpu(plans: Path) -> None:
 def test_a_directory_that_is_not_built_says_what_to_run(plans: Path, made: list[Path]) -> None:
     words = f"{plans} is not built for the CPU; run: eesd-build --target cpu {plans}"
     with pytest.raises(EESDError, match=re.escape(words)):
-        open_engines(plans, load_manifest(plans), "ort", 1, draft=False)
+        open_engines(plans, load_manifest(plans), EngineOptions("ort", 1, draft=False))
     assert not made and "built for the CPU" in succeed(build_main, "--target", "cpu", plans).stdout
-    open_engines(plans, load_manifest(plans), "ort", 1, draft=False)
+    open_engines(plans, load_manifest(plans), EngineOptions("ort", 1, draft=False))
     for force in ((), ("--force",)):
         succeed(build_main, "--target", "cpu", plans, *force)
         assert len(made) == 1 + len(force)

@@ -20,7 +20,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export.build import main as build_main
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.backends import Engines, open_engines
+from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import LLM, Speculation
@@ -58,7 +58,7 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 def engines_of(backend: str, directory: Path) -> Engines:
     name = "tensorrt" if backend in FLAVOURS else backend
-    return open_engines(directory, load_manifest(directory), name, 1, draft=True)
+    return open_engines(directory, load_manifest(directory), EngineOptions(name, 1, draft=True))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -69,8 +69,8 @@ def in_one_process(directory: Path, output: Path, ranks: int, monkeypatch: pytes
     """What ranks get that are all in this process; 1: a model that is not split."""
     split = Split(ranks, tuple(range(ranks))) if ranks > 1 else None
 
-    def open_split(directory: Path, manifest: Any, opening: backends.Opening) -> Engines:
-        return Engines(*open_torch(directory, manifest, 1, opening.draft, "cpu", split=split))
+    def open_split(directory: Path, manifest: Any, options: backends.EngineOptions) -> Engines:
+        return Engines(*open_torch(directory, manifest, 1, options.draft, "cpu", split=split))
 
     monkeypatch.setitem(backends.BACKENDS, "torch", open_split)
     team_member.main(directory, output)

@@ -18,7 +18,7 @@ from eesd.export.cpu.widened import reference
 from eesd.export.parity import compare_engines
 from eesd.runtime.cli import main
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.base import Call, Logits
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device_engine import DeviceEngine
@@ -71,7 +71,10 @@ def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], 
     options = ("--dtype", "bfloat16", "--quantize", kind, "--no-check")
     directory = export_engine(family_dir("llama3"), tmp_path / "plans", *options)
     manifest = load_manifest(directory)
-    assert min(compare_engines(open_engines(directory, manifest, "ort", 1, True), directory, manifest).values()) > 0.997
+    assert (
+        min(compare_engines(open_engines(directory, manifest, EngineOptions("ort", 1, True)), directory, manifest).values())
+        > 0.997
+    )
 
 
 @needs_operators()

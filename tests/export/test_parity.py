@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
 from eesd.export.parity import LEAST_COSINE, compare_engines
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines.backends import Engines, open_engines
+from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 
 pytestmark = pytest.mark.usefixtures("traced_once")
 
@@ -96,7 +97,7 @@ def test_layers_out_of_range_are_refused(family_dir: Callable[[str], Path], tmp_
 def test_engines_agree_with_their_graphs(exported: Export, family: str, options: dict[str, Any], backend: str) -> None:
     directory = exported(family, **options)
     manifest = load_manifest(directory)
-    cosines = compare_engines(open_engines(directory, manifest, backend, 1, True), directory, manifest)
+    cosines = compare_engines(open_engines(directory, manifest, EngineOptions(backend, 1, True)), directory, manifest)
     assert len(cosines) == 6 and LEAST_COSINE[manifest.dtype] <= min(cosines.values()) <= max(cosines.values()) < 1 + 1e-9
 
 
@@ -115,7 +116,7 @@ def test_broken_weight_is_detected(exported: Export, tmp_path: Path, name: str) 
     manifest = load_manifest(directory)
     broken = shutil.copytree(directory, tmp_path / "broken")
     break_weight(broken, name)
-    cosines = compare_engines(open_engines(broken, manifest, "torch", 1, True), directory, manifest)
+    cosines = compare_engines(open_engines(broken, manifest, EngineOptions("torch", 1, True)), directory, manifest)
     assert min(cosines.values()) < LEAST_COSINE["float16"]
 
 
@@ -129,9 +130,9 @@ def narrow(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 def torch_engines(broken_weight: str | None = None) -> Callable[..., Engines]:
     """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a GPU."""
 
-    def opened(directory: Path, manifest: Manifest, backend: str, threads: int | None, draft: bool) -> Engines:
-        assert backend == "tensorrt" and all((directory / plan.file).exists() for plan in manifest.plans.values())
-        engines = open_engines(directory, manifest, "torch", threads, draft)
+    def opened(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
+        assert options.backend == "tensorrt" and all((directory / plan.file).exists() for plan in manifest.plans.values())
+        engines = open_engines(directory, manifest, replace(options, backend="torch"))
         if broken_weight:
             parameter = engines.verify.stages[0].module.get_parameter(broken_weight)  # type: ignore[attr-defined]
             parameter.data = torch.zeros_like(parameter)

@@ -9,7 +9,7 @@ from typing import Any
 
 from eesd.common.manifest import FLAVOURS
 from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from lease import Lease
 from lease.equality import WAYS, compared, exported
@@ -38,7 +38,7 @@ def _flavour(lease: Lease, flavour: str, stages: int) -> dict[str, Any]:
     if not lease.on_gpu:
         return found
     checked = Exactness(manifest)
-    checked.check(open_engines(directory, manifest, "tensorrt", None, False).verify)
+    checked.check(open_engines(directory, manifest, EngineOptions("tensorrt", None, False)).verify)
     found |= {"chains": str(checked.chains), "trees": str(checked.trees)}
     found |= {way: compared(directory, "tensorrt", dict(options), 120) for way, options in WAYS.items()}
     return found | {"long text": compared(directory, "tensorrt", {}, 700)}

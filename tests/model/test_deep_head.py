@@ -23,7 +23,7 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitHead
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.llm import Speculation, load
 
@@ -54,7 +54,7 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
 
 def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Root, age and logits of every draft step of rounds that commit the text."""
-    engines = open_engines(directory, load_manifest(directory), backend.removesuffix("-standard"), 1, draft=True)
+    engines = open_engines(directory, load_manifest(directory), EngineOptions(backend.removesuffix("-standard"), 1, draft=True))
     assert engines.draft is not None
     assert isinstance(engines.draft, CpuEngine) == (backend == "ort" and not operators.missing())
     cache = engines.verify.new_kv_caches()[0]
@@ -129,7 +129,7 @@ def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
 def test_verify_has_the_bits_that_it_has_without_deep_layers(exported: Path) -> None:
     logits = []
     for name in ("plans", "untrained"):
-        engines = open_engines(exported / name, load_manifest(exported / name), "ort", 1, draft=False)
+        engines = open_engines(exported / name, load_manifest(exported / name), EngineOptions("ort", 1, draft=False))
         cache = engines.verify.new_kv_caches()[0]
         cache.reserve(SLOTS)
         logits.append(OnCache(engines.verify, cache).forward(TEXT, range(len(TEXT)), 0).logits.copy())

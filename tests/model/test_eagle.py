@@ -21,7 +21,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.llm import Speculation, load
 
 TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
@@ -169,7 +169,7 @@ def test_verify_has_the_bits_of_the_model_without_the_head(exported: Path, model
     succeed(export_main, "--model", model, "--exit-layer", 1, "--output", tmp_path / "plans", *COMMAND)
     logits = []
     for directory in (exported / "plans", tmp_path / "plans"):
-        engines = open_engines(directory, load_manifest(directory), "ort", 1, draft=False)
+        engines = open_engines(directory, load_manifest(directory), EngineOptions("ort", 1, draft=False))
         cache = engines.verify.new_kv_caches()[0]
         cache.reserve(64)
         logits.append(OnCache(engines.verify, cache).forward(TEXT, range(len(TEXT)), 0).logits.copy())

@@ -30,7 +30,7 @@ from eesd.export.cpu.build import build_for_cpu
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import joined
 from eesd.model.feed_forward import MLP, Mixture
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.llm import Speculation
 
@@ -220,7 +220,7 @@ def check_tokens_and_bits(plans: Path, backend: str) -> None:
     ]
     assert found[0] == found[1]
     exactness = Exactness(manifest)
-    exactness.check(open_engines(plans, manifest, backend, 1, draft=False).verify)
+    exactness.check(open_engines(plans, manifest, EngineOptions(backend, 1, draft=False)).verify)
     assert exactness.chains.calls > 20 and not exactness.chains.differing
 
 

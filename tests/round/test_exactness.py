@@ -31,7 +31,7 @@ from eesd.runtime.decoding import round as decoding_round
 from eesd.runtime.decoding.draft_tree import Node
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
-from eesd.runtime.engines.backends import Engines, open_engines
+from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import Engine, StepOutputs
 from eesd.runtime.engines.exactness import Differences, Exactness
 from eesd.runtime.llm import LLM, Speculation
@@ -104,7 +104,7 @@ def test_calls_of_every_size_give_the_same_bits(exported: Export, backend: str, 
     manifest = load_manifest(exported(kind))
     exactness = Exactness(manifest)
     for threads in (1, 2):
-        exactness.check(open_engines(exported(kind), manifest, backend, threads, draft=False).verify)
+        exactness.check(open_engines(exported(kind), manifest, EngineOptions(backend, threads, draft=False)).verify)
     assert exactness.chains.differing == 0 and not exactness.chains.kinds
     assert exactness.chains.positions > 300 and exactness.chains.calls > 100
     assert exactness.trees.positions == 24
@@ -313,7 +313,7 @@ def test_kernels_that_are_not_exact_get_float32_activations(
 @pytest.mark.usefixtures("standard")
 def test_the_check_when_loading_is_seen_in_the_statistics(exported: Export) -> None:
     for kind, checked in (("float32", False), ("minimums", False), ("int4", True)):
-        engines = open_engines(exported(kind), load_manifest(exported(kind)), "ort", 1, draft=False)
+        engines = open_engines(exported(kind), load_manifest(exported(kind)), EngineOptions("ort", 1, draft=False))
         assert isinstance(engines, Engines) and (engines.exact is not None) is checked
         assert engines.notice.startswith(operators.MISSING)
         stats = eesd.load(exported(kind), "ort", threads=1).generate(PROMPT, max_new_tokens=3).stats
@@ -331,7 +331,7 @@ def test_operators_are_exact_without_a_check(exported: Export, kind: str, monkey
 
 def test_one_changed_bit_is_noticed(exported: Export) -> None:
     manifest = load_manifest(exported("int4"))
-    engine = Inexact(open_engines(exported("int4"), manifest, "ort", 1, draft=False).verify)
+    engine = Inexact(open_engines(exported("int4"), manifest, EngineOptions("ort", 1, draft=False)).verify)
     assert not Exactness(manifest).check_quickly(engine)
     exactness = Exactness(manifest)
     exactness.check(engine)
@@ -341,7 +341,9 @@ def test_one_changed_bit_is_noticed(exported: Export) -> None:
 def test_eesd_inspect_compares_bits(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
     result = succeed(inspect_main, exported("int4"), "--exact", "--threads", 1, "--backend", "ort")
     assert "logits equal in every bit at" in result.stdout and "tree's nodes" in result.stdout
-    broken = Engines(Inexact(open_engines(exported("int4"), load_manifest(exported("int4")), "ort", 1, False).verify), None)
+    broken = Engines(
+        Inexact(open_engines(exported("int4"), load_manifest(exported("int4")), EngineOptions("ort", 1, False)).verify), None
+    )
     monkeypatch.setattr("eesd.export.inspect.open_engines", lambda *_, **__: broken)
     result = run(inspect_main, exported("int4"), "--exact", "--json")
     assert result.exit_code == 2 and "logits differ at" in result.stderr

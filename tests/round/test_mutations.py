@@ -46,7 +46,7 @@ from eesd.runtime.decoding.round import Policy, Round
 from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import cpu_engine
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.base import Call, Logits, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.exactness import Exactness
@@ -361,7 +361,7 @@ def test_int8_activations_that_are_not_exact_are_noticed_when_loading(
 ) -> None:
     directory = export_unfolded(monkeypatch, tmp_path, "--quantize", *options)
     with without_operators():
-        engines = open_engines(directory, load_manifest(directory), "ort", 1, draft=False)
+        engines = open_engines(directory, load_manifest(directory), EngineOptions("ort", 1, draft=False))
     assert not engines.int8_activations and not engines.exact and "float32" in engines.notice
 
 

@@ -17,7 +17,7 @@ from support.without_operators import needs_operators
 from eesd.common.manifest import MASKED
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.cli import main
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.device import StepInputs
@@ -58,7 +58,7 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
 ) -> None:
     found = []
     for with_logits in (False, True):
-        verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
+        verify = open_engines(harness.directory, harness.manifest, EngineOptions(backend, 1, draft=False)).verify
         kv_cache, start = verify.new_kv_caches()[0], 0
         kv_cache.reserve(64)
         binding = OnCache(verify, kv_cache)
@@ -95,7 +95,7 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
 
     monkeypatch.setattr(CpuEngine, "_bound_for", count_of_ort)
     monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
-    verify = open_engines(harness.directory, harness.manifest, backend, 1, draft=False).verify
+    verify = open_engines(harness.directory, harness.manifest, EngineOptions(backend, 1, draft=False)).verify
     kv_cache = verify.new_kv_caches()[0]
     kv_cache.reserve(64)
     binding = OnCache(verify, kv_cache)

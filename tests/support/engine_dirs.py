@@ -17,7 +17,7 @@ from eesd.common.manifest_reader import load_manifest
 from eesd.export.memory import estimate_memory
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from support.on_cache import OnCache
 from support.tiny_checkpoints import randomise
 
@@ -67,7 +67,7 @@ def assert_weights_match_manifest(directory: Path) -> None:
 
 def logits_of(directory: Path, backend: str, activations: str | None = None) -> list[NDArray[np.float32]]:
     """The logits of a prompt, of a verify pass over one token, and of a draft step."""
-    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True, activations=activations)
+    engines = open_engines(directory, load_manifest(directory), EngineOptions(backend, 1, draft=True, activations=activations))
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_caches()[0]
     verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.manifest_reader import load_manifest
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs
 
 
@@ -35,7 +35,7 @@ class OnCache:
 
 def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:
     """The verify and the draft engine of a directory over one cache of so many slots, and the cache."""
-    engines = open_engines(directory, load_manifest(directory), backend, 1, draft=True)
+    engines = open_engines(directory, load_manifest(directory), EngineOptions(backend, 1, draft=True))
     assert engines.draft is not None
     [cache] = engines.verify.new_kv_caches()
     cache.reserve(slots)

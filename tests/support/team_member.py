@@ -11,7 +11,7 @@ from pathlib import Path
 from eesd.common.manifest_reader import load_manifest
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.backends import open_engines
+from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.llm import LLM, Speculation
 
 PROMPTS = ([5, 9, 3], [token % 97 for token in range(3, 50)])
@@ -26,7 +26,7 @@ WAYS = {
 def main(directory: Path, output: Path) -> None:
     found: dict[str, object] = {}
     manifest = load_manifest(directory)
-    engines = open_engines(directory, manifest, "torch", 1, True)  # of the other ranks none returns
+    engines = open_engines(directory, manifest, EngineOptions("torch", 1, True))  # of the other ranks none returns
     for name, (speculation, sampling) in WAYS.items():
         llm = LLM(directory, manifest, engines, speculation, prefix_memory=1 << 20)
         made = [llm.generate(prompt, sampling, max_new_tokens=24, ignore_eos=True) for prompt in PROMPTS]
