@@ -11,8 +11,8 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE
+from eesd.common.quantization import DTYPES
 from eesd.common.terminal import progress_bar
-from eesd.common.weights import DTYPES
 from eesd.distill.options import OPTIMIZERS, PRECISIONS, STARTS
 
 if TYPE_CHECKING:  # torch loads after the options are parsed, so that --help is fast

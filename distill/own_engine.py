@@ -4,9 +4,8 @@ import shutil
 from pathlib import Path
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import MAX_SLOTS, Manifest
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import DTYPES, Quantizations
+from eesd.common.manifest import MAX_SLOTS, Manifest, load_manifest
+from eesd.common.quantization import DTYPES, Quantizations
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, untrained_head
 from eesd.export.onnx_graph import ExportOptions

@@ -15,15 +15,15 @@ from eesd.common.files import remove_leftovers
 from eesd.common.geometry import state_caches
 from eesd.common.integrity import verify_files
 from eesd.common.machine import available_memory, compute_capability, free_gpu_memory
-from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Progress, notice, progress
+from eesd.common.weights import weight_bytes
 from eesd.export import plans
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.memory import build_memory, estimate_memory
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build
-from eesd.runtime.engines.trt_flavours import capabilities_for
+from eesd.runtime.engines.trt_plans import capabilities_for
 
 CPU = "cpu"
 
@@ -122,7 +122,7 @@ def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo) -> in
     Raises:
         EESDError: Memory or disk are too small.
     """
-    weights = manifest.weight_bytes(graph)
+    weights = weight_bytes(manifest, graph)
     needed = build_memory(weights)
     available = available_memory() + weights  # the estimate includes the mapped file of weights, which can be evicted
     if needed > available:

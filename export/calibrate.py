@@ -13,10 +13,10 @@ import numpy as np
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.machine import available_memory
-from eesd.common.manifest import MANIFEST_FILE, Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import MANIFEST_FILE, Manifest, load_manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.common.terminal import progress_bar
+from eesd.common.weights import weight_bytes
 from eesd.controllers.calibration import features, sigmoid
 from eesd.export.forecast import draft_share, worth_of
 from eesd.export.memory import slot_bytes
@@ -118,7 +118,7 @@ def _problem(directory: Path, manifest: Manifest) -> str | None:
     if find_build(directory, manifest) is None:
         return "it is not built for the CPU"
     slots = ROWS * SLOTS_PER_TEXT * slot_bytes(manifest, manifest.num_caches)
-    needed = sum(map(manifest.weight_bytes, manifest.graphs)) + slots
+    needed = sum(weight_bytes(manifest, graph) for graph in manifest.graphs) + slots
     if needed > available_memory():
         return f"that needs about {needed / 1e9:.0f} GB of memory"
     return None
@@ -126,7 +126,7 @@ def _problem(directory: Path, manifest: Manifest) -> str | None:
 
 def _write(directory: Path, manifest: Manifest) -> list[OwnText]:
     """Text of the model's own."""
-    size = sum(map(manifest.weight_bytes, manifest.verify))
+    size = sum(weight_bytes(manifest, graph) for graph in manifest.verify)
     # No controller is asked about a draft that fills the tree.
     held_out, drafts = (min(count, max(manifest.max_tree_nodes - 1, 1)) for count in (HELD_OUT_DRAFTS, DRAFTS))
     lengths = [held_out if _is_held_out(number) else drafts for number in range(prompts_for(size))]

@@ -14,7 +14,7 @@ from eesd.common.manifest import (
     MAX_TOP_K,
     MAX_TREE_NODES,
 )
-from eesd.common.weights import DTYPES
+from eesd.common.quantization import DTYPES
 from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 
 

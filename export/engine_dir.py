@@ -29,16 +29,8 @@ from eesd.common.manifest import (
     Manifest,
 )
 from eesd.common.outputs import existing_parent, resolved
-from eesd.common.weights import (
-    EXIT_HEAD,
-    HEAD_TABLES,
-    LM_HEAD,
-    ROTARY_TABLES,
-    StoredWeight,
-    checkpoint_names,
-    lm_head_name,
-    model_shapes,
-)
+from eesd.common.quantization import EXIT_HEAD, LM_HEAD
+from eesd.common.weights import HEAD_TABLES, ROTARY_TABLES, StoredWeight, checkpoint_names, lm_head_name, model_shapes
 from eesd.export.cache import other_file
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace

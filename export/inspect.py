@@ -11,8 +11,7 @@ import click
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.integrity import check_plan, verify_files
-from eesd.common.manifest import Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import Manifest, load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read

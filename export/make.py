@@ -15,8 +15,7 @@ from eesd.common.geometry import draft_columns
 from eesd.common.machine import available_memory, torch_sees_gpu
 from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, WEIGHTS_FILE
 from eesd.common.outputs import existing_parent
-from eesd.common.terminal import notice
-from eesd.common.weights import (
+from eesd.common.quantization import (
     BLOCK,
     DTYPES,
     FP8,
@@ -27,9 +26,9 @@ from eesd.common.weights import (
     Quantization,
     Quantizations,
     is_linear,
-    model_shapes,
-    stored_weight,
 )
+from eesd.common.terminal import notice
+from eesd.common.weights import model_shapes, stored_weight, weight_bytes
 from eesd.export.forecast import forecast
 from eesd.export.steps import shown_steps
 
@@ -427,7 +426,7 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, give
 
 def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
     """Build for the CPU. Returns a line if that did not work."""
-    size = sum(manifest.weight_bytes(graph) for graph in manifest.graphs)
+    size = sum(weight_bytes(manifest, graph) for graph in manifest.graphs)
     if wanted is False or (wanted is None and torch_sees_gpu()):
         return []
     if wanted is None and size > available_memory():  # this machine will hardly run it

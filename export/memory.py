@@ -11,17 +11,8 @@ from typing import Any
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import Manifest
-from eesd.common.weights import (
-    BITS,
-    DEEP,
-    Quantizations,
-    Shape,
-    StoredWeight,
-    graph_shapes,
-    layer_shapes,
-    split_side,
-    stored_weight,
-)
+from eesd.common.quantization import BITS, Quantizations, Shape
+from eesd.common.weights import DEEP, StoredWeight, graph_shapes, layer_shapes, split_side, stored_weight, weights_of
 
 _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
 """Host memory of a build: bytes for each byte of weights, and a constant. Measured with TensorRT-RTX 1.7 on 1.8 GB of weights:
@@ -151,9 +142,9 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
     for number, (stage, layers) in enumerate(zip(manifest.verify, manifest.stage_layers, strict=True)):
         first, last = number == 0, number == len(manifest.verify) - 1
         columns = manifest.geometry.vocab_size if last else draft_columns(manifest.geometry, manifest.exit_head)
-        verify = manifest.weights_of(stage)
+        verify = weights_of(manifest, stage)
         drafts = first and manifest.exit_head.can_draft
-        draft = manifest.weights_of(manifest.draft) if drafts else {}
+        draft = weights_of(manifest, manifest.draft) if drafts else {}
         draft_weights, verify_weights = (
             sum(rank_bytes(weight, ranks) for weight in weights.values()) for weights in (draft, verify)
         )

@@ -28,15 +28,14 @@ from eesd.common.manifest import (
     TensorInfo,
     one_node_is_faster,
 )
+from eesd.common.quantization import UNQUANTIZED, Quantizations
 from eesd.common.weights import (
     FACTOR,
     HEAD_TABLES,
     MINIMUMS,
     ROTARY_TABLES,
     SCALES,
-    UNQUANTIZED,
     ZEROS,
-    Quantizations,
     StoredWeight,
     can_be_packed,
     graph_name,

@@ -13,7 +13,8 @@ from eesd.common.manifest import (
     GraphInfo,
     Manifest,
 )
-from eesd.common.weights import DTYPES, Quantization, Quantizations, is_linear, layer_shapes
+from eesd.common.quantization import DTYPES, Quantization, Quantizations, is_linear
+from eesd.common.weights import layer_shapes
 from eesd.export.engine_dir import stored_head, untrained_draft
 from eesd.export.make import choose_quantization, most_have_few_bits
 from eesd.model.checkpoint import Checkpoint

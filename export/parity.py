@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
-from eesd.common.weights import EXIT_HEAD, UNQUANTIZED, checkpoint_names, graph_name, stored_weight
+from eesd.common.quantization import EXIT_HEAD, UNQUANTIZED
+from eesd.common.weights import checkpoint_names, graph_name, stored_weight, weight_bytes, weights_of
 from eesd.export.cpu.widened import Widened, reference, to_session, widen
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
@@ -82,7 +83,7 @@ class QuantizationDrift:
 def compare_graphs_memory(manifest: Manifest) -> int:
     """Bytes that :func:`compare_graphs` takes: the modules, the session, and the session's packed weights, in float32."""
     wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
-    nbytes = {name: weight.nbytes for graph in wide.graphs for name, weight in wide.weights_of(graph).items()}
+    nbytes = {name: weight.nbytes for graph in wide.graphs for name, weight in weights_of(wide, graph).items()}
     return 3 * sum(nbytes.values())
 
 
@@ -228,7 +229,7 @@ def _difference(
 def compare_engines_memory(manifest: Manifest) -> int:
     """Bytes that the reference of :func:`compare_engines` takes: the largest graph and its packed weights, in float32."""
     wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
-    return 2 * max(wide.weight_bytes(graph) for graph in wide.graphs)
+    return 2 * max(weight_bytes(wide, graph) for graph in wide.graphs)
 
 
 def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> dict[str, float]:

@@ -27,12 +27,11 @@ from eesd.common.manifest import (
     GraphInfo,
     Manifest,
     PlanInfo,
+    load_manifest,
     one_node_is_faster,
 )
-from eesd.common.manifest_reader import load_manifest
 from eesd.export.plan_graph import plan_graph
-from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
-from eesd.runtime.engines.trt_plans import make_logger
+from eesd.runtime.engines.trt_plans import check_gpu_supported, library_version, make_logger
 
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")

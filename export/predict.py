@@ -15,7 +15,8 @@ import numpy as np
 from eesd.common.geometry import state_caches
 from eesd.common.machine import cores
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.weights import BITS, EMBEDDINGS, HEAD_TABLES, LM_HEAD, ROTARY_TABLES, StoredWeight
+from eesd.common.quantization import BITS, LM_HEAD
+from eesd.common.weights import EMBEDDINGS, HEAD_TABLES, ROTARY_TABLES, StoredWeight, weights_of
 from eesd.export.memory import is_split, rank_bytes, slot_bytes
 from eesd.runtime.engines.cpu_build import halved_weights
 
@@ -177,7 +178,7 @@ def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> 
 
 def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
     """The weights that a pass reads whole."""
-    weights, head = manifest.weights_of(graph), graph in (manifest.draft, manifest.verify[-1])
+    weights, head = weights_of(manifest, graph), graph in (manifest.draft, manifest.verify[-1])
     if not head or any(name.endswith(LM_HEAD) for name in weights):  # else the table is the LM head
         weights.pop(EMBEDDINGS, None)
     return [weight for name, weight in weights.items() if name not in (*ROTARY_TABLES, *HEAD_TABLES)]

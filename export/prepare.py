@@ -16,7 +16,7 @@ from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.machine import torch_sees_gpu
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.common.turns import turn
 from eesd.export import cache
 from eesd.export.make import NOT_STORED, Choices, make_engines

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from eesd.common.errors import EESDError
 from eesd.common.files import temporary_beside
 from eesd.common.json_input import read_text
-from eesd.common.weights import EMBEDDINGS, PACKED, StoredWeight, is_linear, layer_shapes, stored_weight
+from eesd.common.quantization import PACKED, is_linear
+from eesd.common.weights import EMBEDDINGS, StoredWeight, layer_shapes, stored_weight
 from eesd.export.onnx_graph import ExportOptions
 from eesd.export.weights import RoundedTensor, own_levels
 from eesd.model.checkpoint import Checkpoint

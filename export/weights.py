@@ -24,7 +24,8 @@ from torch import Tensor
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, FileInfo, LinkInfo
-from eesd.common.weights import DRAFT_VOCAB, EXIT_HEAD, FACTOR, MINIMUMS, SCALES, ZEROS, Quantization, StoredWeight
+from eesd.common.quantization import EXIT_HEAD, Quantization
+from eesd.common.weights import DRAFT_VOCAB, FACTOR, MINIMUMS, SCALES, ZEROS, StoredWeight
 from eesd.model.family import ChangedTensor, StoredTensor
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor

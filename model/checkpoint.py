@@ -15,17 +15,8 @@ from eesd.common.draft_vocab import are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_input import Fields, read_json_object
-from eesd.common.weights import (
-    DRAFT_VOCAB,
-    EMBEDDINGS,
-    LM_HEAD,
-    Quantization,
-    exit_head_shapes,
-    is_linear,
-    layer_shapes,
-    lm_head_name,
-    model_shapes,
-)
+from eesd.common.quantization import LM_HEAD, Quantization, is_linear
+from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, exit_head_shapes, layer_shapes, lm_head_name, model_shapes
 from eesd.model import exit_head, exit_head_file
 from eesd.model.config import REMEDY, ModelConfig, load_config, parse_config
 from eesd.model.decoder import Decoder

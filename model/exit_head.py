@@ -15,7 +15,8 @@ from torch.nn.functional import embedding, linear
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_columns
-from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, LM_HEAD, block_shapes, lm_head_name
+from eesd.common.quantization import LM_HEAD
+from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, block_shapes, lm_head_name
 from eesd.model.decoder import KV, Block, Decoder, Inputs, make_norm
 from eesd.model.deep_states import DeepState, carry_deep_states, deep_states, write_deep_states
 

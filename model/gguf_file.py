@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.weights import BITS, BLOCK, SEARCHED_INT4, Quantization
+from eesd.common.quantization import BITS, BLOCK, SEARCHED_INT4, Quantization
 from eesd.model.quantize import exact_levels
 from eesd.model.quantized import Quantized, pack
 from eesd.model.safetensors_file import DTYPES, FINGERPRINTED, CheckpointTensor

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.weights import FP4, FP8, Quantization
+from eesd.common.quantization import FP4, FP8, Quantization
 from eesd.model.packing import AWQ, BYTES, FLOATS, GEMV, GPTQ, NVFP4, WORDS, Packing
 from eesd.model.quantized import Quantized, pack, unpack
 from eesd.model.safetensors_file import CheckpointTensor

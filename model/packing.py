@@ -10,7 +10,7 @@ from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.json_input import Fields
-from eesd.common.weights import BLOCKS, FP8, Quantization
+from eesd.common.quantization import BLOCKS, FP8, Quantization
 
 GPTQ, AWQ, GEMV, WORDS, BYTES, FLOATS, NVFP4 = "gptq", "awq", "awq-gemv", "words", "bytes", "fp8", "nvfp4"
 """Layouts of a quantized weight, which :mod:`eesd.model.packed` reads."""

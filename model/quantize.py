@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from eesd.common.weights import BITS, BLOCK, FP4, FP8, NVFP4
+from eesd.common.quantization import BITS, BLOCK, FP4, FP8, NVFP4
 from eesd.model.quantized import FP4_LEVELS, Quantized, pack
 
 _CLIPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
@@ -57,7 +57,7 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
 
     Args:
         weight: Weight [out, in]; ``in`` must be a multiple of a block. For uint4, no value may be beyond :data:`LARGEST`.
-        kind: One of :data:`~eesd.common.weights.LEVELS`.
+        kind: One of :data:`~eesd.common.quantization.LEVELS`.
         dtype: Element type of the scales, or of their factor; the scales of uint4 are float16.
     """
     if kind == FP4:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from eesd.common.weights import BITS, FP4, FP8
+from eesd.common.quantization import BITS, FP4, FP8
 
 FP4_LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from eesd.common.checks import check_path
 from eesd.common.errors import EESDError
-from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import GraphInfo, Manifest, load_manifest
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.trt_engine import KVMemory, open_tensorrt

@@ -9,7 +9,7 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MAX_SLOTS
-from eesd.common.weights import DTYPES, QUANTIZED
+from eesd.common.quantization import DTYPES, QUANTIZED
 
 MODEL = (
     "Model directory, GGUF file, Hugging Face id, or name such as llama-70b. The first start exports it into a cache; later "

@@ -21,8 +21,7 @@ from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_generation_config
 from eesd.common.integrity import verify_files
 from eesd.common.machine import release_freed_memory
-from eesd.common.manifest import MAX_TREE_NODES, Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import MAX_TREE_NODES, Manifest, load_manifest
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget

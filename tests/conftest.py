@@ -30,7 +30,7 @@ from support.tracing import trace_once  # noqa: E402
 from support.without_operators import without_operators  # noqa: E402
 from torch.utils._device import _device_constructors  # noqa: E402
 
-from eesd.common.manifest_reader import load_manifest  # noqa: E402
+from eesd.common.manifest import load_manifest  # noqa: E402
 from eesd.export.cli import main as export_main  # noqa: E402
 from eesd.export.cpu.build import build_for_cpu  # noqa: E402
 

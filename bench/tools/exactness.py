@@ -18,7 +18,7 @@ import numpy as np
 
 from eesd.bench.measure.results import describe_machine, read_json, shown_machine, write_json
 from eesd.common.cli import OUTPUT, PATH, command
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.common.markdown import table
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.compare import LogitRecord

@@ -21,8 +21,7 @@ from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.machine import torch_sees_gpu
-from eesd.common.manifest import Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import Manifest, load_manifest
 from eesd.common.markdown import table
 from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, EngineOptions, Engines, default_threads, open_engines

@@ -31,7 +31,8 @@ from eesd.common import cli
 from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
-from eesd.common.weights import SCALES, is_linear
+from eesd.common.quantization import is_linear
+from eesd.common.weights import SCALES
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, default_threads

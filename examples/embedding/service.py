@@ -17,8 +17,7 @@ import torch
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.manifest import FLAVOURS, Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import FLAVOURS, Manifest, load_manifest
 from eesd.runtime.embed import Host, embed
 from eesd.runtime.llm import LLM, Speculation
 

@@ -13,8 +13,9 @@ from onnx.external_data_helper import ExternalDataInfo
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.common.quantization import FP4, FP8
 from eesd.common.turns import turn
-from eesd.common.weights import FACTOR, FP4, FP8, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS
+from eesd.common.weights import FACTOR, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS, weights_of
 from eesd.export.cache import foreign_build
 from eesd.export.cpu.operator_graph import Columns, Located, Weights, make_graph, products_of
 from eesd.export.cpu.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
@@ -86,7 +87,7 @@ class _Reader:
 
     def __init__(self, directory: Path, manifest: Manifest, graph: GraphInfo) -> None:
         self._directory, self._manifest = directory, manifest
-        self._weights = manifest.weights_of(graph)
+        self._weights = weights_of(manifest, graph)
         initializers = read_graph(directory / graph.file).graph.initializer
         self._tensors = {tensor.name: tensor for tensor in initializers if tensor.data_location == TensorProto.EXTERNAL}
         stored = {name for weight in self._weights.values() for name in weight.tensors}

@@ -17,18 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from eesd.common.geometry import FULL, SLIDING, UNROTATED, ExitConfig, Geometry, exit_caches
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.common.weights import (
-    DEEP_IN,
-    DRAFT,
-    DRAFT_VOCAB,
-    EMBEDDINGS,
-    EXIT_HEAD,
-    FINAL_NORM,
-    FUSE,
-    HEAD_TABLES,
-    LM_HEAD,
-    ROUTER,
-)
+from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD
+from eesd.common.weights import DEEP_IN, DRAFT_VOCAB, EMBEDDINGS, FINAL_NORM, FUSE, HEAD_TABLES, ROUTER, weights_of
 from eesd.export.cpu.panels import PLANES, UPPER
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
@@ -98,7 +88,7 @@ class _Builder:
     initializers: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._names = self.manifest.weights_of(self.graph)
+        self._names = weights_of(self.manifest, self.graph)
         self._draft = self.graph == self.manifest.draft
 
     @property

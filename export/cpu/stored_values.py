@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx.external_data_helper import ExternalDataInfo
 
-from eesd.common.weights import BITS, FP4, FP8
+from eesd.common.quantization import BITS, FP4, FP8
 
 KINDS = {
     1: "float32", 3: "int8", 7: "int64", 10: "float16", 16: "bfloat16", 17: FP8, 21: "uint4", 22: "int4", 23: FP4,

@@ -13,7 +13,8 @@ from eesd.common.errors import EESDError
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import Manifest
-from eesd.common.weights import BLOCK, DRAFT, EMBEDDINGS
+from eesd.common.quantization import BLOCK, DRAFT
+from eesd.common.weights import EMBEDDINGS, weights_of
 
 LAYOUT = 4
 """Version of packed weights and graphs."""
@@ -73,6 +74,6 @@ def halved_weights(manifest: Manifest) -> set[str]:
     A draft that is the whole model shares them with verify. An embedding table is one of them if it is the LM head, too.
     """
     whole, alone = manifest.exit_head.is_whole(manifest.geometry), not manifest.geometry.tied_embeddings
-    found = {name: weight.quantization for name, weight in manifest.weights_of(manifest.draft).items() if whole}
+    found = {name: weight.quantization for name, weight in weights_of(manifest, manifest.draft).items() if whole}
     int8 = {name for name, of in found.items() if of is not None and (of.weights, of.block) == ("int8", BLOCK)}
     return {name for name in int8 if not name.startswith(DRAFT) and not (alone and name == EMBEDDINGS)}

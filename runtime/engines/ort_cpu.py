@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError, reason, refused
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
+from eesd.common.weights import weights_of
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
@@ -219,7 +220,7 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int, int8_activation
     options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
-    used = {weight.quantization for weight in manifest.weights_of(graph).values()} - {None}
+    used = {weight.quantization for weight in weights_of(manifest, graph).values()} - {None}
     quantized = [one for one in used if one is not None]
     # MatMulNBits has neither minimums nor levels that are no integers.
     fused = any(not one.minimums for one in quantized) and all(one.integers for one in quantized)

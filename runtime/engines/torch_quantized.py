@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from eesd.common.weights import BITS, Quantization
+from eesd.common.quantization import BITS, Quantization
 from eesd.model.quantized import Quantized, dequantize, unpack
 
 TYPES = ("float16", "bfloat16")

@@ -22,23 +22,19 @@ from torch import Tensor, nn
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.common.quantization import DRAFT, EXIT_HEAD, LEVELS, LM_HEAD, Quantization, parts_of
 from eesd.common.terminal import notice
 from eesd.common.weights import (
-    DRAFT,
-    EXIT_HEAD,
     FACTOR,
-    LEVELS,
-    LM_HEAD,
     MINIMUMS,
     OUTPUTS,
     ROTARY_TABLES,
     SCALES,
     ZEROS,
-    Quantization,
     StoredWeight,
     part_shapes,
-    parts_of,
     split_side,
+    weights_of,
 )
 from eesd.model.decoder import Decoder
 from eesd.model.eagle import make_head
@@ -220,7 +216,7 @@ def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo, split:
     with torch.device("meta"):
         decoder = Decoder(manifest.geometry)
         head = make_head(manifest.geometry, manifest.exit_head, manifest.max_seq_len)
-    used = {name.removeprefix(DRAFT): weights[name] for name in manifest.weights_of(graph)}
+    used = {name.removeprefix(DRAFT): weights[name] for name in weights_of(manifest, graph)}
     own: dict[str, Tensor] = {}
     for name, weight in used.items():
         if isinstance(weight, QuantizedWeight):
@@ -292,7 +288,7 @@ def _load_weights(
     ranks = 1 if split is None else split.ranks
     for graph in graphs:
         stored = _external_tensors(directory / graph.file)
-        expected = manifest.weights_of(graph)
+        expected = weights_of(manifest, graph)
         for name, weight in expected.items():
             if name not in weights:
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE

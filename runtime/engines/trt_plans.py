@@ -1,4 +1,4 @@
-"""The TensorRT plans of an engine directory.
+"""The TensorRT plans of an engine directory, and the flavours of TensorRT: their versions, and the GPUs that they know.
 
 Plans are checked before they are loaded, because the errors of TensorRT's loader do not say what to do.
 """
@@ -14,10 +14,16 @@ from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.machine import compute_capability, nvidia_driver
 from eesd.common.manifest import FLAVOURS, GraphInfo, Manifest, PlanInfo
-from eesd.runtime.engines.trt_flavours import check_gpu_supported, library_version
+from eesd.common.quantization import FP4, FP8
 
 LOGGER = logging.getLogger("eesd.tensorrt")
 LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints errors to stderr
+
+TURING = "7.5"
+"""The oldest compute capability with kernels. It has none for bfloat16 and int4: builds end in an error of a compiler."""
+
+_LEAST = {FP8: "8.9", FP4: "10.0"}
+"""The oldest compute capability with kernels for levels that only some GPUs know."""
 
 
 class PlanDirectory:
@@ -182,3 +188,61 @@ def make_logger(trt: Any, errors: list[str]) -> Any:
             LOGGER.log(levels[severity], message)
 
     return Logger()
+
+
+def library_version(flavour: str) -> str:
+    """Version of the installed library.
+
+    The module is asked, not the package: ``tensorrt``, ``tensorrt-cu12`` and ``tensorrt-cu13`` bring one module.
+    """
+    return str(importlib.import_module(FLAVOURS[flavour]).__version__)
+
+
+def supported_capabilities(flavour: str) -> tuple[str, ...]:
+    """The compute capabilities that the installed TensorRT-RTX has kernels for.
+
+    Empty for TensorRT: it builds only on the GPU that will run the plans, and says there if it cannot.
+    """
+    if flavour == "tensorrt":
+        return ()
+    known: Any = importlib.import_module(FLAVOURS[flavour]).ComputeCapability.__members__
+    return tuple(f"{name[2:-1]}.{name[-1]}" for name in known if name.startswith("SM"))
+
+
+def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
+    """The compute capabilities that TensorRT-RTX builds a directory's plans for unless it is told otherwise.
+
+    Empty: its own choice, which is all but the oldest.
+    """
+    least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
+    if not least:
+        return ()
+    return tuple(one for one in supported_capabilities(flavour) if _number(one) >= max(map(_number, least)))
+
+
+def _number(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))
+
+
+def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> None:
+    """Raise :class:`EESDError` if ``flavour`` has no kernels for a directory's plans on GPUs of this compute capability."""
+    known = supported_capabilities(flavour)
+    if known and capability not in known:
+        raise EESDError(
+            f"{flavour} {library_version(flavour)} has no kernels for compute capability {capability}; "
+            f"supported are {', '.join(known)}. Data-centre GPUs (H100: 9.0, B200: 10.0) need tensorrt: on a machine with one, "
+            "pip install 'eesd[tensorrt]', and build with: eesd-build --target tensorrt. Other GPUs: --backend torch."
+        )
+    for one in manifest.quantization.used:
+        least = _LEAST.get(one.weights, capability)
+        if _number(capability) < _number(least):
+            raise EESDError(
+                f"TensorRT has no kernels for {one.name} weights on GPUs of compute capability {capability}, only from {least} "
+                "on; export with --quantize int8 or int4."
+            )
+    int4 = any(one.weights == "int4" for one in manifest.quantization.used)
+    if capability == TURING and (int4 or manifest.dtype == "bfloat16"):
+        raise EESDError(
+            f"TensorRT has no kernels for {'int4 weights' if int4 else manifest.dtype} on GPUs of compute capability {TURING}; "
+            "export with --dtype float16, without --quantize or with --quantize int8."
+        )

@@ -18,7 +18,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import ReplicaUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.batch.service import Service
 from eesd.runtime.cli import load_as_asked
 from eesd.runtime.constraint import of_grammar

@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, cast
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.batch.scheduler import check_memory
 from eesd.runtime.batch.service import Load
 from eesd.runtime.constraint import GrammarConstraint

@@ -9,7 +9,7 @@ import eesd
 from eesd.common.checks import check_path, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.llm import Speculation

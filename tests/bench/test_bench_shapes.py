@@ -9,7 +9,7 @@ import pytest
 from support.command import assert_refused, run, succeed
 
 from eesd.bench.tools.shapes import main
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 
 TOOLS = Path(__file__).parent.parent.parent / "bench/tools"
 NO_TOOLS = ("__init__", "spec_bench_table")

@@ -13,7 +13,7 @@ from eesd.bench.replay.costs import COST_MODELS, CallCosts, CostModel
 from eesd.bench.tools.results import main as draw
 from eesd.bench.tools.spec_bench import choose, draft_error, main, read_questions
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.cpu_engine import CpuEngine
 

@@ -13,7 +13,7 @@ from support.command import assert_refused, run, succeed
 from support.distilling import SMALL, distill
 
 from eesd import load
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.calibration import sigmoid
 from eesd.controllers.cost_aware_ts import CostAwareTS

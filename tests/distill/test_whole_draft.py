@@ -12,8 +12,9 @@ from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 
 from eesd import BatchOptions, EESDError, Sampling, Service
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import is_linear
+from eesd.common.manifest import load_manifest
+from eesd.common.quantization import is_linear
+from eesd.common.weights import weights_of
 from eesd.export.cli import main as export_main
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
@@ -77,7 +78,7 @@ def test_a_model_without_a_head_drafts_for_itself(plans: Path) -> None:
     manifest = load_manifest(plans)
     assert manifest.exit_head.is_whole(manifest.geometry) and manifest.exit_head.can_draft
     assert list(manifest.draft.caches) == [0, 1] and manifest.num_caches == 2
-    linear = [weight for name, weight in manifest.weights_of(manifest.draft).items() if is_linear(name)]
+    linear = [weight for name, weight in weights_of(manifest, manifest.draft).items() if is_linear(name)]
     assert len(linear) == 9 and all((weight.quantization is None) == (weight.shape[1] == 48) for weight in linear)
 
 

@@ -24,8 +24,7 @@ from support.on_cache import OnCache
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
 from eesd.common.integrity import sha256_of
-from eesd.common.manifest import Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import Manifest, load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.cpu import build
 from eesd.export.cpu.build import build_for_cpu

@@ -20,7 +20,7 @@ from support.lossless_checks import DRAFT_VOCAB
 import eesd
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.decoding import device_noise, device_sampler
 from eesd.runtime.decoding.draft_tree import Node, Proposal
 from eesd.runtime.decoding.samplers import make_sampler

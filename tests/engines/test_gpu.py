@@ -15,8 +15,7 @@ from support.command import succeed
 from support.on_cache import OnCache
 
 import eesd
-from eesd.common.manifest import FLAVOURS
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import FLAVOURS, load_manifest
 from eesd.export.build import main as build_main
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.sampling import Sampling

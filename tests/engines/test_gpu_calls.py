@@ -15,7 +15,7 @@ from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm
 from support.mutants import mutate
 from support.on_cache import OnCache
 
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import Host, embed

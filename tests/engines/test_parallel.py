@@ -20,7 +20,7 @@ from support.started_ranks import codes, started
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.parallel import Split

@@ -18,9 +18,8 @@ from support.lossless_checks import cache_of, check_cache, check_same_tokens
 
 import eesd
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import WEIGHTS_FILE, Manifest
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import UNQUANTIZED
+from eesd.common.manifest import WEIGHTS_FILE, Manifest, load_manifest
+from eesd.common.quantization import UNQUANTIZED
 from eesd.controllers import make_controller
 from eesd.export.cli import main as export_main
 from eesd.export.engine_dir import untrained_head

@@ -31,8 +31,7 @@ from torch import nn
 import eesd
 from eesd.bench.replay.baselines import Threshold
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS_FILE
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import WEIGHTS_FILE, load_manifest
 from eesd.controllers import DraftStep
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.model.graphs import Draft

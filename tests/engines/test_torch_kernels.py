@@ -18,8 +18,8 @@ from support.command import export_engine
 from support.quantized_products import CASES
 from support.started_ranks import codes, started
 
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import UNQUANTIZED
+from eesd.common.manifest import load_manifest
+from eesd.common.quantization import UNQUANTIZED
 from eesd.runtime.engines import torch_quantized, torch_weights
 
 INTERPRETED = Path(__file__).parent.parent / "support/interpreted.py"

@@ -28,8 +28,7 @@ from support.trt_api import VERSIONS
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import first_slots
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import first_slots, load_manifest
 from eesd.export.build import main as build_main
 from eesd.runtime import embed
 from eesd.runtime.cli import main

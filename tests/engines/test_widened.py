@@ -12,8 +12,7 @@ from support.without_operators import needs_operators, without_operators
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import WEIGHTS_FILE
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import WEIGHTS_FILE, load_manifest
 from eesd.export.cpu.widened import reference
 from eesd.export.parity import compare_engines
 from eesd.runtime.cli import main

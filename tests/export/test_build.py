@@ -22,7 +22,8 @@ pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
 from eesd.common.errors import EESDError
 from eesd.common.integrity import sha256_of
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
+from eesd.common.weights import weight_bytes
 from eesd.export import build as build_cli
 from eesd.export import inspect, plan_graph, plans
 from eesd.export.build import main
@@ -174,7 +175,7 @@ def test_quantized_plans_are_small(tmp_path: Path) -> None:
     succeed(main, directory)
     manifest = load_manifest(directory)
     for graph in manifest.graphs:
-        weights = manifest.weight_bytes(graph)
+        weights = weight_bytes(manifest, graph)
         assert weights < manifest.plans[graph.file].size < weights + 12_000_000
 
 
@@ -202,7 +203,7 @@ def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(copy: Path) 
         path = copy / graph.file.replace(".onnx", ".plan.onnx")
         model = onnx.load(path, load_external_data=False)
         shapes = {one.name: [dim.dim_value for dim in one.type.tensor_type.shape.dim] for one in model.graph.input}
-        assert shapes["key_0"][2] == manifest.gpu_slots and path.stat().st_size < manifest.weight_bytes(graph) / 4
+        assert shapes["key_0"][2] == manifest.gpu_slots and path.stat().st_size < weight_bytes(manifest, graph) / 4
         builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         assert trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR)).parse_from_file(str(path))
@@ -303,7 +304,7 @@ def test_tensorrt_builds_nothing_on_a_gpu_that_cannot_hold_it(built: Path, monke
     [memory] = estimate_memory(manifest, batch)
     buffers = memory.kv_cache + max(memory.round_buffers, memory.prefill_buffers)
     for graph in manifest.graphs:
-        needed = manifest.weight_bytes(graph) + buffers
+        needed = weight_bytes(manifest, graph) + buffers
         for free in (needed, None):
             monkeypatch.setattr(build_cli, "free_gpu_memory", lambda free=free: free)
             build_cli.check_gpu_memory(manifest, graph, batch)

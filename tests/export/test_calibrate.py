@@ -12,7 +12,7 @@ from support import tiny_models
 from support.command import add_tokenizer, listing, run, succeed
 from support.killing import kill_command
 
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep
 from eesd.export import calibrate

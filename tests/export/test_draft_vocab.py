@@ -18,9 +18,8 @@ from torch.nn.functional import cross_entropy, log_softmax
 import eesd
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab, most_used
 from eesd.common.errors import EESDError
-from eesd.common.manifest import DRAFT_VOCAB_FILE
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import SCALES
+from eesd.common.manifest import DRAFT_VOCAB_FILE, load_manifest
+from eesd.common.weights import SCALES, weights_of
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main as distill_main
 from eesd.distill.data import Rows, count_next_tokens
@@ -160,7 +159,7 @@ def test_every_kind_of_directory_has_it(learner: Path, reduced_head: Path, tmp_p
     manifest = load_manifest(directory)
     ids = load_draft_vocab(directory, manifest)
     assert ids is not None and len(ids) == SIZE == manifest.draft.results[0].shape[-1]
-    names = manifest.weights_of(manifest.draft)["exit_head.lm_head.weight"].tensors
+    names = weights_of(manifest, manifest.draft)["exit_head.lm_head.weight"].tensors
     assert ("exit_head.lm_head.weight" + SCALES in names) == (options[0] == "--quantize" or options == ("--stages", 2))
     if options != ("--link-weights",):
         assert_weights_match_manifest(directory)

@@ -25,8 +25,7 @@ from transformers import AutoModelForCausalLM
 import eesd
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of, verify_files
-from eesd.common.manifest import FEW_NODES, MANIFEST_FILE, MASKED, WEIGHTS_FILE, Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import FEW_NODES, MANIFEST_FILE, MASKED, WEIGHTS_FILE, Manifest, load_manifest
 from eesd.common.weights import ROTARY_TABLES
 from eesd.export.cli import main as export_main
 from eesd.export.onnx_graph import SYMBOLS

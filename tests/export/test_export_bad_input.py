@@ -16,7 +16,7 @@ from support.command import assert_one_line, assert_refused, contents, export_en
 from support.without_operators import needs_operators, without_operators
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.cpu import build as cpu_build
 from eesd.export.cpu.build import build_for_cpu

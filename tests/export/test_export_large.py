@@ -21,7 +21,7 @@ GB, MB = 10**9, 10**6
 COMMON = """
 import json, sys
 from pathlib import Path
-from eesd.common.weights import BLOCK, UNQUANTIZED, Quantization, Quantizations
+from eesd.common.quantization import BLOCK, UNQUANTIZED, Quantization, Quantizations
 from eesd.export.engine_dir import stored_sources, untrained_head, weight_sources
 from eesd.export.onnx_graph import ExportOptions, to_proto, trace
 from eesd.export.weights import layout_weights, write_weights

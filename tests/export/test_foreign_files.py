@@ -20,7 +20,7 @@ import eesd
 from eesd.bench.cli import main as bench_main
 from eesd.common import files
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.distill.cli import main as distill_main
 from eesd.export import cache as caches
 from eesd.export import prepare

@@ -18,8 +18,7 @@ from support.synthetic import LLAMA_70B, write_checkpoint
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.integrity import verify_files
-from eesd.common.manifest import WEIGHTS_FILE
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import WEIGHTS_FILE, load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.llm import Speculation

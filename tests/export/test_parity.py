@@ -17,8 +17,8 @@ from support import tiny_models
 from support.command import export_engine, run, succeed
 from support.engine_dirs import logits_of, trained_head
 
-from eesd.common.manifest import Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import Manifest, load_manifest
+from eesd.common.weights import weights_of
 from eesd.export import build as build_cli
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
@@ -65,7 +65,7 @@ def test_first_layers_are_a_model_of_fewer_layers(family_dir: Callable[[str], Pa
     found = export_engine(family, tmp_path / "found", "--layers", LAYERS)
     manifest = load_manifest(found)
     assert manifest.geometry.num_layers == LAYERS and manifest.exit_head.base == Checkpoint(family).fingerprint()
-    assert not any(name.startswith(f"model.layers.{LAYERS}.") for name in manifest.weights_of(manifest.verify[0]))
+    assert not any(name.startswith(f"model.layers.{LAYERS}.") for name in weights_of(manifest, manifest.verify[0]))
     for one, other in zip(logits_of(found, "ort"), expected, strict=True):
         assert np.allclose(one, other, atol=1e-4)
 

@@ -10,7 +10,7 @@ from support.plan_layers import Layer, build_layers, copies, parts, traffic
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.common.manifest import LONG_CACHE, GraphInfo, Manifest
-from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES
+from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES, weight_bytes, weights_of
 from eesd.export import plans as build_plans
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
@@ -56,7 +56,7 @@ def cache_bytes(manifest: Manifest) -> int:
 def weights_read(manifest: Manifest, graph: GraphInfo) -> int:
     """Bytes of the weights that a call reads: all but the embedding table and the tables of angles."""
     tables = {EMBEDDINGS, *ROTARY_TABLES}
-    return sum(weight.nbytes for name, weight in manifest.weights_of(graph).items() if name not in tables)
+    return sum(weight.nbytes for name, weight in weights_of(manifest, graph).items() if name not in tables)
 
 
 def profile(layers: list[Layer], number: int) -> list[Layer]:
@@ -116,7 +116,7 @@ def test_no_kernel_writes_a_dequantized_weight(built: Callable[..., Built], kind
         cached = copies(plans[graph.file], cache_bytes(manifest))
         assert copies(plans[graph.file], least) == cached and {tensor.nbytes for tensor in cached} <= {cache_bytes(manifest)}
         read = [tensor for layer in plans[graph.file] for tensor in layer.constants if tensor.dtype == levels]
-        assert sum(tensor.nbytes for tensor in read) > 0.5 * manifest.weight_bytes(graph)
+        assert sum(tensor.nbytes for tensor in read) > 0.5 * weight_bytes(manifest, graph)
 
 
 @pytest.mark.parametrize("kind", slow_but(["none", "int8", "int4"], "none", "int8"))
@@ -147,4 +147,4 @@ def test_plans_are_hardly_larger_than_their_weights(built: Callable[..., Built],
     """A profile of another kind would store them twice."""
     manifest, _ = built(kind)
     for graph in manifest.graphs:
-        assert manifest.plans[graph.file].size < 1.1 * manifest.weight_bytes(graph) + 3_000_000, graph.file
+        assert manifest.plans[graph.file].size < 1.1 * weight_bytes(manifest, graph) + 3_000_000, graph.file

@@ -15,9 +15,9 @@ from support.engine_dirs import trained_head
 from support.shaped_manifests import shaped_manifest
 from support.synthetic import LLAMA_70B
 
-from eesd.common.manifest import Manifest
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BLOCK, ROTARY_TABLES, UNQUANTIZED, Quantization, Quantizations
+from eesd.common.manifest import Manifest, load_manifest
+from eesd.common.quantization import BLOCK, UNQUANTIZED, Quantization, Quantizations
+from eesd.common.weights import ROTARY_TABLES, weights_of
 from eesd.export import inspect, predict
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main
@@ -45,7 +45,7 @@ def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
     manifest = load_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head, "--quantize-draft", draft))
-    geometry, weights = manifest.geometry, manifest.weights_of(manifest.draft)
+    geometry, weights = manifest.geometry, weights_of(manifest, manifest.draft)
     stored = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
     table = geometry.vocab_size * geometry.hidden_size * 4
     assert bytes_of_pass(manifest, manifest.draft, 0) == stored - (own or draft == "int4") * table
@@ -139,7 +139,7 @@ def test_a_draft_that_reads_half_of_8_bits_is_predicted_so(family_dir: Callable[
     """The levels of 8 bits once, of which the draft reads 4, and their scales."""
     options = ("--exit-head", "quantized", "--dtype", "float32", "--quantize", "int8")
     manifest = load_manifest(export_engine(family_dir("qwen2"), tmp_path / "plans", *options))
-    weights = {name: one for name, one in manifest.weights_of(manifest.draft).items() if one.quantization}
+    weights = {name: one for name, one in weights_of(manifest, manifest.draft).items() if one.quantization}
     verify, draft = (bytes_of_pass(manifest, graph, 0) for graph in (manifest.verify[0], manifest.draft))
     assert verify - draft == sum(prod(one.shape) for one in weights.values()) // 2 > 0.3 * verify
     [device] = estimate_memory(manifest, 1)
@@ -193,7 +193,7 @@ def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
     block = geometry.hidden_size * (2 * geometry.num_heads + 2 * geometry.num_kv_heads) * geometry.head_dim
     block += 3 * geometry.hidden_size * geometry.intermediate_size
     split = 4 * geometry.num_layers * block + slots * slot_bytes(manifest, len(graph.caches))
-    levels = manifest.weights_of(graph)["exit_head.blocks.0.self_attn.kv_proj.weight"]  # of 4 bits, which ranks dequantize
+    levels = weights_of(manifest, graph)["exit_head.blocks.0.self_attn.kv_proj.weight"]  # of 4 bits, which ranks dequantize
     kv = 4 * 2 * geometry.hidden_size * geometry.num_kv_heads * geometry.head_dim
     one, two = (bytes_of_pass(manifest, graph, slots, ranks) for ranks in (1, 2))
     assert one - two == split // 2 + levels.nbytes - kv // 2 and levels.nbytes < kv

@@ -22,8 +22,9 @@ from support.tiny_checkpoints import Family, build
 from support.without_operators import without_operators
 
 import eesd
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BITS, BLOCK, MINIMUMS, SCALES, ZEROS, parts_of
+from eesd.common.manifest import load_manifest
+from eesd.common.quantization import BITS, BLOCK, parts_of
+from eesd.common.weights import MINIMUMS, SCALES, ZEROS
 from eesd.export import make
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
@@ -401,7 +402,7 @@ def test_inspect_shows_the_quantization(exported: Export) -> None:
 def test_damaged_quantization_in_the_manifest_is_refused(exported: Export, tmp_path: Path, path: str, value: object) -> None:
     directory = shutil.copytree(exported("qwen2", "int4"), tmp_path / "plans")
     edit_manifest(directory, path, value)
-    assert_refused(run(run_main, "--engine-dir", directory, "-p", "x"), "manifest.json is damaged", "export")
+    assert_refused(run(inspect_main, directory, "--memory"), "manifest.json is damaged", "export")
 
 
 def test_torch_engine_refuses_weights_that_differ_from_the_manifest(exported: Export, tmp_path: Path) -> None:

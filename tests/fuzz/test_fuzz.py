@@ -27,7 +27,8 @@ import eesd
 from eesd.bench.measure.results import Result as BenchResult
 from eesd.bench.measure.tasks import load_tasks
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
+from eesd.common.weights import weight_bytes
 from eesd.controllers import CONTROLLERS
 from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
@@ -162,7 +163,7 @@ def test_manifest_of_a_file_with_levels_of_its_own(tmp_path: Path, limits: setti
     def use(text: str) -> None:
         path.write_text(text, errors="surrogatepass")
         manifest = load_manifest(path.parent)
-        assert all(manifest.weight_bytes(graph) > 0 for graph in manifest.graphs)
+        assert all(weight_bytes(manifest, graph) > 0 for graph in manifest.graphs)
         succeed(inspect_main, path.parent, "--memory")
 
     check(damaged_json(json.loads(path.read_text())), use, limits)

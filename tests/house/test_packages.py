@@ -15,7 +15,7 @@ from eesd.common import machine
 from eesd.common.manifest import FLAVOURS
 from eesd.runtime import doctor
 from eesd.runtime.cli import main
-from eesd.runtime.engines.trt_flavours import library_version
+from eesd.runtime.engines.trt_plans import library_version
 
 GPU_ROWS = ("run plans on a GPU (tensorrt)", "run plans on a GPU (tensorrt-rtx)")
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import FORMAT_VERSION, GraphInfo, Manifest
-from eesd.common.weights import Quantizations
+from eesd.common.quantization import Quantizations
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify

@@ -10,7 +10,7 @@ import torch
 
 import eesd
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.engine_dir import export, stored_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint

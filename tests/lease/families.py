@@ -12,7 +12,7 @@ from support.eagle_heads import write_head
 from support.family_grid import OPTIONS, family_cases
 
 import eesd
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.engine_dir import Head, eagle_head, export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint

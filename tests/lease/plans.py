@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eesd.common.manifest import FLAVOURS
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import FLAVOURS, load_manifest
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from lease import Lease

@@ -10,7 +10,7 @@ from support.quantized_products import all_checked, random_weight
 from torch import Tensor
 from torch.nn.functional import linear
 
-from eesd.common.weights import Quantization
+from eesd.common.quantization import Quantization
 from eesd.runtime.engines.torch_quantized import arranged, product
 from lease import Lease
 from lease.machine import seconds_of

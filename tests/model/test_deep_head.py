@@ -14,7 +14,7 @@ from support.lossless_checks import check_kept_prefixes
 from support.on_cache import OnCache
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.distill.ages import AGES, random_roots, states_before
 from eesd.distill.teacher import Teacher, full_sequence_inputs
 from eesd.export.cli import main as export_main

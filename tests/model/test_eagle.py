@@ -17,7 +17,7 @@ from support.on_cache import OnCache, both_on_cache
 from transformers import AutoModelForCausalLM
 
 from eesd import BatchOptions, EESDError, Sampling, Service
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime.engines import operators

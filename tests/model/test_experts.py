@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.cpu.build import build_for_cpu
 from eesd.model.checkpoint import Checkpoint

@@ -22,20 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import (
-    BLOCK,
-    DRAFT,
-    EMBEDDINGS,
-    EXIT_HEAD,
-    LM_HEAD,
-    MINIMUMS,
-    SCALES,
-    SEARCHED_INT4,
-    UNQUANTIZED,
-    Quantization,
-    parts_of,
-)
+from eesd.common.manifest import load_manifest
+from eesd.common.quantization import BLOCK, DRAFT, EXIT_HEAD, LM_HEAD, SEARCHED_INT4, UNQUANTIZED, Quantization, parts_of
+from eesd.common.weights import EMBEDDINGS, MINIMUMS, SCALES, weights_of
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.gguf_file import QUANTIZED, GgufTensor
@@ -317,7 +306,7 @@ def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> Non
     path = gguf_files.write(tmp_path / "model.gguf", KEPT["mixed-biases"])
     directory = export_engine(path, tmp_path / "plans", *SIZES, "--stages", 2, "--check")
     manifest = load_manifest(directory)
-    names = {name for graph in manifest.verify for name in manifest.weights_of(graph) if name.startswith("model.layers")}
+    names = {name for graph in manifest.verify for name in weights_of(manifest, graph) if name.startswith("model.layers")}
     products = {name.removeprefix("model.layers.") for name in names if name.endswith("_proj.weight")}
     apart = {f"{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkv"}
     assert apart | {"2.self_attn.qkv_proj.weight", "0.mlp.gate_up_proj.weight", "2.mlp.up_proj.weight"} <= products

@@ -22,8 +22,9 @@ from support.without_operators import float32_activations
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import SCALES, ZEROS, parts_of
+from eesd.common.manifest import load_manifest
+from eesd.common.quantization import parts_of
+from eesd.common.weights import SCALES, ZEROS
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint

@@ -16,7 +16,8 @@ import torch
 from support.tiny_checkpoints import randomise
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from eesd.common.weights import FP8, model_shapes
+from eesd.common.quantization import FP8
+from eesd.common.weights import model_shapes, weight_bytes, weights_of
 from eesd.export.memory import estimate_memory
 from eesd.export.onnx_graph import ExportOptions, trace
 from eesd.export.outline import outlined
@@ -75,7 +76,7 @@ def test_full_size_goes_through_geometry_memory_and_prediction(name: str, tmp_pa
     quantized = manifest.quantization.layers
     assert (quantized and (quantized.weights, quantized.block)) == LEVELS.get(name)
     [device] = estimate_memory(manifest, 1)
-    assert device.verify_weights == manifest.weight_bytes(manifest.verify[0]) > count * (0.4 if quantized else 1.9)
+    assert device.verify_weights == weight_bytes(manifest, manifest.verify[0]) > count * (0.4 if quantized else 1.9)
     found = predict(manifest, GPUS["h200"], manifest.max_seq_len)
     assert (
         (found.draft > 0) == manifest.exit_head.can_draft == (quantized is None or quantized.weights not in ("int4", "uint4"))
@@ -101,7 +102,7 @@ def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(family:
     options = ExportOptions(manifest.dtype, manifest.max_seq_len, quantization=manifest.quantization)
     for name, graph in (("draft", manifest.draft), ("verify", manifest.verify[0])):
         found = trace(name, manifest.geometry, manifest.exit_head, options)
-        assert {weight.name: weight for weight in found.weights} == manifest.weights_of(graph)
+        assert {weight.name: weight for weight in found.weights} == weights_of(manifest, graph)
 
 
 def narrowed(name: str) -> dict[str, Any]:

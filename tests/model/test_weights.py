@@ -12,20 +12,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from eesd.common.geometry import ExitConfig, Experts, Geometry, RopeScaling, draft_caches, exit_caches
+from eesd.common.quantization import EXIT_HEAD, LM_HEAD, Quantization, Quantizations, Shape, parts_of
 from eesd.common.weights import (
     EMBEDDINGS,
-    EXIT_HEAD,
-    LM_HEAD,
     ROTARY_TABLES,
     SCALES,
-    Quantization,
-    Quantizations,
-    Shape,
     exit_head_shapes,
     graph_shapes,
     model_shapes,
     packed_name,
-    parts_of,
     stored_weight,
 )
 from eesd.model.decoder import Decoder

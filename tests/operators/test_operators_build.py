@@ -17,7 +17,7 @@ from support.on_cache import OnCache
 from support.without_operators import needs_operators, without_operators
 
 import eesd
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.cpu.build import build_for_cpu
 from eesd.runtime import doctor
 from eesd.runtime.cli import main

@@ -20,8 +20,8 @@ from support.operators import assert_same
 from support.tiny_checkpoints import FAMILIES, build
 
 import eesd
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import is_linear
+from eesd.common.manifest import load_manifest
+from eesd.common.quantization import is_linear
 from eesd.export.cpu import build as cpu_build
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.cpu.panels import BITS4, BITS8, PLANES, UPPER

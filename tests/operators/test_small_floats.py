@@ -16,8 +16,9 @@ from support.engine_dirs import assert_weights_match_manifest, edit_manifest, gr
 from support.without_operators import needs_operators
 
 import eesd
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import FACTOR, FP4, FP8, SCALES
+from eesd.common.manifest import load_manifest
+from eesd.common.quantization import FP4, FP8
+from eesd.common.weights import FACTOR, SCALES
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
 from eesd.export.cpu.widened import reference

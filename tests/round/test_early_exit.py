@@ -16,7 +16,7 @@ from support.on_cache import both_on_cache
 from transformers import AutoModelForCausalLM
 
 from eesd import BatchOptions, Sampling, Service
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main as distill_main
 from eesd.export.cli import main as export_main

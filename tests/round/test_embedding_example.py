@@ -14,7 +14,7 @@ from support import tiny_models
 from support.command import assert_refused, run
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.embed import Host, open_host_engines
 from eesd.runtime.engines.device import DeviceStream
 

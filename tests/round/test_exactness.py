@@ -21,7 +21,7 @@ from eesd.bench.tools.exactness import WAYS, Row, combinations, open_with
 from eesd.bench.tools.exactness import main as bench_main
 from eesd.bench.tools.results import main as report_main
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime import cli, doctor

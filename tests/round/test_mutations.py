@@ -32,7 +32,7 @@ from support.tracing import traced
 from support.without_operators import needs_operators, without_operators
 
 from eesd.common.draft_vocab import DraftColumns
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.controllers import make_controller
 from eesd.export import onnx_graph
 from eesd.model import graphs

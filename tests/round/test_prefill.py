@@ -14,8 +14,7 @@ from support.harness import Harness, Wrapped
 from support.on_cache import OnCache
 from support.without_operators import needs_operators
 
-from eesd.common.manifest import MASKED
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import MASKED, load_manifest
 from eesd.runtime.cli import main
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.base import Call, StepOutputs

@@ -15,7 +15,7 @@ from support.harness import Harness
 from support.without_operators import needs_operators, without_operators
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.engines.base import Call, StepOutputs
 from eesd.runtime.llm import LLM, load

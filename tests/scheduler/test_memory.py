@@ -15,9 +15,8 @@ from support.engine_dirs import assert_weights_match_manifest, trained_head
 from support.shaped_manifests import shaped_manifest
 from support.synthetic import LLAMA_70B, write_checkpoint
 
-from eesd.common.manifest import WEIGHTS_FILE, FileInfo, Manifest
-from eesd.common.manifest_reader import load_manifest
-from eesd.common.weights import BLOCK, Quantization, Quantizations
+from eesd.common.manifest import WEIGHTS_FILE, FileInfo, Manifest, load_manifest
+from eesd.common.quantization import BLOCK, Quantization, Quantizations
 from eesd.export import engine_dir
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, load_manifest
+from eesd.common.weights import weight_bytes, weights_of
 from eesd.export.memory import estimate_memory
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
@@ -56,8 +56,8 @@ def assert_weights_match_manifest(directory: Path) -> None:
     manifest = load_manifest(directory)
     stored = [tensor_locations(graph_of(directory, graph.file)) for graph in manifest.graphs]
     for graph, weights in zip(manifest.graphs, stored, strict=True):
-        assert manifest.weight_bytes(graph) == sum(length for _, length in weights.values())
-        tensors = [weight.tensors for weight in manifest.weights_of(graph).values()]
+        assert weight_bytes(manifest, graph) == sum(length for _, length in weights.values())
+        tensors = [weight.tensors for weight in weights_of(manifest, graph).values()]
         assert {name: size for group in tensors for name, size in group.items()} == {n: s for n, (_, s) in weights.items()}
     first, *others = estimate_memory(manifest, 1)
     assert first.shared_weights == sum(stored[0][name][1] for name in stored[0].keys() & stored[1].keys())

@@ -24,8 +24,7 @@ import onnxruntime as ort
 import pytest
 
 from eesd.common.integrity import sha256_of
-from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.export.plan_graph import attend_to_first
 from eesd.runtime.engines import trt_plans
 from support import fake_cuda

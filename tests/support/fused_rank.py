@@ -15,7 +15,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 from torch import nn
 
 from eesd.common.machine import ranks
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.model.parallel import Split
 from eesd.runtime.engines import torch_weights
 from eesd.runtime.engines.team import TeamEngine

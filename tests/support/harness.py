@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.tree_budget import TreeBudget

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.engines import torch_fused
 from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.engines.torch_engine import TorchStageRunner, open_torch

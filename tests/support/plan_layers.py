@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from eesd.common.manifest import Manifest
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import Manifest, load_manifest
 from eesd.export.build import main as build_main
 from support.command import succeed
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from eesd.common.weights import BITS, Quantization
+from eesd.common.quantization import BITS, Quantization
 from eesd.model.quantized import Quantized, dequantize
 from eesd.runtime.engines.torch_quantized import arranged, product
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import Manifest
-from eesd.common.weights import Quantizations
+from eesd.common.quantization import Quantizations
 from eesd.export.memory import split_layers
 
 

@@ -8,7 +8,7 @@ import sys
 from hashlib import sha256
 from pathlib import Path
 
-from eesd.common.manifest_reader import load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import EngineOptions, open_engines

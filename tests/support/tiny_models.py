@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from eesd.common.geometry import ExitConfig
-from eesd.common.weights import BLOCK, SEARCHED_INT4, UNQUANTIZED, Quantization, Quantizations
+from eesd.common.quantization import BLOCK, SEARCHED_INT4, UNQUANTIZED, Quantization, Quantizations
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, stored_head, untrained_head, whole_model
 from eesd.export.onnx_graph import ExportOptions
