@@ -10,8 +10,8 @@ import click
 
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
-from eesd.common.integrity import check_plan, verify_files
-from eesd.common.manifest import Manifest, load_manifest
+from eesd.common.integrity import sha256_of, verify_files
+from eesd.common.manifest import Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read
@@ -117,7 +117,7 @@ def main(
         with progress_bar("hashing", sum(manifest.sizes.values())) as advance:
             verify_files(directory, manifest, advance)
             for plan in manifest.plans.values():
-                check_plan(directory, plan)
+                _check_plan(directory, plan)
         click.echo("all files are as exported", err=as_json)
     if exact:
         found = check_exactness(directory, manifest, backend, [1, None] if threads is None else [threads])
@@ -136,6 +136,15 @@ def _outlined(model: str) -> Manifest:
     except ImportError as error:
         raise EESDError(f"Reading a model needs {error.name}; install it with: pip install 'eesd[export]'.") from None
     return outlined(model)
+
+
+def _check_plan(directory: Path, plan: PlanInfo) -> None:
+    """Check a plan's size and SHA-256. Raises :class:`EESDError` if it is missing or was changed."""
+    path = directory / plan.file
+    if not path.exists():
+        raise EESDError(f"{path} is missing; build it with: eesd-build {directory}.")
+    if path.stat().st_size != plan.size or sha256_of(path) != plan.sha256:
+        raise EESDError(f"{path} was changed after it was built; build it again with: eesd-build --force {directory}.")
 
 
 def check_exactness(directory: Path, manifest: Manifest, backend: str, threads: Sequence[int | None]) -> Exactness:

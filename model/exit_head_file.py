@@ -12,7 +12,7 @@ from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import LARGEST_SIZE, ExitConfig
-from eesd.common.json_input import Fields, read_json_object
+from eesd.common.json_input import Fields, from_json, read_json_object
 from eesd.common.prior import CalibrationPrior
 from eesd.model.exit_head import ExitHead
 
@@ -93,7 +93,7 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
             f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."
         )
     try:
-        return replace(config, calibration=None if calibration is None else CalibrationPrior.from_dict(calibration))
+        return replace(config, calibration=None if calibration is None else from_json(CalibrationPrior, calibration))
     except ValueError as error:
         raise EESDError(
             f"The calibration in {directory / CONFIG_FILE} is damaged ({error}); "

@@ -47,7 +47,7 @@ def log_rounds(llm: LLM, path: Path) -> Iterator[None]:
     with file:
         calibration = llm.manifest.exit_head.calibration
         header = {"kind": KIND, "format": FORMAT, "speculation": asdict(llm.speculation)}
-        _write(file, header | {"calibration": calibration.to_dict() if calibration else None})
+        _write(file, header | {"calibration": asdict(calibration) if calibration else None})
         llm.value = cast(RoundValue, _Recorded(file, "value", new.value))
         llm.controller = cast(Controller, _Recorded(file, "controller", new.controller)) if new.controller else None
         llm.guard = cast(Guard, _Recorded(file, "guard", new.guard)) if new.guard else None

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
-from eesd.common.json_input import json_lines, read_text
+from eesd.common.json_input import from_json, json_lines, read_text
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.text_rule import TextRule, TextStep
@@ -57,7 +57,7 @@ def replay_rounds(path: Path) -> tuple[int, list[Difference]]:
 def _made(header: dict[str, Any]) -> dict[str, Any]:
     """New parts, as those were when the record began."""
     speculation = header["speculation"]
-    prior = CalibrationPrior.from_dict(header["calibration"]) if header["calibration"] else None
+    prior = from_json(CalibrationPrior, header["calibration"]) if header["calibration"] else None
     value = RoundValue()
     return {
         "value": value,

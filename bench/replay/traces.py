@@ -13,7 +13,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import log
 from pathlib import Path
@@ -29,6 +29,7 @@ from eesd.bench.replay.costs import CostModel, mean_call_costs
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.common.json_input import from_json
 from eesd.common.manifest import Manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep
@@ -134,7 +135,7 @@ class Trace:
             "origin": self.origin,
             "tasks": [request.task for request in self.requests],
             "costs": self.costs.to_dict() if self.costs else None,
-            "prior": self.prior.to_dict() if self.prior else None,
+            "prior": asdict(self.prior) if self.prior else None,
         }
         arrays: dict[str, Any] = {
             name: np.concatenate([getattr(request, name) for request in self.requests]) for name in ARRAYS
@@ -156,7 +157,7 @@ def load_trace(path: Path) -> Trace:
             parts = [np.split(file[name], ends) for name in ARRAYS]
         requests = tuple(TracedRequest(task, *rows) for task, *rows in zip(meta["tasks"], *parts, strict=True))
         costs = CostModel.from_dict(meta["costs"]) if meta["costs"] else None
-        return Trace(requests, meta["origin"], costs, CalibrationPrior.from_dict(meta["prior"]) if meta["prior"] else None)
+        return Trace(requests, meta["origin"], costs, from_json(CalibrationPrior, meta["prior"]) if meta["prior"] else None)
     except FileNotFoundError:
         raise EESDError(f"There is no trace {path}; record one first.") from None
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, zlib.error):
@@ -289,4 +290,4 @@ def _origin(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, de
     chosen = {name: value for name, value in options.to_dict().items() if name in names}
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()
     prior = bench.manifest.exit_head.calibration
-    return bench.describe() | chosen | {"depth": depth, "prompts": digest, "prior": prior.to_dict() if prior else None}
+    return bench.describe() | chosen | {"depth": depth, "prompts": digest, "prior": asdict(prior) if prior else None}

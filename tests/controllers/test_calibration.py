@@ -11,6 +11,7 @@ from scipy.special import expit
 
 from eesd.bench.replay.replay import teach
 from eesd.common.errors import EESDError
+from eesd.common.json_input import from_json
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.calibration import Calibrator, features
@@ -147,10 +148,11 @@ def test_steps_of_a_cancelled_round_are_forgotten(name: str) -> None:
 
 def test_prior_goes_through_json_and_is_checked() -> None:
     prior = CalibrationPrior(shift=0.2)
-    assert CalibrationPrior.from_dict(json.loads(json.dumps(prior.to_dict()))) == prior
+    stored = json.loads(json.dumps(dataclasses.asdict(prior)))
+    assert from_json(CalibrationPrior, stored) == prior
     for bad in ({"accept": [1.0]}, {"shift": -1.0}, {"request": float("nan")}, {"following": [float("inf")] * 5}):
         with pytest.raises(ValueError, match="must"):
-            CalibrationPrior.from_dict(prior.to_dict() | bad)
+            from_json(CalibrationPrior, stored | bad)
     started = make_controller("cost-aware-ts", prior=dataclasses.replace(prior, accept=(9.0,) * 5))
     assert isinstance(started, CostAwareTS) and started.accept.score((1, 1, 1, 1, 1)) == 45
 
@@ -297,10 +299,13 @@ def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
         exit_head = manifest["exit_head"] | {"calibration": calibration}
         file.write_text(json.dumps(manifest | {"exit_head": exit_head}))
 
-    for entry, expected in ((None, CalibrationPrior()), (CalibrationPrior(shift=0.5).to_dict(), CalibrationPrior(shift=0.5))):
+    for entry, expected in (
+        (None, CalibrationPrior()),
+        (dataclasses.asdict(CalibrationPrior(shift=0.5)), CalibrationPrior(shift=0.5)),
+    ):
         write(entry)
         controller = load(engine_copy, speculation=Speculation("cost-aware-ts")).controller
         assert isinstance(controller, CostAwareTS) and controller.accept.covariance[0] == expected.shift**2
-    write(CalibrationPrior().to_dict() | {"accept": [1.0]})
+    write(dataclasses.asdict(CalibrationPrior()) | {"accept": [1.0]})
     with pytest.raises(EESDError, match="damaged"):
         load(engine_copy)

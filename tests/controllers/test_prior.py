@@ -13,6 +13,7 @@ from support.command import assert_refused, run, succeed
 from support.distilling import SMALL, distill
 
 from eesd import load
+from eesd.common.json_input import from_json
 from eesd.common.manifest import load_manifest
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.calibration import sigmoid
@@ -140,7 +141,7 @@ def calibrated(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathF
 
 def test_the_controller_uses_the_prior_that_distillation_fitted(learner: Path, calibrated: Path, tmp_path: Path) -> None:
     entry = json.loads((calibrated / "exit_head.json").read_text())["calibration"]
-    prior = CalibrationPrior.from_dict(entry)
+    prior = from_json(CalibrationPrior, entry)
     assert prior.accept != CalibrationPrior().accept
     plans = tmp_path / "plans"
     said = succeed(export_main, "--model", learner, "--exit-head", calibrated, "--no-check", "--calibrate", "-o", plans).stdout

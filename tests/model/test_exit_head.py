@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,11 @@ def test_truncated_weights_are_refused(damaged: tuple[Checkpoint, Path], keep: i
         ({"acceptance": [0.5, 2]}, "numbers from 0 to 1"),
         ({"acceptance": "0.5"}, "numbers from 0 to 1"),
         ({"calibration": {}}, "calibration in"),
-        ({"calibration": CalibrationPrior().to_dict() | {"accept": [1.0]}}, "must have 5 weights"),
-        ({"calibration": CalibrationPrior().to_dict() | {"accept": "12345"}}, "must be lists"),
-        ({"calibration": CalibrationPrior().to_dict() | {"shift": True}}, "must be numbers"),
-        ({"calibration": CalibrationPrior().to_dict() | {"following": [10**400] * 5}}, "must be finite"),
-        ({"calibration": CalibrationPrior().to_dict() | {"request": -1.0}}, "0 or above"),
+        ({"calibration": asdict(CalibrationPrior()) | {"accept": [1.0]}}, "must have 5 weights"),
+        ({"calibration": asdict(CalibrationPrior()) | {"accept": "12345"}}, "accept is '12345', which is of another type"),
+        ({"calibration": asdict(CalibrationPrior()) | {"shift": True}}, "shift is True, which is of another type"),
+        ({"calibration": asdict(CalibrationPrior()) | {"following": [10**400] * 5}}, "must be finite"),
+        ({"calibration": asdict(CalibrationPrior()) | {"request": -1.0}}, "0 or above"),
     ],
 )
 def test_damaged_config_is_refused(damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import LinkInfo, Manifest, PlanInfo
+from eesd.common.manifest import LinkInfo, Manifest
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 """Pieces of a linked file that are hashed: one megabyte in all. Weights of two models differ in every piece."""
@@ -66,12 +66,3 @@ def verify_files(directory: Path, manifest: Manifest, progress: Callable[[int], 
                 "modification time); export the model again."
             )
         progress(linked.size)
-
-
-def check_plan(directory: Path, plan: PlanInfo) -> None:
-    """Check a plan's size and SHA-256. Raises :class:`EESDError` if it is missing or was changed."""
-    path = directory / plan.file
-    if not path.exists():
-        raise EESDError(f"{path} is missing; build it with: eesd-build {directory}.")
-    if path.stat().st_size != plan.size or sha256_of(path) != plan.sha256:
-        raise EESDError(f"{path} was changed after it was built; build it again with: eesd-build --force {directory}.")

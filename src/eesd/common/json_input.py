@@ -7,13 +7,17 @@ and at nothing else, because strings may hold the other line separators of Unico
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import is_dataclass
+from functools import cache
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from eesd.common.checks import as_float, shown
 from eesd.common.errors import EESDError
 
+T = TypeVar("T")
 MAX_BYTES = 1 << 28
 """Largest file that is read as JSON or text. The largest real ones, tokenizers and prompts, have some ten megabytes."""
 MAX_DEPTH = 64
@@ -121,6 +125,47 @@ def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             yield number, parse_json(line, f"{name}, line {number}", remedy)
+
+
+def from_json(kind: type[T], value: Any) -> T:
+    """Make a dataclass of a JSON object with exactly its fields. The annotations say the types.
+
+    Args:
+        kind: The dataclass. Its fields are of plain types, dataclasses, tuples of any length, dicts by text, or optional.
+        value: The parsed JSON.
+
+    Raises:
+        ValueError: A field is missing, unknown or of another type, or a dataclass refuses a value.
+    """
+    made: T = _converted(kind, value, "")
+    return made
+
+
+def _converted(kind: Any, value: Any, where: str) -> Any:
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return value if type(value) in arguments else _converted(arguments[0], value, where)
+    if is_dataclass(kind) and type(value) is dict:
+        hints = _hints(cast(type, kind))
+        if value.keys() != hints.keys():
+            odd = min(map(str, value.keys() ^ hints.keys()))
+            raise ValueError(f"{where}{shown(odd)} is missing or unknown")
+        return kind(**{name: _converted(hints[name], item, f"{where}{name}.") for name, item in value.items()})  # type: ignore[operator]
+    if origin is tuple and type(value) is list:
+        return tuple(_converted(arguments[0], item, f"{where}{index}.") for index, item in enumerate(value))
+    if origin is dict and type(value) is dict:
+        return {name: _converted(arguments[1], item, f"{where}{shown(name)}.") for name, item in value.items()}
+    if kind is float and type(value) is int:
+        return as_float(value)
+    if type(value) is not kind:  # isinstance would accept True as a number
+        raise ValueError(f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type")
+    return value
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    """The annotated types of a dataclass. A manifest has hundreds of values of a few classes."""
+    return get_type_hints(kind)
 
 
 class Fields:

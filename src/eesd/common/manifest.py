@@ -6,17 +6,15 @@ docs/engine-directory.md specifies the format. Reading checks every value before
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any
 
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_caches, draft_columns, eagle_fault, exit_caches
-from eesd.common.json_input import read_json
+from eesd.common.json_input import from_json, read_json
 from eesd.common.quantization import BLOCKS, DTYPES, FP8_WEIGHTS, LEVELS, NVFP4, OWN_BLOCKS, SCALE_TYPES, Quantizations
 
 FORMAT_VERSION = 1
@@ -305,7 +303,7 @@ def load_manifest(directory: Path) -> Manifest:
 
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
-    manifest: Manifest = _from_json(Manifest, raw)
+    manifest = from_json(Manifest, raw)
     exit_head, num_layers = manifest.exit_head, manifest.geometry.num_layers
     for name, most in (("max_seq_len", MAX_SLOTS), ("max_tree_nodes", MAX_TREE_NODES), ("draft_top_k", MAX_TOP_K)):
         if not 1 <= getattr(manifest, name) <= most:
@@ -369,32 +367,6 @@ def _check_stages(manifest: Manifest) -> None:
         _check_graph(stage, [*range(begin, end), *exits], manifest, first=number == 0, last=number == last)
     if end != manifest.geometry.num_layers:
         raise ValueError("stages")
-
-
-def _from_json(kind: Any, value: Any, where: str = "") -> Any:
-    """Convert a JSON value to the annotated type ``kind``: a dataclass, a tuple, a dict, an optional or a plain type."""
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return value if type(value) in arguments else _from_json(arguments[0], value, where)
-    if is_dataclass(kind) and type(value) is dict:
-        hints = _hints(cast(type, kind))
-        if value.keys() != hints.keys():
-            odd = min(map(str, value.keys() ^ hints.keys()))
-            raise ValueError(f"{where}{shown(odd)} is missing or unknown")
-        return kind(**{name: _from_json(hints[name], item, f"{where}{name}.") for name, item in value.items()})  # type: ignore[operator]
-    if origin is tuple and type(value) is list:
-        return tuple(_from_json(arguments[0], item, f"{where}{index}.") for index, item in enumerate(value))
-    if origin is dict and type(value) is dict:
-        return {name: _from_json(arguments[1], item, f"{where}{shown(name)}.") for name, item in value.items()}
-    if type(value) is not kind:  # isinstance would accept True as a number
-        raise ValueError(f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type")
-    return value
-
-
-@cache
-def _hints(kind: Any) -> dict[str, Any]:
-    """The annotated types of a dataclass. A manifest has hundreds of values of a few classes."""
-    return get_type_hints(kind)
 
 
 def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, first: bool, last: bool) -> None:

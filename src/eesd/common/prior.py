@@ -3,9 +3,8 @@
 ``eesd-distill`` fits one for each head. ``exit_head.json`` and ``manifest.json`` store it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import isfinite
-from typing import Any
 
 FEATURES = 5
 """Number of features of a drafted token; see :func:`eesd.controllers.calibration.features`."""
@@ -47,24 +46,3 @@ class CalibrationPrior:
             raise ValueError("weights must be finite")
         if not all(0 <= getattr(self, name) < 100 for name in STANDARD_DEVIATIONS):
             raise ValueError("standard deviations must be 0 or above, and below 100")
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a dictionary that JSON can store."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(value: dict[str, Any]) -> "CalibrationPrior":
-        """Read what :meth:`to_dict` returns, also after a round trip through JSON. Raises ValueError for anything else."""
-        if not isinstance(value, dict) or value.keys() != {"accept", "following", *STANDARD_DEVIATIONS}:
-            raise ValueError(f"its entries must be accept, following, {', '.join(STANDARD_DEVIATIONS)}")
-        lists = value["accept"], value["following"]
-        if not all(isinstance(weights, (list, tuple)) for weights in lists):
-            raise ValueError("accept and following must be lists")
-        deviations = [value[name] for name in STANDARD_DEVIATIONS]
-        if not all(type(number) in (int, float) for number in (*lists[0], *lists[1], *deviations)):
-            raise ValueError("weights and standard deviations must be numbers")
-        try:
-            accept, following, deviations = (list(map(float, numbers)) for numbers in (*lists, deviations))
-        except OverflowError:
-            raise ValueError("weights and standard deviations must be finite") from None
-        return CalibrationPrior(tuple(accept), tuple(following), *deviations)
