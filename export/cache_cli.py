@@ -9,9 +9,10 @@ import click
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.files import readable, remove_leftovers
+from eesd.common.files import remove_leftovers
 from eesd.common.terminal import notice
 from eesd.export.cache import Entry, cache_directory, entries, remove
+from eesd.export.memory import format_bytes
 
 _DAY = 24 * 3600
 _place = click.option(
@@ -33,7 +34,7 @@ def show(cache_dir: Path | None) -> None:
     width = max((len(entry.path.name) for entry in found), default=0)
     for entry in found:
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-        click.echo(f"{entry.path.name:{width}}  {readable(entry.size):>9}  {used}  {entry.model} {entry.options}".rstrip())
+        click.echo(f"{entry.path.name:{width}}  {format_bytes(entry.size):>9}  {used}  {entry.model} {entry.options}".rstrip())
     click.echo(f"{cache}: {_count(found)}")
 
 
@@ -73,7 +74,7 @@ def _removed(entry: Entry) -> bool:
 
 def _count(found: Sequence[Entry]) -> str:
     directories = "1 directory" if len(found) == 1 else f"{len(found)} directories"
-    return f"{directories}, {readable(sum(entry.size for entry in found))}"
+    return f"{directories}, {format_bytes(sum(entry.size for entry in found))}"
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from eesd.common.checks import check_choice, check_flag, check_integer, check_pa
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_generation_config
-from eesd.common.integrity import verify_files
 from eesd.common.machine import release_freed_memory
 from eesd.common.manifest import MAX_TREE_NODES, Manifest, load_manifest
 from eesd.controllers import Controller, make_controller
@@ -172,7 +171,6 @@ def load(
     *,
     speculation: Speculation | None = Speculation(),
     threads: int | None = None,
-    verify_hashes: bool = False,
     generation_config: str = "auto",
     exact: bool | None = None,
     activations: str | None = None,
@@ -188,7 +186,6 @@ def load(
         speculation: How to draft. None: do not load the draft engine, decode plainly without any overhead. The draft engine
             is not loaded for the drafter ``text`` either.
         threads: CPU threads of an engine; default: the processors of this process, one fewer if there are more than four.
-        verify_hashes: Hash every file first.
         generation_config: ``auto`` takes the sampling options of the model's ``generation_config.json`` where a request gives
             none; ``none`` does not.
         exact: Whether drafting may change no bit of a logit, also in trees and on a GPU; see
@@ -205,13 +202,10 @@ def load(
         EESDError: The directory or an argument cannot be used.
     """
     directory = check_path("engine_dir", engine_dir, "the output directory of eesd-export")
-    check_flag("verify_hashes", verify_hashes)
     check_flag("plain_content", plain_content)
     check_choice("generation_config", generation_config, GENERATION_CONFIGS)
     check_integer("prefix_memory", prefix_memory, 0, 2**62)
     manifest = load_manifest(directory)
-    if verify_hashes:
-        verify_files(directory, manifest)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts and manifest.exit_head.can_draft
     engines = open_engines(directory, manifest, EngineOptions(backend, threads, draft, exact, activations, kv_cache_dtype))
     default = models_sampling(directory) if generation_config == "auto" else GREEDY

@@ -204,8 +204,6 @@ def test_inspect_shows_it_and_damage_is_refused(learner: Path, reduced_head: Pat
     ids[::-1].tofile(path)
     with pytest.raises(EESDError, match=r"draft_vocab\.bin is damaged; export the model again"):
         eesd.load(directory, "ort", threads=1)
-    with pytest.raises(EESDError, match=r"draft_vocab\.bin was changed"):
-        eesd.load(directory, "ort", threads=1, verify_hashes=True)
     for field, value in (("draft_vocab", 61), ("draft_vocab", 0), ("own_lm_head", False)):
         before = (directory / "manifest.json").read_text()
         edit_manifest(directory, f"exit_head/{field}", value)

@@ -172,7 +172,6 @@ def test_speculation_of_another_type_is_refused(arguments: dict[str, Any], words
         ({"threads": "2"}, "threads is '2'"),
         ({"threads": 1.5}, "threads is 1.5"),
         ({"threads": True}, "threads is True"),
-        ({"verify_hashes": 1}, "verify_hashes is 1"),
         ({"generation_config": "vllm"}, "generation_config is 'vllm'; it must be one of auto, none"),
     ],
 )

@@ -95,7 +95,7 @@ def test_it_is_exported_with_the_model(text_model: Path, tmp_path: Path) -> None
     model = write(shutil.copytree(text_model, tmp_path / "model"), QWEN)
     plans = export_engine(model, tmp_path / "plans")
     assert json.loads((plans / GENERATION_CONFIG_FILE).read_text()) == QWEN
-    llm = eesd.load(plans, verify_hashes=True)
+    llm = eesd.load(plans)
     assert llm.default_sampling == eesd.Sampling(0.7, 20, 0.8, repetition_penalty=1.1)
     assert llm.manifest.eos_token_ids == (2, 5)
 

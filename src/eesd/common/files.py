@@ -78,7 +78,7 @@ def is_temporary(name: str) -> bool:
 def remove_leftovers(directory: Path, name: str | None = None) -> None:
     """Remove what killed processes left in a directory, and put back a directory that one had moved aside.
 
-    Each is logged as a warning, in one line with the size. What may belong to a process that still runs is kept: without a word
+    Each is logged as a warning, in one line. What may belong to a process that still runs is kept: without a word
     if its lock is held, and with a warning if that cannot be known.
 
     Args:
@@ -154,28 +154,26 @@ class Claim(NamedTuple):
 
     def sweep(self) -> None:
         """Clean up if the writer is dead; otherwise, or if that is not sure, leave everything as it is."""
-        size = _size(self.new) + _size(self.old)
+        left = lexists(self.new) or lexists(self.old)
         # A lock without text was made by a writer that was killed, or has not gone on, before it wrote anything else.
         with suppress(OSError), _taken(self.lock) as (is_free, text):
             if not is_free:
                 return
-            sure = _from_this_machine(text) if text else not (lexists(self.new) or lexists(self.old))
+            sure = _from_this_machine(text) if text else not left
             # Something took the place of a directory that was moved aside: only its owner knows which of the two is wanted.
             if sure and not (lexists(self.new) and lexists(self.old) and lexists(self.target)):
                 if self.put_back():
                     LOGGER.warning("%s is back, which a killed run had moved aside to replace it.", self.target)
-                    size = _size(self.new)
+                    left = lexists(self.new)
                 self.clean_up()
                 if not (lexists(self.new) or lexists(self.old)):
-                    if size:
-                        LOGGER.warning("Removed %s that a killed run left beside %s.", readable(size), self.target)
+                    if left:
+                        LOGGER.warning("Removed what a killed run left beside %s.", self.target)
                     return
-        left = [str(path) for path in (self.new, self.old) if lexists(path)]
-        if left:
-            LOGGER.warning(
-                "A run that may still be going on left %s (%s); if none writes to %s, delete it, or rename it to keep it.",
-                " and ".join(left), readable(size), self.target,
-            )  # fmt: skip
+        kept = " and ".join(str(path) for path in (self.new, self.old) if lexists(path))
+        if kept:
+            sentence = "A run that may still be going on left %s; if none writes to %s, delete it, or rename it to keep it."
+            LOGGER.warning(sentence, kept, self.target)
 
 
 @contextmanager
@@ -262,17 +260,3 @@ def _delete(path: Path) -> bool:
         with suppress(OSError):
             path.unlink(missing_ok=True)
     return not lexists(path)
-
-
-def _size(path: Path) -> int:
-    """Bytes that deleting a file or a directory frees."""
-    with suppress(OSError):
-        if path.is_dir() and not path.is_symlink():
-            return sum(_size(entry) for entry in path.iterdir())
-        status = path.lstat()
-        return status.st_size if status.st_nlink == 1 else 0  # weights that an export linked stay where they are
-    return 0
-
-
-def readable(size: int) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"
