@@ -11,7 +11,7 @@ from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, models_generation_config, parse_generation_config
+from eesd.common.generation_config import GENERATION_CONFIG_FILE, GENERATION_FIELDS, parse_generation_config
 from eesd.common.geometry import LARGEST_SIZE, Geometry
 from eesd.common.json_input import Fields, read_json_object
 from eesd.model.families import FAMILIES
@@ -96,11 +96,14 @@ def load_config(model_dir: Path) -> ModelConfig:
         if isinstance(found, dict) and found.get("quant_algo") is not None:
             raw["quantization_config"] = {"quant_method": "modelopt"} | found
     fields = Fields(raw)
-    generation = models_generation_config(model_dir, fields.raw)
-    if not (model_dir / GENERATION_CONFIG_FILE).exists():
-        fields.taken |= set(generation)
+    file = model_dir / GENERATION_CONFIG_FILE
+    if file.exists():
+        generation = read_json_object(file, "fetch the file again, or delete it")
+    else:  # transformers takes the fields of config.json
+        generation = {name: raw[name] for name in GENERATION_FIELDS if raw.get(name) is not None}
+        fields.taken |= generation.keys()
     config = parse_config(fields, path)
-    eos = parse_generation_config(generation, str(model_dir / GENERATION_CONFIG_FILE), "correct the file").eos_token_ids
+    eos = parse_generation_config(generation, str(file), "correct the file").eos_token_ids
     return replace(config, generation=generation, eos_token_ids=config.eos_token_ids if eos is None else eos)
 
 

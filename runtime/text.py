@@ -126,12 +126,10 @@ def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
 def _templates(path: Path, template: Any) -> dict[str, str]:
     """The templates in a tokenizer's configuration by name: the used ones of several; a single one is ``default``."""
     if isinstance(template, list):
-        named: dict[str, Any] = {}
-        for entry in template:
-            if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in ("name", "template")):
-                raise EESDError(f"{path} has a chat template without name or template; {_REMEDY}.")
-            named[entry["name"]] = entry["template"]
-        template = named
+        try:
+            template = {entry["name"]: entry["template"] for entry in template}
+        except (TypeError, KeyError):
+            raise EESDError(f"{path} has a chat template without name or template; {_REMEDY}.") from None
     found = template if isinstance(template, dict) else {"default": template}
     used = {name: found[name] for name in ("default", "tool_use") if found.get(name) is not None}
     if not all(isinstance(source, str) for source in used.values()):

@@ -69,13 +69,6 @@ def test_prompts_are_those_of_transformers(tmp_path: Path, name: str, tokens: di
         assert rendered == expected
 
 
-def test_the_default_of_several_templates_is_used(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ messages[0].content }}"}]
-    directory = write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named})
-    reference = AutoTokenizer.from_pretrained(directory)
-    assert reference.apply_chat_template(USER, tokenize=False) == TextCodec(directory).render(USER) == "default Hi"
-
-
 TOOLS: list[Any] = [
     {
         "type": "function",
@@ -120,7 +113,7 @@ def test_the_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) ->
     named = [{"name": "tool_use", "template": "{{ tools | length }} tools"}, {"name": "default", "template": "default"}]
     directory = write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named})
     reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
-    for tools, text in ((TOOLS, "2 tools"), (None, "default")):
+    for tools, text in ((TOOLS, "2 tools"), (None, "default")):  # of several templates, two are used
         assert codec.render(USER, tools) == reference.apply_chat_template(USER, tools=tools, tokenize=False) == text
 
 

@@ -1,4 +1,4 @@
-"""Text as it streams: whole characters only, stop strings never shown, and chat templates as their authors wrote them."""
+"""Text as it streams: whole characters only, stop strings never shown. Chat templates that fail."""
 
 import json
 from pathlib import Path
@@ -188,51 +188,20 @@ def test_the_longest_possible_beginning_is_held(codec: TextCodec) -> None:
     assert stream.push(raw(codec, "b")[0]) == "" and stream.stop
 
 
-CHATML = """{{ bos_token }}{% for message in messages %}
-    {% if message['role'] not in ['user', 'assistant', 'system'] %}
-{{ raise_exception('unknown role ' + message['role']) }}
-    {% endif %}
-<|im_start|>{{ message['role'] }}
-{{ message['content'] }}<|im_end|>
-{% endfor %}
-{% if add_generation_prompt %}
-<|im_start|>assistant
-{% endif %}"""
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi ☕ {{ 7*7 }}"}]
-RENDERED = "<s><|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi ☕ {{ 7*7 }}<|im_end|>\n<|im_start|>assistant\n"
+MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
-def chat(directory: Path, target: Path, config: dict[str, object] | None, template: str | None = None) -> TextCodec:
+def chat(directory: Path, target: Path, config: dict[str, object] | None) -> TextCodec:
     (target / "tokenizer.json").write_bytes((directory / "tokenizer.json").read_bytes())
     if config is not None:
         (target / "tokenizer_config.json").write_text(json.dumps(config))
-    if template is not None:
-        (target / "chat_template.jinja").write_text(template)
     return TextCodec(target)
-
-
-@pytest.mark.parametrize("bos", ["<s>", {"content": "<s>", "lstrip": False}])
-@pytest.mark.parametrize("place", ["config", "named", "file"])
-def test_a_chat_template_is_rendered(directory: Path, tmp_path: Path, place: str, bos: object) -> None:
-    """Blocks are trimmed as transformers does, and the template brings the special tokens, not the tokenizer."""
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": CHATML}]
-    stored = {"config": CHATML, "named": named, "file": "no"}[place]
-    codec = chat(directory, tmp_path, {"bos_token": bos, "chat_template": stored}, CHATML if place == "file" else None)
-    assert codec.render(MESSAGES) == RENDERED
-    tokens = codec.encode(MESSAGES)
-    assert tokens.count(0) == 1 and tokens.count(2) == 3
-    assert codec.tokenizer.decode(tokens, skip_special_tokens=False) == RENDERED
-
-
-def test_missing_special_tokens_are_empty(directory: Path, tmp_path: Path) -> None:
-    codec = chat(directory, tmp_path, {"bos_token": None, "chat_template": "{{ bos_token }}|{{ eos_token }}|{{ pad_token }}"})
-    assert codec.render(MESSAGES) == "||"
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (CHATML, "unknown role tool"),
+        ("{{ raise_exception('unknown role ' + messages[0].role) }}", "unknown role tool"),
         ("{% for m in messages %}{{ m.content }}", "chat template"),
         ("{{ messages[0].tool_calls.name }}", "no attribute 'tool_calls'"),
         ("{{ 'a' + messages }}", "can only concatenate"),

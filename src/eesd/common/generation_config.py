@@ -40,8 +40,6 @@ NOT_APPLIED = {
     "watermarking_config": None,
 }
 """Options that would change the tokens and are not applied, with the value that has no effect."""
-
-
 GENERATION_FIELDS = (*SAMPLING_OPTIONS, "do_sample", *NOT_APPLIED)
 REMEDY = "correct it in the model and export again, or give --generation-config none"
 
@@ -76,22 +74,6 @@ def read_generation_config(directory: Path) -> GenerationConfig | None:
     """
     path = directory / GENERATION_CONFIG_FILE
     return parse_generation_config(read_json_object(path, REMEDY), str(path)) if path.exists() else None
-
-
-def models_generation_config(model: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a model's ``generation_config.json``; without the file those of its ``config.json``, as in transformers.
-
-    Args:
-        model: The model directory.
-        config: The fields of ``config.json``.
-
-    Raises:
-        EESDError: The file is damaged.
-    """
-    path = model / GENERATION_CONFIG_FILE
-    if path.exists():
-        return read_json_object(path, "fetch the file again, or delete it")
-    return {name: config[name] for name in GENERATION_FIELDS if config.get(name) is not None}
 
 
 def parse_generation_config(raw: Mapping[str, Any], name: str, remedy: str = REMEDY) -> GenerationConfig:
