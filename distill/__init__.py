@@ -7,7 +7,7 @@ The modules in reading order. Each imports only from modules above it.
 * ``generate``: rows that the model generates itself.
 * ``teacher``: hidden states and top-k targets of the frozen model, computed for each batch or cached on disk.
 * ``losses``: losses per token, and the exit head as a training module.
-* ``acceptance``: rounds and acceptance by draft depth, replayed from one parallel pass. ``eesd.export.prior`` fits the
+* ``acceptance``: rounds and acceptance by draft depth, replayed from one parallel pass. ``eesd.distill.calibrate`` fits the
   calibration prior to them.
 * ``metrics``: ``metrics.jsonl``, TensorBoard events, ``curves.png``.
 * ``trainer``: training loop, checkpoints, exact resume.

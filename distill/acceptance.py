@@ -21,10 +21,10 @@ from torch.nn.functional import linear, pad
 from eesd.common.geometry import Geometry
 from eesd.controllers.base import DraftStep
 from eesd.distill.ages import AGES
+from eesd.distill.calibrate import DraftedRound
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.distill.teacher import TeacherCall, chunk_rows, full_sequence_inputs
-from eesd.export.prior import DraftedRound
 from eesd.model.deep_states import deep_states
 from eesd.model.exit_head import ExitHead
 

@@ -150,7 +150,7 @@ def _run(run: Run) -> None:
 
 
 def _evaluate(run: Run) -> None:
-    from eesd.export.prior import table
+    from eesd.distill.calibrate import table
 
     acceptance, calibration = run.evaluate()
     if not run.is_main:

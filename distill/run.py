@@ -26,6 +26,7 @@ from eesd.common.integrity import sha256_of
 from eesd.common.outputs import existing_parent
 from eesd.common.terminal import notice
 from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, drafted_rounds, replay_acceptance
+from eesd.distill.calibrate import CalibrationResult, calibrate, label_rounds
 from eesd.distill.card import write_card
 from eesd.distill.continuing import TorchWriter, Writer
 from eesd.distill.data import (
@@ -43,13 +44,11 @@ from eesd.distill.engine_teacher import EngineTeacher
 from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
-from eesd.distill.self_prompt import SelfPromptOptions, self_prompts
+from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall, check_compiler
 from eesd.distill.trainer import Report, Trainer, check_output
-from eesd.export.own_text import around_turns
-from eesd.export.prior import CalibrationResult, calibrate, label_rounds
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder

@@ -14,10 +14,10 @@ from eesd.distill.continuing import Writer, Writing, continue_prompts
 from eesd.distill.generate import STREAM
 from eesd.distill.options import digest
 from eesd.distill.stored import saved_whole
-from eesd.export.own_text import around_turns
 from eesd.runtime.decoding.sampling import philox
 from eesd.runtime.text import TextCodec
 
+MARK = "eesd-user-turn"
 SHARD_TRIES = 256
 """Prompts that are tried for one file."""
 MAX_TOKENS = 256
@@ -94,6 +94,12 @@ def self_prompts(
         if failures == MAX_FAILURES:
             raise EESDError("The model writes no user turns by itself; give prompts with --self-generate.")
     raise AssertionError
+
+
+def around_turns(codec: TextCodec) -> tuple[str, str]:
+    """The text that the chat template puts before and after a user's turn. Raises :class:`EESDError` if there is none."""
+    opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
+    return opening, closing
 
 
 def _user_turns(

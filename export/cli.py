@@ -91,12 +91,6 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     default=None,
     help="Build for the CPU, too, as eesd-build --target cpu does.  [default: if there is no GPU, and memory allows]",
 )
-@click.option(
-    "--calibrate/--no-calibrate",
-    default=None,
-    help="Let the model write text, for about a minute, to learn when its draft is right: then controllers draft well from the "
-    "first round on.  [default: if the whole model drafts, and its weights were packed]",
-)
 def main(output: Path, **options: Any) -> None:
     """Export a model and its exit head to an engine directory: draft and verify graphs, shared weights, tokenizer, manifest."""
     make_engines(Choices(**options), output, click.echo)

@@ -29,6 +29,7 @@ from eesd.common.manifest import (
     Manifest,
 )
 from eesd.common.outputs import existing_parent, resolved
+from eesd.common.prior import CalibrationPrior
 from eesd.common.quantization import EXIT_HEAD, LM_HEAD
 from eesd.common.weights import HEAD_TABLES, ROTARY_TABLES, StoredWeight, checkpoint_names, lm_head_name, model_shapes
 from eesd.export.cache import other_file
@@ -51,6 +52,8 @@ from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
 
+WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37, 0.14, 0.12, -0.25))
+"""The prior of a draft that is the whole model in fewer bits: the mean of fits to three such drafts (docs/controllers.md)."""
 Progress = Callable[[str, int, int], None]
 """Called with the name of the current step or weight, the bytes just written, and the bytes to write in all (0: unknown)."""
 
@@ -134,7 +137,8 @@ def no_head(checkpoint: Checkpoint) -> Head:
 
 def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConfig:
     """The configuration of the ``whole`` model as the draft, or of the place holder where nothing but the text drafts."""
-    return ExitConfig(geometry.num_layers if whole else 1, blocks=0, base=base, trained=whole)
+    layer, prior = (geometry.num_layers, WHOLE_MODEL_PRIOR) if whole else (1, None)
+    return ExitConfig(layer, blocks=0, base=base, trained=whole, calibration=prior)
 
 
 def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:

@@ -78,7 +78,6 @@ class Choices:
     link_weights: bool = False
     check: bool | None = None
     pack: bool | None = None
-    calibrate: bool | None = None
     round_on: Path | None = None
     plans: bool = True
 
@@ -107,7 +106,6 @@ def make_engines(
         try:
             import onnxscript  # noqa: F401
 
-            from eesd.export.calibrate import calibrate_draft
             from eesd.export.engine_dir import check_output, export
             from eesd.export.rounding import rounded_on
             from eesd.model.checkpoint import Checkpoint
@@ -140,8 +138,6 @@ def make_engines(
             manifest = export(rounded, head, options, output, check, steps.progress, announce)
         steps.begin("building for the CPU")
         report += _pack(output, manifest, choices.pack)
-    steps.begin("calibrating the draft")  # which shows a bar of its own
-    report += calibrate_draft(output, manifest, choices.calibrate)
     say(_summary(output, manifest, options, own=_keeps_levels(checkpoint, options.quantization)))
     if not manifest.exit_head.is_whole(checkpoint.geometry) and manifest.exit_head.can_draft and not head.config.blocks:
         say("draft: the model's own final norm and LM head after its exit layer, without an exit head")

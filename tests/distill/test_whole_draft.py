@@ -16,6 +16,7 @@ from eesd.common.manifest import load_manifest
 from eesd.common.quantization import is_linear
 from eesd.common.weights import weights_of
 from eesd.export.cli import main as export_main
+from eesd.export.engine_dir import WHOLE_MODEL_PRIOR
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
 from eesd.runtime.engines.kv_cache import HostKVCache
@@ -77,6 +78,7 @@ def spoiled(llm: LLM, speculation: Speculation, garbage: float, speaks: bool) ->
 def test_a_model_without_a_head_drafts_for_itself(plans: Path) -> None:
     manifest = load_manifest(plans)
     assert manifest.exit_head.is_whole(manifest.geometry) and manifest.exit_head.can_draft
+    assert manifest.exit_head.calibration == WHOLE_MODEL_PRIOR
     assert list(manifest.draft.caches) == [0, 1] and manifest.num_caches == 2
     linear = [weight for name, weight in weights_of(manifest, manifest.draft).items() if is_linear(name)]
     assert len(linear) == 9 and all((weight.quantization is None) == (weight.shape[1] == 48) for weight in linear)

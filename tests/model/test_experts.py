@@ -285,5 +285,5 @@ def test_experts_are_rounded_on_the_tokens_that_use_them(mixtral: Path, tmp_path
     """Graphs and modules agree on what is stored."""
     add_tokenizer(mixtral)
     (tmp_path / "text").write_text("3.14159 26535 89793 23846 " * 200)
-    options = ("--exit-layer", 1, "--quantize", "int4", "--round-on", tmp_path / "text", "--check", "--no-calibrate")
+    options = ("--exit-layer", 1, "--quantize", "int4", "--round-on", tmp_path / "text", "--check")
     succeed(export_main, "--model", mixtral, "--output", tmp_path / "plans", *options)

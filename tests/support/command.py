@@ -59,10 +59,10 @@ def assert_one_line(stderr: str, *words: str) -> None:
 def export_engine(model: Path, output: Path, *options: object) -> Path:
     """``eesd-export`` with an exit after the first layer; pass --exit-head to do without.
 
-    Its own check of the graphs takes most of the time: pass --check where a test is about it, and --calibrate likewise.
+    Its own check of the graphs takes most of the time: pass --check where a test is about it.
     """
     exits = () if "--exit-head" in options else ("--exit-layer", 1)
-    succeed(export_main, "--model", model, "--output", output, *exits, "--no-check", "--no-calibrate", *options)
+    succeed(export_main, "--model", model, "--output", output, *exits, "--no-check", *options)
     return output
 
 
