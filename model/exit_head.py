@@ -17,7 +17,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_columns
 from eesd.common.quantization import LM_HEAD
 from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, block_shapes, lm_head_name
-from eesd.model.decoder import KV, Block, Decoder, Inputs, make_norm
+from eesd.model.decoder import KV, Block, Inputs, make_norm
 from eesd.model.deep_states import DeepState, carry_deep_states, deep_states, write_deep_states
 
 
@@ -225,15 +225,3 @@ def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
         found[f"deep.{index}.norm.weight"] = torch.ones(hidden)
         found[f"deep.{index}.state_proj.weight"] = torch.randn(width, hidden, generator=generator) / (hidden * count) ** 0.5
     return found
-
-
-def initialise(decoder: Decoder, exit_config: ExitConfig, draft_vocab: Tensor | None = None) -> ExitHead:
-    """Create an untrained head from copies of the base model's last layers, norm and, if it has its own, LM head.
-
-    ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
-
-    Raises:
-        EESDError: The model cannot have such an exit head.
-    """
-    check_exit(decoder.geometry, exit_config)
-    return initial_head(decoder.geometry, exit_config, decoder.state_dict(), draft_vocab)

@@ -21,7 +21,7 @@ from eesd.export.cli import main as export_main
 from eesd.export.cpu import build as cpu_build
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.inspect import main as inspect_main
-from eesd.model import exit_head, exit_head_file
+from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
 
 WEIGHTS = "model.safetensors"
@@ -125,7 +125,7 @@ def save_head(model: Path, directory: Path, **changes: Any) -> Path:
     checkpoint = Checkpoint(model)
     defaults: dict[str, Any] = {"layer": 2, "base": checkpoint.fingerprint(), "trained": True}
     config = ExitConfig(**(defaults | changes))
-    exit_head_file.save(exit_head.initialise(checkpoint.decoder(), config), directory)
+    exit_head_file.save(checkpoint.initial_head(config), directory)
     return directory
 
 

@@ -18,7 +18,7 @@ from eesd.common.manifest import load_manifest
 from eesd.distill.ages import AGES, random_roots, states_before
 from eesd.distill.teacher import Teacher, full_sequence_inputs
 from eesd.export.cli import main as export_main
-from eesd.model import exit_head, exit_head_file
+from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitHead
 from eesd.runtime.decoding.sampling import Sampling
@@ -118,8 +118,8 @@ def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
     decoder, ids = checkpoint.decoder(), torch.tensor([TEXT])
     states, _ = Teacher(decoder, (1, 2, 3), 1, "float32")(ids)
     inputs, caches = full_sequence_inputs(checkpoint.geometry, 1, len(TEXT), 1, torch.float32, ids.device)
-    plain = exit_head.initialise(decoder, ExitConfig(1))
-    deep = exit_head.initialise(decoder, ExitConfig(1, deep=(2, 3)))
+    plain = checkpoint.initial_head(ExitConfig(1))
+    deep = checkpoint.initial_head(ExitConfig(1, deep=(2, 3)))
     expected, _ = plain.lm_head_input(states[1], inputs, caches)
     state = states_before(deep, [states[2], states[3]], fixed_roots(2))
     found, _ = deep.lm_head_input(states[1], inputs, caches, state)

@@ -15,7 +15,7 @@ from eesd.common.geometry import ExitConfig, Geometry, draft_caches
 from eesd.common.manifest import MASKED
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import KV, Decoder, Inputs
-from eesd.model.exit_head import ExitHead, initialise
+from eesd.model.exit_head import ExitHead, initial_head
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
@@ -151,10 +151,14 @@ def test_sliding_window_equals_full_attention_up_to_the_limit(family_dir: Callab
     assert (logits[:, limit] - expected[:, limit]).abs().max() > TOLERANCE, "the limit is too low"
 
 
+def made_head(decoder: Decoder, config: ExitConfig) -> ExitHead:
+    return initial_head(decoder.geometry, config, decoder.state_dict())
+
+
 @pytest.fixture(scope="module", params=[1, 2], ids=["E=1", "E=2"])
 def head(request: pytest.FixtureRequest, pair: Pair) -> ExitHead:
     """A head with random weights, so that using a block or norm of the base model by mistake is detected."""
-    head = initialise(pair.decoder, ExitConfig(layer=1, blocks=request.param)).requires_grad_(False).eval()
+    head = made_head(pair.decoder, ExitConfig(layer=1, blocks=request.param)).requires_grad_(False).eval()
     randomise(head, seed=7)
     return head
 
@@ -255,7 +259,7 @@ def test_untrained_draft_computes_the_model_without_its_middle_layers(
 ) -> None:
     pair = load_pair(family_dir("llama-head-dim"))
     tokens, geometry = random_tokens(2, 9), pair.geometry
-    head = initialise(pair.decoder, ExitConfig(layer=1, blocks=blocks, own_lm_head=own_lm_head)).eval()
+    head = made_head(pair.decoder, ExitConfig(layer=1, blocks=blocks, own_lm_head=own_lm_head)).eval()
     caches = empty_caches(geometry, 2, 12, 1 + blocks)
     logits = Draft(pair.decoder, head, top_k=1)(tokens, causal_inputs(geometry, 2, 9, 12), caches)[0]
     layers = pair.reference.model.layers
@@ -266,7 +270,7 @@ def test_untrained_draft_computes_the_model_without_its_middle_layers(
 
 def test_own_lm_head_replaces_the_base_models(family_dir: Callable[[str], Path]) -> None:
     decoder = load_pair(family_dir("qwen3")).decoder
-    head = initialise(decoder, ExitConfig(layer=2, own_lm_head=True)).requires_grad_(False).eval()
+    head = made_head(decoder, ExitConfig(layer=2, own_lm_head=True)).requires_grad_(False).eval()
     assert head.lm_head is not None
     head.lm_head.weight.mul_(3)
     tokens, caches = random_tokens(1, 5), empty_caches(decoder.geometry, 1, 6, 3)

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from eesd.common.geometry import ExitConfig
-from eesd.model import exit_head, exit_head_file
+from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitHead
 from support.tiny_checkpoints import randomise
@@ -15,7 +15,7 @@ def deep_head(checkpoint: Checkpoint, directory: Path, blocks: int = 1) -> ExitH
     """A random head after layer 1 that reads the states after all further layers; also written into a directory."""
     deep = tuple(range(2, checkpoint.geometry.num_layers + 1))
     config = ExitConfig(1, blocks, base=checkpoint.fingerprint(), trained=True, deep=deep)
-    head = exit_head.initialise(checkpoint.decoder(), config).requires_grad_(False)
+    head = checkpoint.initial_head(config).requires_grad_(False)
     randomise(head, seed=4)
     exit_head_file.save(head, directory, torch.float32)
     return checkpoint.exit_head(directory)

@@ -15,7 +15,7 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, load_manifest
 from eesd.common.weights import weight_bytes, weights_of
 from eesd.export.memory import estimate_memory
-from eesd.model import exit_head, exit_head_file
+from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from support.on_cache import OnCache
@@ -29,7 +29,7 @@ def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, l
     """Write a random exit head for the model, marked as trained."""
     checkpoint = Checkpoint(model)
     config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
-    head = exit_head.initialise(checkpoint.decoder(), config)
+    head = checkpoint.initial_head(config)
     randomise(head, seed=1)
     exit_head_file.save(head, directory)
     return directory

@@ -11,7 +11,7 @@ from eesd.common.quantization import BLOCK, SEARCHED_INT4, UNQUANTIZED, Quantiza
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, stored_head, untrained_head, whole_model
 from eesd.export.onnx_graph import ExportOptions
-from eesd.model import exit_head, exit_head_file
+from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from support.tiny_checkpoints import randomise
 
@@ -83,7 +83,7 @@ def export_tiny(
     else:
         config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), draft_vocab=len(draft_vocab))
         ids = torch.tensor(draft_vocab) if draft_vocab else None
-        made = exit_head.initialise(checkpoint.decoder(), config, ids).requires_grad_(False)
+        made = checkpoint.initial_head(config, ids).requires_grad_(False)
         if made.lm_head is not None:
             made.lm_head.weight.mul_(2)
         exit_head_file.save(made, output.parent / "head", torch.float32)
