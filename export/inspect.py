@@ -14,7 +14,7 @@ from eesd.common.integrity import sha256_of, verify_files
 from eesd.common.manifest import Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
-from eesd.export.predict import ACCEPTANCES, CPU, GPUS, Prediction, as_run_on_cpu, measured_cpu, slots_read
+from eesd.export.predict import ACCEPTANCES, GPUS, Prediction, slots_read
 from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build, find_build
@@ -46,9 +46,7 @@ COMPUTED = (
 @click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
 @click.option("--predict", is_flag=True, help="Show only a prediction of how long calls take, and of the speed-up.")
-@click.option(
-    "--gpu", type=click.Choice((*GPUS, CPU)), help="With --predict: where. The cpu is this one, measured for a second."
-)
+@click.option("--gpu", type=click.Choice(list(GPUS)), help="With --predict: where.")
 @click.option(
     "--max-seq-len",
     type=click.IntRange(2, 2**31 - 1),
@@ -172,14 +170,9 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, ranks:
 
 def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: int | None, ranks: int, as_json: bool) -> None:
     manifest.on_rank(ranks)  # refuses what cannot be split
-    if gpu == CPU and ranks > 1:
-        raise EESDError("--parallel predicts GPUs; ranks on one CPU share its processors and its memory. Leave it out.")
     text = min(text or slots, slots)
-    if gpu == CPU:
-        manifest, hardware, slots, drafting = as_run_on_cpu(manifest), measured_cpu(), text, text
-    else:
-        sized, hardware = replace(manifest, max_seq_len=slots), GPUS[gpu]
-        slots, drafting = (slots_read(sized, graph, text) for graph in (sized.verify[0], sized.draft))
+    sized, hardware = replace(manifest, max_seq_len=slots), GPUS[gpu]
+    slots, drafting = (slots_read(sized, graph, text) for graph in (sized.verify[0], sized.draft))
     predicted = predict_calls(manifest, hardware, slots, drafting, ranks)
     if as_json:
         click.echo(json.dumps({"gpu": gpu, "slots": slots, "ranks": ranks} | predicted.to_dict()))
@@ -191,7 +184,7 @@ def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: i
             f"A device needs {format_bytes(needed)}, and {hardware.name} has {format_bytes(int(hardware.memory))}: "
             "split verify with eesd-export --stages, run more ranks, or quantize it. The prediction is as if it fitted."
         )
-    if gpu != CPU and manifest.exit_head.is_whole(manifest.geometry):
+    if manifest.exit_head.is_whole(manifest.geometry):
         notice(COMPUTED)
     number = f"{ranks} x " if ranks > 1 else ""
     console.print(f"{number}{hardware.name}, {slots} slots; constants and limits of the prediction: docs/predict.md")

@@ -3,17 +3,12 @@
 docs/predict.md has the formula, and says which constants are published and which are assumed.
 """
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from eesd.common.geometry import state_caches
-from eesd.common.machine import cores
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import BITS, LM_HEAD
 from eesd.common.weights import EMBEDDINGS, HEAD_TABLES, ROTARY_TABLES, StoredWeight, weights_of
@@ -64,7 +59,6 @@ GPUS = {
     "l4": Hardware("L4", 0.3e12, 121e12, 24e9, link=32e9, gather=20e-6),
 }
 """By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense), memory, link are published, the rest is assumed."""
-CPU = "cpu"
 
 
 @dataclass(frozen=True)
@@ -191,38 +185,3 @@ def _kernels(manifest: Manifest, graph: GraphInfo) -> int:
 def _blocks(manifest: Manifest, graph: GraphInfo) -> int:
     """The blocks with attention."""
     return len(manifest.base_layers(graph)) + (manifest.exit_head.blocks if graph == manifest.draft else 0)
-
-
-def measured_cpu() -> Hardware:
-    """This machine's CPU: a copy of 256 MB and a product of two float32 matrices, each the fastest of five."""
-    source = np.ones((cores(), (1 << 28) // cores()), np.uint8)
-    target = np.empty_like(source)
-    matrix = np.ones((1536, 1536), np.float32)
-    product = np.empty_like(matrix)
-    with ThreadPoolExecutor(cores()) as pool:  # a copy in one thread does not use all the bandwidth
-        copying = _fastest(lambda: list(pool.map(np.copyto, target, source)))
-    multiplying = _fastest(lambda: np.matmul(matrix, matrix, out=product))
-    return Hardware(
-        name="this CPU",
-        bandwidth=2 * source.nbytes / copying,
-        operations=2 * len(matrix) ** 3 / multiplying,
-        memory=float("inf"),
-        attained=1.0,
-        attained_operations=1.0,
-        launch=1e-6,
-        host=20e-6,
-    )
-
-
-def _fastest(work: Callable[[], object]) -> float:
-    def timed() -> float:
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
-
-    return min(timed() for _ in range(5))
-
-
-def as_run_on_cpu(manifest: Manifest) -> Manifest:
-    """The manifest with the element type that ONNX Runtime computes in on a CPU: 16-bit weights are widened."""
-    return replace(manifest, dtype="float32")

@@ -23,10 +23,9 @@ from eesd.common.errors import EESDError
 from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest import Manifest, load_manifest
 from eesd.common.markdown import table
-from eesd.export.predict import CPU, GPUS, Hardware, as_run_on_cpu, bytes_of_pass, call_seconds, measured_cpu
+from eesd.export.predict import GPUS, Hardware, bytes_of_pass, call_seconds
 from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, EngineOptions, Engines, default_threads, open_engines
 from eesd.runtime.engines.base import Call, Engine
-from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import LLM
 
 PROMPT = 512
@@ -91,9 +90,8 @@ def time_passes(
         engine, call = given[context, count]
         graphs = manifest.verify if count else (manifest.draft,)
         floor = sum(bytes_of_pass(manifest, graph, context) for graph in graphs) / per_second
-        computed = as_run_on_cpu(manifest) if isinstance(kv_cache, HostKVCache) else manifest
         slots = int(engine.work([call]).slots)
-        predicted = call_seconds(computed, graphs, hardware, slots, max(count, 1)) if hardware else None
+        predicted = call_seconds(manifest, graphs, hardware, slots, max(count, 1)) if hardware else None
         return {"behind": context, "nodes": count, **of(seconds), "of_floor": floor / seconds.median, "predicted": predicted}
 
     found = [row(context, count, seconds) for (context, count), seconds in timed(calls, repeats).items()]
@@ -174,7 +172,7 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
 
 @cli.command()
 @click.argument("engine_dir", type=cli.PATH)
-@click.option("--gpu", type=click.Choice((*GPUS, CPU)), help="Also show predictions for this GPU, or for this CPU.")
+@click.option("--gpu", type=click.Choice(list(GPUS)), help="Also show predictions for this GPU.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="torch")
 @click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: processors, one fewer if over four]")
 @click.option("--repeats", type=click.IntRange(3, 10**6), default=30, help="Calls of each kind.")
@@ -187,7 +185,7 @@ def main(
     behind: tuple[int, ...], kv_cache_dtype: str | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """Time engine calls of an engine directory."""
-    hardware = measured_cpu() if gpu == CPU else GPUS[gpu] if gpu else None
+    hardware = GPUS[gpu] if gpu else None
     result = {"backend": backend} | measure(engine_dir, backend, threads, repeats, hardware, nodes, behind, kv_cache_dtype)
     click.echo(markdown(result))
     if json_file is not None:

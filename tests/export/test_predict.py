@@ -18,7 +18,7 @@ from support.synthetic import LLAMA_70B
 from eesd.common.manifest import Manifest, load_manifest
 from eesd.common.quantization import BLOCK, UNQUANTIZED, Quantization, Quantizations
 from eesd.common.weights import ROTARY_TABLES, weights_of
-from eesd.export import inspect, predict
+from eesd.export import predict
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main
 from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
@@ -160,18 +160,6 @@ def test_a_directory_without_a_draft_is_predicted_with_drafts_of_the_text(
     [device] = json.loads(succeed(main, plans, "--memory", "--json").stdout)["devices"]
     assert device["draft_weights"] == device["shared_weights"] == 0 and device["graphs"] == ["verify.onnx"]
     assert "drafts come from the text alone" in succeed(main, plans).stdout
-
-
-def test_the_cpu_is_measured(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hardware = predict.measured_cpu()
-    assert 1e8 < hardware.bandwidth < 1e13 and 1e8 < hardware.operations < 1e15
-    monkeypatch.setattr(inspect, "measured_cpu", lambda: hardware)
-    found = json.loads(succeed(main, engine, "--predict", "--gpu", "cpu", "--json").stdout)
-    manifest = load_manifest(engine)
-    assert found["draft"] == predict.predict(manifest, hardware, manifest.max_seq_len).draft
-    assert bytes_of_pass(predict.as_run_on_cpu(replace(manifest, dtype="float16")), manifest.verify[0], 5) == bytes_of_pass(
-        manifest, manifest.verify[0], 5
-    )
 
 
 def test_a_model_that_does_not_fit_is_predicted_with_a_notice(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
