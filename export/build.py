@@ -14,13 +14,13 @@ from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.geometry import state_caches
 from eesd.common.integrity import verify_files
-from eesd.common.machine import available_memory, compute_capability, free_gpu_memory
+from eesd.common.machine import available_memory, compute_capability
 from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Progress, notice, progress
 from eesd.common.weights import weight_bytes
 from eesd.export import plans
 from eesd.export.cpu.build import build_for_cpu
-from eesd.export.memory import build_memory, estimate_memory
+from eesd.export.memory import build_memory
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build
 from eesd.runtime.engines.trt_plans import capabilities_for
@@ -92,8 +92,6 @@ def _files_changed(directory: Path, manifest: Manifest) -> bool:
 def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions) -> Manifest:
     """Build one plan, report time and memory, and return the manifest that records it."""
     estimate = check_resources(directory, manifest, graph)
-    if options.flavour == "tensorrt":  # the other one uses no GPU
-        check_gpu_memory(manifest, graph, options.max_batch)
     started = time.perf_counter()
     with progress() as bar:
         plan = plans.build(directory, manifest, graph, options, partial(_monitor, bar))
@@ -140,23 +138,6 @@ def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo) -> in
     return needed
 
 
-def check_gpu_memory(manifest: Manifest, graph: GraphInfo, batch: int) -> None:
-    """Check that the GPU can hold what TensorRT runs when it times kernels: the graph's weights, caches and buffers.
-
-    This is the least it needs: how many copies of weights it makes meanwhile is its own affair.
-
-    Raises:
-        EESDError: The GPU has less memory free.
-    """
-    free = free_gpu_memory()
-    needed = next(one.of_graph(graph.file) for one in estimate_memory(manifest, batch) if graph.file in one.graphs)
-    if free is not None and needed > free:
-        raise EESDError(
-            f"TensorRT times kernels on the GPU: {graph.file} needs at least {needed / 1e9:.1f} GB there, and {free / 1e9:.1f} "
-            "GB are free; stop what else uses it, or export with --stages, --quantize or a smaller --max-seq-len."
-        )
-
-
 def _check(directory: Path, manifest: Manifest) -> None:
     """Compare the plans with their graphs and print the cosines. Without a GPU or enough memory, only say so."""
     from eesd.export.parity import LEAST_COSINE, compare_engines, compare_engines_memory
@@ -189,9 +170,8 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     without = first_stage + state_caches(manifest.geometry, manifest.exit_head)
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
     if not plan.fused_attentions and plan.fused_cache_updates == updates:
-        kind = "with capped scores" if manifest.geometry.attention_cap else "of this shape"
         notice(
-            f"{graph.file}: {plan.flavour} has no attention {kind} as one kernel for all calls. Where it has none, "
+            f"{graph.file}: {plan.flavour} has no attention of this shape as one kernel for all calls. Where it has none, "
             "attention is built from parts, which write all scores to memory: slower, and more so the longer the cache. "
             "polygraphy inspect model --show layers lists the kernels of a plan."
         )

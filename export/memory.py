@@ -106,12 +106,6 @@ class DeviceMemory:
     prefill_buffers: int
     build_host_memory: int
 
-    def of_graph(self, file: str) -> int:
-        """What a plan of one of the graphs takes alone: weights, caches, and buffers of its largest call."""
-        draft = file == self.graphs[0] and len(self.graphs) > 1
-        weights = self.draft_weights if draft else self.verify_weights
-        return weights + self.kv_cache + max(self.round_buffers, self.prefill_buffers)
-
     @property
     def total(self) -> int:
         """Memory of the device if draft and verify share weights. Rounds and prefill use the same buffers."""

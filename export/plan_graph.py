@@ -1,6 +1,5 @@
 """The graphs of plans: what TensorRT has otherwise than the graphs that all engines run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ def plan_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch:
                 dim.dim_value = fixed[dim.dim_param]
     join_scales(model, directory)
     fold_heads(model.graph)
-    cap_scores(model.graph)
     if not whole:
         for node in model.graph.node:
             if node.op_type == "Attention":
@@ -58,55 +56,6 @@ def attend_to_first(graph: Any) -> None:
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
-
-
-def cap_scores(graph: Any) -> None:
-    """Make attentions whose scores are capped of products, ``Tanh`` and ``Softmax``: TensorRT's attention has no cap.
-
-    Scores are float32 from the product of queries and keys on. Query heads are folded, so that no cache is copied for each.
-    """
-    from onnx import TensorProto, helper
-
-    values = {value.name: value.type.tensor_type for value in (*graph.input, *graph.output, *graph.value_info)}
-    kind, kv_heads = (
-        values["attn_mask"].elem_type,
-        next(one.shape.dim[1].dim_value for name, one in values.items() if name.startswith("key_")),
-    )
-    nodes, constants, masks = list[Any](), dict[str, Any](), dict[tuple[str, int], str]()
-
-    def add(operator: str, *inputs: str, output: str | None = None, **attributes: Any) -> str:
-        nodes.append(helper.make_node(operator, inputs, [output or f"capped_{len(nodes)}"], **attributes))
-        return str(nodes[-1].output[0])
-
-    def number(value: Sequence[int] | float, of: int) -> str:
-        name = f"capped_{value}_{of}"
-        sizes = [len(value)] if isinstance(value, Sequence) else []
-        constants[name] = helper.make_tensor(name, of, sizes, value if isinstance(value, Sequence) else [value])
-        return name
-
-    for node in list(graph.node):
-        given = {one.name: helper.get_attribute_value(one) for one in node.attribute}
-        if node.op_type != "Attention" or not given.get("softcap"):
-            nodes.append(node)
-            continue
-        q, keys, cached, mask = node.input
-        heads, head_dim = (values[q].shape.dim[axis].dim_value for axis in (1, 3))
-        group = heads // kv_heads
-        if (mask, group) not in masks:
-            wide = add("Cast", mask, to=TensorProto.FLOAT)
-            masks[mask, group] = wide if group == 1 else add("Concat", *[wide] * group, axis=2)
-        if group > 1:
-            q = add("Reshape", q, number((0, kv_heads, -1, head_dim), TensorProto.INT64))
-        scores = add("MatMul", add("Mul", q, number(given["scale"], kind)), add("Transpose", keys, perm=[0, 1, 3, 2]))
-        scores = add("Mul", add("Cast", scores, to=TensorProto.FLOAT), number(1 / given["softcap"], TensorProto.FLOAT))
-        scores = add("Mul", add("Tanh", scores), number(given["softcap"], TensorProto.FLOAT))
-        shares = add("Softmax", add("Add", scores, masks[mask, group]), axis=-1)
-        y = add("MatMul", add("Cast", shares, to=kind), cached, output=None if group > 1 else node.output[0])
-        if group > 1:
-            add("Reshape", y, number((0, heads, -1, head_dim), TensorProto.INT64), output=node.output[0])
-    del graph.node[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend(constants.values())
 
 
 def fold_heads(graph: Any) -> None:

@@ -124,6 +124,11 @@ def check_precision(manifest: Manifest) -> None:
             f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has no {manifest.dtype} kernel; "
             "export with --dtype float16 or --dtype bfloat16."
         )
+    if manifest.geometry.attention_cap:
+        raise EESDError(
+            f"TensorRT's attention has no cap for scores, which {manifest.geometry.architecture} needs; run the directory with "
+            "--backend torch."
+        )
     if manifest.quantization.tensors:
         raise EESDError(
             "The directory's weights have the levels of their GGUF file, for which TensorRT has no kernels; export with "

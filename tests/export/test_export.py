@@ -14,22 +14,19 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto
-from onnxruntime import InferenceSession
 from support import tiny_models
 from support.command import export_engine, exported_files, listing, run, succeed
 from support.engine_dirs import graph_of, tensor_locations, trained_head
-from support.family_grid import FamilyCase
-from support.tiny_checkpoints import GEOMETRY
 from transformers import AutoModelForCausalLM
 
 import eesd
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of, verify_files
-from eesd.common.manifest import FEW_NODES, MANIFEST_FILE, MASKED, WEIGHTS_FILE, Manifest, load_manifest
+from eesd.common.manifest import FEW_NODES, MANIFEST_FILE, WEIGHTS_FILE, Manifest, load_manifest
 from eesd.common.weights import ROTARY_TABLES
 from eesd.export.cli import main as export_main
 from eesd.export.onnx_graph import SYMBOLS
-from eesd.export.plan_graph import fold_heads, plan_graph
+from eesd.export.plan_graph import fold_heads
 from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.tokenizer_files import resolved_tokenizer
@@ -183,36 +180,6 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
             calls = [Call(kv_cache, ids, range(20, 20 + nodes), 20) for kv_cache, ids in rows]
             found.append(np.stack([output.logits.copy() for output in engine.forward(calls)]))
         assert np.array_equal(found[0], found[1]), (batch, nodes)
-
-
-@pytest.mark.parametrize("kv_heads", [4, 2])
-def test_attention_of_parts_computes_what_attention_with_capped_scores_does(tmp_path: Path, kv_heads: int) -> None:
-    """In the graphs of plans. Verify folds query heads, the draft keeps them apart; some layers have a window."""
-    capped = {"attn_logit_softcapping": 2.0, "sliding_window": 9, "num_key_value_heads": kv_heads, "head_dim": 16}
-    sizes = GEOMETRY | {"query_pre_attn_scalar": 16, "pad_token_id": None} | capped
-    model = FamilyCase("gemma2", sizes, 1).write(tmp_path / "model")
-    directory = export_engine(
-        model, tmp_path / "plans", "--dtype", "float16", "--exit-layer", 2, "--max-seq-len", 24, "--max-tree-nodes", 8
-    )
-    manifest, random = load_manifest(directory), np.random.default_rng(0)
-    for graph in manifest.graphs:
-        given: dict[str, Any] = {}
-        for tensor in graph.inputs:
-            shape = tensor.sized(B=2, n=3, S=manifest.gpu_slots, R=2)
-            given[tensor.name] = random.standard_normal(shape).astype(np.float16)
-        slots, nodes = np.arange(manifest.gpu_slots), 12 + np.arange(3)
-        given |= {"input_ids": random.integers(0, 97, (2, 3)), "position_ids": np.stack([nodes, nodes])}
-        given |= {"write_indices": np.array([12, 12]), "logit_rows": np.array([0, 2])}
-        given["attn_mask"] = np.broadcast_to(MASKED * (slots > nodes[:, None]), (2, 1, 3, len(slots))).astype(np.float16)
-        given = {tensor.name: given[tensor.name] for tensor in graph.inputs}
-        expected = InferenceSession(directory / graph.file).run(None, given)
-        path = directory / f"built-{graph.file}"
-        path.write_bytes(plan_graph(directory, manifest, graph, 2, True))
-        assert not any(node.op_type == "Attention" for node in onnx.load(path, load_external_data=False).graph.node)
-        found = InferenceSession(path).run(None, given)
-        assert expected[0].std() > 0.1
-        for one, other in zip(found, expected, strict=True):
-            np.testing.assert_allclose(one, other, atol=0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

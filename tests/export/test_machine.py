@@ -50,12 +50,3 @@ def test_torch_is_asked_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_driver_without_gpus_has_no_compute_capability(driver: Path) -> None:
     driver.write_text("#!/bin/sh\necho No devices were found\n")
     assert machine.compute_capability() is None
-
-
-@pytest.mark.parametrize(("visible", "free"), [("0", 2048 << 20), ("1", 80000 << 20), ("", None)])
-def test_free_memory_is_that_of_the_same_gpu(
-    driver: Path, monkeypatch: pytest.MonkeyPatch, visible: str, free: int | None
-) -> None:
-    driver.write_text("#!/bin/sh\necho '0, GPU-aa11, 2048 MiB'; echo '1, GPU-bb22, 80000 MiB'\n")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.free_gpu_memory() == free

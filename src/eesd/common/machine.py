@@ -82,15 +82,6 @@ def compute_capability() -> str | None:
     return _of_first_gpu("compute_cap")
 
 
-def free_gpu_memory() -> int | None:
-    """Bytes that are free on the first GPU that CUDA programs see, found as by :func:`compute_capability`; None without one."""
-    torch = sys.modules.get("torch")
-    if torch is not None and nvidia_driver() and torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info(0)[0])
-    found = (_of_first_gpu("memory.free") or "").removesuffix(" MiB")
-    return int(found) << 20 if found.isdigit() else None
-
-
 def _of_first_gpu(field: str) -> str | None:
     """What the driver says of the first GPU that CUDA programs see."""
     gpus = [line.split(", ") for line in query_gpus(f"index,uuid,{field}") or () if line.count(", ") == 2]
