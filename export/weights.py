@@ -193,7 +193,7 @@ def own_levels(part: TensorSource, weight: StoredWeight) -> Quantized | None:
     if isinstance(part, RoundedTensor):
         return part.levels(quantization)
     if isinstance(part, GgufTensor):
-        return part.levels(quantization, _scales_dtype(weight), weight.transposed)
+        return part.levels(quantization, weight.transposed)
     return part.levels(quantization, _scales_dtype(weight)) if isinstance(part, PackedTensor) else None
 
 

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.quantization import BITS, BLOCK, SEARCHED_INT4, Quantization
-from eesd.model.quantize import exact_levels
+from eesd.common.quantization import BITS, Quantization
 from eesd.model.quantized import Quantized, pack
 from eesd.model.safetensors_file import DTYPES, FINGERPRINTED, CheckpointTensor
 
@@ -41,8 +40,6 @@ OWN_LEVELS = {
 float16 and an integer, which float32 holds exactly."""
 QUANTIZED = tuple(OWN_LEVELS)
 """The supported types of quantized tensors."""
-_ONE_SCALE = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-"""Those with one scale for 32 inputs: a block begins with it, as a float16."""
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Formats of the types of metadata that have a fixed size."""
 _STRING, _ARRAY = 8, 9
@@ -234,32 +231,19 @@ class GgufTensor:
         values = self._values(self._rows(min(-(-FINGERPRINTED // row), self.shape[0])))
         return values.view(-1).view(torch.uint8).numpy().tobytes()[:FINGERPRINTED]
 
-    def levels(self, quantization: Quantization, dtype: torch.dtype, transposed: bool = True) -> Quantized | None:
-        """The levels as they are, if the quantization can hold them exactly.
+    def levels(self, quantization: Quantization, transposed: bool = True) -> Quantized | None:
+        """The levels as they are, if the quantization is that of the file, or the same in 8 bits.
 
         Args:
             quantization: The wanted quantization.
-            dtype: Element type of the scales to return, unless the quantization has one.
             transposed: Whether to return levels [in, out]; otherwise [out, in], for an embedding table.
 
         Raises:
             EESDError: The file is truncated, or a scale or minimum is infinite or not a number.
         """
-        own, stored = self.quantization, self._stored.stored
-        if own is None:
-            return None
-        if quantization in (own, replace(own, weights="int8")):
-            return self._stored_levels(quantization.weights, transposed)
-        if quantization == SEARCHED_INT4 and stored == "Q4_0":
-            return self._with_minimums()
-        if quantization.scales or quantization.minimums or stored not in _ONE_SCALE or quantization.block != BLOCK:
-            return None
-        if quantization.weights not in ("int8", "int4"):
-            return None
-        rows = self._rows(self.shape[0])
-        blocks = rows.reshape(self.shape[0], self.shape[1] // BLOCK, -1)
-        scales = torch.from_numpy(np.ascontiguousarray(blocks[:, :, :2])).view(torch.float16)[:, :, 0]
-        return exact_levels(self._stored.checked(self._values(rows)), scales.float(), quantization.weights, dtype)
+        own = self.quantization
+        keeps = own is not None and quantization in (own, replace(own, weights="int8"))
+        return self._stored_levels(quantization.weights, transposed) if keeps else None
 
     def _stored_levels(self, kind: str, transposed: bool) -> Quantized:
         """What the file stores, with levels of this element type."""
@@ -279,15 +263,6 @@ class GgufTensor:
         assert scales is not None
         levels = levels.view(torch.uint8)
         return Quantized(pack(levels.t() if transposed else levels, BITS[kind]), scales, minimums=minimums)
-
-    def _with_minimums(self) -> Quantized | None:
-        """Q4_0 with the bytes of Q4_1: the levels count from the minimum, which is -8 scales. None if that is no float16."""
-        signed = self._stored_levels("int8", transposed=True)
-        minimums = signed.scales * -8
-        if not bool(torch.isfinite(minimums).all()):
-            return None
-        levels = (signed.levels.view(torch.int8) + 8).view(torch.uint8)
-        return Quantized(pack(levels, 4), signed.scales, minimums=minimums)
 
     def _rows(self, count: int) -> NDArray[np.uint8]:
         """The bytes of the first rows, in order."""

@@ -145,27 +145,6 @@ def compensation(products: Tensor) -> Tensor:
     return upper.float()
 
 
-def exact_levels(weight: Tensor, scales: Tensor, kind: str, dtype: torch.dtype) -> Quantized | None:
-    """The levels of a weight whose values lie on a grid already; None if this type of levels cannot hold all of them exactly.
-
-    Args:
-        weight: Weight [out, in] in float32.
-        scales: Distance [out, in / 32] of neighbouring values of the grid. The sign does not matter: only positive scales are
-            stored, because TensorRT asks for them.
-        kind: ``int8`` or ``int4``.
-        dtype: Element type of the scales to return.
-    """
-    scales = scales.abs()
-    scales[scales == 0] = 1
-    blocks = weight.view(*scales.shape, BLOCK)
-    levels = (blocks / scales[:, :, None]).round_()
-    least, most = {"int8": (-128, 127), "int4": (-8, 7)}[kind]
-    if levels.min() < least or levels.max() > most or not torch.equal(levels * scales[:, :, None], blocks):
-        return None
-    stored = levels.to(torch.int8).view(torch.uint8).view(weight.shape).t()
-    return Quantized(pack(stored, BITS[kind]), scales.t().contiguous().to(dtype))
-
-
 @contextmanager
 def one_thread_each() -> Iterator[ThreadPoolExecutor]:
     """As many threads as torch has. Each runs torch alone: splitting every small operation costs more than it gains."""

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, Mix
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
-from eesd.common.quantization import BLOCK, DRAFT, EXIT_HEAD, LM_HEAD, SEARCHED_INT4, UNQUANTIZED, Quantization, parts_of
+from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD, UNQUANTIZED, parts_of
 from eesd.common.weights import EMBEDDINGS, MINIMUMS, SCALES, weights_of
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
@@ -295,7 +295,7 @@ def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
     for name, own in checkpoint.own_levels.items():
         tensor, transposed = checkpoint.tensors[name], name != EMBEDDINGS
         assert isinstance(tensor, GgufTensor)
-        levels = tensor.levels(own, torch.float32, transposed)
+        levels = tensor.levels(own, transposed)
         assert levels is not None
         values = dequantize(levels, own.weights, 0 if transposed else 1)
         assert torch.equal(values.t() if transposed else values, tensor.read()), name
@@ -355,11 +355,8 @@ def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> Non
     assert load_manifest(directory).quantization == UNQUANTIZED
 
 
-@pytest.mark.parametrize(
-    ("kind", "option"),
-    slow_but([("Q4_0", "int4"), ("Q4_1", "int4"), ("Q8_0", "int8"), ("Q5_0", "int8")], ("Q4_1", "int4"), ("Q8_0", "int8")),
-)
-def test_quantizing_again_keeps_levels_that_fit(tmp_path: Path, kind: str, option: str) -> None:
+@pytest.mark.parametrize(("kind", "option"), [("Q4_1", "int4"), ("Q8_0", "int8")])
+def test_quantizing_again_finds_levels_over_the_same_range(tmp_path: Path, kind: str, option: str) -> None:
     """The stored levels and scales give the values of the file. A notice says that this is not so for all."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind))
     options = ("--quantize", option, "--quantize-head", "none", *SIZES, "--check")
@@ -367,53 +364,6 @@ def test_quantizing_again_keeps_levels_that_fit(tmp_path: Path, kind: str, optio
     assert "logits change by 0.0%" in result.stdout and "--quantize keep" in result.stderr
     name = "model.layers.1.mlp.down_proj.weight"
     np.testing.assert_array_equal(stored_weights(tmp_path / "plans")[name], Checkpoint(path).tensors[name].read().numpy())
-
-
-INT4, UINT4, INT8 = Quantization("int4", BLOCK), SEARCHED_INT4, Quantization("int8", BLOCK)
-
-
-def tensor_of(path: Path) -> GgufTensor:
-    tensor = Checkpoint(path).tensors["model.layers.0.mlp.up_proj.weight"]
-    assert isinstance(tensor, GgufTensor)
-    return tensor
-
-
-@pytest.mark.parametrize(
-    ("kind", "fitting"),
-    [
-        ("Q4_0", (UINT4, INT8)),
-        ("Q5_0", (INT8,)),
-        ("Q8_0", (INT8,)),
-        ("Q4_1", (UINT4,)),
-        ("Q5_1", ()),
-        ("Q4_K", ()),
-        ("Q6_K", ()),
-    ],
-)
-def test_levels_that_fit_exactly(tmp_path: Path, kind: str, fitting: tuple[Quantization, ...]) -> None:
-    """Q4_0 has negative scales, so its levels do not fit int4, which has positive ones. As uint4 it has minimums."""
-    tensor = tensor_of(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind)))
-    for quantization in (INT4, UINT4, INT8):
-        levels = tensor.levels(quantization, torch.float32)
-        assert (levels is not None) == (quantization in fitting)
-        assert levels is None or torch.equal(dequantize(levels, quantization.weights).t(), tensor.read())
-
-
-def test_levels_whose_minimum_is_a_multiple_of_the_scale(tmp_path: Path) -> None:
-    """Then Q4_1 needs no minimum. Blocks of zeros have no scale."""
-    path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
-    entry = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.0.ffn_up.weight")
-    blocks = np.array(entry.data).reshape(-1, 20)
-    blocks[:, 2:4] = (blocks[:, :2].copy().view(np.float16) * np.float16(-8)).view(np.uint8)
-    blocks[5] = 0
-    data = path.read_bytes()
-    path.write_bytes(data[: entry.data_offset] + blocks.tobytes() + data[entry.data_offset + entry.n_bytes :])
-    tensor = tensor_of(path)
-    values = tensor.read()
-    assert values.any() and not values[0, 160:192].any()
-    for quantization in (INT4, UINT4, INT8):
-        found = tensor.levels(quantization, torch.float32)
-        assert found is not None and torch.equal(dequantize(found, quantization.weights).t(), values)
 
 
 def test_an_export_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
