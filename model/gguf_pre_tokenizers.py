@@ -10,14 +10,10 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|" + _SPACES
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
 _LLAMA3 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
 _QWEN2 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
-_HAN = "\u4e00-\u9fff\u3400-\u4dbf\U00020000-\U0002a6df\U0002a700-\U0002ebef\uf900-\ufaff\U0002f800-\U0002fa1f"
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff&&\\S]+"
 _MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
 _DEEPSEEK3 = (r"\p{N}{1,3}", _CJK, _MARKED + r"[\r\n]*|" + _SPACES)
-_GROUPS_OF_3 = r"\G(?>\P{N}*)\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
-"""Digits in groups from the right. The text before stays with the first group, until the next expression. A text without digits
-is read once, and not once from each character."""
 _NO_MARKS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _LATIN = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376\u0377"
@@ -41,28 +37,19 @@ def _by_case(upper: str, lower: str, after: str, rest: str) -> str:
 
 _NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 _AFTER_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
-_MARKS = r"[\p{L}\p{M}]"
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
 _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("default",): (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     _LLAMA3_NAMES: (_LLAMA3,),
     ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"): (_LLAMA3,),
     ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"): (_QWEN2,),
-    ("laguna",): (r"[^\n]+|\n+", _QWEN2),
     ("minicpm5",): (r"\p{N}{1,3}", _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+|" + _REST),
     ("ufakzeka",): (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST,),
-    ("qwen35",): (_CASES + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES,),
-    ("jais-2",): (
-        _LLAMA3.removesuffix(r"\s+(?!\S)|\s+")
-        + "|".join(rf"\s{{{count}}}(?!\S)" for count in ("512", "256", "128", "64", "32", "16", "8", "4", "1,2"))
-        + r"|\s",
-    ),
     ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert"): (
         _GPT2,
     ),
     ("jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"): (_GPT2,),
     ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"): (r"\p{N}", _GPT2),
-    ("falcon",): (r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9][0-9][0-9]"),
     ("deepseek-llm",): (
         r"[\r\n]",
         rf"\s?[{_LATIN}]+",
@@ -74,55 +61,19 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("deepseek-coder",): (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _ASIAN, r"\p{N}"),
     ("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"): _DEEPSEEK3,
     ("spark2_5",): (r"\p{N}{1,3}", _CJK, _MARKED + r"|[\r\n]|\s+(?!\S)|\s+", r"\p{N}"),
-    ("youtu",): (
-        "[\uac00-\ud7a3\u3131-\u318e]+|"
-        "[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+|[\u3105-\u312f]+|" + _CJK,
-        _by_case(_MARKS, _MARKS, _CASES + "?", r"\p{N}|" + _AFTER_SLASHES),
-    ),
-    ("poro-chat", "bloom", "gpt3-finnish"): (_NO_MARKS,),
     ("viking",): (_NO_MARKS, r"\p{N}"),
     ("tekken",): (_by_case(_NOT_LOWER, _NOT_UPPER, "", r"\p{N}|" + _AFTER_SLASHES),),
     ("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2"): (
         _by_case(_NOT_LOWER, _NOT_UPPER, _CASES + "?", r"\p{N}{1,3}|" + _AFTER_SLASHES),
     ),
-    ("granite-embed-multi-97m",): (
-        _by_case(r"[\p{L}\p{M}&&[^a-z]]", r"[\p{L}\p{M}&&[^A-Z]]", _CASES + "?", r"\p{N}{1,3}|" + _AFTER_SLASHES),
-    ),
-    ("tiny_aya", "cohere2moe"): (
-        _GROUPS_OF_3,
-        _by_case(_MARKS, _MARKS, _CASES + "?", r"\p{N}{1,3}|" + _AFTER_SLASHES),
-    ),
-    ("chameleon",): (
-        "<sentinel:[0-9]+>",
-        "IMGIMG[A-I]{1,4}Z",
-        r"[\t\n]|    |  ",
-        r"\p{N}",
-        r"[\p{P}!-/:-@\[-`{-~]",
-        _GPT2,
-    ),
-    ("kimi-k2",): (rf"[{_HAN}]+|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}&&[^{_HAN}]]+{_CASES}?|\p{{N}}{{1,3}}|" + _REST,),
     ("superbpe",): (r"\p{N}+", "(?=(?:[0-9]{3})+(?![0-9]))"),
-    ("bailingmoe", "bailingmoe2", "llada-moe"): (
-        r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]"
-        r"|\s+(?!\S)|\s+",
-    ),
     ("seed-coder",): (_CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,),
-    ("exaone-moe",): (
-        _CASES + r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]"
-        r"|\s+(?!\S)|\s+",
-    ),
-    ("afmoe",): (
-        _GROUPS_OF_3,
-        "[\u4e00-\u9fff\u3400-\u4dbf\u8c48-\ufaff\u3040-\u309f\u30a0-\u30ff\uff65-\uff9f\u2f00-\u2fdf"
-        "\u0e40-\u0e7f\u0e80-\u0eff\u1780-\u17ff\u1000-\u109f\uaa60-\uaa7f\ua9e0-\ua9ff\uac00-\ud7af\u1100-\u11ff]+",
-        _MARKED + r"[\r\n]*|" + _SPACES,
-    ),
 }
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names}
 """Rules by ``tokenizer.ggml.pre``: expressions one after another, each of which cuts the pieces of those before.
 
-llama.cpp's other rules are of tokenizers that do not spell bytes as characters, which no supported architecture has."""
-WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "youtu", "glm4", "glm5", "tekken", "granite-embed-multi-97m"}
+llama.cpp's other rules are of architectures that are not supported."""
+WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "glm4", "glm5", "tekken"}
 """With these rules, a piece that is a token stays that token. No merge applies to it."""
-BEGINS = {*_LLAMA3_NAMES, "tekken", "chameleon"}
+BEGINS = {*_LLAMA3_NAMES, "tekken"}
 """With these, a text begins with the token that begins texts, unless the file says otherwise."""
