@@ -7,7 +7,6 @@ are in an int32, the first in the lowest bits, and an unsigned level is the sign
   [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the zero point minus one, except in the second
   format, which configs call ``gptq_v2`` or nothing at all.
 * AWQ, gemm: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
-  gemv: ``qweight`` [out, in / 8], ``qzeros`` [out, n / 8] and ``scales`` [out, n] with n not below the number of groups.
 * compressed-tensors, pack-quantized: ``weight_packed`` [out, in / p]; ``weight_scale`` [out, groups]; ``weight_zero_point``
   [out / p, groups], along the outputs; ``weight_g_idx`` [in]. int-quantized: ``weight`` [out, in] of signed bytes.
 * FP8: ``weight`` [out, in]; ``weight_scale`` or ``weight_scale_inv``, which is multiplied by, too: one number, [out, 1], or one
@@ -25,7 +24,7 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.quantization import FP4, FP8, Quantization
-from eesd.model.packing import AWQ, BYTES, FLOATS, GEMV, GPTQ, NVFP4, WORDS, Packing
+from eesd.model.packing import AWQ, BYTES, FLOATS, GPTQ, NVFP4, WORDS, Packing
 from eesd.model.quantized import Quantized, pack, unpack
 from eesd.model.safetensors_file import CheckpointTensor
 
@@ -33,7 +32,6 @@ _SCALES = ("scales", "weight_scale", "weight_scale_inv")
 _PARTS = {
     GPTQ: ("qweight", "scales", "qzeros", "g_idx"),
     AWQ: ("qweight", "scales", "qzeros"),
-    GEMV: ("qweight", "scales", "qzeros"),
     WORDS: ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
     BYTES: ("weight", "weight_scale", "weight_zero_point"),
     FLOATS: ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point"),
@@ -193,9 +191,6 @@ class PackedIntegers(PackedTensor):
         if layout in (GPTQ, AWQ):
             fits = shape == (self._groups, outputs) and self._part("qzeros").shape == (self._groups, outputs // per)
             fits &= outputs % per == 0 and self._part("qzeros").stored == "I32"
-        elif layout == GEMV:
-            fits = shape[:-1] == (outputs,) and self._part("qzeros").shape == (outputs, shape[1] // per)
-            fits &= shape[1] >= self._groups and shape[1] % per == 0 and self._part("qzeros").stored == "I32"
         else:
             fits = shape == (outputs, self._groups) or (self._packing.group is None and shape in ((), (1,), (outputs,)))
             known = {"I8": (outputs, self._groups), "I32": (-(-outputs // per), self._groups)}
@@ -254,7 +249,7 @@ class PackedIntegers(PackedTensor):
     def _grouped(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Levels [in, out], scales and zero points [groups, out]. Without zero points levels are of two's complement."""
         layout, bits = self._packing.layout, self._packing.bits
-        inputs, outputs = self.shape[1], self._levels_part.shape[0] if layout in (GEMV, WORDS, BYTES) else 0
+        inputs, outputs = self.shape[1], self._levels_part.shape[0] if layout in (WORDS, BYTES) else 0
         words = _bytes(self._levels_part)
         if layout == GPTQ:
             outputs = self._levels_part.shape[1]
@@ -267,9 +262,7 @@ class PackedIntegers(PackedTensor):
         else:
             levels = _fields(words, bits).view(outputs, -1)[:, :inputs].t()
         scales, zeros = self._scales_part.read(), self._zeros(outputs)
-        if layout == GEMV:
-            scales = scales[:, : self._groups].t()
-        elif layout in (WORDS, BYTES):
+        if layout in (WORDS, BYTES):
             scales = scales.reshape(-1, self._groups).expand(outputs, -1).t()
         if self._packing.symmetric:
             return levels ^ (1 << (bits - 1)), scales, None
@@ -286,8 +279,6 @@ class PackedIntegers(PackedTensor):
             zeros = words.view(torch.int8).to(torch.int16).reshape(-1, self._groups).expand(outputs, -1).t() + middle
         elif layout in (GPTQ, AWQ):
             zeros = (_fields(words, bits) if layout == GPTQ else _awq_order(words)).view(-1, outputs).to(torch.int16)
-        elif layout == GEMV:
-            zeros = _fields(words, bits).view(outputs, -1)[:, : self._groups].t()
         else:
             across = words.view(torch.int32).view(-1, self._groups).t().contiguous().view(torch.uint8)
             zeros = _fields(across.view(-1), bits).view(self._groups, -1)[:, :outputs]

@@ -12,7 +12,7 @@ from eesd.common.checks import shown
 from eesd.common.json_input import Fields
 from eesd.common.quantization import BLOCKS, FP8, Quantization
 
-GPTQ, AWQ, GEMV, WORDS, BYTES, FLOATS, NVFP4 = "gptq", "awq", "awq-gemv", "words", "bytes", "fp8", "nvfp4"
+GPTQ, AWQ, WORDS, BYTES, FLOATS, NVFP4 = "gptq", "awq", "words", "bytes", "fp8", "nvfp4"
 """Layouts of a quantized weight, which :mod:`eesd.model.packed` reads."""
 _NO_EFFECT = frozenset(
     (
@@ -143,12 +143,12 @@ def _gptq(fields: Fields) -> Packing:
 def _awq(fields: Fields) -> Packing:
     versions = {name: fields.text(name) for name in ("version", "format")}
     version = (versions["version"] or versions["format"] or "gemm").lower()
-    if version not in ("gemm", "gemv") or fields.take("backend", None) == "llm-awq":
-        wrong = version if version not in ("gemm", "gemv") else "llm-awq"
-        raise ValueError(f"quantization_config has the version {shown(wrong)}; supported are gemm and gemv")
+    if version != "gemm" or fields.take("backend", None) == "llm-awq":
+        wrong = version if version != "gemm" else "llm-awq"
+        raise ValueError(f"quantization_config has the version {shown(wrong)}; supported is gemm")
     if not fields.flag("zero_point", True):
         raise ValueError("quantization_config has zero_point false, which is not supported for awq")
-    return Packing(GEMV if version == "gemv" else AWQ, _bits(fields, "awq", (4,)), _group(fields, 128), symmetric=False)
+    return Packing(AWQ, _bits(fields, "awq", (4,)), _group(fields, 128), symmetric=False)
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int | None]:

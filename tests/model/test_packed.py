@@ -121,14 +121,6 @@ def gptq(minus: int, ordered: bool = True) -> Store:
 
 def awq(config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
     stored, levels, zeros, scales, _ = integers(random, outputs, inputs, 4, config["group_size"], False, True)
-    if config["version"] == "gemv":
-        width = -(-len(zeros) // 8) * 8
-        width = {32: -(-width // 32) * 32, 64: -(-width // 16) * 16}.get(config["group_size"], width)
-        padding = ((0, 0), (0, width - len(zeros)))
-        padded = torch.from_numpy(np.pad(scales.numpy().T, padding))
-        return replace(
-            stored, tensors={"qweight": words(levels.T, 4), "qzeros": words(np.pad(zeros.T, padding), 4), "scales": padded}
-        )
     order = np.arange(outputs).reshape(-1, 8)[:, AWQ_ORDER].reshape(-1)
     return replace(
         stored, tensors={"qweight": words(levels[:, order], 4), "qzeros": words(zeros[:, order], 4), "scales": scales}
@@ -235,7 +227,6 @@ SCHEMES = {
     "gptq-groups-of-16": Scheme(GPTQ | {"group_size": 16}, gptq(1)),
     "awq": Scheme(AWQ, awq, "uint4"),
     "awq-64": Scheme(AWQ | {"group_size": 64, "version": "GEMM"}, awq, "uint4"),
-    "awq-gemv": Scheme(AWQ | {"version": "gemv"}, awq, "uint4"),
     "ct-int4": Scheme(compressed("pack-quantized", **INT4), compressed_integers, "int4"),
     "ct-int4-asymmetric": Scheme(compressed("pack-quantized", **INT4 | {"symmetric": False}), compressed_integers, "uint4"),
     "ct-int4-channel": Scheme(
@@ -392,8 +383,8 @@ def copy_of(pairs: Callable[[str], Pair], tmp_path: Path, name: str = "gptq") ->
         ("gptq", {"checkpoint_format": "marlin"}, ("'marlin'", "gptq_v2")),
         ("gptq", {"pack_dtype": "int16"}, ("pack_dtype",)),
         ("gptq", {"dynamic": {"-:.*": {}, "+:.*down.*": {"bits": 8}}}, ("dynamic",)),
-        ("awq", {"version": "gemv_fast"}, ("'gemv_fast'", "gemm and gemv")),
-        ("awq", {"backend": "llm-awq"}, ("'llm-awq'", "gemm and gemv")),
+        ("awq", {"version": "gemv"}, ("'gemv'", "supported is gemm")),
+        ("awq", {"backend": "llm-awq"}, ("'llm-awq'", "supported is gemm")),
         ("awq", {"zero_point": False}, ("zero_point",)),
         ("ct-int4", {"format": "marlin-24"}, ("'marlin-24'", "pack-quantized (int 4)")),
         ("ct-int4", {"config_groups": {}}, ("different ways",)),
