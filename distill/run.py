@@ -416,7 +416,7 @@ class Run:
         texts = [text.correct for text in drafts]
         acceptance = replay_acceptance(texts)
         if self.is_main:
-            save_config(replace(head.exit_config, calibration=result.prior), self.output, acceptance.by_depth)
+            save_config(replace(head.exit_config, calibration=result.prior), self.output)
             if self.training.steps:
                 kinds, processes = acceptance_by_kind(texts, validation.kinds), self.accelerator.num_processes
                 write_card(self.output, self.model, self.licence, head, rows, self.training, processes, acceptance, kinds)

@@ -73,13 +73,11 @@ class Head:
         config: Its configuration. With a draft vocabulary it has an LM head of its own.
         sources: Its weights by their names in the head.
         draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without one.
-        acceptance: Measured by depth, greedy, where it was trained; empty if it was not.
     """
 
     config: ExitConfig
     sources: Mapping[str, TensorSource]
     draft_vocab: Tensor | None = None
-    acceptance: Sequence[float] = ()
 
 
 def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
@@ -94,14 +92,13 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
     """
     config = exit_head_file.read_exit_config(directory, checkpoint.fingerprint())
     sources: dict[str, TensorSource] = dict(exit_head_tensors(checkpoint.geometry, config, directory))
-    acceptance = exit_head_file.read_acceptance(directory)
     if not config.draft_vocab:
-        return Head(config, sources, acceptance=acceptance)
+        return Head(config, sources)
     ids = stored_draft_vocab(checkpoint.geometry, config, directory)
     if not config.own_lm_head:
         whole = checkpoint.tensors[lm_head_name(checkpoint.geometry)]
         sources[LM_HEAD] = ComputedTensor(lambda: whole.read()[ids])
-    return Head(replace(config, own_lm_head=True), sources, ids, acceptance)
+    return Head(replace(config, own_lm_head=True), sources, ids)
 
 
 def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:

@@ -29,7 +29,7 @@ from eesd.common.quantization import (
 )
 from eesd.common.terminal import notice
 from eesd.common.weights import model_shapes, stored_weight, weight_bytes
-from eesd.export.forecast import forecast
+from eesd.export.memory import slot_bytes
 from eesd.export.steps import shown_steps
 
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
@@ -39,8 +39,6 @@ NOT_STORED = (OWN_HEAD, WHOLE_MODEL, NO_HEAD)
 """What ``--exit-head`` takes beside a head's place."""
 EARLY_EXIT = "layerskip"
 """In the names of models that were trained to exit early (arXiv 2404.16710)."""
-LEAST_AGREEMENT = 0.25
-"""Of a draft's first tokens, the part from which on drafting can be worth something."""
 LARGE_MODEL = 1_000_000_000
 """Weights of a model whose draft has 4 bits unless the options say otherwise."""
 
@@ -126,7 +124,7 @@ def make_engines(
             finish(directory)
 
         def announce(manifest: Manifest, size: int) -> None:
-            for line in forecast(manifest, size, disk_usage(existing_parent(output)).free, head.acceptance):
+            for line in _forecast(manifest, size, disk_usage(existing_parent(output)).free):
                 say(line)
 
         def say_layer(layer: int, layers: int) -> None:
@@ -150,6 +148,18 @@ def make_engines(
         say(line)
     say(f"exported in {steps.seconds()}")
     _warn(output, choices, checkpoint, head)
+
+
+def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
+    """The model, and what its engines take: ``size`` bytes of weights, and ``free`` bytes of the disk."""
+    geometry, slots = manifest.geometry, manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches)
+    weights = sum(map(prod, model_shapes(geometry).values()))
+    return [
+        f"{manifest.model}: {geometry.architecture}, {geometry.num_layers} layers of {geometry.hidden_size}, "
+        f"{weights / 1e6:,.0f} M weights",
+        f"will take {size / 1e9:.2f} GB of {free / 1e9:.0f} GB that the disk has, and in memory as much, and "
+        f"{slots / 1e9:.2f} GB for a request that fills {manifest.max_seq_len} slots",
+    ]
 
 
 def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptions]:
@@ -444,7 +454,7 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
 
 def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
     """Run the parity check, and return lines that report its result. Raises EESDError if a graph is wrong."""
-    from eesd.export.parity import check_bits, compare_graphs, compare_graphs_memory, draft_agreement, quantization_drift
+    from eesd.export.parity import check_bits, compare_graphs, compare_graphs_memory, quantization_drift
 
     if wanted is False:
         return []
@@ -462,14 +472,6 @@ def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: He
     lines.append(
         f"verify: logits of calls of 1 to {manifest.max_tree_nodes + 1} tokens {check_bits(directory, manifest).chains}"
     )
-    if head.config.can_draft and not head.config.blocks and not head.config.is_whole(checkpoint.geometry):
-        same, positions = draft_agreement(manifest, checkpoint, head)
-        lines.append(f"draft: its most likely token is the model's at {same} of {positions} positions of a sampled text")
-        if same < LEAST_AGREEMENT * positions:
-            lines.append(
-                f"this model was not trained to exit after layer {head.config.layer}: drafting will gain nothing; give another "
-                "--exit-layer, or train an exit head with eesd-distill"
-            )
     if (manifest.quantization.layers or manifest.quantization.head) and not _keeps_levels(checkpoint, manifest.quantization):
         drift = quantization_drift(manifest, checkpoint, head)
         lines.append(

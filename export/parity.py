@@ -138,25 +138,6 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
     return QuantizationDrift(float((found - exact).square().mean().sqrt() / deviation), same, length)
 
 
-@torch.no_grad()
-def draft_agreement(manifest: Manifest, checkpoint: Checkpoint, head: Head) -> tuple[int, int]:
-    """At how many of so many positions of a text that the model samples the draft's most likely token is the model's.
-
-    Args:
-        manifest: Manifest of the engine directory.
-        checkpoint: The base model.
-        head: Its exit head, without deep layers.
-    """
-    decoder, _ = _stored_modules(checkpoint, head, manifest)
-    ids, exact = _sampled_text(decoder, checkpoint, manifest)
-    del decoder
-    draft = Draft(*_stored_modules(checkpoint, head, manifest, draft=True), 1).eval()
-    geometry, length = checkpoint.geometry, len(ids)
-    caches = empty_caches(geometry, 1, length, len(manifest.draft.caches))
-    _, found, _, _ = draft(torch.tensor([ids]), causal_inputs(geometry, 1, length, length), caches)
-    return int((found[0, :, 0] == exact.argmax(-1)).sum()), length
-
-
 def _sampled_text(decoder: Decoder, checkpoint: Checkpoint, manifest: Manifest) -> tuple[list[int], Tensor]:
     """Tokens that a model samples at temperature 1, and its logits behind each [n, V]."""
     geometry, length = checkpoint.geometry, min(_TEXT_LENGTH, manifest.max_seq_len)

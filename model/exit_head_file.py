@@ -1,7 +1,6 @@
 """Storing an exit head: ``exit_head.safetensors`` and ``exit_head.json``, tied to the base model by its fingerprint."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -37,20 +36,11 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
     save_config(head.exit_config, directory)
 
 
-def save_config(config: ExitConfig, directory: Path, acceptance: Sequence[float] = ()) -> None:
-    """Write only the JSON file of a head, with its acceptance by depth if that was measured."""
+def save_config(config: ExitConfig, directory: Path) -> None:
+    """Write only the JSON file of a head."""
+    fields = {name: value for name, value in asdict(config).items() if name != "eagle"}  # those have files of others
     with written_whole(directory / CONFIG_FILE) as temporary:
-        fields = {name: value for name, value in asdict(config).items() if name != "eagle"}  # those have files of others
-        if acceptance:
-            fields["acceptance"] = [round(value, 4) for value in acceptance]
         temporary.write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def read_acceptance(directory: Path) -> list[float]:
-    """A stored head's acceptance by depth, greedy, on its validation texts; empty if it was not measured. Its configuration was
-    read before."""
-    found: list[float] = read_json_object(directory / CONFIG_FILE, "train the head again").get("acceptance", [])
-    return found
 
 
 def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
@@ -78,8 +68,6 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
             deep=fields.token_ids("deep") or (),
         )
         calibration = fields.take("calibration", None)
-        if not _are_shares(fields.take("acceptance", [])):
-            raise ValueError("the acceptance must be a list of numbers from 0 to 1")
         if fields.left:
             raise ValueError(f"unknown entries {', '.join(map(shown, fields.left[:3]))}")
     except (KeyError, ValueError) as error:
@@ -99,7 +87,3 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
             f"The calibration in {directory / CONFIG_FILE} is damaged ({error}); "
             "delete this entry, and fit it again with eesd-distill --steps 0."
         ) from None
-
-
-def _are_shares(values: object) -> bool:
-    return isinstance(values, list) and all(type(value) in (int, float) and 0 <= value <= 1 for value in values)

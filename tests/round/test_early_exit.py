@@ -142,17 +142,13 @@ def test_a_calibrated_exit_knows_how_often_it_is_right(early: Path, reduced_head
 
 
 def test_the_export_says_what_drafts(early: Path, tmp_path: Path, family_dir: Callable[[str], Path]) -> None:
-    """By the model's name, or because it was asked for; and whether it can be worth anything."""
-    options = ("--output", tmp_path / "plans", "--check")
+    """By the model's name."""
+    options = ("--output", tmp_path / "plans", "--no-check")
     found = succeed(export_main, "--model", early, "--exit-layer", 1, *options)
     assert "the model's own final norm and LM head" in found.output and "not trained" not in found.output
-    same, positions = (int(found.output.split("is the model's at ")[1].split(" of ")[i].split()[0]) for i in (0, 1))
-    assert same > positions / 2
     assert "the model's own norm and LM head" in succeed(inspect_main, tmp_path / "plans").output
     plain = family_dir("llama-bias")
-    found = succeed(export_main, "--model", plain, "--exit-layer", 1, "--exit-head", "own", *options)
-    assert "was not trained to exit after layer 1" in found.output
-    found = succeed(export_main, "--model", plain, "--exit-layer", 1, *options[:2], "--no-check")
+    found = succeed(export_main, "--model", plain, "--exit-layer", 1, *options)
     assert "own final norm" not in found.output and load_manifest(tmp_path / "plans").exit_head.blocks == 1
 
 
