@@ -43,10 +43,10 @@ COMPUTED = (
     type=click.IntRange(1, 1024),
     help="With --exact: CPU threads.  [default: 1, and as many as eesd-run takes]",
 )
-@click.option("--tensors", is_flag=True, help="List the inputs and outputs of the graphs.")
 @click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
-@click.option("--predict", is_flag=True, help="Show only a prediction of how long calls take, and of the speed-up.")
-@click.option("--gpu", type=click.Choice(list(GPUS)), help="With --predict: where.")
+@click.option(
+    "--predict", type=click.Choice(list(GPUS)), help="Show only how long calls take on a GPU, and the speed-up: predicted."
+)
 @click.option(
     "--max-seq-len",
     type=click.IntRange(2, 2**31 - 1),
@@ -71,10 +71,8 @@ def main(
     exact: bool,
     backend: str,
     threads: int | None,
-    tensors: bool,
     memory: bool,
-    predict: bool,
-    gpu: str | None,
+    predict: str | None,
     max_seq_len: int | None,
     text_tokens: int | None,
     parallel: int | None,
@@ -84,7 +82,7 @@ def main(
     """Show the content of an engine directory, or predict that of a model's export with default options."""
     if (directory is None) == (model is None):
         raise EESDError("Give either an engine directory or --model.")
-    if model is not None and (verify or exact or tensors or not (memory or predict)):
+    if model is not None and (verify or exact or not (memory or predict)):
         raise EESDError("--model is for --predict and --memory; export the model to inspect more.")
     manifest = load_manifest(directory) if directory is not None else _outlined(str(model))
     directory = directory or Path(manifest.model)
@@ -93,13 +91,11 @@ def main(
     if parallel and not memory and not predict:
         raise EESDError("--parallel only applies to the estimate and the prediction; add --memory or --predict.")
     ranks = parallel or 1
-    if predict != (gpu is not None):
-        raise EESDError("--predict and --gpu belong together: give both.")
     if text_tokens and not predict:
         raise EESDError("--text-tokens only applies to the prediction; add --predict.")
     console = Console()
-    if gpu is not None:
-        _predict(console, manifest, gpu, max_seq_len or manifest.max_seq_len, text_tokens, ranks, as_json)
+    if predict:
+        _predict(console, manifest, predict, max_seq_len or manifest.max_seq_len, text_tokens, ranks, as_json)
     elif memory:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, ranks, as_json)
     elif as_json:
@@ -107,8 +103,6 @@ def main(
     else:
         console.print(_summary(directory, manifest))
         console.print(_files(manifest))
-        if tensors:
-            console.print(_tensors(manifest))
         if manifest.plans:
             console.print(_plans(manifest))
     if verify:
@@ -335,15 +329,6 @@ def _plans(manifest: Manifest) -> Table:
             f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates as single kernels\n"
             f"SHA-256 {plan.sha256[:16]}",
         )
-    return table
-
-
-def _tensors(manifest: Manifest) -> Table:
-    table = Table("graph", "", "tensor", "shape", "type")
-    for graph in manifest.graphs:
-        for way, infos in (("in", graph.inputs), ("out", graph.outputs)):
-            for info in infos:
-                table.add_row(graph.file, way, info.name, str(list(info.shape)), info.dtype)
     return table
 
 

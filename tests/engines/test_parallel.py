@@ -172,7 +172,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused(directory: Path) -> None
     words = "3 ranks do not divide the model's 4 key-value heads"
     with pytest.raises(EESDError, match=words):
         open_torch(directory, manifest, 1, True, "cpu", split=Split(3, (0,)))
-    for options in (("--memory",), ("--predict", "--gpu", "h100")):
+    for options in (("--memory",), ("--predict", "h100")):
         assert_refused(run(inspect_main, directory, *options, "--parallel", 3), words)
     assert_refused(run(inspect_main, directory, "--parallel", 2), "add --memory or --predict")
 

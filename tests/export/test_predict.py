@@ -94,9 +94,9 @@ def test_speed_up_is_tokens_over_cost() -> None:
 
 def test_inspect_prints_the_prediction(engine: Path) -> None:
     manifest = load_manifest(engine)
-    shown = succeed(main, engine, "--predict", "--gpu", "h100").stdout
+    shown = succeed(main, engine, "--predict", "h100").stdout
     assert "H100 SXM" in shown and f"verify {manifest.max_tree_nodes + 1}" in shown and "tokens/s without drafts" in shown
-    found = json.loads(succeed(main, engine, "--predict", "--gpu", "l4", "--json", "--max-seq-len", 64).stdout)
+    found = json.loads(succeed(main, engine, "--predict", "l4", "--json", "--max-seq-len", 64).stdout)
     slots = replace(manifest, max_seq_len=64).gpu_slots
     assert slots > 64, "a plan's caches have room for the padding of a round, and attention reads it"
     expected = predict.predict(manifest, GPUS["l4"], slots)
@@ -107,7 +107,7 @@ def test_inspect_prints_the_prediction(engine: Path) -> None:
 def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
     """By verify; the draft reads a cache of 4096 slots where it is."""
     manifest = replace(load_manifest(engine), max_seq_len=4096)
-    options = ("--predict", "--gpu", "l4", "--json", "--max-seq-len", 4096, "--text-tokens")
+    options = ("--predict", "l4", "--json", "--max-seq-len", 4096, "--text-tokens")
     most = manifest.gpu_slots // 64 * 16 - manifest.max_tree_nodes - 1
     for text, slots in ((most, 1024), (most + 1, 2064), (4096, manifest.gpu_slots)):
         found = json.loads(succeed(main, engine, *options, text).stdout)
@@ -122,10 +122,10 @@ def test_a_model_is_predicted_before_its_export(family_dir: Callable[[str], Path
     succeed(export_main, "--model", model, "--no-check", "-o", plans)
     (tmp_path / "config").mkdir()
     shutil.copy(model / "config.json", tmp_path / "config")
-    for options in (("--predict", "--gpu", "h100", "--text-tokens", 9), ("--memory", "--batch", 2)):
+    for options in (("--predict", "h100", "--text-tokens", 9), ("--memory", "--batch", 2)):
         exported = json.loads(succeed(main, plans, *options, "--json").stdout)
         assert json.loads(succeed(main, "--model", tmp_path / "config", *options, "--json").stdout) == exported
-    shown = succeed(main, "--model", tmp_path / "config", "--predict", "--gpu", "h100")
+    shown = succeed(main, "--model", tmp_path / "config", "--predict", "h100")
     assert "not measured" in shown.stderr and "% of verify 1)" in shown.stdout
     assert_refused(run(main, "--model", tmp_path / "config"), "--model is for --predict and --memory")
     assert_refused(run(main, plans, "--model", model, "--memory"), "either an engine directory or --model")
@@ -155,7 +155,7 @@ def test_a_directory_without_a_draft_is_predicted_with_drafts_of_the_text(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     plans = export_engine(family_dir("qwen2"), tmp_path / "plans", "--exit-head", "none")
-    shown = succeed(main, plans, "--predict", "--gpu", "h100").stdout
+    shown = succeed(main, plans, "--predict", "h100").stdout
     assert "draft step" not in shown and "of the text" in shown and "verify 33" in shown
     [device] = json.loads(succeed(main, plans, "--memory", "--json").stdout)["devices"]
     assert device["draft_weights"] == device["shared_weights"] == 0 and device["graphs"] == ["verify.onnx"]
@@ -164,15 +164,13 @@ def test_a_directory_without_a_draft_is_predicted_with_drafts_of_the_text(
 
 def test_a_model_that_does_not_fit_is_predicted_with_a_notice(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GPUS, "l4", replace(GPUS["l4"], memory=1e5))
-    result = succeed(main, engine, "--predict", "--gpu", "l4")
+    result = succeed(main, engine, "--predict", "l4")
     assert "L4 has 0.10 MB: split verify" in result.stderr and "draft step" in result.stdout
-    assert not succeed(main, engine, "--predict", "--gpu", "h100").stderr
+    assert not succeed(main, engine, "--predict", "h100").stderr
 
 
 def test_prediction_options_are_refused_apart(engine: Path) -> None:
-    assert_refused(run(main, engine, "--predict"), "--predict and --gpu belong together")
-    assert_refused(run(main, engine, "--gpu", "h100"), "--predict and --gpu belong together")
-    assert_refused(run(main, engine, "--predict", "--gpu", "h100", "--batch", 2), "add --memory")
+    assert_refused(run(main, engine, "--predict", "h100", "--batch", 2), "add --memory")
 
 
 def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:

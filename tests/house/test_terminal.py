@@ -68,7 +68,7 @@ def test_inspect_shows_names_as_they_are(engine: Path, tmp_path: Path) -> None:
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["model"] = TRICKY
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    for options in ((), ("--tensors",), ("--verify",)):
+    for options in ((), ("--verify",)):
         output = "".join(succeed(inspect_main, directory, *options).stdout.split())
         assert "".join(TRICKY.split()) in output.replace("│", "")
 

@@ -34,7 +34,7 @@ options = ["-p", "hello", "-n", "12", "--temperature", "0.7", "--seed", "1"]
 for command, arguments in (
     (eesd.runtime.cli.main, ["--engine-dir", directory, *options]),
     (eesd.runtime.cli.main, ["--engine-dir", directory, *options, "--compare", "--tree", "2"]),
-    (eesd.export.inspect.main, [directory, "--tensors", "--verify"]),
+    (eesd.export.inspect.main, [directory, "--verify"]),
     (eesd.export.inspect.main, [directory, "--memory"]),
     (eesd.runtime.doctor.main, ["--json"]),
 ):
