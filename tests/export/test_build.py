@@ -15,12 +15,10 @@ from support.deep_heads import deep_head
 from support.eagle_heads import write_head
 from support.family_grid import FamilyCase
 from support.killing import kill_command
-from support.synthetic import LLAMA_70B, write_checkpoint
 from support.tiny_checkpoints import FAMILIES, GEOMETRY
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
-from eesd.common.errors import EESDError
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest import load_manifest
 from eesd.common.weights import weight_bytes
@@ -46,96 +44,64 @@ def copy(built: Path, tmp_path: Path) -> Path:
     return shutil.copytree(built, tmp_path / "plans")
 
 
+def fused(directory: Path, *options: object) -> list[tuple[int, int]]:
+    """Build plans; of each, the draft's first, how many attentions and cache updates are one kernel each."""
+    assert "single kernels" not in succeed(main, directory, *options).stderr
+    manifest = load_manifest(directory)
+    assert list(manifest.plans) == [graph.file for graph in manifest.graphs]
+    return [(plan.fused_attentions, plan.fused_cache_updates) for plan in manifest.plans.values()]
+
+
+SHORT = ("--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("name", slow_but(list(FAMILIES), "qwen2.5-tied", "qwen3-bias"))
 def test_attentions_and_cache_updates_of_every_family_are_single_kernels(
     family_dir: Callable[[str], Path], tmp_path: Path, name: str, dtype: str
 ) -> None:
-    directory = export_engine(
-        family_dir(name), tmp_path / "plans", "--dtype", dtype, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check"
-    )
-    result = succeed(main, directory)
-    assert "single kernels" not in result.stderr
+    directory = export_engine(family_dir(name), tmp_path / "plans", "--dtype", dtype, *SHORT)
     manifest = load_manifest(directory)
-    draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
-    assert (draft.fused_attentions, draft.fused_cache_updates) == (2, 4)
-    assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
+    assert fused(directory) == [(2, 4), (manifest.geometry.num_layers, 2 * manifest.num_caches)]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_attentions_and_cache_updates_are_single_kernels_beside_a_deep_cache(
-    family_dir: Callable[[str], Path], tmp_path: Path, dtype: str
-) -> None:
-    deep_head(Checkpoint(family_dir("qwen3-bias")), tmp_path / "head")
-    options = ("--dtype", dtype, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check", "--exit-head", tmp_path / "head")
-    directory = export_engine(family_dir("qwen3-bias"), tmp_path / "plans", *options)
-    assert "single kernels" not in succeed(main, directory).stderr
-    manifest = load_manifest(directory)
-    draft, verify = (manifest.plans[graph.file] for graph in manifest.graphs)
-    assert (draft.fused_attentions, draft.fused_cache_updates) == (2, 6)
-    assert (verify.fused_attentions, verify.fused_cache_updates) == (manifest.geometry.num_layers, 2 * manifest.num_caches)
+@pytest.mark.parametrize("kind", slow_but(["none", "int8", "int4"], "int4"))
+def test_those_of_stages_are_single_kernels(family_dir: Callable[[str], Path], tmp_path: Path, kind: str, dtype: str) -> None:
+    options = ("--dtype", dtype, "--quantize", kind, "--stages", 2, *SHORT)
+    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
+    stages = zip(load_manifest(directory).verify, load_manifest(directory).stage_layers, strict=True)
+    assert fused(directory)[1:] == [(len(layers), 2 * len(graph.caches)) for graph, layers in stages]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_drafts_of_all_layers_are_plans_in_4_bits(family_dir: Callable[[str], Path], tmp_path: Path, dtype: str) -> None:
-    """The draft reads the caches where they are, as others do. Without a draft only verify is built; levels with minimums are
-    refused."""
-    options = ("--dtype", dtype, "--max-seq-len", 32, "--max-tree-nodes", 8)
-    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options, "--exit-head", "quantized")
-    assert "single kernels" not in succeed(main, directory).stderr
-    manifest = load_manifest(directory)
-    layers, plans_of = manifest.geometry.num_layers, [manifest.plans[graph.file] for graph in manifest.graphs]
-    assert [(plan.fused_attentions, plan.fused_cache_updates) for plan in plans_of] == [(layers, 2 * layers)] * 2
-    assert plans_of[0].profiles == ((1, 1, 1),) and manifest.attended_slots(manifest.draft) == (manifest.gpu_slots,)
-    none = export_engine(family_dir("qwen2"), tmp_path / "none", *options, "--exit-head", "none")
-    assert "draft" not in succeed(main, none).stdout and list(load_manifest(none).plans) == ["verify.onnx"]
-    if dtype == "float16":
-        export_engine(family_dir("qwen2"), tmp_path / "plans", *options, "--exit-head", "quantized", "--asymmetric")
-        assert_refused(run(main, directory), "minimums", "export with --symmetric")
-
-
-@pytest.mark.slow
-def test_attentions_and_cache_updates_are_single_kernels_with_heads_of_others(tmp_path: Path) -> None:
-    """A model's own exit, and an EAGLE-3 head."""
+def test_those_of_other_drafts_are_single_kernels(family_dir: Callable[[str], Path], tmp_path: Path, dtype: str) -> None:
+    """A head with a deep cache, the whole model in 4 bits, a model's own exit, an EAGLE-3 head, and no draft."""
     model = tiny_models.build(tmp_path / "model", 97, layers=7, damping=1.0, seed=0, head_dim=16)
     add_tokenizer(model)
-    head = write_head(tmp_path / "head", json.loads((model / "config.json").read_text()), "safeailab", draft_vocab=50)
-    command = ("--dtype", "float16", "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
-    for options, expected in (
-        (("--exit-head", "own", "--exit-layer", 2), (2, 4, 7, 14)),
-        (("--exit-head", head), (1, 4, 7, 18)),
+    deep_head(Checkpoint(family_dir("qwen3-bias")), tmp_path / "deep")
+    eagle = write_head(tmp_path / "eagle", json.loads((model / "config.json").read_text()), "safeailab", draft_vocab=50)
+    for source, head, expected in (
+        (family_dir("qwen3-bias"), (tmp_path / "deep",), [(2, 6), (3, 10)]),
+        (family_dir("qwen2"), ("quantized",), [(3, 6), (3, 6)]),
+        (model, ("own", "--exit-layer", 2), [(2, 4), (7, 14)]),
+        (model, (eagle,), [(1, 4), (7, 18)]),
+        (family_dir("qwen2"), ("none",), [(3, 6)]),
     ):
-        directory = export_engine(model, tmp_path / "plans", *options, *command)
-        assert "single kernels" not in succeed(main, directory).stderr
-        draft, verify = (load_manifest(directory).plans[name] for name in ("draft.onnx", "verify.onnx"))
-        found = (draft.fused_attentions, draft.fused_cache_updates, verify.fused_attentions, verify.fused_cache_updates)
-        assert found == expected
+        directory = export_engine(source, tmp_path / "plans", "--dtype", dtype, "--exit-head", *head, *SHORT)
+        assert fused(directory) == expected
 
 
-def test_every_stage_gets_a_plan(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its attentions and cache updates are single kernels."""
-    options = ("--dtype", "float16", "--max-seq-len", 64, "--stages", 3)
-    directory = export_engine(family_dir("llama-head-dim"), tmp_path / "plans", *options)
-    result = succeed(main, directory)
-    assert "single kernels" not in result.stderr
-    manifest = load_manifest(directory)
-    for graph, layers in zip(manifest.verify, manifest.stage_layers, strict=True):
-        plan = manifest.plans[graph.file]
-        assert plan.file == graph.file.replace(".onnx", ".plan") and (directory / plan.file).exists()
-        assert (plan.fused_attentions, plan.fused_cache_updates) == (len(layers), 2 * len(graph.caches))
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("kind", slow_but(["int8", "int4"], "int4"))
-def test_quantized_stages_get_plans(family_dir: Callable[[str], Path], tmp_path: Path, kind: str, dtype: str) -> None:
-    """Their attentions and cache updates are single kernels."""
-    options = ("--dtype", dtype, "--quantize", kind, "--stages", 2, "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
+def test_a_draft_of_all_layers_reads_the_caches_where_they_are(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+    """Levels with minimums are refused."""
+    options = ("--dtype", "float16", *SHORT, "--exit-head", "quantized")
     directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
-    assert "single kernels" not in succeed(main, directory).stderr
+    succeed(main, directory)
     manifest = load_manifest(directory)
-    for graph, layers in zip(manifest.verify, manifest.stage_layers, strict=True):
-        plan = manifest.plans[graph.file]
-        assert (plan.fused_attentions, plan.fused_cache_updates) == (len(layers), 2 * len(graph.caches))
+    assert manifest.plans["draft.onnx"].profiles == ((1, 1, 1),)
+    assert manifest.attended_slots(manifest.draft) == (manifest.gpu_slots,)
+    export_engine(family_dir("qwen2"), tmp_path / "plans", *options, "--asymmetric")
+    assert_refused(run(main, directory), "minimums", "export with --symmetric")
 
 
 def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
@@ -162,20 +128,6 @@ def dequantized(
     nodes = [node for node in model.graph.node if node.op_type == "DequantizeLinear"]
     axes = {node.input[1]: next(a.i for a in node.attribute if a.name == "axis") for node in nodes}
     return {name: (axis, shapes[name]) for name, axis in axes.items()}
-
-
-@pytest.mark.slow
-def test_quantized_plans_are_small(tmp_path: Path) -> None:
-    """The builder does not widen the weights: the plan is little larger than they are."""
-    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_hidden_layers": 3}
-    model = write_checkpoint(tmp_path / "model", LLAMA_70B | size | {"vocab_size": 8000}, shards=1, sparse=False)
-    options = ("--dtype", "float16", "--quantize", "int4", "--max-seq-len", 256, "--no-check")
-    directory = export_engine(model, tmp_path / "plans", *options)
-    succeed(main, directory)
-    manifest = load_manifest(directory)
-    for graph in manifest.graphs:
-        weights = weight_bytes(manifest, graph)
-        assert weights < manifest.plans[graph.file].size < weights + 12_000_000
 
 
 def test_manifest_records_the_plans(built: Path) -> None:
@@ -246,30 +198,21 @@ def test_plans_record_batch_and_compute_capabilities(copy: Path) -> None:
         assert plan.max_batch == 4 and plan.compute_capabilities == ("8.9", "12.0")
 
 
-def test_profiles_of_a_batch_hold_its_rows(built: Path) -> None:
-    """A draft step is a node of each row, a round M + 1 nodes of each. A prompt is prefilled alone."""
-    manifest, options = load_manifest(built), plans.BuildOptions("tensorrt-rtx", 4, 128)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_profiles_hold_a_rounds_nodes_of_each_row_and_a_piece_of_a_prompt(built: Path, batch: int) -> None:
+    """A draft step is a node of each row. A prompt is prefilled alone."""
+    manifest, options = load_manifest(built), plans.BuildOptions("tensorrt-rtx", batch, 128)
     slots, nodes, geometry = manifest.gpu_slots, manifest.max_tree_nodes + 1, manifest.geometry
     decoding, prefill = plans.profile_shapes(manifest, manifest.verify[0], options)
     (draft,) = plans.profile_shapes(manifest, manifest.draft, options)
     cache = (geometry.num_kv_heads, slots, geometry.head_dim)
-    assert decoding["input_ids"] == [(1, 1), (4, nodes), (4, nodes)] and draft["input_ids"] == [(1, 1), (4, 1), (4, 1)]
-    assert decoding["attn_mask"][2] == (4, 1, nodes, slots) and draft["attn_mask"][2] == (4, 1, 1, slots)
-    assert decoding["write_indices"] == draft["write_indices"] == [(1,), (4,), (4,)]
-    assert decoding["key_0"] == draft["key_0"] == [(1, *cache), (4, *cache), (4, *cache)]
-    assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and prefill["key_0"] == [(1, *cache)] * 3
-    assert decoding["logit_rows"] == [(1,), (nodes,), (nodes,)]
-
-
-def test_profiles_cover_decoding_and_prefill(built: Path) -> None:
-    manifest = load_manifest(built)
-    decoding, prefill = plans.profile_shapes(manifest, manifest.verify[0], plans.BuildOptions("tensorrt-rtx", 1, 128))
-    slots, nodes = manifest.gpu_slots, manifest.max_tree_nodes + 1
-    assert decoding["attn_mask"] == [(1, 1, 1, slots), (1, 1, nodes, slots), (1, 1, nodes, slots)]
-    assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and "key_0" not in decoding
+    assert decoding["input_ids"] == [(1, 1), (batch, nodes), (batch, nodes)]
+    assert draft["input_ids"] == [(1, 1), (batch, 1), (batch, 1)] and "logit_rows" not in draft
+    assert decoding["attn_mask"] == [(1, 1, 1, slots), *[(batch, 1, nodes, slots)] * 2]
+    assert decoding.get("write_indices") == ([(1,), (batch,), (batch,)] if batch > 1 else None)
+    assert decoding.get("key_0") == draft.get("key_0") == ([(1, *cache), *[(batch, *cache)] * 2] if batch > 1 else None)
+    assert prefill["input_ids"] == [(1, 1), (1, 128), (1, 128)] and prefill.get("key_0") in ([(1, *cache)] * 3, None)
     assert decoding["logit_rows"] == [(1,), (nodes,), (nodes,)] and prefill["logit_rows"] == [(1,), (1,), (2,)]
-    (draft,) = plans.profile_shapes(manifest, manifest.draft, plans.BuildOptions("tensorrt-rtx", 1, 128))
-    assert "logit_rows" not in draft and draft["input_ids"] == [(1, 1)] * 3
 
 
 @pytest.mark.parametrize(
@@ -407,11 +350,6 @@ def test_full_disk_while_writing_keeps_the_old_plan(copy: Path, monkeypatch: pyt
     assert_refused(result, "No space left")
     assert sorted(path.name for path in copy.iterdir()) == names
     succeed(inspect.main, copy, "--verify")
-
-
-def test_check_precision_raises_for_float32(engine: Path) -> None:
-    with pytest.raises(EESDError, match="float32"):
-        plans.check_precision(load_manifest(engine))
 
 
 def test_what_a_killed_build_left_is_removed(copy: Path, family_dir: Callable[[str], Path]) -> None:
