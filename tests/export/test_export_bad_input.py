@@ -5,24 +5,20 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
-from support.command import assert_one_line, assert_refused, contents, export_engine, listing, run, succeed
+from support.command import assert_one_line, assert_refused, export_engine, listing, run, succeed
+from support.engine_dirs import trained_head
 from support.without_operators import needs_operators, without_operators
 
-from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.cpu import build as cpu_build
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.inspect import main as inspect_main
-from eesd.model import exit_head_file
-from eesd.model.checkpoint import Checkpoint
 
 WEIGHTS = "model.safetensors"
 
@@ -37,41 +33,14 @@ def export_to(output: Path, model: Path | str, *options: object) -> Result:
     return run(export_main, "--model", model, "-o", output, "--exit-layer", 1, *options)
 
 
-def truncate(model: Path) -> None:
+def test_damaged_and_unsuitable_models_are_refused(model: Path, tmp_path: Path) -> None:
+    """``tests/model/test_checkpoint.py`` has the kinds of damage."""
+    tensors, config = load_file(model / WEIGHTS), json.loads((model / "config.json").read_text())
     os.truncate(model / WEIGHTS, (model / WEIGHTS).stat().st_size - 10)
-
-
-def edit_config(**changes: Any) -> Callable[[Path], None]:
-    def edit(model: Path) -> None:
-        path = model / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return edit
-
-
-def widen(model: Path) -> None:
-    save_file({name: tensor.double() for name, tensor in load_file(model / WEIGHTS).items()}, model / WEIGHTS)
-    edit_config(dtype="float64")(model)
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (lambda model: (model / WEIGHTS).unlink(), ("model.safetensors", "only safetensors")),
-        (truncate, (WEIGHTS, "truncated", "fetch")),
-        (lambda model: (model / WEIGHTS).write_bytes(b"PK\3\4 no safetensors"), (WEIGHTS, "not a safetensors file")),
-        (lambda model: (model / "config.json").unlink(), ("config.json is missing",)),
-        (lambda model: (model / "config.json").write_text("{"), ("config.json is not valid JSON",)),
-        (edit_config(intermediate_size=64), ("mlp.gate_proj.weight", "[48, 32]", "[64, 32]")),
-        (edit_config(num_hidden_layers=5), ("no tensor model.layers.3",)),
-        (edit_config(architectures=["GPT2LMHeadModel"]), ("GPT2LMHeadModel is not supported", "LlamaForCausalLM")),
-        (widen, ("float64 cannot be exported", "--dtype float32|float16|bfloat16")),
-    ],
-)
-def test_damaged_model_is_refused(model: Path, tmp_path: Path, damage: Callable[[Path], None], words: tuple[str, ...]) -> None:
-    damage(model)
-    result = export_to(tmp_path / "plans", model)
-    assert_refused(result, *words)
+    assert_refused(export_to(tmp_path / "plans", model), WEIGHTS, "truncated", "fetch")
+    save_file({name: tensor.double() for name, tensor in tensors.items()}, model / WEIGHTS)
+    (model / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
+    assert_refused(export_to(tmp_path / "plans", model), "float64 cannot be exported", "--dtype float32|float16|bfloat16")
     assert listing(tmp_path) == []
 
 
@@ -115,30 +84,12 @@ def test_a_head_is_found_in_the_hubs_cache(text_model: Path, tmp_path: Path) -> 
         assert_one_line(done.stderr, *words)
 
 
-@pytest.mark.parametrize("layer", [3, 4, 10_000])
-def test_exit_layer_out_of_range_is_refused(text_model: Path, tmp_path: Path, layer: int) -> None:
-    result = run(export_main, "--model", text_model, "-o", tmp_path / "plans", "--exit-layer", layer)
-    assert_refused(result, "between 1 and 2", str(layer))
-
-
-def save_head(model: Path, directory: Path, **changes: Any) -> Path:
-    checkpoint = Checkpoint(model)
-    defaults: dict[str, Any] = {"layer": 2, "base": checkpoint.fingerprint(), "trained": True}
-    config = ExitConfig(**(defaults | changes))
-    exit_head_file.save(checkpoint.initial_head(config), directory)
-    return directory
-
-
-def test_exit_heads_that_do_not_fit_are_refused(text_model: Path, tmp_path: Path) -> None:
-    output, head = tmp_path / "plans", save_head(text_model, tmp_path / "head")
-    assert_refused(export_to(output, text_model, "--exit-head", head), "exit after layer 2", "--exit-layer is 1")
-    other = save_head(text_model, tmp_path / "other", base="f" * 64)
-    assert_refused(export_to(output, text_model, "--exit-head", other), "another base model", "ffffffffffff")
-    none = tmp_path / "none"
-    assert_refused(export_to(output, text_model, "--exit-head", none), str(none), "missing", "trained exit head")
-    os.truncate(head / exit_head_file.WEIGHTS_FILE, 1000)
-    assert_refused(export_to(output, text_model, "--exit-head", head), exit_head_file.WEIGHTS_FILE, "truncated")
-    assert listing(tmp_path) == ["head", "other"]
+def test_an_exit_layer_that_is_not_the_heads_is_refused(text_model: Path, tmp_path: Path) -> None:
+    """``tests/model/test_exit_head.py`` has other heads that do not fit."""
+    head = trained_head(text_model, tmp_path / "head", 1, False, layer=2)
+    result = export_to(tmp_path / "plans", text_model, "--exit-head", head)
+    assert_refused(result, "exit after layer 2", "--exit-layer is 1")
+    assert listing(tmp_path) == ["head"]
 
 
 def test_cache_lengths_that_do_not_fit_are_refused(text_model: Path, tmp_path: Path) -> None:
@@ -161,14 +112,6 @@ def test_directory_of_another_program_is_not_replaced(text_model: Path, tmp_path
     (tmp_path / name).write_text('{"format_version": 1, "name": "a web app"}')
     assert_refused(export_to(tmp_path, text_model), "is not an engine directory", "another --output")
     assert listing(tmp_path) == [name]
-
-
-@pytest.mark.parametrize("name", ["notes.txt", "src/"])
-def test_engine_directory_with_other_files_is_not_replaced(text_model: Path, engine_copy: Path, name: str) -> None:
-    (engine_copy / name).mkdir() if name.endswith("/") else (engine_copy / name).write_text("mine")
-    before = contents(engine_copy)
-    assert_refused(export_to(engine_copy, text_model), "also holds", name.rstrip("/"), "another --output")
-    assert contents(engine_copy) == before and (engine_copy / name).exists()
 
 
 def test_engine_directory_of_any_version_is_replaced_with_its_plans(text_model: Path, engine_copy: Path) -> None:

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -259,26 +257,6 @@ def test_what_comes_while_an_export_runs_is_kept(
     assert output.is_symlink() == (what == "a link")
 
 
-SLOW = (
-    "import sys, eesd.export.weights as w; f = w._bytes_of; "
-    "w._bytes_of = lambda *a: (print('writing', flush=True), sys.stdin.readline(), f(*a))[2]"
-)
-"""An export says when it writes a weight, and waits."""
-
-
-def test_what_comes_while_a_process_writes_weights_is_kept(text_model: Path, engine: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", f"{SLOW}; from eesd.export.cli import main; main()"]
-    command += ["--model", str(text_model), "-o", str(tmp_path / "plans"), *map(str, AS_IS)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    while process.stdout.readline() not in ("writing\n", ""):
-        pass
-    arrive("thesis", engine, tmp_path / "plans")
-    _, stderr = process.communicate("\n" * 1000)
-    assert process.returncode == 2
-    assert_both_are_there(stderr, tmp_path / "plans", {"plans/thesis.txt": b"thesis"})
-
-
 def test_a_killed_export_and_the_next_one_lose_nothing(text_model: Path, tmp_path: Path) -> None:
     options = ("--model", text_model, "-o", tmp_path / "plans", *AS_IS)
     kill_command("eesd.export.cli", "import eesd.export.weights as w; w._bytes_of = kill", *options)
@@ -288,11 +266,15 @@ def test_a_killed_export_and_the_next_one_lose_nothing(text_model: Path, tmp_pat
     assert contents(tmp_path) == {"plans/thesis.txt": b"thesis"} and listing(tmp_path) == ["plans"]
 
 
-@pytest.mark.parametrize("name", ["notes.json", "lora.bin", "mine.onnx", "mine.plan", "verify.txt"])
-def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: Path, name: str) -> None:
-    (engine_copy / name).write_text("mine")
-    assert_refused(run(export_main, "--model", text_model, "-o", engine_copy, *AS_IS), "also holds", name)
-    assert (engine_copy / name).read_text() == "mine"
+def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: Path) -> None:
+    for name in ("notes.json", "lora.bin", "mine.onnx", "mine.plan", "verify.txt", "src/notes.txt"):
+        (engine_copy / name).parent.mkdir(exist_ok=True)
+        (engine_copy / name).write_text("mine")
+        before, top = contents(engine_copy), name.split("/")[0]
+        result = run(export_main, "--model", text_model, "-o", engine_copy, *AS_IS)
+        assert_refused(result, "also holds", top, "another --output")
+        assert contents(engine_copy) == before
+        (engine_copy / name).unlink()
 
 
 def test_a_build_for_the_cpu_does_not_replace_what_has_its_name(engine_copy: Path) -> None:
