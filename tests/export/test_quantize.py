@@ -13,7 +13,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from numpy.typing import NDArray
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from safetensors.numpy import load_file, save_file
 from support.bundled import EXAMPLE, assert_lossless, prompts
 from support.command import assert_refused, export_engine, listing, run, slow_but, succeed
@@ -150,33 +150,6 @@ def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setattr("eesd.model.quantize._PIECE", piece)
         for part, expected in zip(quantize(weight, "uint4", torch.float16), whole, strict=True):
             assert part is expected if part is None or expected is None else torch.equal(part, expected)
-
-
-@pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_onnx_runtime_computes_with_the_dequantized_weights(kind: str) -> None:
-    """The bare operator, with one row and several."""
-    weight = torch.randn(24, 3 * BLOCK)
-    quantized = quantize(weight, kind, torch.float32)
-    data, levels = quantized.levels.numpy().tobytes(), TensorProto.DataType.Value(kind.upper())
-    tensors = [
-        TensorProto(name="w", data_type=levels, dims=weight.shape[::-1], raw_data=data),
-        numpy_helper.from_array(quantized.scales.numpy(), "s"),
-    ]
-    nodes = [
-        helper.make_node("DequantizeLinear", ["w", "s"], ["d"], axis=0, block_size=BLOCK),
-        helper.make_node("MatMul", ["x", "d"], ["y"]),
-    ]
-    x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, ["n", size]) for n, size in (("x", 96), ("y", 24)))
-    model = helper.make_model(
-        helper.make_graph(nodes, "g", [x], [y], tensors), opset_imports=[helper.make_opsetid("", 24)], ir_version=10
-    )
-    onnx.checker.check_model(model, full_check=True)
-    options = ort.SessionOptions()
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "1")
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    for rows in (1, 5):
-        given = np.random.default_rng(0).standard_normal((rows, 96), np.float32)
-        np.testing.assert_allclose(session.run(None, {"x": given})[0], given @ dequantize(quantized, kind).numpy(), atol=2e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -319,12 +292,6 @@ def test_drafting_changes_no_token(exported: Export, family: str, kind: str, sta
                 assert llm.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens == expected
 
 
-def test_torch_engine_runs_quantized_weights_in_bfloat16(exported: Export) -> None:
-    directory = exported("qwen2", "int4", "--dtype", "bfloat16", "--check")
-    llm = eesd.load(directory, "torch", speculation=SPECULATIONS[0], threads=1)
-    assert len(llm.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == 20
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_drafting_with_the_quantized_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
@@ -334,19 +301,6 @@ def test_drafting_with_the_quantized_bundled_model_is_lossless(tmp_path: Path, k
     same, positions = (int(word) for word in shown.split("unquantized model's at ")[1].split(" positions")[0].split(" of "))
     assert positions == 64 and same >= {"int8": 61, "int4": 54}[kind]
     assert_lossless(tmp_path / "plans", prompts()[:60:30], Sampling(), 40)
-
-
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        pytest.param("llama-tied", ("--stages", 3), marks=pytest.mark.slow),
-        pytest.param("llama-bias", ("--dtype", "bfloat16"), marks=pytest.mark.slow),
-        pytest.param("qwen3", ("--stages", 2), marks=pytest.mark.slow),
-    ],
-)
-def test_manifest_counts_the_bytes_of_quantized_weights(exported: Export, family: str, options: tuple[object, ...]) -> None:
-    for kind in KINDS:
-        assert_weights_match_manifest(exported(family, kind, *options))
 
 
 def test_own_lm_head_of_the_exit_head_is_quantized(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
@@ -370,12 +324,6 @@ def test_weights_without_whole_blocks_stay_unquantized(text_model: Path, tmp_pat
     odd = build(Family("odd", "llama", {"hidden_size": 40, "intermediate_size": 48}), tmp_path / "odd")
     assert_refused(run(export_main, "--model", odd, "-o", tmp_path / "no", *options), "multiple of 32", "40, 48")
     assert "no" not in listing(tmp_path)
-
-
-def test_unknown_quantization_is_refused(text_model: Path, tmp_path: Path) -> None:
-    result = run(export_main, "--model", text_model, "-o", tmp_path / "plans", "--exit-layer", 1, "--quantize", "int3")
-    assert result.exit_code == 2 and "'int3' is not one of 'int8', 'int4', 'fp8', 'nvfp4', 'none', 'keep'" in result.stderr
-    assert not listing(tmp_path)
 
 
 def test_inspect_shows_the_quantization(exported: Export) -> None:

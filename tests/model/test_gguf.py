@@ -150,13 +150,6 @@ def test_types(tmp_path: Path, kind: str) -> None:
     assert_same_as_transformers(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=table)))
 
 
-def test_types_may_differ_between_tensors(tmp_path: Path) -> None:
-    types = {"blk.1.ffn_down.weight": "Q6_K", "blk.0.attn_v.weight": "Q5_0", "output.weight": "Q8_0"}
-    assert_same_as_transformers(
-        gguf_files.write(tmp_path / "model.gguf", Spec("qwen2", "Q4_K", "Q6_K", biases=True, types=types))
-    )
-
-
 def test_fingerprint_is_that_of_a_directory_with_the_same_values(tmp_path: Path) -> None:
     """So an exit head that was trained for one fits the other."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0", table="Q8_0"))
