@@ -169,16 +169,11 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     first_stage = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
     without = first_stage + state_caches(manifest.geometry, manifest.exit_head)
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
-    if not plan.fused_attentions and plan.fused_cache_updates == updates:
+    if (plan.fused_attentions, plan.fused_cache_updates) < (attentions, updates):
         notice(
-            f"{graph.file}: {plan.flavour} has no attention of this shape as one kernel for all calls. Where it has none, "
-            "attention is built from parts, which write all scores to memory: slower, and more so the longer the cache. "
-            "polygraphy inspect model --show layers lists the kernels of a plan."
-        )
-    elif plan.fused_attentions < attentions or plan.fused_cache_updates < updates:
-        notice(
-            f"{graph.file}: only {plan.fused_attentions} of {attentions} attentions and {plan.fused_cache_updates} of "
-            f"{updates} cache updates are single kernels in this build; it will be slow."
+            f"{graph.file}: {plan.flavour} has {plan.fused_attentions} of {attentions} attentions and "
+            f"{plan.fused_cache_updates} of {updates} cache updates as single kernels. Attention from parts writes all scores "
+            "to memory: the longer the cache, the slower. polygraphy inspect model --show layers lists the kernels of a plan."
         )
 
 

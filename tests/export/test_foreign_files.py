@@ -12,7 +12,6 @@ import pytest
 from click.testing import Result
 from support.command import add_tokenizer, assert_one_line, assert_refused, contents, listing, run, succeed
 from support.distilling import SMALL
-from support.killing import kill_command
 
 import eesd
 from eesd.bench.cli import main as bench_main
@@ -255,15 +254,6 @@ def test_what_comes_while_an_export_runs_is_kept(
     assert result.exit_code == 2
     assert_both_are_there(result.stderr, output, before)
     assert output.is_symlink() == (what == "a link")
-
-
-def test_a_killed_export_and_the_next_one_lose_nothing(text_model: Path, tmp_path: Path) -> None:
-    options = ("--model", text_model, "-o", tmp_path / "plans", *AS_IS)
-    kill_command("eesd.export.cli", "import eesd.export.weights as w; w._bytes_of = kill", *options)
-    (tmp_path / "plans").mkdir()
-    (tmp_path / "plans" / "thesis.txt").write_text("thesis")
-    assert_refused(run(export_main, *options), "is not replaced", "not an engine directory")
-    assert contents(tmp_path) == {"plans/thesis.txt": b"thesis"} and listing(tmp_path) == ["plans"]
 
 
 def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: Path) -> None:
