@@ -16,7 +16,7 @@ from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
-from eesd.controllers.text_rule import TextChances, TextStep
+from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.controllers.value import HORIZON, most_valuable, pays
 
 LONGEST = 16
@@ -241,37 +241,26 @@ class RowController(Controller):
         self.first += ((accepted > 0) - self.first) / (self._labels + FIRST_LABELS)
 
 
-class RowTextRule(TextChances):
-    """The text's chances, calibrated by all rows; how many levels are verified, the batch decides.
+class RowTextRule(TextRule):
+    """A row takes all that its text proposes where that is worth more than what it expects of the exit head.
 
-    A row takes what the text proposes where that is worth more than what it expects of the exit head.
-
-    Attributes:
-        values: For each token that the row takes this round, the chance that it and all before it are right.
+    All rows share the calibration, and the batch decides how much of it is verified.
     """
 
-    def __init__(self, rule: LoadRule, row: RowController, heads: bool) -> None:
-        super().__init__(rule.text)
-        self.values: list[float] = []
-        self._rule, self._row, self._heads = rule, row, heads
+    def __init__(self, rule: LoadRule, row: RowController) -> None:
+        super().__init__(accept=rule.text)
+        self._rule, self._row = rule, row
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
         worth = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
-        exit_head = 0.0
-        if drafts and self._heads:
-            reach = self._row.first
-            for depth in range(1, 4):
-                exit_head += max(reach - self._row.least, 0.0)
-                reach *= self._rule.chance(depth + 1)
-        self.values = worth if sum(worth) > exit_head else []
-        return len(self.values)
-
-    def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        return 0
+        exit_head, reach = 0.0, self._row.first
+        for depth in range(1, HORIZON + 1):
+            exit_head += max(reach - self._row.least, 0.0)
+            reach *= self._rule.chance(depth + 1)
+        return len(worth) if not drafts or sum(worth) > exit_head else 0
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
-        super().observe(steps, right, judged, outcome)
-        self.values = []
+        self.judge(steps, right, judged)
 
 
 def _as_asked(rows: int, nodes: int) -> tuple[int, float]:

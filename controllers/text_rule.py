@@ -1,6 +1,5 @@
 """When to verify what the text itself proposes, instead of drafting or of decoding plainly (docs/controllers.md)."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import log
 from typing import NamedTuple
@@ -102,15 +101,23 @@ class DraftingWorth:
         return gained + min(max(slope, 0.0), 1.0) * (text_worth - mean)
 
 
-class TextChances(ABC):
-    """Chances of the tokens that the text proposes, from what became of others. How many of them to verify, classes below say.
+class TextRule:
+    """How many tokens that the text proposes one sequence verifies: the most valuable number, or none.
 
-    The committed tokens tell in every round whether the text was right, also when nothing was verified, so nothing needs
-    exploration.
+    The committed tokens tell in every round whether the text was right, also when nothing was verified, so chances need no
+    exploration. The value of a round is its expected tokens minus lambda times its seconds; ``value`` knows both. What drafting
+    is worth is learned from the rounds that drafted.
     """
 
-    def __init__(self, accept: Calibrator) -> None:
-        self.accept = accept
+    def __init__(self, value: RoundValue | None = None, accept: Calibrator | None = None) -> None:
+        """``accept`` calibrates the chances; rules may share it."""
+        self.accept = accept or Calibrator(PRIOR.accept, PRIOR)
+        self.value, self.drafting = value or RoundValue(), DraftingWorth()
+        self.whole = 0.0
+        """How many of the rounds that drafted accepted all that was drafted, discounted."""
+        self.drafts = 0
+        self._text_worth = 0.0
+        """What the text was worth in this round."""
 
     def begin_request(self) -> None:
         """Another request begins."""
@@ -121,7 +128,6 @@ class TextChances(ABC):
         shift, slope = self.accept.draw((-DOUBT, 0.0))
         return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
 
-    @abstractmethod
     def count(self, values: Sequence[float], drafts: bool) -> int:
         """How many tokens of the text to verify now, without drafting.
 
@@ -130,50 +136,8 @@ class TextChances(ABC):
             drafts: Whether the round could draft instead.
 
         Returns:
-            The number; 0 to draft, or where there is no drafting, to decode plainly.
+            One of ``SIZES``; 0 to draft, or where there is no drafting, to decode plainly.
         """
-
-    @abstractmethod
-    def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """How many tokens of the text to verify behind a draft.
-
-        Args:
-            values: For each token the chance that it and all before it are right, if the draft is.
-            nodes: Drafted nodes that are verified.
-        """
-
-    def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
-        """Learn from a committed round.
-
-        Args:
-            steps: What the text proposed.
-            right: How many of these tokens were committed, one after another.
-            judged: How many of them the committed tokens judge: ``right``, and the first that was wrong.
-            outcome: The round.
-        """
-        for number, step in enumerate(steps[:judged]):
-            self.accept.learn(self.accept.score(text_features(step)), number < right)
-        self.accept.advance()
-
-
-class TextRule(TextChances):
-    """How many tokens that the text proposes one sequence verifies: the most valuable number, or none.
-
-    The value of a round is its expected tokens minus lambda times its seconds; ``value`` knows both. What drafting is worth is
-    learned from the rounds that drafted.
-    """
-
-    def __init__(self, value: RoundValue | None = None) -> None:
-        super().__init__(Calibrator(PRIOR.accept, PRIOR))
-        self.value, self.drafting = value or RoundValue(), DraftingWorth()
-        self.whole = 0.0
-        """How many of the rounds that drafted accepted all that was drafted, discounted."""
-        self.drafts = 0
-        self._text_worth = 0.0
-        """What the text was worth in this round."""
-
-    def count(self, values: Sequence[float], drafts: bool) -> int:
-        """One of ``SIZES``, or 0."""
         if not self.value.verify.fitted:
             return 0
         best, most = self._best(values)
@@ -184,7 +148,12 @@ class TextRule(TextChances):
         return 0 if drafts and self.drafting.expected(most, self.value.rate) - plain >= most else best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """With the draft at most eight nodes, or one of ``SIZES``."""
+        """How many tokens of the text to verify behind a draft: with it at most ``FEW`` nodes, or one of ``SIZES``.
+
+        Args:
+            values: For each token the chance that it and all before it are right, if the draft is.
+            nodes: Drafted nodes that are verified.
+        """
         if self.drafts < FIRST_DRAFTS or not self.value.verify.fitted:
             return 0
         return self._best(values, nodes, self.whole / self.drafting.rounds, FEW)[0]
@@ -207,10 +176,24 @@ class TextRule(TextChances):
         )
 
     def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
-        super().observe(steps, right, judged, outcome)
+        """Learn from a committed round.
+
+        Args:
+            steps: What the text proposed.
+            right: How many of these tokens were committed, one after another.
+            judged: How many of them the committed tokens judge: ``right``, and the first that was wrong.
+            outcome: The round.
+        """
+        self.judge(steps, right, judged)
         if outcome.steps and not outcome.copied:
             spent = self.value.seconds(outcome.steps, outcome.nodes)  # stalls hardly count
             self.drafting.add(self._text_worth, outcome.accepted + 1, spent)
             self.whole = self.whole * DISCOUNT + (outcome.num_expanded >= outcome.depth)
             self.drafts += 1
         self._text_worth = 0.0
+
+    def judge(self, steps: Sequence[TextStep], right: int, judged: int) -> None:
+        """Learn from what became of the text's tokens; the arguments are those of :meth:`observe`."""
+        for number, step in enumerate(steps[:judged]):
+            self.accept.learn(self.accept.score(text_features(step)), number < right)
+        self.accept.advance()

@@ -99,7 +99,7 @@ class LoadPolicy(Policy):
             controller, head, text = RowController(self._rule), own.drafter, own.text
             found = self._known[session] = Drafting(
                 replace(head, controller=controller) if head else None,
-                TextDrafter(RowTextRule(self._rule, controller, head is not None), text.past) if text else None,
+                TextDrafter(RowTextRule(self._rule, controller), text.past) if text else None,
             )
         return found
 

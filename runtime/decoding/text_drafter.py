@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
-from eesd.controllers.text_rule import TextChances, TextStep
+from eesd.controllers.text_rule import TextRule, TextStep
 from eesd.runtime.decoding.suffix import LONGEST_CONTEXT, Continuation, SuffixAutomaton
 
 LEAST_VALUE = 0.05
@@ -74,7 +74,7 @@ NOTHING = TextProposal([], [], [], [])
 class TextDrafter:
     """What sessions share to draft from the text: the rule, and past outputs (None: look at nothing but the text)."""
 
-    rule: TextChances
+    rule: TextRule
     past: PastOutputs | None
 
 
