@@ -55,7 +55,8 @@ def make_controller(
     for item in rest.split(",") if colon else ():
         key, _, text = item.partition("=")
         if key not in parameters:
-            raise EESDError(f"The controller {name} has no option {key[:40]!r}; it has {', '.join(parameters)}.")
+            known = ", ".join(parameters) or "none"
+            raise EESDError(f"The controller {name} has no option {key[:40]!r}; it has {known}.")
         if key in options:
             raise EESDError(f"The controller {spec[:80]!r} has the option {key} twice; give it once.")
         try:

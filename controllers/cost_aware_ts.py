@@ -1,6 +1,6 @@
 """Cost-aware Thompson Sampling: keep drafting while the next token is worth its time (docs/controllers.md derives the rule)."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -14,11 +14,60 @@ RECENT = 0.98
 """Weight of a judged draft in the recent acceptance for each later one."""
 
 
-class CostAwareTS(Controller):
+class CalibratedDraft(Controller):
+    """What the calibrations say of a draft: one of each drafted token, and one of the token after it.
+
+    Attributes:
+        accept, following: The two calibrations.
+        reach: The chance that all that was drafted is accepted.
+        next: The chance that the next token is, too.
+    """
+
+    def __init__(self, accept: Calibrator, following: Calibrator, random: Callable[[], Sequence[float]]) -> None:
+        """``random`` gives four standard normal numbers, for the draws of a round."""
+        self.accept, self.following, self._random = accept, following, random
+        self.begin_round(1)
+
+    def begin_request(self) -> None:
+        self.accept.begin_request()
+        self.following.begin_request()
+
+    def begin_round(self, width: int) -> int | None:
+        self.reach = self.next = 1.0
+        self._scores: list[tuple[float, float]] = []
+        self._draw: tuple[float, float, float, float] | None = None
+        return None
+
+    def add(self, step: DraftStep) -> None:
+        """Note a draft step."""
+        if self._draw is None:
+            normal = self._random()
+            self._draw = (*self.accept.draw(normal[:2]), *self.following.draw(normal[2:]))
+        x = features(step)
+        own, following = self.accept.score(x), self.following.score(x)
+        self._scores.append((own, following))
+        shift, slope, next_shift, next_slope = self._draw
+        self.reach *= sigmoid(shift + slope * own)
+        self.next = sigmoid(next_shift + next_slope * following)
+
+    def learn(self, depth: int, accepted: int) -> list[bool]:
+        """Learn from a round that verified ``depth`` levels, of which ``accepted`` were accepted. Returns the labels."""
+        labels = []
+        for level, (own, following) in enumerate(self._scores[: min(accepted + 1, depth)], start=1):
+            labels.append(level <= accepted)
+            self.accept.learn(own, level <= accepted)
+            if level <= accepted and level < depth:
+                self.following.learn(following, level < accepted)
+        self.accept.advance()
+        self.following.advance()
+        return labels
+
+
+class CostAwareTS(CalibratedDraft):
     """After k draft tokens continue iff some j <= ``HORIZON`` more are worth it: S (m + ... + m^j) >= lambda * their seconds.
 
     S is the chance that all k are accepted, m that the next one would be, both from :class:`Calibrator` posteriors (one draw
-    of each per round; ``draws=0`` takes the means). The seconds are measured, by draft steps and by nodes of the verify pass.
+    of each per round). The seconds are measured, by draft steps and by nodes of the verify pass.
     lambda is the recent rate in tokens per second. Both are those of ``value``.
 
     The first rounds are a plain one and a draft of one token, to learn what both cost; then the rule decides.
@@ -29,59 +78,38 @@ class CostAwareTS(Controller):
 
     steps_at_once: ClassVar = 2
 
-    def __init__(
-        self, draws: int = 1, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None
-    ) -> None:
-        if draws not in (0, 1):
-            raise ValueError("draws must be 0 or 1")
-        self.draws = draws
+    def __init__(self, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None) -> None:
         self.value: RoundValue = value or RoundValue()
-        prior = prior or CalibrationPrior()
-        self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
         self.random = np.random.Generator(np.random.PCG64(seed))
         self.recent = [0.5, 1.0]
         """Accepted and judged drafts, discounted."""
-        self.begin_round(1)
-
-    def begin_request(self) -> None:
-        self.accept.begin_request()
-        self.following.begin_request()
+        prior = prior or CalibrationPrior()
+        calibrators = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
+        super().__init__(*calibrators, lambda: self.random.standard_normal(4).tolist())
 
     def begin_round(self, width: int) -> int | None:
+        super().begin_round(width)
         self._width, self._copied = width, list[float]()
-        self._scores: list[tuple[float, float]] = []
-        self._survival = 1.0
         self._fixed = None if self.value.draft.fitted else int(self.value.verify.fitted)
-        self._draw: tuple[float, float, float, float] | None = None
         return 0 if self._fixed == 0 else None  # a draft is asked step by step: every label teaches the calibration
 
     def begin_after_text(self, width: int, copied: Sequence[float]) -> bool:
         if self.begin_round(width) is not None or self._fixed is not None:
             return False
-        self._copied, self._survival = list(copied), copied[-1]
+        self._copied, self.reach, self.next = list(copied), copied[-1], self.recent[0] / self.recent[1]
         draft, verify = self.value.draft, self.value.verify
-        more = self.value.rate * draft.seconds(1) * (verify.seconds(len(copied)) / verify.seconds(0) - 1)
-        return self._is_worth_it(0, self.recent[0] / self.recent[1], more)
+        return self._is_worth_it(0, self.value.rate * draft.seconds(1) * (verify.seconds(len(copied)) / verify.seconds(0) - 1))
 
     def keep_drafting(self, step: DraftStep) -> bool:
-        if self._draw is None:
-            normal = self.random.standard_normal(4).tolist() if self.draws else [0.0] * 4
-            self._draw = (*self.accept.draw(normal[:2]), *self.following.draw(normal[2:]))
-        x = features(step)
-        own, following = self.accept.score(x), self.following.score(x)
-        self._scores.append((own, following))
-        if self._fixed is not None:
-            return step.depth < self._fixed
-        shift, slope, next_shift, next_slope = self._draw
-        self._survival *= sigmoid(shift + slope * own)
-        return self._is_worth_it(step.depth, sigmoid(next_shift + next_slope * following))
+        self.add(step)
+        return step.depth < self._fixed if self._fixed is not None else self._is_worth_it(step.depth)
 
-    def _is_worth_it(self, depth: int, m: float, more: float = 0.0) -> bool:
+    def _is_worth_it(self, depth: int, more: float = 0.0) -> bool:
         """Whether some number of further levels brings more tokens than their seconds, and ``more``, would bring at the present
         rate."""
         price, width, copied = self.value.price, self._width, len(self._copied)
         before = price(depth, copied + depth * width) - more
-        return pays([(self._survival, m)], lambda ahead: price(depth + ahead, copied + (depth + ahead) * width) - before)
+        return pays([(self.reach, self.next)], lambda ahead: price(depth + ahead, copied + (depth + ahead) * width) - before)
 
     def expected_tokens(self, outcome: RoundOutcome) -> float:
         """1, and the chances of the verified tokens: each that of the tokens before it and its own."""
@@ -97,12 +125,5 @@ class CostAwareTS(Controller):
     def observe(self, outcome: RoundOutcome) -> None:
         if not outcome.steps or outcome.accepted < outcome.copied:
             return
-        depth, accepted = outcome.depth, outcome.num_expanded
-        for level, (own, following) in enumerate(self._scores[: accepted + 1], start=1):
-            if level <= depth:
-                self.accept.learn(own, level <= accepted)
-                self.recent = [old * RECENT + new for old, new in zip(self.recent, (level <= accepted, 1), strict=True)]
-            if level <= accepted and level < depth:
-                self.following.learn(following, level < accepted)
-        self.accept.advance()
-        self.following.advance()
+        for right in self.learn(outcome.depth, outcome.num_expanded):
+            self.recent = [old * RECENT + new for old, new in zip(self.recent, (right, 1), strict=True)]

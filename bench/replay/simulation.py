@@ -38,7 +38,7 @@ CURVE_POINTS = 200
 """Points of each regret curve."""
 
 # Labels of controllers in tables and JSON, besides OFF and the controllers' names.
-HINDSIGHT, POSTERIOR_MEANS, CLAIRVOYANT = "best fixed in hindsight", "cost-aware-ts, posterior means", "clairvoyant"
+HINDSIGHT, CLAIRVOYANT = "best fixed in hindsight", "clairvoyant"
 TUNED = {
     "fixed, tuned": tuple(f"fixed:k={k}" for k in range(1, 13)),
     "threshold, tuned": tuple(f"threshold:p={p / 20}" for p in range(2, 19)),
@@ -51,12 +51,11 @@ LEARNING = {
     "ucb": "ucb",
     "beta-ts": "beta-ts",
     "calibration-ts": "calibration-ts",
-    POSTERIOR_MEANS: "cost-aware-ts:draws=0",
     "cost-aware-ts": "cost-aware-ts",
 }
 """Controllers that learn on the trace."""
-WITHOUT_CURVE = (OFF, HINDSIGHT, POSTERIOR_MEANS, CLAIRVOYANT)
-"""Controllers without a regret curve: two are off the scale, one is the base, and one would hide another curve."""
+WITHOUT_CURVE = (OFF, HINDSIGHT, CLAIRVOYANT)
+"""Controllers without a regret curve: two are off the scale, and one is the base."""
 
 
 @dataclass(frozen=True)

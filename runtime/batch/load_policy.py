@@ -4,14 +4,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product, zip_longest
+from itertools import zip_longest
 from weakref import WeakKeyDictionary
 
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
 from eesd.runtime.decoding.draft_tree import Share
 from eesd.runtime.decoding.round import Drafting, Policy, Round
-from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import Call, Engine, KVCache
 from eesd.runtime.session import Session
 
@@ -38,7 +37,6 @@ class LoadPolicy(Policy):
         """What pieces of prompts add to a round."""
         self._stretch = 1.0
         """How much longer a round with its drafts lasts than a plain one, lately."""
-        self._count, self._slots = 0, 0.0
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
         """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost."""
@@ -56,38 +54,30 @@ class LoadPolicy(Policy):
             if self._draft is not None:
                 _measure(self._draft, self._rule.draft, used, 1, slots)
             count *= 2
-        if time.perf_counter() - started < seconds:
-            self._measure_prompts(kv_caches[0])
         for kv_cache in kv_caches:
             kv_cache.reset()
-
-    def _measure_prompts(self, kv_cache: KVCache) -> None:
-        """Time pieces of a prompt, behind few tokens and behind many."""
-        longest = min(8 * MEASURED_SLOTS, self._verify.manifest.max_seq_len)
-        kv_cache.reserve(longest)
-        for tokens, slots in product((PIECES[2], PIECES[5]), (longest // 8, longest)):
-            if tokens < min(slots, self._verify.prefill_chunk):
-                self._prompts.add(1, tokens, slots, _seconds(self._verify, kv_cache, tokens, slots))
+        plain = self._rule.verify.seconds(1, 1, slots)
+        for tokens in PIECES[::2]:  # a guess: as many nodes. Pieces soon tell what they take
+            seconds = self._rule.verify.seconds(1, 1 + tokens, slots)
+            self._prompts.add(1, tokens, slots, max(seconds - plain, LEAST_PART * seconds))
 
     def prompt_tokens(self, sessions: Sequence[Session], slot: int, most: int) -> int:
         """How many tokens of a prompt, from ``slot`` on, may share the next round of ``sessions``: at most ``most``, and so few
         that many rows wait less than twice as long."""
-        slots = self._verify.work([_root_call(session) for session in sessions]).slots
-        round_time = self._stretch * self._rule.plain_seconds(len(sessions), slots)
+        round_time = self._stretch * self._rule.plain_seconds(len(sessions), self._slots(sessions))
         time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sessions), 1)
         fitting = [count for count in (*PIECES, most) if count <= most and self._prompts.seconds(1, count, slot) <= time_left]
         return max(fitting, default=min(PIECES[0], most))
 
+    def _slots(self, sessions: Sequence[Session]) -> float:
+        """Slots of the rows, as engines count them."""
+        return self._verify.work([_root_call(session) for session in sessions]).slots
+
     def begin(self, sessions: Sequence[Session]) -> Sequence[Drafting]:
         if not sessions:
             return []
-        self._rule.begin_round()
-        self._count, self._slots = len(sessions), self._verify.work([_root_call(session) for session in sessions]).slots
-        draftings = [self._drafting(session) for session in sessions]
-        least = self._rule.step_cost(self._count, self._slots)
-        for controller in filter(None, map(_controller, draftings)):
-            controller.least = least
-        return draftings
+        self._rule.begin_round(len(sessions), self._slots(sessions))
+        return [self._drafting(session) for session in sessions]
 
     def _drafting(self, session: Session) -> Drafting:
         """How a row drafts beside others."""
@@ -96,10 +86,9 @@ class LoadPolicy(Policy):
             return own
         found = self._known.get(session)
         if found is None:
-            controller, head, text = RowController(self._rule), own.drafter, own.text
             found = self._known[session] = Drafting(
-                replace(head, controller=controller) if head else None,
-                TextDrafter(RowTextRule(self._rule, controller), text.past) if text else None,
+                replace(own.drafter, controller=RowController(self._rule)) if own.drafter else None,
+                replace(own.text, rule=RowTextRule(self._rule)) if own.text else None,
             )
         return found
 
@@ -114,42 +103,35 @@ class LoadPolicy(Policy):
     def _is_worth_it(self, rounds: Sequence[Round], free: Sequence[Round], depth: int) -> bool:
         """Whether another level of drafts, of the rounds ``free``, pays."""
         certain = _sums([_values(current)[depth:] for current in rounds if current not in free])
-        controllers = [one for current in free if (one := _controller(current.drafting))]
-        if not depth:
-            return self._rule.begins([one.first for one in controllers], self._count, self._slots, certain)
-        reaches = [(one.reach, one.following) for one in controllers]
-        return self._rule.goes_on(reaches, depth, self._count, self._slots, certain)
+        reaches = [(row.reach, row.next) for current in free if (row := _controller(current))]
+        return self._rule.goes_on(reaches, depth, certain)
 
     def share(self, rounds: Sequence[Round]) -> Share | None:
         if not rounds:
             return None
-        values = _sums([_values(current) for current in rounds])
-        levels = self._rule.levels(values, self._count, self._slots)
-        return Share(levels, self._rule.price(self._count, self._slots))
+        return Share(self._rule.levels(_sums([_values(current) for current in rounds])), self._rule.price(1))
 
     def drafted(self, rounds: int, seconds: float) -> None:
-        self._rule.draft.add(*self._rule.draft_size(rounds, 1), self._slots, seconds)
+        self._rule.draft.add(*self._rule.draft_size(rounds, 1), self._rule.slots, seconds)
 
     def verified(
         self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
     ) -> None:
-        if rounds and not any(current.error is None and current.tree.steps for current in rounds):
-            self._rule.fade()
         if not calls:
             return
-        count, (before, verifying) = len(calls), seconds
+        rule, (before, verifying) = self._rule, seconds
         nodes, slots, computed = self._verify.work(calls)
         if prompts:  # what the call cost without the prompts is not known
-            alone = self._rule.verify.seconds(computed, nodes / computed, slots)
+            alone = rule.verify.seconds(computed, nodes / computed, slots)
             tokens, behind = sum(len(call.tokens) for call in prompts), max(call.slot for call in prompts)
             self._prompts.add(1, tokens, behind, max(verifying - alone, LEAST_PART * verifying))
             verifying = min(verifying, alone)
         else:
-            self._rule.verify.add(computed, nodes / computed, slots, verifying)
+            rule.verify.add(computed, nodes / computed, slots, verifying)
         tokens = sum(len(current.result.tokens) for current in rounds if current.result)
-        self._rule.add_round(count, self._slots, tokens, before + verifying)
-        if rounds and (plain := self._rule.plain_seconds(len(rounds), self._slots)):
-            self._stretch += LATELY * (min(max((before + verifying) / plain, 1.0), MOST_STRETCH) - self._stretch)
+        rule.observe(any(current.error is None and current.tree.steps for current in rounds), tokens, before + verifying)
+        stretch = (before + verifying) / rule.plain_seconds(rule.rows, rule.slots)
+        self._stretch += LATELY * (min(max(stretch, 1.0), MOST_STRETCH) - self._stretch)
 
 
 def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int) -> None:
@@ -161,16 +143,6 @@ def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nod
         if again:  # the first call prepares the others
             work = engine.work(calls)
             costs.add(work.rows, work.nodes / work.rows, work.slots, time.perf_counter() - started)
-
-
-def _seconds(engine: Engine, kv_cache: KVCache, tokens: int, slots: int) -> float:
-    """Seconds of a piece of a prompt, less those of its last token alone. The piece ends in the last of so many slots."""
-    taken = []
-    for count in (tokens, tokens, 1):  # the first call prepares the others
-        first, started = slots - count, time.perf_counter()
-        engine.forward([Call(kv_cache, [0] * count, range(first, slots), first, logits=False)])
-        taken.append(time.perf_counter() - started)
-    return max(taken[1] - taken[2], LEAST_PART * taken[1])
 
 
 def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, float]:
@@ -185,9 +157,9 @@ def _root_call(session: Session) -> Call:
     return Call(session.kv_cache, session.tokens[-1:], (slot,), slot)
 
 
-def _controller(drafting: Drafting) -> RowController | None:
+def _controller(current: Round) -> RowController | None:
     """What the rule knows of a row's draft; None: it has none, or a fixed one."""
-    controller = drafting.drafter.controller if drafting.drafter else None
+    controller = current.drafting.drafter.controller if current.drafting.drafter else None
     return controller if isinstance(controller, RowController) else None
 
 
@@ -199,7 +171,7 @@ def _values(current: Round) -> Sequence[float]:
         return current.proposal.values[: len(current.tree.nodes) - 1]
     if current.drafting.fixed:
         return [1.0] * current.tree.steps  # whatever they are worth, they are verified
-    controller = _controller(current.drafting)
+    controller = _controller(current)
     return controller.values if controller is not None else []
 
 

@@ -24,7 +24,6 @@ CONTROLLERS = [
     "ucb",
     "beta-ts",
     "calibration-ts",
-    "cost-aware-ts, posterior means",
     "cost-aware-ts",
     "clairvoyant",
 ]

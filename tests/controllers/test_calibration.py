@@ -16,7 +16,7 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep, RoundOutcome, make_controller
 from eesd.controllers.calibration import Calibrator, features
 from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.controllers.thompson import BetaTS, CalibrationTS
+from eesd.controllers.thompson import CalibrationTS
 from eesd.controllers.value import CostCurve, RoundValue
 from eesd.runtime.llm import Speculation, load
 
@@ -98,23 +98,6 @@ def test_draws_have_the_posterior_of_what_requests_share() -> None:
     gain = np.array([[1, 0], [0, 1]]) + np.array([np.array([ab, sb]) @ np.linalg.inv(shared), [0, 0]])  # b follows a and s
     assert np.cov(drawn.T) == pytest.approx(gain @ shared @ gain.T, rel=0.06, abs=2e-3)
     assert drawn.mean(axis=0) == pytest.approx([calibrator.mean[0] + calibrator.mean[2], calibrator.mean[1]], abs=0.02)
-
-
-def test_without_confidence_it_is_beta_ts() -> None:
-    """One logit-normal theta instead of a Beta one: the same labels count, and the decisions agree in frequency."""
-    prior = CalibrationPrior(shift=1.5, request=0.0, drift=0.0)
-    calibrated, beta = CalibrationTS(confidence=0, seed=1, prior=prior), BetaTS(alpha=1, beta=1, discount=1, seed=2)
-    random = np.random.default_rng(3)
-    for _ in range(60):
-        drafted = int(random.integers(1, 6))
-        accepted = min(drafted, int(random.geometric(0.3)) - 1)
-        for depth in range(1, drafted + 1):
-            calibrated.keep_drafting(step(depth))
-        for controller in (calibrated, beta):
-            controller.observe(outcome(drafted, accepted))
-    theta = (beta.prior[0] + beta.accepted) / (sum(beta.prior) + beta.accepted + beta.rejected)
-    shares = [sum(controller.keep_drafting(step(1)) for _ in range(5000)) / 5000 for controller in (calibrated, beta)]
-    assert shares == pytest.approx([theta, theta], abs=0.03)
 
 
 @pytest.mark.parametrize("name", ["calibration-ts", "cost-aware-ts"])
@@ -274,20 +257,6 @@ def test_drafts_one_token_where_no_draft_pays() -> None:
         teach(controller, outcome(count, 0, draft=0.5))
         drafted.append(count)
     assert np.mean(np.array(drafted[100:]) == 1) > 0.9
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("calibration-ts:confidence=2", "confidence must be 0 or 1"),
-        ("calibration-ts:prior=1", "no option 'prior'; it has confidence"),
-        ("cost-aware-ts:discount=1", "no option 'discount'; it has draws"),
-        ("cost-aware-ts:draws=3", "draws must be 0 or 1"),
-    ],
-)
-def test_bad_options_are_named(spec: str, message: str) -> None:
-    with pytest.raises(EESDError, match=message):
-        make_controller(spec)
 
 
 def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:

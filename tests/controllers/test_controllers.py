@@ -14,9 +14,7 @@ SPECS = [
     "beta-ts",
     "beta-ts:alpha=2,beta=3,discount=0.95",
     "calibration-ts",
-    "calibration-ts:confidence=0",
     "cost-aware-ts",
-    "cost-aware-ts:draws=0",
     "fixed",
     "fixed:k=7",
 ]
@@ -141,6 +139,7 @@ def test_beta_ts_follows_drift_with_a_discount() -> None:
         ("beta-ts:alpha=nan", "above 0"),
         ("beta-ts:beta=inf", "finite"),
         ("beta-ts:discount=0", "discount must be above 0"),
+        ("cost-aware-ts:prior=1", "no option 'prior'; it has none"),
     ],
 )
 def test_what_cannot_be_made_is_named(spec: str, message: str) -> None:

@@ -49,10 +49,8 @@ class Rows:
         return self.tokens / self.seconds
 
     def round(self) -> None:
-        self.rule.begin_round()
-        least = self.rule.step_cost(self.rows, SLOTS)
+        self.rule.begin_round(self.rows, SLOTS)
         for row in self.controllers:
-            row.least = least
             row.begin_round(1)
         chances: list[list[float]] = [[] for _ in self.controllers]
         active, depth, seconds = [*range(self.rows)], 0, 0.0
@@ -62,7 +60,7 @@ class Rows:
             depth += 1
             active = [i for i in active if self._step(i, depth, chances[i])]
         values = [sum(one.values[level] for one in self.controllers if level < len(one.values)) for level in range(depth)]
-        levels = self.rule.levels(values, self.rows, SLOTS)
+        levels = self.rule.levels(values)
         seconds += verify_seconds(self.rows, 1 + levels)
         tokens = 0
         for row, drafted in zip(self.controllers, chances, strict=True):
@@ -81,19 +79,15 @@ class Rows:
                     first_right=right > 0 if drafted else None,
                 )
             )
-        if not depth:
-            self.rule.fade()
         self.rule.verify.add(self.rows, 1 + levels, SLOTS, verify_seconds(self.rows, 1 + levels))
-        self.rule.add_round(self.rows, SLOTS, tokens, seconds)
+        self.rule.observe(depth > 0, tokens, seconds)
         self.tokens += tokens
         self.seconds += seconds
         self.levels += levels
 
     def _draws(self, active: Sequence[int], depth: int) -> bool:
         chosen = [self.controllers[i] for i in active]
-        if not depth:
-            return self.rule.begins([one.first for one in chosen], self.rows, SLOTS)
-        return self.rule.goes_on([(one.reach, one.following) for one in chosen], depth, self.rows, SLOTS, [])
+        return self.rule.goes_on([(one.reach, one.next) for one in chosen], depth)
 
     def _step(self, row: int, depth: int, chances: list[float]) -> bool:
         chance = 0.9 if self.random.random() < self.easy else 0.2
@@ -135,8 +129,9 @@ def test_a_budget_pays_its_rows_part() -> None:
     rule = LoadRule(PRIOR)
     for nodes in (1, 2, 4, 8, 16) * 10:
         rule.verify.add(8, nodes, SLOTS, verify_seconds(8, nodes))
-    assert rule.price(8, SLOTS)(3) == pytest.approx(rule.rate(8, SLOTS) * 3 * 0.9e-3, rel=0.1)
-    assert LoadRule(PRIOR, 2).levels([6.4, 5.1, 4.1, 3.3], 8, SLOTS) == 2
+    rule.begin_round(8, SLOTS)
+    assert rule.price(1)(3) == pytest.approx(rule.rate * 3 * 0.9e-3, rel=0.1)
+    assert LoadRule(PRIOR, 2).levels([6.4, 5.1, 4.1, 3.3]) == 2
 
 
 def test_costs_of_calls_are_learned_for_sizes_that_were_not_measured() -> None:
@@ -166,12 +161,3 @@ def test_a_stall_hardly_counts_and_a_slower_machine_is_believed() -> None:
     for _ in range(60):
         costs.add(2, 1, SLOTS, 0.04)
     assert costs.seconds(2, 1, SLOTS) == pytest.approx(0.04, rel=0.05)
-
-
-def test_the_expectation_of_an_excess_is_that_of_a_normal() -> None:
-    from eesd.controllers.load_rule import _expected_excess
-
-    draws = np.random.default_rng(0).standard_normal(200_000)
-    for mean, deviation in ((0.0, 1.0), (-1.0, 2.0), (0.5, 0.1), (1.0, 0.0)):
-        expected = np.maximum(mean + deviation * draws, 0).mean()
-        assert _expected_excess(mean, deviation) == pytest.approx(expected, abs=0.01)

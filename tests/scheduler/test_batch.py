@@ -67,7 +67,7 @@ def test_rows_beside_others_draft_trees(llm: LLM, monkeypatch: pytest.MonkeyPatc
     expected = [alone(llm, request) for request in given]
     scheduler = Scheduler(other, replace(OPTIONS, levels=levels))
     if levels is None:  # with an untrained head the rule would soon draft no more
-        monkeypatch.setattr(scheduler.rule, "begins", lambda *_: True)
+        monkeypatch.setattr(scheduler.rule, "goes_on", lambda reaches, depth, certain: depth < 3)
         monkeypatch.setattr(scheduler.rule, "levels", lambda values, *_: len(values))
         monkeypatch.setattr(scheduler.rule, "price", lambda *_: lambda nodes: 0.02 * nodes)
     called: list[Sequence[Call]] = []

@@ -207,7 +207,8 @@ def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
         assert [rule.verify_size(2, nodes) for nodes in (1, 2, 3, 5)] == [(5, 1), (5, 2), (5, 4), (5, 13)]
         assert rule.draft_size(1, 1) == (5, 1)
         assert rule.verify._cells.keys() == {(5, 1), (5, 2), (5, 4), (5, 13)}
-        assert rule.price(5, 96)(2) == rule.price(5, 96)(3)
+        rule.begin_round(5, 96)
+        assert rule.price(5)(2) == rule.price(5)(3)
 
 
 def see_as_the_shortest_row(patch: pytest.MonkeyPatch) -> None:
