@@ -45,14 +45,9 @@ class BetaTS(Controller):
 class CalibrationTS(Controller):
     """Like ``beta-ts``, with one theta for each token: P(accepted | the draft's confidence), under a calibration drawn from
     its posterior. Draft another token with probability theta.
-
-    ``confidence=0`` hides the draft's confidence: one theta for all tokens, as in ``beta-ts``.
     """
 
-    def __init__(self, confidence: int = 1, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
-        if confidence not in (0, 1):
-            raise ValueError("confidence must be 0 or 1")
-        self.confidence = confidence
+    def __init__(self, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
         prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
         self.random = np.random.Generator(np.random.PCG64(seed))
@@ -66,7 +61,7 @@ class CalibrationTS(Controller):
         self._scores = []
 
     def keep_drafting(self, step: DraftStep) -> bool:
-        score = self.accept.score(features(step)) if self.confidence else 0.0
+        score = self.accept.score(features(step))
         self._scores.append(score)
         shift, slope = self.accept.draw(self.random.standard_normal(2).tolist())
         return bool(self.random.random() < sigmoid(shift + slope * score))

@@ -15,6 +15,8 @@ SHARPNESS = 1.25
 """Of the second candidates, one whose score is higher by d is exp(1.25 d) times as likely to be the verifier's token."""
 COVERED = (6.5, 3.5)
 """Beta prior of how often the verifier's token is among the other candidates when it is not the first."""
+DISCOUNT = 0.998
+"""Weight of a label in this for each later one."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,8 @@ class TreeBudget:
     is nothing to explore. lambda, the recent rate, and v(n) are those of ``value``.
     """
 
-    def __init__(self, discount: float = 0.998, prior: CalibrationPrior | None = None, value: RoundValue | None = None) -> None:
-        if not 0 < discount <= 1:
-            raise ValueError("discount must be above 0 and at most 1")
-        self.discount, self.value = discount, value or RoundValue()
+    def __init__(self, prior: CalibrationPrior | None = None, value: RoundValue | None = None) -> None:
+        self.value = value or RoundValue()
         prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
         self.covered, self.missed = COVERED
@@ -92,7 +92,7 @@ class TreeBudget:
         for label in labels:
             self.accept.learn(label.score, label.chosen == 0)
             if label.chosen != 0:
-                self.covered = COVERED[0] + (self.covered - COVERED[0]) * self.discount + (label.chosen is not None)
-                self.missed = COVERED[1] + (self.missed - COVERED[1]) * self.discount + (label.chosen is None)
+                self.covered = COVERED[0] + (self.covered - COVERED[0]) * DISCOUNT + (label.chosen is not None)
+                self.missed = COVERED[1] + (self.missed - COVERED[1]) * DISCOUNT + (label.chosen is None)
         self.accept.advance()
         self.rounds += 1

@@ -167,7 +167,7 @@ def test_chances_are_calibrated_and_shared_by_scores() -> None:
 
 
 def test_the_budget_learns_how_often_other_candidates_are_right() -> None:
-    budget, random = TreeBudget(discount=1), np.random.default_rng(0)
+    budget, random = TreeBudget(), np.random.default_rng(0)
     z = budget.accept.score(features(step()))
     for _ in range(4000):
         miss = random.random() < 0.4
@@ -179,7 +179,7 @@ def test_the_budget_learns_how_often_other_candidates_are_right() -> None:
 
 
 def test_the_size_has_the_best_value_of_all_sizes() -> None:
-    budget = taught(TreeBudget(discount=1))
+    budget = taught(TreeBudget())
     rate, random = budget.value.rate, np.random.default_rng(1)
     sizes = set()
     for _ in range(200):
@@ -197,8 +197,3 @@ def test_the_first_sizes_differ() -> None:
         observe(budget, [], outcome(3, 1, sizes[-1]))
     assert sizes == list(FIRST_SIZES)
     assert budget.size([0.5] * 2) <= 2
-
-
-def test_discount_must_be_a_share() -> None:
-    with pytest.raises(ValueError, match="discount"):
-        TreeBudget(discount=0)
