@@ -6,7 +6,7 @@ They run in environments of their own: Python's from ``tests/environments/client
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ CALLS = {
     "instructor": "object function",
     "pydantic-ai": "chat stream function object",
     "pydantic-ai by responses": "chat stream function object",
-    "openai of npm": "chat stream function object responses",
-    "ai": "chat stream function object",
-    "ai by responses": "chat stream function object",
+    "openai of npm": "chat stream usage function streamed_function object responses",
+    "anthropic of npm": "chat stream usage function streamed_function object",
+    "ai": "chat stream usage function streamed_function object",
+    "ai by responses": "chat stream usage function streamed_function object",
 }
-"""What each is asked for."""
+"""What each is asked for. The clients of npm are those of JavaScript."""
+JAVASCRIPT = {name for name in CALLS if "npm" in name or name.partition(" ")[0] == "ai"}
 COUNT = 16
 
 
@@ -54,19 +56,20 @@ def ask(command: list[Path | str], server: Served, **environment: str) -> dict[s
     return found
 
 
-def check(found: dict[str, dict[str, Any]], server: Served, names: set[str]) -> None:
-    """Texts are those of ``generate``, objects and arguments of functions have their schema's form."""
+def check(found: dict[str, dict[str, Any]], server: Served, names: Set[str]) -> None:
+    """Texts and their lengths are those of ``generate``; objects and arguments of functions have their schema's form."""
     assert {client: set(calls) for client, calls in found.items()} == {name: {*CALLS[name].split()} for name in names}
-    said = server.llm.generate([{"role": "user", "content": "import os"}], Sampling(), max_new_tokens=COUNT).text
+    said = server.llm.generate([{"role": "user", "content": "import os"}], Sampling(), max_new_tokens=COUNT)
     written = server.llm.generate("def f(x):", Sampling(), max_new_tokens=COUNT).text
-    assert said and written
+    assert said.text and written
+    wanted = {"completion": written, "usage": len(said.tokens)}
     for client, calls in found.items():
         for call, value in calls.items():
-            if call in ("function", "object"):
+            if "function" in call or call == "object":
                 assert isinstance(value, dict) and value.keys() == {"name", "big"}, (client, call, value)
                 assert len(value["name"]) <= 4 and isinstance(value["big"], bool)
             else:
-                assert value == (written if call == "completion" else said), (client, call)
+                assert value == wanted.get(call, said.text), (client, call)
 
 
 def test_clients_for_python(server: Served) -> None:
@@ -75,16 +78,16 @@ def test_clients_for_python(server: Served) -> None:
     except environments.Unavailable as reason:
         pytest.skip(f"no clients here: {reason}")
     found = ask([python, CLIENTS / "clients.py"], server, **environments.variables(python))
-    check(found, server, {name for name in CALLS if name.partition(" ")[0] != "ai" and "npm" not in name})
+    check(found, server, CALLS.keys() - JAVASCRIPT)
 
 
 def test_clients_for_javascript(server: Served) -> None:
     if not (shutil.which("npm") and shutil.which("node")):
-        pytest.skip("no npm here")
+        pytest.skip("no clients here: node and npm are not installed")
     try:
         directory = environments.make_npm("clients")
     except environments.Unavailable as reason:
         pytest.skip(f"no clients here: {reason}")
     # A module finds packages beside itself.
     script = shutil.copy(CLIENTS / "clients.mjs", directory)
-    check(ask(["node", script], server), server, {"openai of npm", "ai", "ai by responses"})
+    check(ask(["node", script], server), server, JAVASCRIPT)

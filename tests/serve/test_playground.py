@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from support.serving import Served, events, served
 
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.serve.http.options import ServeOptions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -28,7 +29,8 @@ needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="There is no Chromiu
 
 @pytest.fixture(scope="module")
 def server(engine: Path) -> Iterator[Served]:
-    with served(engine) as running:
+    """Each round drafts three levels, whatever calls cost here."""
+    with served(engine, batch=BatchOptions(levels=3)) as running:
         yield running
 
 
@@ -83,7 +85,7 @@ def test_the_events_are_what_the_batch_did(server: Served) -> None:
         assert stats["new_tokens"] == len(tokens) and found[-1]["finish_reason"] == expected.finish_reason
         assert len(sources) - sources.count("verify") == stats["accepted_tokens"]
         assert sum(len(event["rejected"]) for event in found) <= stats["draft_tokens"] - stats["accepted_tokens"]
-        assert draft or set(sources) == {"verify"}
+        assert stats["draft_tokens"] > 0 if draft else set(sources) == {"verify"}
         assert all(event["finish_reason"] is None for event in found[:-1])
     assert set(found[-1]["learned"]) == {"accept", "text"}
 
