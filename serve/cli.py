@@ -20,7 +20,7 @@ from eesd.runtime.engine_options import engine_dir_of, engine_options
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
 from eesd.runtime.llm import GENERATION_CONFIGS, Speculation
 from eesd.runtime.round_log import log_rounds
-from eesd.serve.triton.repository import write_triton_repository
+from eesd.serve.triton.repository import Settings, write_triton_repository
 
 if TYPE_CHECKING:
     from eesd.serve.http.options import ServeOptions
@@ -119,7 +119,7 @@ def main(host: str, port: int, **options: Any) -> None:
     if options["triton_repo"] is not None:
         if log is not None:
             raise EESDError("--log-rounds cannot be used with --triton-repo; leave it out.")
-        _write_triton_repository(engine_dir_of(options), batch, speculation, options)
+        _write_triton_repository(options, batch, speculation)
         return
     try:
         from eesd.serve.app import make_app
@@ -141,21 +141,10 @@ def main(host: str, port: int, **options: Any) -> None:
             serve(app, bound)
 
 
-def _write_triton_repository(engine_dir: Path, batch: BatchOptions, speculation: Speculation, options: dict[str, Any]) -> None:
-    directory = write_triton_repository(
-        engine_dir,
-        options["triton_repo"],
-        name=(*options["model_name"], "eesd")[0],
-        backend=options["backend"],
-        threads=options["threads"],
-        speculation=None if options["no_draft"] else speculation,
-        batch=batch,
-        generation_config=options["generation_config"],
-        exact=options["exact"],
-        activations=options["activations"],
-        kv_cache_dtype=options["kv_cache_dtype"],
-        plain_content=options["plain_content"],
-    )
+def _write_triton_repository(options: dict[str, Any], batch: BatchOptions, speculation: Speculation) -> None:
+    given = {one.name: options[one.name] for one in fields(Settings) if one.name in options}
+    given |= {"engine_dir": engine_dir_of(options), "batch": batch, "speculation": None if options["no_draft"] else speculation}
+    directory = write_triton_repository(output=options["triton_repo"], name=(*options["model_name"], "eesd")[0], **given)
     click.echo(f"{directory} is written; start Triton with --model-repository={directory.parent}")
 
 

@@ -14,12 +14,11 @@ import triton_python_backend_utils as pb_utils
 
 from eesd.common.errors import EESDError
 from eesd.runtime.batch.service import ClosedError, Service
-from eesd.runtime.llm import load
 from eesd.runtime.request import QueueFullError
 from eesd.serve.triton.inputs import Asked, read_request
 from eesd.serve.triton.metrics import Metrics
 from eesd.serve.triton.replies import FINAL, Replies, failure
-from eesd.serve.triton.settings import read_settings
+from eesd.serve.triton.repository import read_settings
 
 ORPHAN_SECONDS = 1.0
 """How often the stub looks whether its server is there."""
@@ -34,17 +33,7 @@ class TritonPythonModel:
         directory = Path(args["model_repository"], args["model_version"])
         try:
             settings = read_settings(directory)
-            llm = load(
-                directory / settings.engine_dir,
-                settings.backend,
-                speculation=settings.speculation,
-                threads=settings.threads,
-                generation_config=settings.generation_config,
-                exact=settings.exact,
-                activations=settings.activations,
-                kv_cache_dtype=settings.kv_cache_dtype,
-                plain_content=settings.plain_content,
-            )
+            llm = settings.load(directory)
             self._service = Service(llm, settings.batch)
         except EESDError as error:
             raise pb_utils.TritonModelException(str(error)) from None

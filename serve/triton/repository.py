@@ -1,19 +1,25 @@
-"""Writes a model repository for Triton Inference Server."""
+"""A model repository for Triton Inference Server: it is written here, and its settings are read inside Triton."""
 
 import json
 import os
 import re
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import eesd
-from eesd.common.checks import check_path, shown
+from eesd.common.checks import check_integer, check_path, shown
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
+from eesd.common.json_input import read_json_object
 from eesd.common.manifest import load_manifest
 from eesd.runtime.batch.scheduler import BatchOptions
-from eesd.runtime.engines.backends import BACKENDS
-from eesd.runtime.llm import Speculation
-from eesd.serve.triton.settings import BATCH, DRAFTING, SETTINGS_FILE, Settings
+from eesd.runtime.llm import LLM, Speculation, load
+
+SETTINGS_FILE = "eesd.json"
+DRAFTING = Speculation()
+BATCH = BatchOptions()
+_REMEDY = "write the repository again"
 
 # The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend; messages, in JSON, are ours.
 INPUTS = (
@@ -53,20 +59,44 @@ from eesd.serve.triton.model import TritonPythonModel as TritonPythonModel
 '''
 
 
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How Triton runs an engine directory: ``eesd.json`` in the directory of the model's version.
+
+    Attributes:
+        engine_dir: The engine directory, as Triton sees it. A relative path begins at the directory of the model's version.
+        backend, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content: As for :func:`eesd.load`.
+        threads: CPU threads of an engine; None: the processors of the process.
+        batch: Limits of the batch.
+
+    Raises:
+        EESDError: A value has another type, or is out of range.
+    """
+
+    engine_dir: str
+    backend: str = "auto"
+    threads: int | None = None
+    speculation: Speculation | None = DRAFTING
+    batch: BatchOptions = BATCH
+    generation_config: str = "auto"
+    exact: bool | None = None
+    activations: str | None = None
+    kv_cache_dtype: str | None = None
+    plain_content: bool = False
+
+    def __post_init__(self) -> None:
+        check_path("engine_dir", self.engine_dir, "the output directory of eesd-export")
+        if self.threads is not None:
+            check_integer("threads", self.threads, 1, 1 << 16)
+
+    def load(self, directory: Path) -> LLM:
+        """Open the engines, in the directory of the model's version. Raises :class:`EESDError` if they cannot be used."""
+        options = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("engine_dir", "batch")}
+        return load(directory / self.engine_dir, **options)
+
+
 def write_triton_repository(
-    engine_dir: str | os.PathLike[str],
-    output: str | os.PathLike[str],
-    *,
-    name: str = "eesd",
-    backend: str = "auto",
-    threads: int | None = None,
-    speculation: Speculation | None = DRAFTING,
-    batch: BatchOptions = BATCH,
-    generation_config: str = "auto",
-    exact: bool | None = None,
-    activations: str | None = None,
-    kv_cache_dtype: str | None = None,
-    plain_content: bool = False,
+    engine_dir: str | os.PathLike[str], output: str | os.PathLike[str], *, name: str = "eesd", **settings: Any
 ) -> Path:
     """Write the model ``name`` into a model repository, which may have other models and need not exist.
 
@@ -76,9 +106,7 @@ def write_triton_repository(
         engine_dir: A directory that ``eesd-export`` wrote.
         output: The repository.
         name: The model's name, and its directory in the repository.
-        backend, threads, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content: As for
-            :func:`eesd.load`.
-        batch: Limits of the batch.
+        settings: Of :class:`Settings`.
 
     Returns:
         The model's directory.
@@ -90,29 +118,37 @@ def write_triton_repository(
     directory = check_path("output", output, "a directory for the repository") / name
     if not _NAME.fullmatch(name):
         raise EESDError(f"The name {shown(name)} is no name of a model; use letters, digits, _, . and -.")
-    if backend not in BACKENDS:
-        raise EESDError(f"backend is {shown(backend)}; it must be one of {', '.join(BACKENDS)}.")
     load_manifest(engines)
     if directory.exists():
         raise EESDError(f"{directory} exists; delete it, or give another name (--model-name).")
-    settings = Settings(
-        engine_dir=str(engines),
-        backend=backend,
-        threads=threads,
-        speculation=speculation,
-        batch=batch,
-        generation_config=generation_config,
-        exact=exact,
-        activations=activations,
-        kv_cache_dtype=kv_cache_dtype,
-        plain_content=plain_content,
-    )
+    values = asdict(Settings(engine_dir=str(engines), **settings))
     with directory_written_whole(directory) as new:
         (new / "1").mkdir()
         (new / "config.pbtxt").write_text(_config(name))
         (new / "1" / "model.py").write_text(_MODEL)
-        (new / "1" / SETTINGS_FILE).write_text(json.dumps(settings.to_dict(), indent=2) + "\n")
+        (new / "1" / SETTINGS_FILE).write_text(json.dumps(values, indent=2) + "\n")
     return directory
+
+
+def read_settings(directory: Path) -> Settings:
+    """The settings in the directory of a model's version.
+
+    Raises:
+        EESDError: The file is missing or damaged, or has a value that cannot be used.
+    """
+    path = directory / SETTINGS_FILE
+    if not path.exists():
+        raise EESDError(f"{path} is missing; {_REMEDY}.")
+    raw = read_json_object(path, _REMEDY)
+    try:
+        for name, kind in (("speculation", Speculation), ("batch", BatchOptions)):
+            if raw.get(name) is not None:
+                raw[name] = kind(**raw[name])
+        return Settings(**raw)
+    except TypeError as error:  # another field, or none
+        raise EESDError(f"{path} has fields that do not fit ({error}); {_REMEDY}.") from None
+    except EESDError as error:
+        raise EESDError(f"{path} cannot be used: {str(error).removesuffix('.')}; {_REMEDY}.") from None
 
 
 def _config(name: str) -> str:

@@ -22,8 +22,7 @@ from eesd.runtime.constraint import make_constraint
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, load
 from eesd.serve.cli import main
-from eesd.serve.triton.repository import write_triton_repository
-from eesd.serve.triton.settings import SETTINGS_FILE, Settings, read_settings
+from eesd.serve.triton.repository import SETTINGS_FILE, Settings, read_settings, write_triton_repository
 
 CLIENT = Path(__file__).parent.parent / "support" / "triton_client.py"
 LONG = 900
