@@ -1,35 +1,41 @@
-"""What answers of both kinds begin with, how their choices end, and how they are streamed."""
+"""An answer of completions and chats, whole or as a stream of chunks."""
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from time import time
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
+
+from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
 
 from eesd.runtime.request import Update
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import DONE, Events, event
+from eesd.serve.http.streaming import DONE, Events, EventStream, event, json_response, unless_left
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.schemas import Answer, Choice, GenerationBody
 
 
-@dataclass(frozen=True)
-class Head:
-    """The fields that an answer, and each of its chunks, begins with."""
+class Writer(Protocol):
+    """Makes one choice."""
 
-    fields: dict[str, Any]
+    def see(self, update: Update) -> object:
+        """Take in an update of a choice that is told when it is whole."""
+        ...
 
-    @classmethod
-    def new(cls, prefix: str, kind: str, serving: Serving) -> "Head":
-        """A head with an id of its own.
+    def choice(self) -> Choice:
+        """The whole choice, after its last update."""
+        ...
 
-        Args:
-            prefix: The id begins with it.
-            kind: The ``object`` of the answer.
-            serving: The server.
-        """
-        name = serving.model_name
-        return cls({"id": f"{prefix}-{uuid4().hex}", "object": kind, "created": int(time()), "model": name})
+    def chunks(self, update: Update) -> Sequence[Choice]:
+        """Take in an update of a stream. Returns what it adds to the choice; the last part has a finish reason."""
+        ...
+
+
+def new_answer(model: type[Answer], kind: str, prefix: str, serving: Serving) -> Callable[..., Answer]:
+    """Makes an answer, or its chunks, of a ``kind`` that is its ``object``. Its id begins with ``prefix``."""
+    return partial(model, id=f"{prefix}-{uuid4().hex}", object=kind, created=int(time()), model=serving.model_name)
 
 
 def finished(progress: Progress) -> dict[str, Any]:
@@ -38,29 +44,54 @@ def finished(progress: Progress) -> dict[str, Any]:
     return {"finish_reason": progress.finish_reason, **reason}
 
 
-async def chunks(
+async def respond(
     body: GenerationBody,
-    new: Callable[..., Answer],
+    request: Request,
     generations: Generations,
-    parts: Callable[[int, Update], Awaitable[Sequence[Choice]]],
+    writers: Sequence[Writer],
+    new: Callable[..., Answer],
     first: Sequence[Choice] = (),
-) -> Events:
-    """The events of a stream: a chunk for each part of a choice, one for usage if it is wanted, and the end.
-
-    The last chunk says what drafting did.
+) -> Response:
+    """Run the generations and answer with their choices.
 
     Args:
-        body: What is asked for.
-        new: Makes a chunk from its ``choices``, and from ``usage`` and ``metrics`` in one that has them.
+        body: What the client asked for.
+        request: Its request.
         generations: What comes.
-        parts: What an update adds to the choice with this index; the last one has a finish reason.
-        first: What comes before everything else, when the requests have been accepted.
+        writers: One for each choice.
+        new: From :func:`new_answer`.
+        first: What a stream begins with, when the requests have been accepted.
     """
+    if body.stream:
+        return EventStream(_chunks(body, generations, writers, new, first))
+    return json_response(await unless_left(request, _whole(body, generations, writers, new)))
+
+
+async def _whole(
+    body: GenerationBody, generations: Generations, writers: Sequence[Writer], new: Callable[..., Answer]
+) -> Answer:
+    async with generations:
+        async for index, update in generations:
+            writers[index].see(update)
+    # In a thread: the log-probabilities of many tokens take long to write.
+    choices = [await run_in_threadpool(writer.choice) for writer in writers]
+    return new(choices=choices, usage=generations.usage(body.choices), metrics=generations.metrics())
+
+
+async def _chunks(
+    body: GenerationBody,
+    generations: Generations,
+    writers: Sequence[Writer],
+    new: Callable[..., Answer],
+    first: Sequence[Choice],
+) -> Events:
+    """A chunk for each part of a choice, one for usage if it is wanted, and the end. The last chunk says what drafting did."""
     async with generations:
         for choice in first:
             yield event(new(choices=[choice]))
         async for index, update in generations:
-            for choice in await parts(index, update):
+            part = partial(writers[index].chunks, update)
+            for choice in await run_in_threadpool(part) if update.prompt_logprobs else part():
                 last = choice.finish_reason is not None and generations.ended and not body.include_usage
                 yield event(new(choices=[choice], **({"metrics": generations.metrics()} if last else {})))
     if body.include_usage:

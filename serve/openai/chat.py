@@ -1,7 +1,6 @@
 """``POST /v1/chat/completions``."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -9,7 +8,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
 from eesd.runtime.chat_template import Message
-from eesd.runtime.request import TokenOutput, Update
+from eesd.runtime.request import Update
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.thinking import BEGIN, END, ThinkParser, may_think
 from eesd.serve.grammar.tool_calls import ToolDelta, whole_calls
@@ -17,8 +16,7 @@ from eesd.serve.grammar.tools import Tools, encode_chat, special_token, tools_of
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, EventStream, json_response, unless_left
-from eesd.serve.openai.answers import Head, chunks, finished
+from eesd.serve.openai.answers import finished, new_answer, respond
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.logprobs import TokenWriter
 from eesd.serve.openai.params import check_model, requests_of
@@ -28,7 +26,6 @@ from eesd.serve.openai.schemas import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
-    ChatLogprobs,
     ChatMessage,
     Delta,
     TemplateBody,
@@ -44,12 +41,11 @@ async def chat_completions(body: ChatBody, request: Request, serving: Annotated[
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs; set it to true.", "top_logprobs", "invalid_value")
     generations, readers = await begin(body, request, serving)
-    writers = [_Writer(body, serving, reader) for reader in readers]
-    if body.stream:
-        head = Head.new("chatcmpl", "chat.completion.chunk", serving)
-        return EventStream(_chunks(body, head, generations, writers))
-    head = Head.new("chatcmpl", "chat.completion", serving)
-    return json_response(await unless_left(request, _whole(body, head, generations, writers)))
+    writers = [_Writer(body, serving, index, reader) for index, reader in enumerate(readers)]
+    model, kind = (ChatChunk, "chat.completion.chunk") if body.stream else (ChatAnswer, "chat.completion")
+    role = Delta(role="assistant", content="")
+    first = [ChatChunkChoice(index=index, delta=role, finish_reason=None) for index in range(len(writers))]
+    return await respond(body, request, generations, writers, new_answer(model, kind, "chatcmpl", serving), first)
 
 
 async def begin(body: ChatBody, request: Request, serving: Serving) -> tuple[Generations, list["Reader"]]:
@@ -130,24 +126,19 @@ class Reader:
 
 
 class _Writer:
-    """Makes the parts of one choice."""
+    """Makes one choice of a chat."""
 
-    def __init__(self, body: ChatBody, serving: Serving, reader: Reader) -> None:
-        self._body, self._reader, self._progress = body, reader, reader.progress
+    def __init__(self, body: ChatBody, serving: Serving, index: int, reader: Reader) -> None:
+        self._body, self._index, self._reader, self._progress = body, index, reader, reader.progress
         self._said: list[ToolDelta] = []
         self._tokens = TokenWriter(serving.codec, reader.progress.request.tokens) if body.logprobs else None
 
-    def logprobs(self, outputs: Sequence[TokenOutput]) -> ChatLogprobs | None:
-        return self._tokens.chat(outputs) if self._tokens else None
-
     def see(self, update: Update) -> list[Delta]:
-        """Take an update in. Returns what it adds to the message."""
         deltas = self._reader.see(update)
         self._said += deltas
         return [Delta(**delta.to_dict()) for delta in deltas]
 
-    def message(self, index: int) -> ChatChoice:
-        """The whole choice."""
+    def choice(self) -> ChatChoice:
         progress = self._progress
         content = "".join(delta.content for delta in self._said)
         message = ChatMessage(role="assistant", content=content if self._reader.tools is None else content or None)
@@ -155,42 +146,23 @@ class _Writer:
             message.reasoning_content = thought
         if calls := whole_calls(self._said):
             message.tool_calls = [ToolCall(**call) for call in calls]
-        choice = ChatChoice(index=index, message=message, logprobs=self.logprobs(progress.outputs), **finished(progress))
+        logprobs = self._tokens.chat(progress.outputs) if self._tokens else None
+        choice = ChatChoice(index=self._index, message=message, logprobs=logprobs, **finished(progress))
         if self._body.return_token_ids:
             choice.token_ids = [output.token for output in progress.outputs]
             choice.prompt_token_ids = list(progress.request.tokens)
         return choice
 
-    def chunks(self, index: int, update: Update) -> list[ChatChunkChoice]:
-        """What an update adds to the choice, and its end."""
+    def chunks(self, update: Update) -> list[ChatChunkChoice]:
         outputs = update.tokens
         deltas = self.see(update)
         if not deltas and outputs and (self._tokens or self._body.return_token_ids):
             deltas = [Delta(content="")]
-        choices = [ChatChunkChoice(index=index, delta=delta, finish_reason=None) for delta in deltas]
+        choices = [ChatChunkChoice(index=self._index, delta=delta, finish_reason=None) for delta in deltas]
         if choices and self._tokens:
-            choices[0].logprobs = self.logprobs(outputs)
+            choices[0].logprobs = self._tokens.chat(outputs)
         if choices and self._body.return_token_ids:
             choices[0].token_ids = [output.token for output in outputs]
         if self._progress.finish_reason:
-            choices.append(ChatChunkChoice(index=index, delta=Delta(), **finished(self._progress)))
+            choices.append(ChatChunkChoice(index=self._index, delta=Delta(), **finished(self._progress)))
         return choices
-
-
-async def _whole(body: ChatBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> ChatAnswer:
-    async with generations:
-        async for index, update in generations:
-            writers[index].see(update)
-    # In a thread: the log-probabilities of many tokens take long to write.
-    choices = [await run_in_threadpool(writer.message, index) for index, writer in enumerate(writers)]
-    usage, metrics = generations.usage(body.choices), generations.metrics()
-    return ChatAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
-
-
-def _chunks(body: ChatBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
-    async def parts(index: int, update: Update) -> list[ChatChunkChoice]:
-        return writers[index].chunks(index, update)
-
-    role = Delta(role="assistant", content="")
-    first = [ChatChunkChoice(index=index, delta=role, finish_reason=None) for index in range(len(writers))]
-    return chunks(body, partial(ChatChunk, **head.fields), generations, parts, first)

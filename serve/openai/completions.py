@@ -1,7 +1,6 @@
 """``POST /v1/completions``."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Request
@@ -14,8 +13,7 @@ from eesd.serve.grammar.fill_in import fill_in
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, serving_of
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, EventStream, json_response, unless_left
-from eesd.serve.openai.answers import Head, chunks, finished
+from eesd.serve.openai.answers import finished, new_answer, respond
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.logprobs import TokenWriter
 from eesd.serve.openai.params import check_ids, check_model, requests_of
@@ -38,11 +36,10 @@ async def completions(body: CompletionBody, request: Request, serving: Annotated
     generations = Generations(serving, requests, keep_tokens=body.max_tokens != 0)
     request.state.generations = generations
     echoed = [text if body.echo else "" for _, text in prompts for _ in range(body.choices)]
-    writers = [_Writer(body, serving, choice, text) for choice, text in zip(generations.progress, echoed, strict=True)]
-    head = Head.new("cmpl", "text_completion", serving)
-    if body.stream:
-        return EventStream(_chunks(body, head, generations, writers))
-    return json_response(await unless_left(request, _whole(body, head, generations, writers)))
+    places = enumerate(zip(generations.progress, echoed, strict=True))
+    writers = [_Writer(body, serving, index, progress, text) for index, (progress, text) in places]
+    new = new_answer(CompletionAnswer, "text_completion", "cmpl", serving)
+    return await respond(body, request, generations, writers, new)
 
 
 def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
@@ -65,21 +62,32 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
 
 
 class _Writer:
-    """Makes the parts of one choice."""
+    """Makes one choice of a completion."""
 
-    def __init__(self, body: CompletionBody, serving: Serving, progress: Progress, echoed: str) -> None:
-        self._body, self._progress, self._echoed = body, progress, echoed
+    def __init__(self, body: CompletionBody, serving: Serving, index: int, progress: Progress, echoed: str) -> None:
+        self._body, self._index, self._progress, self._echoed = body, index, progress, echoed
         prompt = () if body.echo else progress.request.tokens
         self._tokens = TokenWriter(serving.codec, prompt) if body.logprobs is not None else None
         self._begun = False
 
-    def part(self, index: int, text: str, outputs: Sequence[TokenOutput]) -> CompletionChoice:
+    def see(self, update: Update) -> str:
+        return self._progress.see(update)
+
+    def choice(self) -> CompletionChoice:
+        return self._part("".join(self._progress.text), self._progress.outputs)
+
+    def chunks(self, update: Update) -> list[CompletionChoice]:
+        choice = self._part(self.see(update), update.tokens)
+        says = choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason
+        return [choice] if says else []
+
+    def _part(self, text: str, outputs: Sequence[TokenOutput]) -> CompletionChoice:
         """A choice with new text and its tokens; the first one has the echoed prompt, too."""
         first, self._begun = not self._begun, True
         progress, logprobs = self._progress, self._logprobs(outputs, first)
         if first:
             text = self._echoed + text
-        choice = CompletionChoice(index=index, text=text, logprobs=logprobs, **finished(progress))
+        choice = CompletionChoice(index=self._index, text=text, logprobs=logprobs, **finished(progress))
         if self._body.return_token_ids:
             choice.token_ids = [output.token for output in outputs]
             choice.prompt_token_ids = list(progress.request.tokens) if first else None
@@ -90,24 +98,3 @@ class _Writer:
             return None
         prompt = self._progress.prompt_logprobs if first and self._body.echo else ()
         return self._tokens.completion([*prompt, *(output.logprob for output in outputs if output.logprob)])
-
-
-async def _whole(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> CompletionAnswer:
-    async with generations:
-        async for index, update in generations:
-            generations.progress[index].see(update)
-    parts = enumerate(zip(generations.progress, writers, strict=True))
-    # In a thread: the log-probabilities of many tokens take long to write.
-    choices = [await run_in_threadpool(writer.part, index, "".join(one.text), one.outputs) for index, (one, writer) in parts]
-    usage, metrics = generations.usage(body.choices), generations.metrics()
-    return CompletionAnswer(**head.fields, choices=choices, usage=usage, metrics=metrics)
-
-
-def _chunks(body: CompletionBody, head: Head, generations: Generations, writers: Sequence[_Writer]) -> Events:
-    async def parts(index: int, update: Update) -> list[CompletionChoice]:
-        part = partial(writers[index].part, index, generations.progress[index].see(update), update.tokens)
-        choice = await run_in_threadpool(part) if update.prompt_logprobs else part()
-        says = choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason
-        return [choice] if says else []
-
-    return chunks(body, partial(CompletionAnswer, **head.fields), generations, parts)
