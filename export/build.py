@@ -15,7 +15,7 @@ from eesd.common.files import remove_leftovers
 from eesd.common.geometry import state_caches
 from eesd.common.integrity import verify_files
 from eesd.common.machine import available_memory, compute_capability
-from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
+from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Progress, notice, progress
 from eesd.common.weights import weight_bytes
 from eesd.export import plans
@@ -23,7 +23,7 @@ from eesd.export.cpu.build import build_for_cpu
 from eesd.export.memory import build_memory
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build
-from eesd.runtime.engines.trt_plans import capabilities_for
+from eesd.runtime.engines.trt_plans import FLAVOURS, capabilities_for
 
 CPU = "cpu"
 

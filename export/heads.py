@@ -7,8 +7,10 @@ few heads are no even share. From two nodes on both give the same bits.
 
 import onnx_ir as ir
 
-from eesd.common.manifest import FEW_NODES
 from eesd.export.constants import constant, values_of
+
+FEW_NODES = 3
+"""Query heads are folded in calls of B sequences with at most this many times B nodes each; see docs/decisions/0058."""
 
 
 def part_heads(graph: ir.Graph) -> None:

@@ -20,14 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
-from eesd.common.manifest import (
-    DEFAULT_TOP_K,
-    DEFAULT_TREE_NODES,
-    SLOTS_PROPERTY,
-    GraphInfo,
-    TensorInfo,
-    one_node_is_faster,
-)
+from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, SLOTS_PROPERTY, GraphInfo, TensorInfo
 from eesd.common.quantization import UNQUANTIZED, Quantizations
 from eesd.common.weights import (
     FACTOR,
@@ -50,6 +43,7 @@ from eesd.model.decoder import KV, Decoder, Inputs
 from eesd.model.eagle import make_head
 from eesd.model.graphs import Draft, Verify
 from eesd.model.rotary import rotary_tables
+from eesd.runtime.engines.trt_plans import one_node_is_faster
 
 OPSET = 24
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from eesd.common.manifest import GraphInfo, Manifest
+from eesd.runtime.engines.trt_plans import attended_slots
 
 
 def plan_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool) -> bytes:
@@ -19,7 +20,7 @@ def plan_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch:
     import onnx
 
     model = onnx.load(directory / graph.file, load_external_data=False)
-    if len(manifest.attended_slots(graph)) > 1:
+    if len(attended_slots(manifest, graph)) > 1:
         attend_to_first(model.graph)
     fixed = {"S": manifest.gpu_slots} | ({"B": 1} if max_batch == 1 else {})
     for value in (*model.graph.input, *model.graph.output):

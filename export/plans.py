@@ -20,7 +20,6 @@ from eesd.common.machine import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
     EXACT_NODES,
-    FLAVOURS,
     MANIFEST_FILE,
     WEIGHTS_FILE,
     FileInfo,
@@ -28,10 +27,16 @@ from eesd.common.manifest import (
     Manifest,
     PlanInfo,
     load_manifest,
-    one_node_is_faster,
 )
 from eesd.export.plan_graph import plan_graph
-from eesd.runtime.engines.trt_plans import check_gpu_supported, library_version, make_logger
+from eesd.runtime.engines.trt_plans import (
+    FLAVOURS,
+    attended_slots,
+    check_gpu_supported,
+    library_version,
+    make_logger,
+    one_node_is_faster,
+)
 
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
@@ -78,7 +83,7 @@ def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> 
     files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
     files += [link.samples for link in manifest.linked.values()]
     parts = [files, asdict(options), library_version(options.flavour), manifest.gpu_slots]
-    parts += [*profile_nodes(manifest, graph, options), manifest.attended_slots(graph)]
+    parts += [*profile_nodes(manifest, graph, options), attended_slots(manifest, graph)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
@@ -289,7 +294,7 @@ def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) 
     allowed, because TensorRT-RTX writes the int8 weights of a product for exactly one row out as 16-bit ones. Several sequences
     decode together, and each is prefilled alone.
     """
-    batch, slots = options.max_batch, manifest.attended_slots(graph)
+    batch, slots = options.max_batch, attended_slots(manifest, graph)
     seen = {"attn_mask": (slots[0], slots[len(slots) // 2], slots[-1])}
     counts_of, profiles = profile_nodes(manifest, graph, options), []
     for counts, rows, most in zip(counts_of, (counts_of[0], (1, 1, 2)), (batch, 1), strict=False):

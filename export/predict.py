@@ -14,6 +14,7 @@ from eesd.common.quantization import BITS, LM_HEAD
 from eesd.common.weights import EMBEDDINGS, HEAD_TABLES, ROTARY_TABLES, StoredWeight, weights_of
 from eesd.export.memory import is_split, rank_bytes, slot_bytes
 from eesd.runtime.engines.cpu_build import halved_weights
+from eesd.runtime.engines.trt_plans import attended_slots
 
 KERNELS_PER_BLOCK, OTHER_KERNELS = 12, 10
 """Assumed: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""
@@ -96,7 +97,7 @@ class Prediction:
 def slots_read(manifest: Manifest, graph: GraphInfo, text: int) -> int:
     """Slots that attention of a graph's plan reads in a round behind a text of so many tokens."""
     stop = min(text + manifest.max_tree_nodes + 1, manifest.gpu_slots)
-    return next(slots for slots in manifest.attended_slots(graph) if slots >= stop)
+    return next(slots for slots in attended_slots(manifest, graph) if slots >= stop)
 
 
 def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int | None = None, ranks: int = 1) -> Prediction:

@@ -8,12 +8,12 @@ import click
 from eesd.common import cli, machine
 from eesd.common.machine import installed
 from eesd.common.machine_report import describe
-from eesd.common.manifest import FLAVOURS, load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.common.terminal import Console, Table
 from eesd.runtime.engines.backends import FOR_GPUS, EngineOptions, onnxruntime_problem, onnxruntime_versions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build, find_build
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.trt_plans import library_version, supported_capabilities
+from eesd.runtime.engines.trt_plans import FLAVOURS, library_version, supported_capabilities
 
 PACKAGES = (
     ("eesd", ""),

@@ -17,8 +17,9 @@ import torch
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.manifest import FLAVOURS, Manifest, load_manifest
+from eesd.common.manifest import Manifest, load_manifest
 from eesd.runtime.embed import Host, embed
+from eesd.runtime.engines.trt_plans import FLAVOURS
 from eesd.runtime.llm import LLM, Speculation
 
 LOG = logging.getLogger("service")

@@ -10,7 +10,7 @@ from torch import Tensor, set_num_threads
 
 from eesd.common.errors import EESDError
 from eesd.common.machine import ranks
-from eesd.common.manifest import GraphInfo, Manifest, first_slots
+from eesd.common.manifest import GraphInfo, Manifest
 from eesd.model.decoder import Inputs
 from eesd.model.feed_forward import EVEN_ROWS
 from eesd.model.graphs import Draft, Verify
@@ -20,6 +20,7 @@ from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make_engines
 from eesd.runtime.engines.team import Team, TeamEngine, follow, lead
 from eesd.runtime.engines.torch_weights import load_modules
+from eesd.runtime.engines.trt_plans import first_slots
 
 ROWS = EVEN_ROWS
 """On the CPU, calls of verify are padded to a multiple of this, so that a token's logits are the same bits in every call.

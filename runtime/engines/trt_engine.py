@@ -21,6 +21,7 @@ from eesd.runtime.engines.device import (
 )
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
+from eesd.runtime.engines.trt_plans import attended_slots
 
 
 class TrtStageRunner:
@@ -173,8 +174,8 @@ def open_tensorrt(
         pad=True,
         one_by_one=True,
         slots=(
-            manifest.attended_slots(manifest.verify[0]),
-            manifest.attended_slots(manifest.draft) if draft else (),
+            attended_slots(manifest, manifest.verify[0]),
+            attended_slots(manifest, manifest.draft) if draft else (),
         ),
         prefill_chunk=source.prefill_chunk,
         exact=exact,

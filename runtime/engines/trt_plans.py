@@ -13,12 +13,18 @@ from typing import Any
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.machine import compute_capability, nvidia_driver
-from eesd.common.manifest import FLAVOURS, GraphInfo, Manifest, PlanInfo
-from eesd.common.quantization import FP4, FP8
+from eesd.common.manifest import GraphInfo, Manifest, PlanInfo
+from eesd.common.quantization import FP4, FP8, Quantizations
 
 LOGGER = logging.getLogger("eesd.tensorrt")
 LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints errors to stderr
 
+FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
+"""The flavours of TensorRT plans, and the Python module that builds and runs each."""
+LONG_CACHE = 16384
+"""Slots of the largest cache for which TensorRT-RTX has an attention for exactly one node (measured: not for 24576)."""
+FEWEST_SLOTS = 1024
+"""Attention over fewer slots is not worth kernels of its own: weights are far more to read."""
 TURING = "7.5"
 """The oldest compute capability with kernels. It has none for bfloat16 and int4: builds end in an error of a compiler."""
 
@@ -246,3 +252,31 @@ def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> No
             f"TensorRT has no kernels for {'int4 weights' if int4 else manifest.dtype} on GPUs of compute capability {TURING}; "
             "export with --dtype float16, without --quantize or with --quantize int8."
         )
+
+
+def first_slots(slots: int) -> tuple[int, ...]:
+    """How many of the first slots of a cache attention in a plan reads: the fewest of these that hold what a call sees.
+
+    An eighth, a quarter and a half of all ``slots``, rounded down to a multiple of 16 as alignment needs, and all.
+    """
+    parts = (slots // (16 * part) * 16 for part in (8, 4, 2))
+    return (*(some for some in parts if some >= FEWEST_SLOTS), slots)
+
+
+def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
+    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with those for a range.
+
+    For exactly one node, attention reads the caches where they are; for a range it copies them in every call. But it has no
+    such attention for long caches, and for exactly one node it writes int8 weights out as 16-bit ones in every call.
+    """
+    return max_seq_len <= LONG_CACHE and not quantization.drafts_with_int8
+
+
+def attended_slots(manifest: Manifest, graph: GraphInfo) -> tuple[int, ...]:
+    """How many of the first slots attention in a graph's plan may read, ascending: the columns of its mask.
+
+    A draft that reads the caches where they are reads all slots: of fewer, TensorRT-RTX makes a copy, and reads that.
+    """
+    if graph == manifest.draft and one_node_is_faster(manifest.max_seq_len, manifest.quantization):
+        return (manifest.gpu_slots,)
+    return first_slots(manifest.gpu_slots)

@@ -15,13 +15,14 @@ from support.command import succeed
 from support.on_cache import OnCache
 
 import eesd
-from eesd.common.manifest import FLAVOURS, load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.build import main as build_main
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.torch_engine import open_torch
+from eesd.runtime.engines.trt_plans import FLAVOURS
 from eesd.runtime.llm import LLM, Speculation
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")

@@ -28,7 +28,7 @@ from support.trt_api import VERSIONS
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.manifest import first_slots, load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.export.build import main as build_main
 from eesd.runtime import embed
 from eesd.runtime.cli import main
@@ -38,6 +38,7 @@ from eesd.runtime.engines import device, trt_engine, trt_plans
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
 from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine
+from eesd.runtime.engines.trt_plans import first_slots
 from eesd.runtime.llm import LLM, Speculation
 
 CPU = DeviceStream(torch.device("cpu"))

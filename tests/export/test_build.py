@@ -27,6 +27,7 @@ from eesd.export import inspect, plan_graph, plans
 from eesd.export.build import main
 from eesd.export.cache import is_build
 from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.engines.trt_plans import attended_slots
 
 TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
@@ -99,7 +100,7 @@ def test_a_draft_of_all_layers_reads_the_caches_where_they_are(family_dir: Calla
     succeed(main, directory)
     manifest = load_manifest(directory)
     assert manifest.plans["draft.onnx"].profiles == ((1, 1, 1),)
-    assert manifest.attended_slots(manifest.draft) == (manifest.gpu_slots,)
+    assert attended_slots(manifest, manifest.draft) == (manifest.gpu_slots,)
     export_engine(family_dir("qwen2"), tmp_path / "plans", *options, "--asymmetric")
     assert_refused(run(main, directory), "minimums", "export with --symmetric")
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 import eesd
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of, verify_files
-from eesd.common.manifest import FEW_NODES, MANIFEST_FILE, WEIGHTS_FILE, Manifest, load_manifest
+from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, load_manifest
 from eesd.common.weights import ROTARY_TABLES
 from eesd.export.cli import main as export_main
+from eesd.export.heads import FEW_NODES
 from eesd.export.onnx_graph import SYMBOLS
 from eesd.export.plan_graph import fold_heads
 from eesd.export.weights import ALIGNMENT

@@ -9,9 +9,10 @@ from support.command import export_engine, slow_but
 from support.plan_layers import Layer, build_layers, copies, parts, traffic
 from support.synthetic import LLAMA_70B, write_checkpoint
 
-from eesd.common.manifest import LONG_CACHE, GraphInfo, Manifest
+from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.weights import EMBEDDINGS, ROTARY_TABLES, weight_bytes, weights_of
 from eesd.export import plans as build_plans
+from eesd.runtime.engines.trt_plans import LONG_CACHE, attended_slots
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
@@ -80,7 +81,7 @@ def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(bu
     for number in (0, 1):
         layers = profile(plans["verify.onnx"], number)
         assert copies(layers, size) == [] and [cache.nbytes for cache in parts(layers)] == [size] * 4
-        for seen in manifest.attended_slots(manifest.verify[0]):
+        for seen in attended_slots(manifest, manifest.verify[0]):
             copied = 4 * size * seen // manifest.gpu_slots
             assert traffic(layers, seen) == pytest.approx(weights + 3 * copied, rel=0.05)
 
@@ -102,7 +103,7 @@ def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
     manifest, plans = build_layers(tmp_path / "plans")
     graph, nodes = manifest.verify[0], manifest.max_tree_nodes + 1
     for text in (1000, 3000):
-        seen = next(some for some in manifest.attended_slots(graph) if some >= text + nodes)
+        seen = next(some for some in attended_slots(manifest, graph) if some >= text + nodes)
         least = weights_read(manifest, graph) + 4 * cache_bytes(manifest) * text // manifest.gpu_slots
         assert traffic(profile(plans[graph.file], 0), seen) < 1.15 * least
 

@@ -12,10 +12,9 @@ from support import fake_tensorrt as fake
 from support.command import assert_refused, run, succeed
 
 from eesd.common import machine
-from eesd.common.manifest import FLAVOURS
 from eesd.runtime import doctor
 from eesd.runtime.cli import main
-from eesd.runtime.engines.trt_plans import library_version
+from eesd.runtime.engines.trt_plans import FLAVOURS, library_version
 
 GPU_ROWS = ("run plans on a GPU (tensorrt)", "run plans on a GPU (tensorrt-rtx)")
 

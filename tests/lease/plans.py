@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from eesd.common.manifest import FLAVOURS, load_manifest
+from eesd.common.manifest import load_manifest
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.trt_plans import FLAVOURS
 from lease import Lease
 from lease.equality import WAYS, compared, exported
 

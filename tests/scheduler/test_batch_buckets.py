@@ -17,11 +17,10 @@ from support.harness import Harness
 from support.late_gpus import Setting, Shared, allow_few_slots, late_llm
 from support.mutants import mutate
 
-from eesd.common import manifest as manifests
 from eesd.common.manifest import Manifest
 from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.batch.service import Service
-from eesd.runtime.engines import device_engine, torch_engine
+from eesd.runtime.engines import device_engine, torch_engine, trt_plans
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine, ForwardStep, make_engines
@@ -156,10 +155,10 @@ def padded_device(directory: Path, speculation: Speculation = CHAINS, exact: boo
 def pad(patch: pytest.MonkeyPatch) -> None:
     def make(manifest: Manifest, verify: Any, draft: Any, make_memory: Any, *, exact: bool | None, **_: Any) -> Any:
         memory = partial(DeviceMemory, *make_memory.args)
-        slots = () if device_engine.has_one_count(manifest, exact) else manifests.first_slots(manifest.gpu_slots)
+        slots = () if device_engine.has_one_count(manifest, exact) else trt_plans.first_slots(manifest.gpu_slots)
         return make_engines(manifest, verify, draft, memory, pad=True, slots=(slots, slots), exact=exact)
 
-    patch.setattr(manifests, "FEWEST_SLOTS", 48)
+    patch.setattr(trt_plans, "FEWEST_SLOTS", 48)
     patch.setattr(torch_engine, "make_engines", make)
 
 

@@ -24,9 +24,10 @@ import onnxruntime as ort
 import pytest
 
 from eesd.common.integrity import sha256_of
-from eesd.common.manifest import FLAVOURS, MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
+from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.export.plan_graph import attend_to_first
 from eesd.runtime.engines import trt_plans
+from eesd.runtime.engines.trt_plans import FLAVOURS, attended_slots
 from support import fake_cuda
 from support.fake_cuda import GARBAGE
 from support.trt_api import VERSIONS, Api, load
@@ -56,7 +57,7 @@ def write_plans(
         profiles = ((1, 1, 1),) if graph == manifest.draft else decoding
         path = directory / Path(graph.file).with_suffix(".plan").name
         plan: dict[str, Any] = {"path": str(_as_built(directory, manifest, graph)), "profiles": profiles, "name": graph.file}
-        plan |= {"slots": manifest.gpu_slots, "least": manifest.attended_slots(graph)[0], "batch": batch}
+        plan |= {"slots": manifest.gpu_slots, "least": attended_slots(manifest, graph)[0], "batch": batch}
         path.write_text(json.dumps(plan))
         plans[graph.file] = PlanInfo(
             file=path.name,
@@ -78,7 +79,7 @@ def write_plans(
 
 def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
     """The graph that a plan computes: attention may read the first slots only. It lies beside the weights."""
-    if len(manifest.attended_slots(graph)) == 1:
+    if len(attended_slots(manifest, graph)) == 1:
         return directory / graph.file
     model = onnx.load(directory / graph.file, load_external_data=False)
     attend_to_first(model.graph)

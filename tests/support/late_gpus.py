@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 import eesd
-from eesd.common import manifest
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, stored_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines import trt_engine  # noqa: F401  # before torch.cuda is replaced, which its annotations name
+from eesd.runtime.engines import trt_engine, trt_plans  # noqa: F401  # before torch.cuda is replaced, which its annotations name
 from eesd.runtime.llm import LLM, Speculation
 from support import fake_tensorrt, tiny_models
 from support.deep_heads import deep_head
@@ -78,8 +77,8 @@ def directory(shared: Shared, setting: Setting) -> Path:
 
 def allow_few_slots(patch: pytest.MonkeyPatch) -> None:
     """Let attention of verify and of the draft read the first 16, 48 or 112 slots, where 96 are those of a text."""
-    patch.setattr(manifest, "FEWEST_SLOTS", 16)
-    patch.setattr(manifest, "LONG_CACHE", 0)
+    patch.setattr(trt_plans, "FEWEST_SLOTS", 16)
+    patch.setattr(trt_plans, "LONG_CACHE", 0)
 
 
 def build(path: Path, setting: Setting) -> None:

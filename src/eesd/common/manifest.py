@@ -32,20 +32,12 @@ PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call on the CPU."""
 GPU_PREFILL_CHUNK = 512
 """The same on a GPU: each call reads all weights, and up to about this many tokens that takes longer than computing."""
-LONG_CACHE = 16384
-"""Slots of the largest cache for which TensorRT-RTX has an attention for exactly one node (measured: not for 24576)."""
-FEWEST_SLOTS = 1024
-"""Attention over fewer slots is not worth kernels of its own: weights are far more to read."""
 MASKED = -30000.0
 """Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly zero."""
 SLOTS_PROPERTY = "max_seq_len"
 """Metadata property of a graph: the rows of its rotary tables."""
 EXACT_NODES = 64
 """Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of them costs little more."""
-FEW_NODES = 3
-"""Query heads are folded in calls of B sequences with at most this many times B nodes each; see docs/decisions/0058."""
-FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
-"""The flavours of TensorRT plans, and the Python module that builds and runs each."""
 
 
 @dataclass(frozen=True)
@@ -81,24 +73,6 @@ class GraphInfo:
     def results(self) -> tuple[TensorInfo, ...]:
         """The outputs that are not caches: logits or a hidden state; for the draft also candidates and log-probabilities."""
         return self.outputs[: len(self.outputs) - 2 * len(self.caches)]
-
-
-def first_slots(slots: int) -> tuple[int, ...]:
-    """How many of the first slots of a cache attention in a plan reads: the fewest of these that hold what a call sees.
-
-    An eighth, a quarter and a half of all ``slots``, rounded down to a multiple of 16 as alignment needs, and all.
-    """
-    parts = (slots // (16 * part) * 16 for part in (8, 4, 2))
-    return (*(some for some in parts if some >= FEWEST_SLOTS), slots)
-
-
-def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
-    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with those for a range.
-
-    For exactly one node, attention reads the caches where they are; for a range it copies them in every call. But it has no
-    such attention for long caches, and for exactly one node it writes int8 weights out as 16-bit ones in every call.
-    """
-    return max_seq_len <= LONG_CACHE and not quantization.drafts_with_int8
 
 
 @dataclass(frozen=True)
@@ -218,15 +192,6 @@ class Manifest:
         A multiple of 16, so that the caches of every layer are aligned as TensorRT requires.
         """
         return -(-(self.max_seq_len + self.max_tree_nodes) // 16) * 16
-
-    def attended_slots(self, graph: GraphInfo) -> tuple[int, ...]:
-        """How many of the first slots attention in a graph's plan may read, ascending: the columns of its mask.
-
-        A draft that reads the caches where they are reads all slots: of fewer, TensorRT-RTX makes a copy, and reads that.
-        """
-        if graph == self.draft and one_node_is_faster(self.max_seq_len, self.quantization):
-            return (self.gpu_slots,)
-        return first_slots(self.gpu_slots)
 
     @property
     def gpu_prefill_chunk(self) -> int:
