@@ -10,6 +10,8 @@ from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.value import RoundValue, pays
 
+STEP, NODE, RATE = 0.2, 0.03, 1.3
+"""Costs that do not follow the clock: a draft step and a verified node in plain steps, and tokens a plain step."""
 RECENT = 0.98
 """Weight of a judged draft in the recent acceptance for each later one."""
 
@@ -127,3 +129,26 @@ class CostAwareTS(CalibratedDraft):
             return
         for right in self.learn(outcome.depth, outcome.num_expanded):
             self.recent = [old * RECENT + new for old, new in zip(self.recent, (right, 1), strict=True)]
+
+
+class RejectionTS(CostAwareTS):
+    """The same with constant costs, for one request with rejection sampling, whose tokens depend on the draft lengths.
+
+    The lengths follow the draft, the seed and what verify accepted, and neither the clock nor other requests. So a seed gives
+    one text.
+    """
+
+    steps_at_once: ClassVar = 1  # alone and in a batch, a device asks after each step
+
+    def __init__(self, seed: int, prior: CalibrationPrior | None) -> None:
+        value = RoundValue()
+        value.draft.add(1, STEP)
+        value.verify.add(0, 1.0)
+        value.verify.add(1, 1.0 + NODE)
+        value.draft.fit()
+        value.verify.fit()
+        value.brought = [RATE, 1.0]
+        super().__init__(seed, prior, value)
+
+    def begin_request(self) -> None:
+        """Do nothing: it has one request, which may become alone in a batch later."""

@@ -22,6 +22,7 @@ from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_g
 from eesd.common.machine import release_freed_memory
 from eesd.common.manifest import MAX_TREE_NODES, Manifest, load_manifest
 from eesd.controllers import Controller, make_controller
+from eesd.controllers.cost_aware_ts import RejectionTS
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
@@ -44,9 +45,6 @@ GREEDY = Sampling()
 GENERATION_CONFIGS = ("auto", "none")
 """Whether the sampling options of ``generation_config.json`` are used."""
 DRAFTERS = ("exit", "text", "both")
-REJECTION_DRAFT = "fixed:k=2"
-"""How requests with rejection sampling draft, unless the controller is ``fixed`` itself. Their tokens depend on how far they
-draft, so that must not follow what was learned, or the load."""
 MAX_PAST_TOKENS = 1 << 20
 """About half a GiB of automata."""
 
@@ -410,8 +408,11 @@ class LLM:
         fixed = not request.sampling.greedy and request.sampling.method == "rejection"
         controller, budget = self.controller, self.budget
         if fixed and controller is not None:
-            chosen = speculation.controller if speculation.controller.startswith("fixed") else REJECTION_DRAFT
-            controller, budget = make_controller(chosen), None
+            budget = None
+            if speculation.controller.startswith("fixed"):
+                controller = make_controller(speculation.controller)
+            else:
+                controller = RejectionTS(request.sampling.seed or 0, self.manifest.exit_head.calibration)
         drafter = None
         if self.engines.draft is not None and controller is not None:
             drafter = Drafter(self.engines.draft, controller, max(speculation.tree, 1), budget, self.draft_columns)

@@ -10,6 +10,7 @@ from support.lossless_checks import Joint, check_joint, check_sampler, exact_joi
 
 from eesd.bench.replay.baselines import Threshold
 from eesd.controllers import Controller, make_controller
+from eesd.controllers.cost_aware_ts import RejectionTS
 from eesd.runtime.decoding.sampling import Sampling
 
 PROMPT = [3]
@@ -19,12 +20,12 @@ PLAIN = Sampling(temperature=1.0, method="rejection")
 def controller(spec: str) -> Controller:
     if spec == "threshold":
         return Threshold(p=0.27)
+    if spec == "default":
+        return RejectionTS(1, None)
     return RandomStop(seed=1) if spec == "random" else make_controller(spec, seed=1)
 
 
-@pytest.mark.parametrize(
-    "spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold", "beta-ts:alpha=1,beta=1"], "fixed:k=2", "random")
-)
+@pytest.mark.parametrize("spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold", "default"], "default", "random"))
 def test_chains_follow_the_verifiers_distribution(five_token_harness: Harness, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width=1)
 

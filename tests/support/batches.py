@@ -42,9 +42,9 @@ class Record:
 
 
 def alone(llm: LLM, request: Request) -> list[int]:
-    """The request's tokens without a batch. With rejection sampling they depend on how far is drafted: always two tokens."""
+    """The request's tokens without a batch. With rejection sampling they depend on the draft lengths."""
     rejection = request.sampling.method == "rejection" and request.draft
-    other = llm.with_speculation(Speculation("fixed:k=2", guard=False, drafter="exit") if rejection else None)
+    other = llm.with_speculation(Speculation(guard=False, drafter="exit") if rejection else None)
     completion = other.generate(
         request.tokens,
         request.sampling,
