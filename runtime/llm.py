@@ -36,7 +36,7 @@ from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import Constraint, Generation, Request, TokenLogprob, Update
-from eesd.runtime.session import Limits, Observer, Session
+from eesd.runtime.session import Observer, Session
 from eesd.runtime.text import TextCodec
 
 Prompt = str | Sequence[Message] | Sequence[int]
@@ -398,7 +398,7 @@ class LLM:
             EESDError: The request can never run.
         """
         drafting, codec = self._drafting(generation.request), self.codec if generation.request.stop else self._codec
-        return Session(generation, kv_cache, self.engines.verify, drafting, self.limits, codec, observer, self.lock)
+        return Session(generation, kv_cache, self.engines, drafting, codec, observer, self.lock)
 
     def _drafting(self, request: Request) -> Drafting:
         """How a request drafts, if it runs alone."""
@@ -419,21 +419,6 @@ class LLM:
         if fixed:
             return Drafting(drafter, fixed=True)
         return Drafting(drafter, self.text, self.guard, self.value)
-
-    @property
-    def limits(self) -> Limits:
-        """What the model and its engines allow a request."""
-        manifest = self.manifest
-        return Limits(
-            manifest.geometry.vocab_size,
-            manifest.eos_token_ids,
-            manifest.max_seq_len,
-            manifest.max_tree_nodes,
-            self.engines.verify.prefill_chunk,
-            self.engines.in_place,
-            self.engines.last_positions,
-            self.engines.exact,
-        )
 
     def _new_kv_cache(self) -> KVCache:
         """A cache for which the engines are prepared. Requests reuse it, so nothing is prepared twice."""

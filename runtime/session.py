@@ -9,7 +9,7 @@ round's passes, so nothing runs twice or alone.
 import time
 from collections.abc import Callable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from threading import RLock
 
 import numpy as np
@@ -18,13 +18,14 @@ from numpy.typing import NDArray
 from eesd.common.checks import shown
 from eesd.common.draft_vocab import WHOLE
 from eesd.common.errors import EESDError
-from eesd.common.manifest import PREFILL_CHUNK
+from eesd.common.manifest import Manifest
 from eesd.runtime.decoding.draft_tree import Node, is_chain, tree_mask
 from eesd.runtime.decoding.round import Drafting, RoundResult, run_round
-from eesd.runtime.decoding.samplers import Allowed, make_sampler
+from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.decoding.text_drafter import TextIndex
-from eesd.runtime.engines.base import Call, Engine, KVCache, Logits, StepOutputs
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.base import Call, KVCache, Logits, StepOutputs
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import Generation, TokenLogprob, TokenOutput, Update
 from eesd.runtime.text import TextCodec, TextStream
@@ -32,40 +33,13 @@ from eesd.runtime.text import TextCodec, TextStream
 LOGIT_CHUNK = 64
 """Tokens of a prompt whose logits are in memory at a time."""
 
-
-@dataclass(frozen=True)
-class Limits:
-    """What a model and its engines allow a sequence.
-
-    Attributes:
-        vocab_size: V.
-        eos_token_ids: Tokens that end a text.
-        max_seq_len: Slots of the cache.
-        max_tree_nodes: Nodes that a round may verify besides the root.
-        prefill_chunk: Tokens of a prompt that one call takes.
-        in_place: Whether only logits of nodes in the slots count that they would have as a chain. A path that leaves them is
-            cut: what its first displaced node says about the next token is asked again.
-        last_positions: A round does not draft beyond the next of these, ascending: another kernel computes later tokens.
-        exact: See :class:`~eesd.runtime.decoding.stats.Stats`.
-    """
-
-    vocab_size: int
-    eos_token_ids: tuple[int, ...]
-    max_seq_len: int
-    max_tree_nodes: int
-    prefill_chunk: int = PREFILL_CHUNK
-    in_place: bool = False
-    last_positions: tuple[int, ...] = ()
-    exact: bool | None = None
-
-
 Observer = Callable[[Sequence[int], Logits], None]
 """Called after each round with the tokens that it committed and, for each, the verifier's logits behind the token before it
 [tokens, V]. They are valid during the call. Without an observer, logits may stay on the device."""
 
 
 class Session:
-    """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round; between steps nothing runs.
+    """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round; between steps nothing is pending.
 
     ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing engine), the session stands where
     the round began, and ``step`` can be called again. Controllers learn after the commit, so they never learn from a cancelled
@@ -77,11 +51,12 @@ class Session:
         stats: Counts and seconds so far.
         finish_reason: None until the sequence ends; see :class:`RoundResult`.
         drafting: How it drafts alone.
-        verify, limits, eos_token_ids, forced, sampler, index, observer: Its rounds work with these. ``forced`` gives at most
-            so many tokens that must follow.
-        drafted_to: From this slot on there is nothing of a draft that verify has not written again.
+        engines, verify, manifest: The engines that run it, the verify engine among them, and the directory's manifest.
+        ends: Tokens that end the text.
         began: Time at which it began, in seconds of ``time.monotonic``.
         cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
+        sampler, index, observer: Its rounds work with these.
+        drafted_to: From this slot on there is nothing of a draft that verify has not written again.
         lock: Held while engines run. Sessions over the same engines share it, so other threads wait for a round to end.
     """
 
@@ -89,9 +64,8 @@ class Session:
         self,
         generation: Generation,
         kv_cache: KVCache,
-        verify: Engine,
+        engines: Engines,
         drafting: Drafting,
-        limits: Limits,
         codec: TextCodec | None = None,
         observer: Observer | None = None,
         lock: "RLock | None" = None,
@@ -99,40 +73,44 @@ class Session:
         """Begin a request.
 
         Args:
-            generation: The request, as it was accepted.
-            kv_cache: Memory of the sequence.
-            verify: The verify engine.
+            generation: The request.
+            kv_cache: Memory of the sequence, empty.
+            engines: Run it.
             drafting: How it drafts alone.
-            limits: Of the model and its engines.
             codec: Makes the text; None: there are only token ids.
             observer: Told what each round commits.
-            lock: Held while engines run. Default: a new one.
+            lock: Shared with other sessions over these engines; None: there are no others.
 
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.
         """
-        self.generation, self.request = generation, (request := generation.request)
-        check_prompt(request.tokens, limits.max_seq_len, limits.vocab_size)
-        generation.began = self.began = time.monotonic()
+        request, manifest = generation.request, engines.verify.manifest
+        check_prompt(request.tokens, manifest)
+        self.generation, self.request, self.manifest = generation, request, manifest
+        self.engines, self.verify, self.drafting = engines, engines.verify, drafting
         self.tokens = list(request.tokens)
-        self.stats = Stats(prompt_tokens=len(self.tokens), exact=limits.exact)
+        self.stats = Stats(prompt_tokens=len(request.tokens), exact=engines.exact)
         self.finish_reason: str | None = None
-        self.verify, self.drafting, self.limits = verify, drafting, limits
-        self.eos_token_ids = (*(() if request.ignore_eos else limits.eos_token_ids), *request.stop_token_ids)
-        self.forced = None if request.constraint is None or not request.draft else self._forced
-        columns = drafting.drafter.columns if drafting.drafter else WHOLE
-        self.sampler = make_sampler(request.sampling, limits.vocab_size, columns, self._restriction())
-        self.index = TextIndex()
-        self.observer = observer if request.logprobs is None else self._observe
-        self.drafted_to = self.cached_tokens = 0
         self.lock = lock or RLock()
-        self._observer, self._kv_cache = observer, kv_cache
-        self._text = TextStream(codec, request.tokens, request.stop) if codec is not None else None
+        self.index = TextIndex()
+        self.ends = (*(() if request.ignore_eos else manifest.eos_token_ids), *request.stop_token_ids)
+        columns = drafting.drafter.columns if drafting.drafter else WHOLE
+        vocab_size = manifest.geometry.vocab_size
+        self._unended = [token for token in self.ends if token < vocab_size] if request.min_tokens else []
+        restricted = request.constraint is not None or self._unended
+        self.sampler = make_sampler(request.sampling, vocab_size, columns, self._allowed if restricted else None)
+        self._observer = observer
+        self.observer = observer if request.logprobs is None else self._observe
         self._logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs = None if request.prompt_logprobs is None else [TokenLogprob(self.tokens[0], None)]
-        self._target = len(self.tokens) - 1
-        self._prefilled = self._observed = 0
-        self._moved = self._closed = False
+        wanted = request.prompt_logprobs is not None
+        self._prompt_logprobs = [TokenLogprob(request.tokens[0], None)] if wanted else None
+        self._text = TextStream(codec, request.tokens, request.stop) if codec is not None else None
+        self.cached_tokens = self._prefilled = self._observed = self.drafted_to = 0
+        self._target = len(request.tokens) - 1
+        self._kv_cache, self._moved, self._closed = kv_cache, False, False
+        generation.began = self.began = time.monotonic()
+
+    # The prompt
 
     def prefill(self) -> None:
         """Put the prompt, all but its last token, into the cache. The first ``step`` does it if this was not called.
@@ -140,7 +118,7 @@ class Session:
         The last token is the first root, so prefill needs no logits.
         """
         with self.lock:
-            while (piece := self.next_piece(self.limits.prefill_chunk)) is not None:
+            while (piece := self.next_piece(self.verify.prefill_chunk)) is not None:
                 started = time.perf_counter()
                 [outputs] = self.verify.forward([piece])
                 self.add_piece(piece, outputs, time.perf_counter() - started)
@@ -150,7 +128,7 @@ class Session:
         self.check_open()
         start, last = self._prefilled, self.stats.prompt_tokens - 1
         logits = self.request.prompt_logprobs is not None and self._observed < last
-        most = min(most, self.limits.prefill_chunk, LOGIT_CHUNK if logits else most)
+        most = min(most, self.verify.prefill_chunk, LOGIT_CHUNK if logits else most)
         stop = min(start + most, last if logits else self._target)
         if start == stop:
             return None
@@ -160,39 +138,44 @@ class Session:
     def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
         """Go on behind a piece of the prompt, whose call took so many seconds."""
         stop = piece.slot + len(piece.tokens)
-        top = self.request.prompt_logprobs
-        if self._prompt_logprobs is not None and top is not None and self._observed < stop and piece.logits:
+        if piece.logits and self._observed < stop:
+            assert self.request.prompt_logprobs is not None and self._prompt_logprobs is not None
             start = max(piece.slot, self._observed)  # after a move, observed tokens come again
-            self._prompt_logprobs += _logprobs(self.tokens[start + 1 : stop + 1], outputs.logits[start - piece.slot :], top)
+            logits = outputs.logits[start - piece.slot :]
+            self._prompt_logprobs += _logprobs(self.tokens[start + 1 : stop + 1], logits, self.request.prompt_logprobs)
             self._observed = stop
         self._prefilled = stop
         self.stats.prefill_seconds += seconds
-
-    def take_prefix(self, prefixes: PrefixCache) -> None:
-        """Take the kept keys and values of the prompt's beginning, unless its log-probabilities are asked for."""
-        if self.request.prompt_logprobs is None:
-            for part in prefixes.find(self.tokens[:-1], self.request.salt):
-                stop = self._prefilled + part.shape[3]
-                self._kv_cache.reserve(stop)
-                self._kv_cache.fill(self._prefilled, part)
-                self._prefilled = stop
-            if not self._moved:
-                self.cached_tokens = self._prefilled
-
-    def keep_prefix(self, prefixes: PrefixCache) -> None:
-        """Keep its keys and values for requests that begin like it."""
-        if not self.unfilled:
-            prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)
 
     @property
     def unfilled(self) -> int:
         """Tokens of the prompt, or after a move of the text, that are still to be put into the cache."""
         return self._target - self._prefilled
 
+    def take_prefix(self, prefixes: PrefixCache) -> None:
+        """Take the kept keys and values of the text's beginning, unless log-probabilities of the prompt are asked for."""
+        if self.request.prompt_logprobs is not None:
+            return
+        for part in prefixes.find(self.tokens[:-1], self.request.salt):
+            stop = self._prefilled + part.shape[3]
+            self._kv_cache.reserve(stop)
+            self._kv_cache.fill(self._prefilled, part)
+            self._prefilled = stop
+        if not self._moved:
+            self.cached_tokens = self._prefilled
+
+    def keep_prefix(self, prefixes: PrefixCache) -> None:
+        """Keep the keys and values for requests that begin alike. Nothing is kept of a prompt that is not complete."""
+        if not self.unfilled:
+            prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)
+
     def move(self, kv_cache: KVCache) -> None:
         """Go on in another cache, between two rounds: the keys and values of all tokens are computed again."""
         self.check_open()
-        self._kv_cache, self._prefilled, self._target, self._moved = kv_cache, 0, len(self.tokens) - 1, True
+        self._kv_cache, self._moved = kv_cache, True
+        self._prefilled, self._target = 0, len(self.tokens) - 1
+
+    # Rounds
 
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
@@ -219,11 +202,11 @@ class Session:
         return self._kv_cache
 
     def close(self) -> None:
-        """Give up the cache, which the next session will use. Then only ``tokens``, ``stats``, ``finish_reason`` are left."""
+        """Give up the cache, which the next session will use. Then ``tokens``, ``stats`` and ``finish_reason`` are left."""
         self._closed = True
 
     def end(self) -> KVCache:
-        """Close the session, and keep its output for drafts of later ones. Returns its cache."""
+        """Close, and keep the output for drafts of later requests. Returns the cache, which another request may use."""
         self.close()
         if (text := self.drafting.text) is not None and text.past is not None:
             text.past.add(self.new_tokens)
@@ -242,7 +225,7 @@ class Session:
     @property
     def left(self) -> int:
         """Most tokens that may still follow."""
-        return min(self.request.max_new_tokens - self.stats.new_tokens, self.limits.max_seq_len - len(self.tokens))
+        return min(self.request.max_new_tokens - self.stats.new_tokens, self.manifest.max_seq_len - len(self.tokens))
 
     def verified(self, nodes: Sequence[Node]) -> Call:
         """The call of the verify engine for nodes. Slots after theirs keep nothing of the draft."""
@@ -259,41 +242,37 @@ class Session:
             return Call(self._kv_cache, tokens, positions, root + first)
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
 
-    def _restriction(self) -> Allowed | None:
-        """What restricts the tokens: the request's constraint, and EOS before ``min_tokens``."""
-        constraint, least, size = self.request.constraint, self.request.min_tokens, self.limits.vocab_size
-        eos = [token for token in self.eos_token_ids if token < size]
-        if constraint is None and (not least or not eos):
-            return None
+    def _allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
+        """The tokens [V] that may follow a drafted path: by the constraint, and no end before ``min_tokens``. None: all."""
+        tokens, constraint = [*self.new_tokens, *path], self.request.constraint
+        mask = None if constraint is None else constraint.allowed(tokens)
+        if len(tokens) >= self.request.min_tokens or not self._unended:
+            return mask
+        longer = np.ones(self.manifest.geometry.vocab_size, np.bool_) if mask is None else mask.copy()
+        longer[self._unended] = False
+        return longer if longer.any() else mask  # a constraint that has come to its end goes before min_tokens
 
-        def allowed(path: Sequence[int]) -> NDArray[np.bool_] | None:
-            tokens = [*self.new_tokens, *path]
-            mask = None if constraint is None else constraint.allowed(tokens)
-            if len(tokens) >= least or not eos:
-                return mask
-            longer = np.ones(size, np.bool_) if mask is None else mask.copy()
-            longer[eos] = False
-            return longer if longer.any() else mask  # a constraint that has come to its end goes before min_tokens
+    def forced(self, most: int) -> Sequence[int]:
+        """At most ``most`` tokens that must follow everything committed, by the constraint: a draft for nothing."""
+        constraint = self.request.constraint
+        return constraint.forced(self.new_tokens, most) if constraint is not None and self.request.draft else ()
 
-        return allowed
-
-    def _forced(self, most: int) -> Sequence[int]:
-        """What the constraint says must follow."""
-        assert self.request.constraint is not None
-        return self.request.constraint.forced(self.new_tokens, most)
-
-    def until_stop(self, tokens: Sequence[int]) -> int | None:
-        """How many of the next tokens belong to the text, if a stop string ends it within them."""
+    def end_of(self, tokens: Sequence[int]) -> int | None:
+        """The number of these next tokens that belong to the text, if EOS or a stop string ends it within them."""
+        ends = [count for count, token in enumerate(tokens, 1) if token in self.ends]
+        end = ends[0] if ends else None
         if not self.request.stop:
-            return None
+            return end
         text = copy(self._text)
         assert text is not None
-        for count, token in enumerate(tokens, 1):
+        for count, token in enumerate(tokens[:end], 1):
             if token not in self.request.stop_token_ids:
                 text.push(token)
             if text.stop:
                 return count
-        return None
+        return end
+
+    # Reports
 
     def update(self, result: RoundResult) -> Update:
         """What to report of a round."""
@@ -330,20 +309,6 @@ class Session:
             self._observer(tokens, logits)
 
 
-def check_prompt(prompt: Sequence[int], max_seq_len: int, vocab_size: int) -> None:
-    """Raise :class:`EESDError` if the prompt is empty, too long, or has an unknown token."""
-    if not len(prompt):
-        raise EESDError("The prompt is empty; give at least one token.")
-    if len(prompt) >= max_seq_len:
-        raise EESDError(
-            f"The prompt has {len(prompt)} tokens, the cache {max_seq_len} slots; "
-            "shorten the prompt or export with a larger --max-seq-len."
-        )
-    outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
-    if outside is not None:
-        raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")
-
-
 def _logprobs(tokens: Sequence[int], logits: Logits, top: int) -> list[TokenLogprob]:
     """Of each token under the logits behind the one before it [n, V]; and the ``top`` most likely ones."""
     found = []
@@ -355,3 +320,18 @@ def _logprobs(tokens: Sequence[int], logits: Logits, top: int) -> list[TokenLogp
         best = best[np.lexsort((best, -scores[best]))]
         found.append(TokenLogprob(int(token), float(scores[token]), tuple((int(i), float(scores[i])) for i in best)))
     return found
+
+
+def check_prompt(prompt: Sequence[int], manifest: Manifest) -> None:
+    """Raise :class:`EESDError` if the prompt is empty, too long, or has an unknown token."""
+    if not len(prompt):
+        raise EESDError("The prompt is empty; give at least one token.")
+    if len(prompt) >= manifest.max_seq_len:
+        raise EESDError(
+            f"The prompt has {len(prompt)} tokens, the cache {manifest.max_seq_len} slots; "
+            "shorten the prompt or export with a larger --max-seq-len."
+        )
+    vocab_size = manifest.geometry.vocab_size
+    outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")

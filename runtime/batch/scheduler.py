@@ -126,7 +126,7 @@ class Scheduler:
     def check(self, generation: Generation) -> None:
         """Raise :class:`EESDError` if a request can never run."""
         request, manifest = generation.request, self._llm.manifest
-        check_prompt(request.tokens, manifest.max_seq_len, manifest.geometry.vocab_size)
+        check_prompt(request.tokens, manifest)
         if request.stop:
             _ = self._llm.codec  # which a model without a tokenizer does not have
         check_memory(request, manifest.max_seq_len, self.longest)

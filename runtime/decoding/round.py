@@ -151,8 +151,8 @@ class Round:
         if session.unfilled:
             session.prefill()
         self.started = time.perf_counter()
-        limits, self.most_depth = session.limits, self._max_depth()
-        self.most_nodes = min(limits.max_tree_nodes, limits.max_seq_len - len(session.tokens))
+        manifest, self.most_depth = session.manifest, self._max_depth()
+        self.most_nodes = min(manifest.max_tree_nodes, manifest.max_seq_len - len(session.tokens))
         drafter = self.drafting.drafter
         if drafter is not None and not (self.most_depth >= 1 and self.drafting.allows(EXIT_HEAD)):
             drafter = None
@@ -160,7 +160,7 @@ class Round:
         session.sampler.begin_round(session.tokens)
         self.proposal = proposal = self._proposal(self.drafting.text, self.most_depth)
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        self.tree = DraftTree(session.tokens[-1], self.most_nodes, width, budget, limits.in_place)
+        self.tree = DraftTree(session.tokens[-1], self.most_nodes, width, budget, session.engines.in_place)
         copied = self.copied = self._copied() if proposal.tokens else 0
         if copied:
             self.tree.follow_text(proposal.tokens[:copied])
@@ -247,7 +247,7 @@ class Round:
         tree, nodes, tokens = self.tree, self.nodes, session.tokens
         session.drafted_to = 0  # verify wrote their slots
         path, bonus = session.sampler.accept(tree.root, outputs)
-        if session.limits.in_place:
+        if session.engines.in_place:
             path, bonus = cut_displaced(path, bonus)
         if path and path[-1].index != len(path):  # a chain's slots are consecutive already
             session.kv_cache.compact(len(tokens), [len(tokens) - 1 + node.index for node in path])
@@ -315,7 +315,7 @@ class Round:
         """What must follow the root, or what the text proposes, at most ``most`` tokens: they are judged in every round, also
         where they are not verified."""
         session = self.session
-        if session.forced is not None and most > 0 and (tokens := list(session.forced(most))):
+        if most > 0 and (tokens := [*session.forced(most)]):
             return TextProposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
         return session.index.propose(session.tokens, most, text) if text and most > 0 else NOTHING
 
@@ -333,8 +333,8 @@ class Round:
         """Levels that this round may draft: the bonus token must fit behind them."""
         session = self.session
         root = len(session.tokens) - 1
-        ends = [last - root for last in session.limits.last_positions if last >= root]
-        return min(session.left - 1, session.limits.max_tree_nodes, *ends[:1])
+        ends = [last - root for last in session.engines.last_positions if last >= root]
+        return min(session.left - 1, session.manifest.max_tree_nodes, *ends[:1])
 
     def _grow(self, tree: DraftTree, outputs: StepOutputs, row: int = 0) -> DraftStep | None:
         """Add a level to the tree from the draft's outputs for its frontier, which begin in ``row``. Outputs that are no
@@ -348,11 +348,8 @@ class Round:
 
     def _result(self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]) -> RoundResult:
         """What the round commits of its tokens: everything up to EOS or a stop string; and why the sequence ends there."""
-        session, reason = self.session, "length" if len(tokens) >= self.session.left else None
-        ends = [i for i, token in enumerate(tokens, 1) if token in session.eos_token_ids]
-        if ends:
-            tokens, reason = tokens[: ends[0]], "stop"
-        if (count := session.until_stop(tokens)) is not None:
+        reason = "length" if len(tokens) >= self.session.left else None
+        if (count := self.session.end_of(tokens)) is not None:
             tokens, reason = tokens[:count], "stop"
         accepted = path[: len(tokens)]
         return RoundResult(

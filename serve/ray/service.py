@@ -83,7 +83,7 @@ class RemoteService:
             QueueFullError: There are too many requests.
         """
         manifest = self.llm.manifest
-        check_prompt(request.tokens, manifest.max_seq_len, manifest.geometry.vocab_size)
+        check_prompt(request.tokens, manifest)
         check_memory(request, manifest.max_seq_len, self.longest)
         if not isinstance(request.constraint, GrammarConstraint | None):
             raise EESDError("The constraint cannot be sent to a replica; give one that eesd.make_constraint makes.")

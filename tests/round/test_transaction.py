@@ -112,6 +112,7 @@ def test_a_failing_prefill_can_be_repeated(harness: Harness) -> None:
     expected = generated(harness.session(prompt, new_tokens=8))
     for at in (1, 2, 3):
         workspace = broken(harness.workspace(), "verify-after", Failure(at, KeyboardInterrupt))
+        workspace.verify.prefill_chunk = 128
         session = harness.session(prompt, new_tokens=8, workspace=workspace)
         with pytest.raises(KeyboardInterrupt):
             session.prefill()

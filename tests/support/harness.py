@@ -17,11 +17,12 @@ from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 from eesd.runtime.decoding.round import Drafter, Drafting, RoundResult
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
+from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_cpu import OrtEngine
 from eesd.runtime.request import Generation, Request
-from eesd.runtime.session import Limits, Observer, Session
+from eesd.runtime.session import Observer, Session
 from support.on_cache import OnCache
 
 FIRST_SLOTS = 16
@@ -73,13 +74,13 @@ class Harness:
         in_place: bool = False,
     ) -> Session:
         """A session that drafts with the exit head if there is a controller, and from the text if there is a ``text``."""
-        parts, manifest = workspace or self._shared, self.manifest
-        vocab_size = manifest.geometry.vocab_size
-        limits = Limits(vocab_size, eos, manifest.max_seq_len, manifest.max_tree_nodes, in_place=in_place)
+        parts, sampling = workspace or self._shared, sampling or Sampling()
         drafter = Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         drafting = Drafting(drafter, text, guard, _shared(controller, budget, text))
-        request = Request(tokens=prompt, sampling=sampling or Sampling(), max_new_tokens=new_tokens)
-        return Session(Generation(request), parts.kv_cache, parts.verify, drafting, limits, observer=observer)
+        sampling = replace(sampling, seed=sampling.seed or 0)  # sessions are compared: none may draw its own
+        request = Request(tokens=prompt, sampling=sampling, max_new_tokens=new_tokens, stop_token_ids=eos, ignore_eos=True)
+        engines = Engines(parts.verify, parts.draft, in_place=in_place)
+        return Session(Generation(request), parts.kv_cache, engines, drafting, observer=observer)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
         """A new cache with all but the last token in it."""
