@@ -231,8 +231,7 @@ class Scheduler:
         """Take the caches of the youngest requests, until the others have room for a round."""
         while len(rows := self._rows()) > 1 and self._bytes(rows) > self._options.kv_memory:
             row = max(rows, key=lambda row: row.began)
-            if not row.unfilled:
-                row.keep_prefix(self.prefixes)
+            row.keep_prefix(self.prefixes)
             self._rows_of(row).remove(row)
             self._give_back(row.kv_cache)
             self._paused.append(row)
