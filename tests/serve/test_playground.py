@@ -10,7 +10,6 @@ import pytest
 from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
 from support.serving import Served, events, served
 
-from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.serve.http.options import ServeOptions
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -25,13 +24,6 @@ FLAGS = [
 ]
 KEY = "a-key-of-this-test"
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="There is no Chromium; install the package chromium.")
-
-
-@pytest.fixture(scope="module")
-def server(engine: Path) -> Iterator[Served]:
-    """Each round drafts three levels, whatever calls cost here."""
-    with served(engine, batch=BatchOptions(levels=3)) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """``/v1/chat/completions``, asked by the client of OpenAI."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +13,6 @@ from eesd.runtime.decoding.sampling import Sampling
 
 MESSAGES: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hi there"}]
 COUNT = 24
-
-
-@pytest.fixture(scope="module")
-def server(engine: Path) -> Iterator[Served]:
-    with served(engine) as running:
-        yield running
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
@@ -111,8 +104,3 @@ def test_special_tokens_of_the_tokenizer_can_be_left_out(engine_copy: Path) -> N
             assert choice["prompt_token_ids"] == expected
         assert http.get("/tokenizer_info").json() == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None}
         assert server.post("/tokenize", {"prompt": "</s>", "add_special_tokens": False}).json()["tokens"] == [2]
-
-
-def test_models(server: Served) -> None:
-    client, name = server.openai, server.serving.model_name
-    assert [model.id for model in client.models.list().data] == [name] and client.models.retrieve(name).id == name

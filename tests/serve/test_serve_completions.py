@@ -1,7 +1,7 @@
 """``/v1/completions``, asked by the client of OpenAI: the tokens are those of ``llm.generate``, whatever the form."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,6 @@ from eesd.serve.openai.logprobs import TokenWriter
 PROMPT = "def f(x): return x"
 COUNT = 24
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def server(engine: Path) -> Iterator[Served]:
-    with served(engine) as running:
-        yield running
 
 
 def alone(server: Served, prompt: Any = PROMPT, sampling: Sampling | None = None, **more: Any) -> Completion:
@@ -54,13 +48,6 @@ def test_the_tokens_are_those_of_generate(server: Served, sampling: Sampling, st
     assert [token for part in parts for token in part.token_ids or ()] == expected.tokens
     assert [part.finish_reason for part in parts] == [*[None] * (len(parts) - 1), expected.finish_reason]
     assert parts[0].prompt_token_ids == server.llm.encode(PROMPT)
-
-
-def test_choices_have_seeds_of_their_own(server: Served) -> None:
-    choices = server.complete(PROMPT, max_tokens=COUNT, n=3, **SAMPLED)["choices"]
-    expected = [alone(server, sampling=Sampling(**SAMPLED).of_text(0, number)) for number in range(3)]
-    assert [choice["text"] for choice in choices] == [one.text for one in expected]
-    assert [choice["index"] for choice in choices] == [0, 1, 2] and len({one.text for one in expected}) == 3
 
 
 def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
@@ -277,18 +264,6 @@ def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
     for text, prompt, sampling, most in found.values():
         assert text == server.llm.generate(prompt, sampling, max_new_tokens=most).text
     server.idle()
-
-
-def test_usage_comes_last_if_asked_for(server: Served) -> None:
-    body = {"prompt": PROMPT, "max_tokens": COUNT, "stream": True, "stream_options": {"include_usage": True}}
-    with server.http.stream("POST", "/v1/completions", json=body) as stream:
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        *chunks, usage, done = events(stream.iter_lines())
-    new = len(alone(server).tokens)
-    prompt = len(server.llm.encode(PROMPT))
-    assert done == "[DONE]" and usage["choices"] == [] and not any("usage" in chunk for chunk in chunks)
-    counts = {name: usage["usage"][name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")}
-    assert counts == {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
 
 
 def test_an_answer_says_what_drafting_did(server: Served) -> None:

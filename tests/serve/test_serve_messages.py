@@ -1,14 +1,12 @@
 """``/v1/messages`` of Anthropic: what it says is what a chat completion says."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.constrained import SHORT_TEMPLATE, TOO_MUCH, with_new_lines
-from support.serving import Served, served
+from support.constrained import TOO_MUCH
+from support.serving import Served
 
 from eesd.runtime.decoding.sampling import Sampling
 
@@ -18,21 +16,15 @@ HI: Any = [{"role": "user", "content": "Hi"}]
 PATH = "/v1/messages"
 
 
-@pytest.fixture(scope="module")
-def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans", SHORT_TEMPLATE)) as running:
-        yield running
-
-
-def ask(server: Served, **body: Any) -> dict[str, Any]:
-    response = server.post(PATH, {"messages": HI, "max_tokens": 12, "temperature": 0, **body})
+def ask(lined: Served, **body: Any) -> dict[str, Any]:
+    response = lined.post(PATH, {"messages": HI, "max_tokens": 12, "temperature": 0, **body})
     assert response.status_code == 200, response.text
     found: dict[str, Any] = response.json()
     return found
 
 
-def stream(server: Served, **body: Any) -> list[dict[str, Any]]:
-    return server.events(PATH, {"messages": HI, "max_tokens": 12, "temperature": 0, **body})
+def stream(lined: Served, **body: Any) -> list[dict[str, Any]]:
+    return lined.events(PATH, {"messages": HI, "max_tokens": 12, "temperature": 0, **body})
 
 
 def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -54,41 +46,41 @@ def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
-def test_an_answer_is_that_of_generate(server: Served, sampling: Sampling) -> None:
+def test_an_answer_is_that_of_generate(lined: Served, sampling: Sampling) -> None:
     chat = [{"role": "system", "content": "be brief"}, *HI]
-    expected = server.llm.generate(chat, sampling, max_new_tokens=12)
+    expected = lined.llm.generate(chat, sampling, max_new_tokens=12)
     body: dict[str, Any] = {"system": "be brief", "temperature": sampling.temperature, "seed": sampling.seed}
-    answer = ask(server, **body)
+    answer = ask(lined, **body)
     assert answer["content"] == [{"type": "text", "text": expected.text}]
-    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", server.serving.model_name)
+    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", lined.serving.model_name)
     reasons = {"length": "max_tokens", "stop": "end_turn"}
     assert answer["stop_reason"] == reasons[expected.finish_reason] and answer["stop_sequence"] is None
     usage = answer["usage"]
-    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(server.llm.encode(chat))
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(lined.llm.encode(chat))
     assert usage["output_tokens"] == len(expected.tokens)
-    found = rebuilt(stream(server, **body))
+    found = rebuilt(stream(lined, **body))
     assert found["content"][0]["text"] == expected.text and found["stop_reason"] == answer["stop_reason"]
     assert found["output"] == usage["output_tokens"]
     parts = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
-    assert ask(server, **{**body, "system": parts})["content"] == answer["content"]
+    assert ask(lined, **{**body, "system": parts})["content"] == answer["content"]
 
 
-def test_a_stop_sequence_is_named(server: Served) -> None:
-    text = server.llm.generate(HI, max_new_tokens=12).text
-    for answer in (ask(server, stop_sequences=[text[5]]), rebuilt(stream(server, stop_sequences=[text[5]]))):
+def test_a_stop_sequence_is_named(lined: Served) -> None:
+    text = lined.llm.generate(HI, max_new_tokens=12).text
+    for answer in (ask(lined, stop_sequences=[text[5]]), rebuilt(stream(lined, stop_sequences=[text[5]]))):
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", text[5])
         assert answer["content"][0]["text"] == text[: text.index(text[5])]
 
 
-def test_a_tool_is_used_and_answered(server: Served) -> None:
+def test_a_tool_is_used_and_answered(lined: Served) -> None:
     choice = {"type": "tool", "name": "weather", "disable_parallel_tool_use": True}
     body = {"tools": TOOLS, "max_tokens": 200, "seed": 4, "temperature": 1.0}
-    answer = ask(server, tool_choice=choice, **body)
+    answer = ask(lined, tool_choice=choice, **body)
     (use,) = answer["content"]
     assert (answer["stop_reason"], use["type"], use["name"]) == ("tool_use", "tool_use", "weather")
     Draft202012Validator(WEATHER).validate(use["input"])
-    assert json.loads(rebuilt(stream(server, tool_choice=choice, **body))["content"][0]["json"]) == use["input"]
-    several = ask(server, tool_choice={"type": "any"}, **{**body, "max_tokens": 120})
+    assert json.loads(rebuilt(stream(lined, tool_choice=choice, **body))["content"][0]["json"]) == use["input"]
+    several = ask(lined, tool_choice={"type": "any"}, **{**body, "max_tokens": 120})
     assert several["content"][0]["type"] == "tool_use" and several["stop_reason"] in ("max_tokens", "tool_use")
     result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "20"}]}
     turns = [
@@ -100,19 +92,19 @@ def test_a_tool_is_used_and_answered(server: Served) -> None:
     chat[1]["tool_calls"] = [{"id": use["id"], "type": "function", "function": {"name": "weather", "arguments": use["input"]}}]
     chat += [{"role": "tool", "tool_call_id": use["id"], "content": "20"}, {"role": "user", "content": "So?"}]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
-    count = server.post(f"{PATH}/count_tokens", {"messages": turns, "tools": TOOLS}).json()
-    assert count == {"input_tokens": len(server.llm.codec.encode(chat, tools))}
+    count = lined.post(f"{PATH}/count_tokens", {"messages": turns, "tools": TOOLS}).json()
+    assert count == {"input_tokens": len(lined.llm.codec.encode(chat, tools))}
 
 
-def test_a_last_message_of_the_assistant_goes_on(server: Served) -> None:
+def test_a_last_message_of_the_assistant_goes_on(lined: Served) -> None:
     said = [*HI, {"role": "assistant", "content": "Well"}]
-    found = server.post("/v1/chat/completions", {"messages": said, "continue_final_message": True, "max_tokens": 12}).json()
-    assert ask(server, messages=said)["content"][0]["text"] == found["choices"][0]["message"]["content"]
+    found = lined.post("/v1/chat/completions", {"messages": said, "continue_final_message": True, "max_tokens": 12}).json()
+    assert ask(lined, messages=said)["content"][0]["text"] == found["choices"][0]["message"]["content"]
 
 
-def test_a_form_of_the_output(server: Served) -> None:
+def test_a_form_of_the_output(lined: Served) -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    answer = ask(server, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=40)
+    answer = ask(lined, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=40)
     assert json.loads(answer["content"][0]["text"]) == {"a": 1}
 
 
@@ -131,14 +123,14 @@ def test_a_form_of_the_output(server: Served) -> None:
         ({"guided_regex": "("}, "unclosed group"),
     ],
 )
-def test_what_cannot_be_done_is_a_clear_400(server: Served, body: dict[str, Any], words: str) -> None:
-    response = server.post(PATH, {"messages": HI, "max_tokens": 4, **body})
+def test_what_cannot_be_done_is_a_clear_400(lined: Served, body: dict[str, Any], words: str) -> None:
+    response = lined.post(PATH, {"messages": HI, "max_tokens": 4, **body})
     assert response.status_code == 400 and response.json()["type"] == "error"
     assert words in response.json()["error"]["message"] and response.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_a_stream_that_fails_ends_with_the_error(server: Served) -> None:
-    *events, last = stream(server, guided_regex=TOO_MUCH, max_tokens=400)
+def test_a_stream_that_fails_ends_with_the_error(lined: Served) -> None:
+    *events, last = stream(lined, guided_regex=TOO_MUCH, max_tokens=400)
     assert len(events) > 2 and last["type"] == "error" and "takes too much" in last["error"]["message"]
     assert last["error"]["type"] == "invalid_request_error"
-    server.idle()
+    lined.idle()

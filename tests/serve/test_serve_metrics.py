@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +12,7 @@ from support.serving import Held, Served, eventually, served
 from eesd.serve.http.observe import JSONFormatter, TextFormatter
 from eesd.serve.openai import params
 
-ROOT = Path(__file__).parent.parent.parent
-DASHBOARD = ROOT / "examples/serving/grafana.json"
 BODY: dict[str, Any] = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def server(engine: Path) -> Iterator[Served]:
-    with served(engine) as running:
-        yield running
 
 
 def test_counters_agree_with_answers(server: Served) -> None:
@@ -83,20 +74,6 @@ def test_gauges_show_what_runs(engine: Path, monkeypatch: pytest.MonkeyPatch) ->
             stream.read()
         server.idle()
         assert server.metric("vllm:num_requests_running") == 0
-
-
-def test_the_text_has_every_metric_of_the_dashboard(server: Served) -> None:
-    server.complete("abc", **BODY)
-    with server.http as http:
-        response = http.get("/metrics")
-    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
-    expressions = [
-        target["expr"] for panel in json.loads(DASHBOARD.read_text())["panels"] for target in panel.get("targets", ())
-    ]
-    wanted = {name for expression in expressions for name in re.findall(r"(?:vllm|eesd):\w+", expression)}
-    assert len(wanted) >= 14
-    for name in wanted:
-        assert re.search(rf"^{name}[{{ ]", response.text, re.MULTILINE), name
 
 
 def test_the_log_has_a_line_for_a_request(server: Served, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,13 +6,15 @@ import json
 import logging
 import re
 import socket
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 import yaml  # type: ignore[import-untyped]
 from support.command import assert_refused, run
@@ -39,12 +41,75 @@ def server(engine: Path) -> Iterator[Served]:
     options = ServeOptions(
         api_keys=KEYS, metrics_open=True, allowed_hosts=hosts, allowed_origins=origins, model_name="one", aliases=("gpt-4o",)
     )
-    with served(engine, options, BatchOptions(max_rows=2, max_queue=3)) as running:
+    with served(engine, options, BatchOptions(max_rows=2, max_queue=3, levels=3)) as running:
         yield running
 
 
 def bearer(key: str = KEYS[0], **more: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}", **more}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_opens(server: Served, key: str) -> None:
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0)
+    assert client.completions.create(model="one", prompt="abc", max_tokens=2).choices
+    with server.http as http:
+        assert http.get("/v1/models", headers={"Authorization": f"bearer {key}"}).status_code == 200
+        assert http.get("/v1/models", headers={"x-api-key": key, "Authorization": "Bearer x"}).status_code == 200
+        wrong = http.post("/v1/messages", headers={"x-api-key": f"{key}4"})
+    assert wrong.status_code == 401 and wrong.json()["type"] == "error"
+
+
+PATHS = ("/v1/models", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/openapi.json", "/x")
+WRONG = (
+    *(None, "", "Bearer", "Bearer x", "Bearer first-secret-ke", "Bearer first-secret-keys", "Basic first-secret-key"),
+    *("first-secret-key", "Bearer first-secret-key,second-secret-key", "Bearer \xff\xfe"),
+)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_a_key_everything_is_closed(server: Served, path: str) -> None:
+    with server.http as http:
+        for authorization, method in product(WRONG, ("GET", "POST", "OPTIONS")):
+            headers = {} if authorization is None else {b"Authorization": authorization.encode("latin-1")}
+            response = http.request(method, path, headers=headers)
+            assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert not any("access-control" in name for name in response.headers)
+
+
+def test_a_body_without_a_key_is_not_read(server: Served) -> None:
+    def endless() -> Iterator[bytes]:
+        while True:
+            yield b" " * 65536
+
+    with server.http as http, suppress(httpx2.TransportError):  # the server closes while the client still sends
+        assert http.post("/v1/completions", content=endless()).status_code == 401
+
+
+def test_the_schema_says_that_there_are_keys(server: Served) -> None:
+    with server.http as http:
+        schema = http.get("/openapi.json", headers=bearer()).json()
+    assert schema["security"] == [{"bearer": []}]
+
+
+def test_keys_are_not_shown(server: Served) -> None:
+    assert not any(key in repr(server.serving) for key in KEYS)
+
+
+def test_keys_come_from_a_file_or_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "keys"
+    file.write_text("one-key-1\n\n two-key-2 \n")
+    monkeypatch.setenv("EESD_API_KEY", "three-key-3,four-key-4")
+    assert serve_cli.api_keys(file) == ("one-key-1", "two-key-2") and serve_cli.api_keys(None) == ("three-key-3", "four-key-4")
+    monkeypatch.delenv("EESD_API_KEY")
+    assert serve_cli.api_keys(None) == ()
+    file.write_text("\n")
+    with pytest.raises(EESDError, match="no API key"):
+        serve_cli.api_keys(file)
+    for bad in ("short", "with\nline", "ümlaut-key-1"):
+        with pytest.raises(EESDError, match="API key"):
+            ServeOptions(api_keys=(bad,))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +140,9 @@ def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
         assert client.get("/v1/models", headers=bearer(**other)).status_code == 400
         assert client.head("/health").status_code == 200 and client.head("/").status_code == 200
         assert client.head("/health").content == b"" and client.head("/v1/completions", headers=bearer()).status_code == 405
-    with served(engine, ServeOptions(allowed_hosts=("api.example.com",))) as closed, closed.http as client:
+    with served(engine, ServeOptions(api_keys=KEYS, allowed_hosts=("api.example.com",))) as closed, closed.http as client:
+        own = {"Host": "api.example.com"}
+        assert [client.get("/metrics", headers=one).status_code for one in (own, bearer(**own))] == [401, 200]
         assert client.get("/metrics", headers=other).status_code == 400  # open to everybody but the pages of other sites
         assert client.get("/health", headers=other).status_code == 200
 
@@ -284,16 +351,24 @@ def test_queue_prefill_and_lengths_are_measured(server: Served) -> None:
     assert (prompt, text) == (11, 5) and 0 <= queue < 60 and 0 < prefill < 60
 
 
-def test_prometheus_needs_no_users_key_and_finds_what_the_rules_name(server: Served) -> None:
+def test_prometheus_needs_no_users_key_and_finds_what_rules_and_dashboard_name(server: Served) -> None:
+    body = {"prompt": "abc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+    assert server.post("/v1/completions", body, headers=bearer()).status_code == 200
     with server.http as client:
         assert client.get("/v1/models").status_code == 401
-        text = client.get("/metrics").text
+        response = client.get("/metrics")
+    text = response.text
+    assert response.status_code == 200 and response.headers["content-type"].startswith("text/plain")
     assert re.search(r'^eesd:build_info\{.*version="[^"]+".*\} 1.0$', text, re.MULTILINE)
     rules = yaml.safe_load((EXAMPLES / "alerts.yaml").read_text())["groups"][0]["rules"]
-    names = {name for rule in rules for name in re.findall(r"(?:eesd|vllm):\w+", rule["expr"])}
-    assert len(rules) >= 5 and names
-    for name in names:
+    panels = json.loads((EXAMPLES / "grafana.json").read_text())["panels"]
+    expressions = [rule["expr"] for rule in rules], [one["expr"] for panel in panels for one in panel.get("targets", ())]
+    named, drawn = ({*re.findall(r"(?:eesd|vllm):\w+", " ".join(found))} for found in expressions)
+    assert len(rules) >= 5 and named and len(drawn) >= 14
+    for name in named:
         assert re.search(rf"^# TYPE {re.sub('_(total|bucket)$', '', name)}(_total)? ", text, re.MULTILINE), name
+    for name in drawn:
+        assert re.search(rf"^{name}[{{ ]", text, re.MULTILINE), name
     assert "--metrics-open" in (EXAMPLES / "kubernetes.yaml").read_text()
 
 
@@ -327,23 +402,6 @@ def test_negative_seeds_are_seeds(server: Served) -> None:
         return server.post("/v1/completions", body, headers=bearer()).json()["choices"][0]["text"]
 
     assert text(-1) == text(-1) and len({text(seed) for seed in (-1, -2, 1, 2)}) > 1
-
-
-def test_a_client_that_reads_nothing_holds_no_place_for_long(engine: Path) -> None:
-    """What the system buffers for it is small, so that the time for sending ends soon."""
-    with served(engine, ServeOptions(send_timeout=0.5), BatchOptions(max_rows=2)) as server:
-        client = socket.socket()
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.connect(("127.0.0.1", server.port))
-        body = {"prompt": "a", "max_tokens": 80, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 40}
-        data = json.dumps(body).encode()
-        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
-        client.sendall(b"Content-Length: %d\r\n\r\n%s" % (len(data), data))
-        eventually(lambda: server.serving.service.load().running > 0)
-        began = time.monotonic()
-        eventually(lambda: server.metric("vllm:request_success_total", finished_reason="abort") > 0, 60)
-        client.close()
-        assert time.monotonic() - began < 60
 
 
 def test_chats_share_little_memory(engine: Path) -> None:

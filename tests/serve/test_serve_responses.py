@@ -1,22 +1,17 @@
 """``/v1/responses``, asked by the client of OpenAI: what it says is what a chat completion says."""
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 from jsonschema import Draft202012Validator
-from openai import APIStatusError, BadRequestError, NotFoundError, OpenAI, RateLimitError
+from openai import BadRequestError, OpenAI
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
-from support.constrained import SHORT_TEMPLATE, TOO_MUCH, with_new_lines
-from support.serving import Held, Served, eventually, served
+from support.constrained import TOO_MUCH
+from support.serving import Served
 
-from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.request import Request
-from eesd.serve.http.options import ServeOptions
 
 WEATHER: dict[str, Any] = {
     "type": "object",
@@ -36,20 +31,14 @@ class Person(BaseModel):
     age: Literal[1, 2, 3]
 
 
-@pytest.fixture(scope="module")
-def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans", SHORT_TEMPLATE)) as running:
-        yield running
-
-
 @pytest.fixture
-def client(server: Served) -> OpenAI:
-    return server.openai
+def client(lined: Served) -> OpenAI:
+    return lined.openai
 
 
-def raw_events(server: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
+def raw_events(lined: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
     """The events of a stream, which are numbered."""
-    found = server.events("/v1/responses", body)
+    found = lined.events("/v1/responses", body)
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
 
@@ -61,11 +50,11 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=3)])
-def test_a_response_is_the_answer_of_a_chat(server: Served, client: OpenAI, sampling: Sampling) -> None:
+def test_a_response_is_the_answer_of_a_chat(lined: Served, client: OpenAI, sampling: Sampling) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hi there"}]
-    expected = server.llm.generate(messages, sampling, max_new_tokens=COUNT)
+    expected = lined.llm.generate(messages, sampling, max_new_tokens=COUNT)
     options: dict[str, Any] = {
-        "model": server.serving.model_name,
+        "model": lined.serving.model_name,
         "input": "Hi there",
         "instructions": "be brief",
         "max_output_tokens": COUNT,
@@ -76,7 +65,7 @@ def test_a_response_is_the_answer_of_a_chat(server: Served, client: OpenAI, samp
     found = client.responses.create(**options)
     assert found.output_text == expected.text and found.metadata == {"team": "a"} and found.store is False
     assert found.usage is not None and found.usage.output_tokens == len(expected.tokens)
-    assert found.usage.input_tokens == len(server.llm.encode(messages)) and found.usage.input_tokens_details.cached_tokens >= 0
+    assert found.usage.input_tokens == len(lined.llm.encode(messages)) and found.usage.input_tokens_details.cached_tokens >= 0
     assert found.temperature == sampling.temperature and found.instructions == "be brief"
     if expected.finish_reason == "length":
         assert (found.status, found.incomplete_details and found.incomplete_details.reason) == (
@@ -88,9 +77,9 @@ def test_a_response_is_the_answer_of_a_chat(server: Served, client: OpenAI, samp
     assert text == expected.text
 
 
-def test_a_stream_has_openais_events_in_their_order(server: Served) -> None:
+def test_a_stream_has_openais_events_in_their_order(lined: Served) -> None:
     body = {"input": "Hi", "guided_choice": ["yes it is"], "temperature": 0}
-    events = raw_events(server, body)
+    events = raw_events(lined, body)
     item = ["output_item.added", "content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
     assert kinds(events) == ["created", "in_progress", *item, "output_item.done", "completed"]
     assert [event["response"]["status"] for event in events if "response" in event] == [
@@ -104,13 +93,13 @@ def test_a_stream_has_openais_events_in_their_order(server: Served) -> None:
     for event in events:
         TypeAdapter[Any](ResponseStreamEvent).validate_python(event, strict=True)
     assert last["id"] == events[0]["response"]["id"] and events[0]["response"]["output"] == []
-    whole = server.post("/v1/responses", body).json()
+    whole = lined.post("/v1/responses", body).json()
     Response.model_validate(whole, strict=True)
     assert whole["output"][0]["content"] == last["output"][0]["content"] and whole.keys() == last.keys()
 
 
-def test_a_text_that_is_cut_off_is_incomplete(server: Served) -> None:
-    events = raw_events(server, {"input": "Hi", "max_output_tokens": 3, "ignore_eos": True})
+def test_a_text_that_is_cut_off_is_incomplete(lined: Served) -> None:
+    events = raw_events(lined, {"input": "Hi", "max_output_tokens": 3, "ignore_eos": True})
     assert kinds(events)[-1] == "incomplete"
     last = events[-1]["response"]
     assert (last["status"], last["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
@@ -156,11 +145,11 @@ def test_a_call_reaches_the_client_and_can_be_answered(client: OpenAI, choice: A
     assert client.responses.create(model="", input=answered, tools=TOOLS, max_output_tokens=4).output
 
 
-def test_a_stream_of_calls_has_openais_events(server: Served) -> None:
+def test_a_stream_of_calls_has_openais_events(lined: Served) -> None:
     grammar = (
         'start: "ab" "\\n<tool_call>\\n{\\"name\\": \\"weather\\", \\"arguments\\": {\\"city\\": \\"x\\"}}\\n</tool_call>"'
     )
-    events = raw_events(server, {"input": "Who?", "tools": TOOLS, "guided_grammar": grammar, "temperature": 0})
+    events = raw_events(lined, {"input": "Who?", "tools": TOOLS, "guided_grammar": grammar, "temperature": 0})
     text = ["output_text.delta", "output_text.done", "content_part.done", "output_item.done"]
     call = ["function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
     begins = ["output_item.added", "content_part.added"]
@@ -215,19 +204,19 @@ def test_a_stream_of_calls_has_openais_events(server: Served) -> None:
         ),
     ],
 )
-def test_items_are_messages(server: Served, given: Any, messages: Any) -> None:
-    found = server.post("/v1/responses", {"input": given, "max_output_tokens": 2, "temperature": 0}).json()
-    assert found["usage"]["input_tokens"] == len(server.llm.encode(messages))
-    expected = server.llm.generate(messages, Sampling(), max_new_tokens=2)
+def test_items_are_messages(lined: Served, given: Any, messages: Any) -> None:
+    found = lined.post("/v1/responses", {"input": given, "max_output_tokens": 2, "temperature": 0}).json()
+    assert found["usage"]["input_tokens"] == len(lined.llm.encode(messages))
+    expected = lined.llm.generate(messages, Sampling(), max_new_tokens=2)
     assert found["output"][0]["content"][0]["text"] == expected.text
 
 
-def test_log_probabilities_of_all_tokens(server: Served) -> None:
+def test_log_probabilities_of_all_tokens(lined: Served) -> None:
     body: dict[str, Any] = {"input": "Hi", "max_output_tokens": COUNT, "ignore_eos": True, "temperature": 0, "top_logprobs": 2}
     body["include"] = ["message.output_text.logprobs", "reasoning.encrypted_content"]
-    whole = server.post("/v1/responses", body).json()["output"][0]["content"][0]["logprobs"]
+    whole = lined.post("/v1/responses", body).json()["output"][0]["content"][0]["logprobs"]
     assert len(whole) == COUNT and all(len(token["top_logprobs"]) == 2 for token in whole)
-    events = raw_events(server, body)
+    events = raw_events(lined, body)
     (done,) = [event["logprobs"] for event in events if event["type"] == "response.output_text.done"]
     told = [token for event in events if event["type"] == "response.output_text.delta" for token in event["logprobs"]]
     assert done == whole and told == done[: len(told)] and told
@@ -284,39 +273,15 @@ def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:
     assert found.store is False and found.user == "u" and found.truncation == "disabled" and found.output
 
 
-def test_another_model_is_a_404(client: OpenAI) -> None:
-    with pytest.raises(NotFoundError, match="There is no model 'gpt'"):
-        client.responses.create(model="gpt", input="Hi")
-
-
-def test_a_failure_is_an_error_or_the_end_of_the_stream(server: Served, client: OpenAI) -> None:
+def test_a_failure_is_an_error_or_the_end_of_the_stream(lined: Served, client: OpenAI) -> None:
     failing: Any = {"guided_regex": TOO_MUCH, "max_output_tokens": 400}
     with pytest.raises(BadRequestError, match="takes too much"):
         client.responses.create(model="", input="Who?", extra_body=failing)
-    events = raw_events(server, {"input": "Who?", **failing})
+    events = raw_events(lined, {"input": "Who?", **failing})
     assert kinds(events)[-2:] == ["error", "failed"] and "output_text.delta" in kinds(events)
     error, last = events[-2], events[-1]["response"]
     assert error["code"] == "constraint_failed" and "takes too much" in error["message"]
     assert last["status"] == "failed" and last["error"]["code"] == "invalid_prompt" and last["output"][0]["content"][0]["text"]
     for event in events[-2:]:
         TypeAdapter[Any](ResponseStreamEvent).validate_python(event, strict=True)
-    server.idle()
-
-
-def test_limits_keys_and_metrics_are_those_of_the_server(engine: Path) -> None:
-    options, batch = ServeOptions(api_keys=("a-long-key",)), BatchOptions(max_rows=1, max_queue=1)
-    with served(engine, options, batch) as server:
-        with pytest.raises(APIStatusError) as refused:
-            server.openai.responses.create(model="", input="Hi")
-        assert refused.value.status_code == 401
-        client, held = server.openai.with_options(api_key="a-long-key"), Held()
-        for _ in range(2):
-            server.serving.service.submit(Request(tokens=[5], max_new_tokens=9, constraint=held), lambda _: None)
-            eventually(held.reached.is_set)
-        with pytest.raises(RateLimitError):
-            client.responses.create(model="", input="Hi", stream=True)
-        held.release()
-        server.idle()
-        assert client.responses.create(model="", input="Hi", max_output_tokens=3).output
-        counted = [server.metric("eesd:http_requests_total", route="/v1/responses", status=s) for s in ("401", "429", "200")]
-        assert counted == [1, 1, 1]
+    lined.idle()

@@ -3,8 +3,6 @@
 import json
 import logging
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from openai import BadRequestError
-from support.constrained import SCHEMAS, SHORT_TEMPLATE, TOO_MUCH, with_new_lines
-from support.serving import Served, events, served
+from support.constrained import SCHEMAS, TOO_MUCH
+from support.serving import Served, events
 
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
@@ -35,19 +33,13 @@ SCHEMA = {
 USER: Any = [{"role": "user", "content": "Who?"}]
 
 
-@pytest.fixture(scope="module")
-def server(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with served(with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans", SHORT_TEMPLATE)) as running:
-        yield running
-
-
 SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=1.5, top_p=0.9, seed=6)]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(schema=SCHEMAS, sampling=st.sampled_from(SAMPLINGS))
-def test_drafting_changes_no_token_of_a_constrained_text(server: Served, schema: dict[str, Any], sampling: Sampling) -> None:
-    llm, service = server.serving.service.llm, server.serving.service
+def test_drafting_changes_no_token_of_a_constrained_text(lined: Served, schema: dict[str, Any], sampling: Sampling) -> None:
+    llm, service = lined.serving.service.llm, lined.serving.service
     tokens = llm.encode("Say: ")
 
     def text(draft: bool) -> list[int]:
@@ -61,9 +53,9 @@ def test_drafting_changes_no_token_of_a_constrained_text(server: Served, schema:
     assert text(draft=True) == text(draft=False)
 
 
-def test_forced_tokens_are_drafted_and_accepted(server: Served) -> None:
+def test_forced_tokens_are_drafted_and_accepted(lined: Served) -> None:
     """What must follow costs no draft step, and nearly no round."""
-    llm = server.llm
+    llm = lined.llm
     service = Service(llm, BatchOptions(max_rows=1, levels=16))  # what calls cost here does not decide
     made = constraint("choice", ["a sentence that can only go on in one way"], llm)
     completion = service.generate(Request(tokens=llm.encode("x"), max_new_tokens=100, constraint=made))
@@ -72,17 +64,17 @@ def test_forced_tokens_are_drafted_and_accepted(server: Served) -> None:
     assert completion.stats.rounds < len(completion.tokens) / 2
 
 
-def test_a_constraint_goes_before_min_tokens(server: Served) -> None:
+def test_a_constraint_goes_before_min_tokens(lined: Served) -> None:
     """A text that has come to its end is not made longer by tokens that the constraint forbids."""
-    found = server.complete("x", guided_choice=["yes"], min_tokens=10, max_tokens=20)["choices"][0]
+    found = lined.complete("x", guided_choice=["yes"], min_tokens=10, max_tokens=20)["choices"][0]
     assert (found["text"], found["finish_reason"]) == ("yes", "stop")
-    found = server.complete("x", guided_regex="[ab]{1,15}", min_tokens=10, max_tokens=20)["choices"][0]
+    found = lined.complete("x", guided_regex="[ab]{1,15}", min_tokens=10, max_tokens=20)["choices"][0]
     assert 10 <= len(found["text"]) <= 15 and set(found["text"]) <= {"a", "b"}
 
 
-def test_the_client_gets_json_that_fits_its_schema(server: Served) -> None:
+def test_the_client_gets_json_that_fits_its_schema(lined: Served) -> None:
     for temperature in (0, 1.2):
-        found = server.openai.chat.completions.create(
+        found = lined.openai.chat.completions.create(
             model="",
             messages=USER,
             temperature=temperature,
@@ -94,18 +86,11 @@ def test_the_client_gets_json_that_fits_its_schema(server: Served) -> None:
         Draft202012Validator(SCHEMA).validate(json.loads(choice.message.content))
 
 
-def test_completions_can_be_constrained(server: Served) -> None:
-    found = server.complete("Yes or no? ", guided_choice=["yes", "no"], n=3, temperature=2.0, max_tokens=20)
-    assert {choice["text"] for choice in found["choices"]} <= {"yes", "no"}
-    found = server.complete("A number: ", structured_outputs={"regex": "[0-9]{3}"}, max_tokens=20)
-    assert found["choices"][0]["text"].isdigit() and found["choices"][0]["finish_reason"] == "stop"
-
-
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_required_call_reaches_the_client(server: Served, choice: Any, stream: bool) -> None:
+def test_a_required_call_reaches_the_client(lined: Served, choice: Any, stream: bool) -> None:
     """Streamed or not, the same call; its arguments fit; and it can be answered."""
-    create = server.openai.chat.completions.create
+    create = lined.openai.chat.completions.create
     options: dict[str, Any] = {
         "tools": TOOLS,
         "tool_choice": choice,
@@ -140,8 +125,8 @@ def test_a_required_call_reaches_the_client(server: Served, choice: Any, stream:
     Draft202012Validator(WEATHER["parameters"] if name == "weather" else {"const": {}}).validate(json.loads(arguments))
 
 
-def test_a_model_that_need_not_call_answers_in_words(server: Served) -> None:
-    found = server.openai.chat.completions.create(model="", messages=USER, tools=TOOLS, max_tokens=8).choices[0]
+def test_a_model_that_need_not_call_answers_in_words(lined: Served) -> None:
+    found = lined.openai.chat.completions.create(model="", messages=USER, tools=TOOLS, max_tokens=8).choices[0]
     assert found.message.content and not found.message.tool_calls and found.finish_reason == "length"
 
 
@@ -155,29 +140,29 @@ def test_a_model_that_need_not_call_answers_in_words(server: Served) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "Tool 1"),
     ],
 )
-def test_what_cannot_be_done_is_a_clear_400(server: Served, body: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_done_is_a_clear_400(lined: Served, body: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRequestError, match=words):
-        server.openai.chat.completions.create(model="", messages=USER, max_tokens=4, **body)
+        lined.openai.chat.completions.create(model="", messages=USER, max_tokens=4, **body)
 
 
-def test_a_text_that_no_token_can_write_is_an_error(server: Served) -> None:
+def test_a_text_that_no_token_can_write_is_an_error(lined: Served) -> None:
     for stream in (False, True):  # nothing has been sent yet, so a stream has a status, too
-        response = server.post("/v1/completions", {"prompt": "a", "guided_choice": ["é"], "stream": stream})
+        response = lined.post("/v1/completions", {"prompt": "a", "guided_choice": ["é"], "stream": stream})
         assert response.status_code == 400 and "no tokens" in response.json()["error"]["message"]
 
 
-def test_a_constraint_that_takes_too_much_on_the_way_is_a_400(server: Served) -> None:
+def test_a_constraint_that_takes_too_much_on_the_way_is_a_400(lined: Served) -> None:
     with pytest.raises(BadRequestError, match="takes too much") as refused:
-        server.openai.chat.completions.create(model="", messages=USER, extra_body={"guided_regex": TOO_MUCH})
+        lined.openai.chat.completions.create(model="", messages=USER, extra_body={"guided_regex": TOO_MUCH})
     assert refused.value.type == "invalid_request_error" and refused.value.code == "constraint_failed"
     assert isinstance(refused.value.body, dict) and refused.value.body.keys() == {"message", "type", "param", "code"}
-    server.idle()
+    lined.idle()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_whose_constraint_takes_too_much_ends_with_the_error(server: Served, path: str) -> None:
+def test_a_stream_whose_constraint_takes_too_much_ends_with_the_error(lined: Served, path: str) -> None:
     body = {"prompt": "a", "messages": USER, "guided_regex": TOO_MUCH, "max_tokens": 400, "stream": True}
-    with server.http as http, http.stream("POST", path, json=body) as response:
+    with lined.http as http, http.stream("POST", path, json=body) as response:
         *chunks, last = events(response.iter_lines())
     assert response.status_code == 200 and len(chunks) > 2
     assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
@@ -185,8 +170,8 @@ def test_a_stream_whose_constraint_takes_too_much_ends_with_the_error(server: Se
     assert (last["error"]["type"], last["error"]["code"]) == ("invalid_request_error", "constraint_failed")
 
 
-def test_the_others_go_on_where_a_constraint_fails(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    llm, service = server.serving.service.llm, server.serving.service
+def test_the_others_go_on_where_a_constraint_fails(lined: Served, caplog: pytest.LogCaptureFixture) -> None:
+    llm, service = lined.serving.service.llm, lined.serving.service
     failed, other = list[Update](), list[Update]()
     done = threading.Barrier(3)
 
@@ -203,6 +188,6 @@ def test_the_others_go_on_where_a_constraint_fails(server: Served, caplog: pytes
     submit(other, Request(tokens=llm.encode("b"), max_new_tokens=200, ignore_eos=True))
     done.wait(60)
     assert failed[-1].finish_reason == "error" and failed[-1].refused
-    wanted = server.llm.generate("b", max_new_tokens=200, ignore_eos=True).tokens
+    wanted = lined.llm.generate("b", max_new_tokens=200, ignore_eos=True).tokens
     assert [output.token for update in other for output in update.tokens] == wanted
     assert all(record.levelno < logging.WARNING for record in caplog.records), "a client's mistake is no failure of the server"
