@@ -6,7 +6,7 @@ from typing import Any
 
 from eesd.common.checks import shown
 from eesd.serve.anthropic.schemas import Block, MessagesBody, PromptBody, Tool, ToolChoice, Turn
-from eesd.serve.http.errors import APIError
+from eesd.serve.http.errors import APIError, unsupported
 from eesd.serve.openai.schemas import ChatBody, GenerationBody
 
 REFUSED = ("mcp_servers", "container", "context_management")
@@ -23,10 +23,10 @@ def as_chat(body: PromptBody) -> ChatBody:
     extra = body.model_extra or {}
     for name in REFUSED:
         if extra.get(name):
-            raise _refusal(name, f"{name} is not supported; leave it out.")
+            raise unsupported(name, f"{name} is not supported; leave it out.")
     if isinstance(body, MessagesBody):
         if body.n not in (None, 1) or body.return_token_ids:
-            raise _refusal("n", "n and return_token_ids are not supported in messages; ask for chat completions.")
+            raise unsupported("n", "n and return_token_ids are not supported in messages; ask for chat completions.")
         shared = {name: getattr(body, name) for name in GenerationBody.model_fields if name not in ("n", "stream_options")}
         shared["max_tokens"] = body.max_tokens
     else:
@@ -49,10 +49,6 @@ def as_chat(body: PromptBody) -> ChatBody:
         "continue_final_message": True if last.role == "assistant" and messages[-1].get("content") else None,
     }
     return ChatBody.model_validate({name: value for name, value in values.items() if value is not None})
-
-
-def _refusal(param: str, message: str) -> APIError:
-    return APIError(400, message, param, "unsupported_value")
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
@@ -89,7 +85,7 @@ def _text(given: str | Sequence[Block], param: str) -> str:
         return given
     for block in given:
         if block.type != "text":
-            raise _refusal(param, f"A content has a block of type {shown(block.type)}; this version reads text only.")
+            raise unsupported(param, f"A content has a block of type {shown(block.type)}; this version reads text only.")
         if block.text is None:
             raise APIError(400, "A block of text has no text; give it.", param, "invalid_value")
     return "\n".join(str(block.text) for block in given)
@@ -97,7 +93,7 @@ def _text(given: str | Sequence[Block], param: str) -> str:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise _refusal("tools", f"The tool {shown(tool.type)} is not supported; this server knows the client's own only.")
+        raise unsupported("tools", f"The tool {shown(tool.type)} is not supported; this server knows the client's own only.")
     values = {"name": tool.name, "description": tool.description, "parameters": tool.input_schema, "strict": tool.strict}
     return {"type": "function", "function": {name: value for name, value in values.items() if value is not None}}
 

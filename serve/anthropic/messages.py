@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
@@ -13,8 +13,8 @@ from eesd.runtime.request import Update
 from eesd.serve.anthropic.input import as_chat
 from eesd.serve.anthropic.schemas import AnswerBlock, Count, CountBody, MessageAnswer, MessageEvent, MessagesBody, MessageUsage
 from eesd.serve.grammar.tool_calls import ToolDelta
-from eesd.serve.http.errors import ANSWERS, ERRORS, TYPES
-from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.errors import ANSWERS, ERRORS
+from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
 from eesd.serve.http.streaming import Events, EventStream, json_bytes, json_response, stream_error, unless_left
 from eesd.serve.openai.chat import Reader, begin, encode
@@ -22,7 +22,6 @@ from eesd.serve.openai.generations import Generations
 from eesd.serve.openai.params import check_model
 
 router = APIRouter(route_class=JSONRoute)
-Shared = Annotated[Serving, Depends(serving_of)]
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 
 
@@ -62,7 +61,7 @@ async def _events(writer: "_Writer", generations: Generations) -> Events:
                     yield _event(kind, **fields)
         except Exception as error:  # the status has been sent
             api_error = stream_error(error)
-            yield _event("error", error={"type": TYPES[api_error.status], "message": api_error.message})
+            yield _event("error", error={"type": api_error.type, "message": api_error.message})
             return
     answer = writer.answer()
     end = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from eesd.runtime.request import Update
-
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -154,11 +152,6 @@ class ToolParser:
         self._arguments: _Object | None = None
         """The arguments of a call whose beginning is told, and how far they are told."""
         self._told = 0
-
-    def read(self, update: Update) -> list[ToolDelta]:
-        """What is certain with an update of the answer; all of it with the last one."""
-        text = "".join(self.marks.get(output.token, "") + output.text for output in update.tokens) + update.held
-        return self.push(text) + (self.finish() if update.finish_reason else [])
 
     def push(self, text: str) -> list[ToolDelta]:
         """What is certain with more text."""

@@ -16,18 +16,18 @@ from eesd.common.errors import EESDError
 from eesd.runtime.batch.service import ClosedError
 from eesd.runtime.request import QueueFullError
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
+STATUSES = {
+    400: ("invalid_request_error", "The request cannot be used."),
+    401: ("authentication_error", "The API key is missing or wrong."),
+    404: ("not_found_error", "There is no such model or path."),
+    405: ("invalid_request_error", ""),
+    408: ("timeout_error", "The body came too slowly."),
+    413: ("invalid_request_error", "The body is too large."),
+    429: ("rate_limit_error", "The queue is full; Retry-After says when to try again."),
+    500: ("server_error", "The server failed."),
+    503: ("service_unavailable_error", "The server is stopping, or cannot answer in time."),
 }
-"""The statuses of errors, and the type that each has in its body."""
+"""The statuses of errors: the type in the body, and the words in the schema of a route; "" if no route declares it."""
 NO_PATH = "There is no such path here; /openapi.json lists all, such as /v1/chat/completions and /v1/completions."
 LEFT = 499
 """What the log says about a request whose client left."""
@@ -49,18 +49,9 @@ class ErrorBody(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    400: {"description": "The request cannot be used."},
-    401: {"description": "The API key is missing or wrong."},
-    404: {"description": "There is no such model or path."},
-    408: {"description": "The body came too slowly."},
-    413: {"description": "The body is too large."},
-    429: {"description": "The queue is full; Retry-After says when to try again."},
-    500: {"description": "The server failed."},
-    503: {"description": "The server is stopping, or cannot answer in time."},
+    status: {"description": words, "model": ErrorBody} for status, (_, words) in STATUSES.items() if words
 }
 """What routes declare in the schema."""
-for _declared in ERRORS.values():
-    _declared["model"] = ErrorBody
 ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **ERRORS}
 """What routes declare that can stream."""
 
@@ -69,7 +60,7 @@ class APIError(Exception):
     """An error with a status of HTTP.
 
     Attributes:
-        status: One of :data:`TYPES`.
+        status: One of :data:`STATUSES`.
         message: One sentence that says what is wrong and what to do.
         param: The field of the body that is wrong.
         code: A word for programs.
@@ -88,14 +79,24 @@ class APIError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @property
+    def type(self) -> str:
+        """A word for programs, by the status."""
+        return STATUSES[self.status][0]
+
+    @property
     def body(self) -> bytes:
-        detail = {"message": self.message, "type": TYPES[self.status], "param": self.param, "code": self.code}
+        detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": detail}).encode()  # ASCII: the message may quote half a surrogate pair
 
     def response_for(self, scope: Scope) -> Response:
         """The response of a request. Anthropic's form has one field more."""
         body = b'{"type": "error", ' + self.body[1:] if path_of(scope).startswith("/v1/messages") else self.body
         return Response(body, self.status, self.headers, "application/json")
+
+
+def unsupported(param: str, message: str) -> APIError:
+    """An error for a field that asks for something that this server does not do."""
+    return APIError(400, message, param, "unsupported_value")
 
 
 def path_of(scope: Scope) -> str:
@@ -121,7 +122,7 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):
-        status = error.status_code if error.status_code in TYPES else 400 if error.status_code < 500 else 500
+        status = error.status_code if error.status_code in STATUSES else 400 if error.status_code < 500 else 500
         message = NO_PATH if status == 404 else f"{str(error.detail).rstrip('.')}."
         return APIError(status, message, headers=error.headers)
     return APIError(500, "The server failed; its log says why.", code="internal_error")

@@ -1,9 +1,9 @@
 """Routes whose JSON goes through the one door for outside input, and the server that they belong to."""
 
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import HTTPException, Request
+from fastapi import Depends, HTTPException, Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 
@@ -36,3 +36,7 @@ def serving_of(request: Request) -> Serving:
     """The server that a request came to."""
     serving: Serving = request.app.state.serving
     return serving
+
+
+Shared = Annotated[Serving, Depends(serving_of)]
+"""The server, as an argument of a route."""

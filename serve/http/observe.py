@@ -30,7 +30,6 @@ TRACED = {
     "finish_reasons": "gen_ai.response.finish_reasons",
 }
 """Facts that have a name in OpenTelemetry's conventions. The others begin with ``eesd.``."""
-LOG_FORMATS = ("text", "json")
 _REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 

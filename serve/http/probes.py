@@ -1,17 +1,13 @@
 """``/health``, ``/ready`` and ``/metrics``: for those who watch the server."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from eesd.serve.http.errors import ERRORS, APIError
-from eesd.serve.http.json_route import serving_of
-from eesd.serve.http.options import Serving
+from eesd.serve.http.json_route import Shared
 
 router = APIRouter(responses={status: ERRORS[status] for status in (401, 503)})
-Shared = Annotated[Serving, Depends(serving_of)]
 
 
 @router.get("/health", response_class=PlainTextResponse)

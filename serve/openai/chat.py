@@ -1,9 +1,8 @@
 """``POST /v1/chat/completions``."""
 
 from collections.abc import Sequence
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
@@ -14,7 +13,7 @@ from eesd.serve.grammar.thinking import BEGIN, END, ThinkParser, may_think
 from eesd.serve.grammar.tool_calls import ToolDelta, whole_calls
 from eesd.serve.grammar.tools import Tools, encode_chat, special_token, tools_of
 from eesd.serve.http.errors import ANSWERS, APIError
-from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
 from eesd.serve.openai.answers import finished, new_answer, respond
 from eesd.serve.openai.generations import Generations, Progress
@@ -36,7 +35,7 @@ router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/chat/completions", response_model=ChatAnswer, responses=ANSWERS)
-async def chat_completions(body: ChatBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
+async def chat_completions(body: ChatBody, request: Request, serving: Shared) -> Response:
     """Answer chat messages."""
     if body.top_logprobs is not None and not body.logprobs:
         raise APIError(400, "top_logprobs needs logprobs; set it to true.", "top_logprobs", "invalid_value")

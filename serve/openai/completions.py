@@ -1,9 +1,8 @@
 """``POST /v1/completions``."""
 
 from collections.abc import Sequence
-from typing import Annotated
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
@@ -11,7 +10,7 @@ from eesd.runtime.llm import LLM
 from eesd.runtime.request import TokenOutput, Update
 from eesd.serve.grammar.fill_in import fill_in
 from eesd.serve.http.errors import ANSWERS, APIError
-from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
 from eesd.serve.openai.answers import finished, new_answer, respond
 from eesd.serve.openai.generations import Generations, Progress
@@ -23,7 +22,7 @@ router = APIRouter(route_class=JSONRoute)
 
 
 @router.post("/v1/completions", response_model=CompletionAnswer, responses=ANSWERS)
-async def completions(body: CompletionBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
+async def completions(body: CompletionBody, request: Request, serving: Shared) -> Response:
     """Continue one prompt, or several."""
     check_model(body.model, serving)
     if body.max_tokens == 0 and not body.echo:

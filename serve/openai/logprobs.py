@@ -17,15 +17,14 @@ class TokenWriter:
     Args:
         codec: The tokenizer; None: tokens are written as ``token_id:5``.
         prompt: The tokens before them.
-        offset: Characters of the choice's text before them.
     """
 
-    def __init__(self, codec: TextCodec | None, prompt: Sequence[int] = (), offset: int = 0) -> None:
+    def __init__(self, codec: TextCodec | None, prompt: Sequence[int] = ()) -> None:
         self._codec = codec
         self._bytes = TokenBytes(codec) if codec else None
         self._before = prompt[-1] if prompt else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._offset = offset
+        self._offset = 0
 
     def _written(self, token: int) -> bytes:
         """The bytes of a token; for a special token, and one that the tokenizer does not know, a name."""

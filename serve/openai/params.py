@@ -10,7 +10,7 @@ from eesd.runtime.request import Constraint, Request
 from eesd.serve.grammar.fields import constraint_of
 from eesd.serve.grammar.token_filter import TokenFilter, word_tokens
 from eesd.serve.grammar.tools import Tools
-from eesd.serve.http.errors import APIError
+from eesd.serve.http.errors import APIError, unsupported
 from eesd.serve.http.options import Serving
 from eesd.serve.openai.schemas import ALIASES, Body, GenerationBody
 
@@ -71,7 +71,7 @@ def check_supported(body: Body, choices: int = 1) -> None:
         value = unknown.get(name)
         if value is not None and value != neutral:
             wanted = "leave it out" if neutral is None else f"leave it out or give {neutral!r}"
-            raise APIError(400, f"{name} {shown(value)} is not supported; {wanted}.", name, "unsupported_value")
+            raise unsupported(name, f"{name} {shown(value)} is not supported; {wanted}.")
 
 
 def check_model(model: str | None, serving: Serving) -> None:
@@ -121,12 +121,10 @@ def requests_of(
         APIError, EESDError: The server cannot do what is asked for.
     """
     check_supported(body, body.choices)
-    if len(prompts) * body.choices > serving.options.max_n:
-        message = f"The request asks for {len(prompts) * body.choices} texts; ask for at most {serving.options.max_n}."
-        raise APIError(400, message, "n")
-    if len(prompts) * body.choices > serving.service.places:  # a 429 would promise that there will be room
-        message = f"The request asks for {len(prompts) * body.choices} texts; this server has {serving.service.places} places."
-        raise APIError(400, message, "n")
+    texts, most, places = len(prompts) * body.choices, serving.options.max_n, serving.service.places
+    if texts > min(most, places):  # beyond the places a 429 would promise that there will be room
+        limit = f"ask for at most {most}" if texts > most else f"this server has {places} places"
+        raise APIError(400, f"The request asks for {texts} texts; {limit}.", "n")
     llm = serving.service.llm
     chosen = {name: getattr(body, name) for name in SAMPLING if getattr(body, name) is not None}
     if body.top_k is not None:

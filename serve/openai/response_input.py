@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from eesd.common.checks import shown
-from eesd.serve.http.errors import APIError
+from eesd.serve.http.errors import APIError, unsupported
 from eesd.serve.openai.response_schemas import ContentPart, InputItem, ResponsesBody, TextOptions
 from eesd.serve.openai.schemas import ChatBody, GenerationBody, TemplateBody
 
@@ -33,12 +33,12 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
     extra = body.model_extra or {}
     for name, message in REFUSED.items():
         if extra.get(name):
-            raise _refusal(name, message)
+            raise unsupported(name, message)
     if body.truncation == "auto":
-        raise _refusal("truncation", "truncation 'auto' is not supported; give 'disabled', and an input that fits.")
+        raise unsupported("truncation", "truncation 'auto' is not supported; give 'disabled', and an input that fits.")
     for name in ("n", "return_token_ids"):
         if getattr(body, name) not in (None, False, 1):
-            raise _refusal(name, f"{name} is not supported in responses; leave it out, or ask for chat completions.")
+            raise unsupported(name, f"{name} is not supported in responses; leave it out, or ask for chat completions.")
     messages = _messages(body.input)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
@@ -62,10 +62,6 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
     return ChatBody.model_validate({name: value for name, value in (unknown | shared | values).items() if value is not None})
 
 
-def _refusal(param: str, message: str) -> APIError:
-    return APIError(400, message, param, "unsupported_value")
-
-
 def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -77,7 +73,7 @@ def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         if kind == "reasoning":
             thought = {"reasoning_content": _text(item.content, number, "reasoning without text", joined=True)}
         elif read is None:
-            raise _refusal("input", _unknown(kind, number))
+            raise unsupported("input", _unknown(kind, number))
         else:
             message = read(item, number)
             if thought and message["role"] == "assistant":
@@ -136,7 +132,7 @@ def _text(given: str | Sequence[ContentPart] | None, number: int, nothing: str, 
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in TEXTS | {"refusal"}:
             message = f"Input item {number} has a part of type {shown(part.type)}; this version reads text only."
-            raise _refusal("input", message)
+            raise unsupported("input", message)
         if text is None:
             raise APIError(400, f"Input item {number} has a part without text; give it.", "input", "invalid_value")
         texts.append(text)
@@ -147,7 +143,7 @@ def _text(given: str | Sequence[ContentPart] | None, number: int, nothing: str, 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise _refusal("tools", f"The tool {shown(tool.get('type'))} is not supported; this server knows functions only.")
+        raise unsupported("tools", f"The tool {shown(tool.get('type'))} is not supported; this server knows functions only.")
     names = ("name", "description", "parameters", "strict")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
@@ -155,13 +151,13 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 def _tool_choice(given: str | dict[str, Any] | None) -> Any:
     if isinstance(given, dict) and given.get("type") not in ("function", "allowed_tools"):
         message = f"tool_choice of type {shown(given.get('type'))} is not supported; give none, auto, required, or a function."
-        raise _refusal("tool_choice", message)
+        raise unsupported("tool_choice", message)
     return given
 
 
 def _response_format(text: TextOptions) -> dict[str, Any] | None:
     if text.verbosity not in (None, "medium"):
-        raise _refusal("text", f"text.verbosity {shown(text.verbosity)} is not supported; leave it out.")
+        raise unsupported("text", f"text.verbosity {shown(text.verbosity)} is not supported; leave it out.")
     if text.format is None:
         return None
     if text.format.type != "json_schema":

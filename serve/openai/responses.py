@@ -3,16 +3,16 @@
 import json
 from collections.abc import Iterator
 from time import time
-from typing import Annotated, Any
+from typing import Any
 from uuid import uuid4
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from eesd.runtime.request import Update
 from eesd.serve.grammar.tool_calls import ToolDelta
 from eesd.serve.http.errors import ANSWERS, APIError
-from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
 from eesd.serve.http.streaming import Events, EventStream, json_bytes, json_response, stream_error, unless_left
 from eesd.serve.openai.chat import Reader, begin
@@ -39,7 +39,7 @@ Event = tuple[str, dict[str, Any]]
 
 
 @router.post("/v1/responses", response_model=ResponsesAnswer, responses=ANSWERS)
-async def responses(body: ResponsesBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
+async def responses(body: ResponsesBody, request: Request, serving: Shared) -> Response:
     """Answer an input, with calls of functions or text. Nothing of it is kept."""
     template = serving.codec.chat_template if serving.codec else None
     chat = as_chat(body, template is not None and "developer" in template.source)

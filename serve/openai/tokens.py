@@ -1,13 +1,12 @@
 """``/v1/models``, ``/tokenize``, ``/detokenize`` and ``/tokenizer_info``."""
 
 from time import time
-from typing import Annotated
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter
 from fastapi.concurrency import run_in_threadpool
 
 from eesd.serve.http.errors import ERRORS, APIError
-from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
 from eesd.serve.openai.chat import prompt_of
 from eesd.serve.openai.params import check_ids, check_model, check_supported
@@ -23,7 +22,6 @@ from eesd.serve.openai.schemas import (
 
 router = APIRouter(route_class=JSONRoute, responses=ERRORS)
 STARTED = int(time())
-Shared = Annotated[Serving, Depends(serving_of)]
 
 
 def _card(name: str, serving: Serving) -> ModelCard:

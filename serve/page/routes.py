@@ -8,7 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, Field
@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 import eesd
 from eesd.runtime.request import Update
 from eesd.serve.http.errors import APIError
-from eesd.serve.http.json_route import JSONRoute, serving_of
+from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
 from eesd.serve.http.streaming import Events, EventStream, event
 from eesd.serve.openai.generations import Generations
@@ -78,7 +78,7 @@ class PlayEvent(BaseModel):
 
 
 @router.get("/playground/about")
-async def about(serving: Annotated[Serving, Depends(serving_of)]) -> About:
+async def about(serving: Shared) -> About:
     """What the page shows of the server."""
     llm, codec = serving.service.llm, serving.codec
     sampling = llm.default_sampling
@@ -93,7 +93,7 @@ async def about(serving: Annotated[Serving, Depends(serving_of)]) -> About:
 
 
 @router.post("/playground/generate")
-async def generate(body: PlayBody, request: Request, serving: Annotated[Serving, Depends(serving_of)]) -> Response:
+async def generate(body: PlayBody, request: Request, serving: Shared) -> Response:
     """Generate, and stream one event for each update."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "There is no prompt, or there are two; give prompt or messages.")

@@ -16,10 +16,12 @@ from transformers import AutoTokenizer
 
 from eesd.common.errors import EESDError
 from eesd.runtime.llm import LLM, load
-from eesd.runtime.request import TokenOutput, Update
+from eesd.runtime.request import Request, TokenOutput, Update
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolDelta, ToolFormat, ToolParser
 from eesd.serve.grammar.tools import Tools, _in_words, _told, encode_chat, tools_of
+from eesd.serve.openai.chat import Reader
+from eesd.serve.openai.generations import Progress
 
 WEATHER: dict[str, Any] = {
     "type": "function",
@@ -311,9 +313,9 @@ def test_marks_that_are_special_tokens_are_seen_and_written(tmp_path: Path) -> N
     codec = codec_of(tmp_path, TEMPLATES["mistral_v3"], special=["[TOOL_CALLS]"])
     tools = tools_of({"tools": TOOLS, "tool_choice": "required"}, codec)
     assert tools is not None and tools._grammar(codec).startswith('start: <[3]> "["')
-    parser = tools.parser(codec, streaming=False)
-    deltas = parser.read(Update((TokenOutput(3, "", "verify"), TokenOutput(2, '[{"name": "now", "argu', "exit"))))
-    deltas += parser.read(Update((), held='ments": {}}]', finish_reason="stop"))
+    reader = Reader(Progress(Request(tokens=[2])), tools, codec, streaming=False)
+    deltas = reader.see(Update((TokenOutput(3, "", "verify"), TokenOutput(2, '[{"name": "now", "argu', "exit"))))
+    deltas += reader.see(Update((), held='ments": {}}]', finish_reason="stop"))
     assert put_together(deltas) == ("", [("now", "{}")])
 
 
