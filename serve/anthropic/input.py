@@ -7,6 +7,7 @@ from typing import Any
 from eesd.common.checks import shown
 from eesd.serve.anthropic.schemas import Block, MessagesBody, PromptBody, Tool, ToolChoice, Turn
 from eesd.serve.http.errors import APIError, unsupported
+from eesd.serve.openai.params import chat_of
 from eesd.serve.openai.schemas import ChatBody, GenerationBody
 
 REFUSED = ("mcp_servers", "container", "context_management")
@@ -48,7 +49,7 @@ def as_chat(body: PromptBody) -> ChatBody:
         "response_format": {"type": "json_schema", "json_schema": {"schema": schema, "strict": True}} if schema else None,
         "continue_final_message": True if last.role == "assistant" and messages[-1].get("content") else None,
     }
-    return ChatBody.model_validate({name: value for name, value in values.items() if value is not None})
+    return chat_of(values)
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:

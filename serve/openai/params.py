@@ -4,6 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
 from eesd.common.checks import shown
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import Constraint, Request
@@ -12,7 +15,7 @@ from eesd.serve.grammar.token_filter import TokenFilter, word_tokens
 from eesd.serve.grammar.tools import Tools
 from eesd.serve.http.errors import APIError, unsupported
 from eesd.serve.http.options import Serving
-from eesd.serve.openai.schemas import ALIASES, Body, GenerationBody
+from eesd.serve.openai.schemas import ALIASES, Body, ChatBody, GenerationBody
 
 SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NEUTRAL: dict[str, Any] = {
@@ -54,6 +57,18 @@ NEUTRAL: dict[str, Any] = {
 }
 """Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the text and are not supported, and
 the value that changes nothing. An alias is refused beside the field that it stands for, and where there is no such field."""
+
+
+def chat_of(values: dict[str, Any]) -> ChatBody:
+    """The chat that a request of another API is. What is None is left out.
+
+    Raises:
+        RequestValidationError: A field that only chats have, under its name elsewhere, has a value that cannot be used.
+    """
+    try:
+        return ChatBody.model_validate({name: value for name, value in values.items() if value is not None})
+    except ValidationError as error:
+        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
 
 
 def check_supported(body: Body, choices: int = 1) -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 from eesd.common.checks import shown
 from eesd.serve.http.errors import APIError, unsupported
+from eesd.serve.openai.params import chat_of
 from eesd.serve.openai.response_schemas import ContentPart, InputItem, ResponsesBody, TextOptions
 from eesd.serve.openai.schemas import ChatBody, GenerationBody, TemplateBody
 
@@ -59,7 +60,7 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
         "logprobs": logprobs or None,
         "top_logprobs": body.top_logprobs if logprobs else None,
     }
-    return ChatBody.model_validate({name: value for name, value in (unknown | shared | values).items() if value is not None})
+    return chat_of(unknown | shared | values)
 
 
 def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:

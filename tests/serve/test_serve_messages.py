@@ -119,6 +119,7 @@ def test_a_form_of_the_output(lined: Served) -> None:
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "not among the tools"),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
         ({"n": 2}, "n and return_token_ids"),
+        ({"think": []}, "reasoning_effort cannot be used"),
         ({"typical_p": 0.5}, "typical_p"),
         ({"guided_regex": "("}, "unclosed group"),
     ],

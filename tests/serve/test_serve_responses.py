@@ -244,6 +244,7 @@ def test_log_probabilities_of_all_tokens(lined: Served) -> None:
         ({"input": [{"role": "user"}]}, "without content"),
         ({"input": []}, "input cannot be used"),
         ({"n": 2}, "n is not supported"),
+        ({"n_predict": []}, "max_tokens cannot be used"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "no schema"),
         ({"text": {"verbosity": "low"}}, "verbosity"),
         ({"reasoning": {"effort": "much"}}, "reasoning cannot be used"),
