@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-import numpy as np
 
 from eesd.bench.cli import announce_resume
 from eesd.bench.measure.resumable import run_with_progress
@@ -30,9 +29,6 @@ from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, markdown
 from eesd.common import cli
 from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
-from eesd.common.manifest import Manifest
-from eesd.common.quantization import is_linear
-from eesd.common.weights import SCALES
 from eesd.runtime.chat_template import Message
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, default_threads
@@ -110,29 +106,6 @@ def parse_method(text: str, default: Path) -> Method:
     return Method(name, Path(directory) if directory else default, speculation)
 
 
-def draft_error(directory: Path, manifest: Manifest) -> float | None:
-    """sqrt(sum (w - w')^2 / sum w^2) of verify's linear weights w and the draft's copies w'; None: it has no copies."""
-    from torch import device
-
-    from eesd.export.cpu.stored_values import read_tensor, to_float32
-    from eesd.runtime.engines.cpu_build import halved_weights
-    from eesd.runtime.engines.graph_file import read_graph
-    from eesd.runtime.engines.torch_weights import load_modules
-
-    stages = load_modules(directory, manifest, [device("cpu")] * len(manifest.verify), True, kernels=False)
-    assert stages[0].draft is not None
-    own = {name: weight for stage in stages for name, weight in stage.verify.named_parameters() if not weight.is_meta}
-    shared = [(own[name], weight) for name, weight in stages[0].draft.named_parameters() if is_linear(name) and name in own]
-    pairs = [(weight.float(), rounded.float()) for weight, rounded in shared if not rounded.is_meta]
-    wrong = sum(float((weight - rounded).square().sum()) for weight, rounded in pairs)
-    tensors = {tensor.name: tensor for tensor in read_graph(directory / manifest.draft.file).graph.initializer}
-    for name in filter(is_linear, halved_weights(manifest)):  # of 8 bits the CPU reads the upper 4: the middle of 16 levels
-        scales, levels = (to_float32(*read_tensor(directory, tensors[name + suffix])) for suffix in (SCALES, ""))
-        middle = levels.reshape(len(scales), -1, levels.shape[1]) % 16 - np.float32(7.5)
-        wrong += float(np.square(middle * scales[:, None]).sum())
-    return (wrong / sum(float(weight.square().sum()) for weight, _ in pairs)) ** 0.5 if pairs else None
-
-
 Turns = list[tuple[Generation, bytes]]
 
 
@@ -163,9 +136,7 @@ class Questioning:
         """Ask the questions that ``result`` has no answers to: those in ``fewer`` with all samplings, the others only with the
         first one if these are the ``first`` kernels. Yields after each."""
         for directory, bench in self.benches.items():
-            if (name := directory.resolve().name) not in result.engines:
-                error = draft_error(directory, bench.manifest) if self._options.get("bits") else None
-                result.engines[name] = bench.describe() | {"draft_error": error}
+            result.engines.setdefault(directory.resolve().name, bench.describe())
         self._warm_up(questions[0])
         for number, question in enumerate(questions):
             for index, sampling in enumerate(self._options["samplings"]):
@@ -259,7 +230,7 @@ class Questioning:
 @click.option("--kernels", multiple=True, default=("",), help="CPU kernels, such as avx2; repeatable.  [default: the fastest]")
 @click.option("--per-category", type=COUNT, default=80, help="Largest number of questions of a category.")
 @click.option("--others", type=COUNT, help="That of other samplings and kernels than the first.  [default: the same]")
-@click.option("--bits", is_flag=True, help="Compare logits, too, measure the draft's rounding, and read a prompt once for all.")
+@click.option("--bits", is_flag=True, help="Compare logits, too, and read a prompt once for all.")
 @click.option("-n", "--max-new-tokens", type=COUNT, default=256, help="Tokens of an answer, at most.")
 @click.option("--costs", type=click.Choice(list(COST_MODELS)), help="Count what calls cost there, instead of timing them here.")
 @click.option("--backend", type=click.Choice(BACKENDS), default="auto")

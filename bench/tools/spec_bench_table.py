@@ -66,7 +66,7 @@ class Result(Saved):
 
     Attributes:
         options: What was measured.
-        engines: Description of each engine directory by name; ``draft_error`` if it was measured.
+        engines: Description of each engine directory by name.
         categories: Category of each question by its number.
         skipped: How many questions leave no room for an answer.
         machine: Where it was measured.
@@ -165,8 +165,7 @@ def _explained(result: Result) -> list[str]:
     if result.options.get("bits"):
         return [
             "Median: of the questions' speed-ups, with the same interval. Acceptance: of judged draft tokens. Pauses: of the "
-            "guard, in all. Bits: answers with the logits of plain decoding, bit for bit. Rounded by: the relative root mean "
-            "square distance of the draft's linear weights from verify's."
+            "guard, in all. Bits: answers with the logits of plain decoding, bit for bit."
         ]
     return [
         "With prefill: the same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds at "
@@ -189,11 +188,8 @@ def _table(result: Result, engine: str, sampling: str) -> list[str]:
         pairs = [(plain[question], answer) for question, answer in answers.items()]
         cells = [_cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name]) for name in names]
         equal = f"{sum(answer.equal for answer in answers.values())} of {len(answers)}"
-        directory = method.partition(",")[0].rpartition(":")[0] or engine.partition(" ")[0]
-        error = None if method.startswith("text") else result.engines[directory].get("draft_error")
-        rounding = [f"{error:.3f}" if error else ""] if bits else []
-        rows.append([method, *cells, f"**{_cell(pairs)}**", *(cell(pairs) for cell in more.values()), equal, *rounding])
-    lines = table(["method", *names, "overall", *more, "equal", *["rounded by"] * bits], rows)
+        rows.append([method, *cells, f"**{_cell(pairs)}**", *(cell(pairs) for cell in more.values()), equal])
+    lines = table(["method", *names, "overall", *more, "equal"], rows)
     if bits:
         step = sum(answer.decode_seconds for answer in plain.values()) / sum(answer.tokens for answer in plain.values())
         lines += [f"A token of plain decoding took {step * 1e3:.2f} ms.", ""]

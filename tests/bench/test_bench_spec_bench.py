@@ -11,9 +11,8 @@ from support.command import add_tokenizer, assert_refused, export_engine, run, s
 
 from eesd.bench.replay.costs import COST_MODELS, CallCosts, CostModel
 from eesd.bench.tools.results import main as draw
-from eesd.bench.tools.spec_bench import choose, draft_error, main, read_questions
+from eesd.bench.tools.spec_bench import choose, main, read_questions
 from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
-from eesd.common.manifest import load_manifest
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.cpu_engine import CpuEngine
 
@@ -93,26 +92,13 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
     assert {a.method for a in result.answers} == {PLAIN, "plans:exit,fixed:k=2", "exit", "both"}
     assert all(0 <= a.accepted <= a.judged for a in result.answers)
     assert any(a.judged for a in whole)
-    head, own = result.engines["plans"]["draft_error"], result.engines["quantized"]["draft_error"]
-    assert 0 < own < 0.2 and 0 < head < 0.2
     for words in (
-        f"| {own:.3f} |",
         "the whole model drafts or exit after layer 1",
         "5 of 5",
         "acceptance",
         "pauses",
     ):
         assert words in shown
-
-
-def test_the_rounding_of_a_draft_is_that_of_its_bits(text_model: Path, quantized_engine: Path, tmp_path: Path) -> None:
-    finer = export_engine(text_model, tmp_path / "int8", "--exit-head", "quantized", "--quantize-draft", "int8")
-    halved = export_engine(text_model, tmp_path / "halved", "--exit-head", "quantized", "--quantize", "int8")
-    shared = export_engine(text_model, tmp_path / "none", "--quantize-draft", "none")
-    paths = quantized_engine, finer, halved, shared
-    four, eight, upper, none = (draft_error(path, load_manifest(path)) for path in paths)
-    assert four is not None and eight is not None and 8 < four / eight < 24 and none == 0
-    assert upper == pytest.approx(four, rel=0.5), "the upper half of 8 bits is about as coarse as 4"
 
 
 def test_a_method_needs_the_same_model(engine: Path, questions: Path, tmp_path: Path) -> None:
