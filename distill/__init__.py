@@ -9,9 +9,8 @@ The modules in reading order. Each imports only from modules above it.
 * ``losses``: losses per token, and the exit head as a training module.
 * ``acceptance``: rounds and acceptance by draft depth, replayed from one parallel pass. ``eesd.distill.calibrate`` fits the
   calibration prior to them.
-* ``metrics``: ``metrics.jsonl``, TensorBoard events, ``curves.png``.
+* ``metrics``: ``metrics.jsonl`` and ``curves.png``.
 * ``trainer``: training loop, checkpoints, exact resume.
 * ``run``: from the options to training and evaluation.
-* ``search``: short runs that compare exit layers.
 * ``cli``: the command.
 """

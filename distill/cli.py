@@ -114,7 +114,6 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--log-every", type=INTERVAL, default=50, help="Steps between lines of metrics.")
 @click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
 @click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
-@click.option("--compile/--eager", "compiled", default=False, help="Use torch.compile, or not.")
 @click.option("--license", "licence", type=cli.NAME, help="Licence of the head, for its model card, e.g. apache-2.0.")
 @click.option("--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation.")
 def main(**options: Any) -> None:

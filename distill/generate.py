@@ -49,10 +49,6 @@ class GenerationOptions:
     prompts: str
     base: str
 
-    def __post_init__(self) -> None:
-        if self.rows < 1 or self.batch < 1 or not self.temperatures or min(self.temperatures) < 0:
-            raise EESDError("--own-rows and --own-batch must be at least 1, and all --temperatures 0 or above.")
-
 
 def self_generate(
     writer: Writer,

@@ -1,4 +1,4 @@
-"""The log of a run: ``metrics.jsonl``, TensorBoard events if tensorboard is installed, and ``curves.png``."""
+"""The log of a run: ``metrics.jsonl`` and ``curves.png``."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,10 @@ CURVES_FILE = "curves.png"
 
 
 class MetricsLog:
-    """Writes ``metrics.jsonl`` (one JSON object per line: training metrics or a validation), ``events/`` and ``curves.png``."""
+    """Writes ``metrics.jsonl`` (one JSON object per line: training metrics or a validation) and ``curves.png``."""
 
     def __init__(self, output: Path) -> None:
         self.output, self.path = output, output / "metrics.jsonl"
-        self._writer: Any = None
         self._draws = True
 
     def start(self, step: int) -> None:
@@ -29,11 +28,6 @@ class MetricsLog:
         kept = [line for line in self.lines() if line["step"] <= step]
         with saved_whole(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        self._writer = SummaryWriter(str(self.output / "events"), purge_step=step + 1)
 
     def lines(self) -> list[dict[str, Any]]:
         """All metrics so far. A last line without an end, which a killed run may leave, does not count."""
@@ -48,16 +42,9 @@ class MetricsLog:
         return lines
 
     def add(self, metrics: dict[str, Any]) -> None:
-        """Append one line. Lists have one TensorBoard curve per depth."""
+        """Append one line."""
         with saving(self.path), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
-        if self._writer is not None:
-            for name, value in (metrics | {"kinds": []} | metrics.get("kinds", {})).items():
-                by_depth = enumerate(value, 1) if isinstance(value, list) else [(0, value)]
-                for depth, number in by_depth:
-                    if name != "step":
-                        self._writer.add_scalar(f"{name}/{depth}" if depth else name, number, metrics["step"])
-            self._writer.flush()
 
     def plot(self) -> None:
         """Draw losses and acceptance by depth over the steps. Does nothing without matplotlib."""

@@ -47,7 +47,7 @@ from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOp
 from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import structure
-from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall, check_compiler
+from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
 from eesd.distill.trainer import Report, Trainer, check_output
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig
@@ -81,7 +81,6 @@ class Run:
         offline: Directory of the target cache. None: the teacher runs on each batch.
         init_head: Directory of the head to start from. None: the model's last layers.
         intervals: Steps between logged metrics, validations and checkpoints.
-        compiled: Whether to use torch.compile.
         licence: Of the head, for its card; None: it is not said.
         dtype: Element type of the base model's weights.
         progress: Opens progress bars.
@@ -97,7 +96,6 @@ class Run:
     offline: Path | None
     init_head: Path | None
     intervals: Intervals
-    compiled: bool
     licence: str | None
     dtype: torch.dtype
     progress: ProgressBar
@@ -280,16 +278,12 @@ class Run:
         return cache
 
     def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
-        """On a CPU this project's operators read, unless torch's compiler is wanted."""
-        if self._has_operators and not self.compiled:
-            training, threads = self.training, torch.get_num_threads()
-            return EngineTeacher(
-                self.checkpoint, self._engine_directory, layers, training.top_k, training.precision, slots, threads
-            )
-        teacher = Teacher(self.decoder, layers, self.training.top_k, self.training.precision)
-        if self.compiled:
-            teacher.compile_parts()
-        return teacher
+        """On a CPU this project's operators read."""
+        top_k, precision = self.training.top_k, self.training.precision
+        if self._has_operators:
+            threads = torch.get_num_threads()
+            return EngineTeacher(self.checkpoint, self._engine_directory, layers, top_k, precision, slots, threads)
+        return Teacher(self.decoder, layers, top_k, precision)
 
     def given_head(self) -> ExitHead | None:
         """The head in ``init_head``, with its draft vocabulary; None without one.
@@ -357,7 +351,7 @@ class Run:
         }
         trainer = Trainer(
             self.accelerator, self.initial_head(rows), self.checkpoint.geometry, self.lm_head, self.training, rows,
-            self.targets(rows), validation, self.output, identity, self.compiled,
+            self.targets(rows), validation, self.output, identity,
         )  # fmt: skip
         with self.progress("training", self.training.steps) as advance:
             trainer.run(self.intervals, report, advance)
@@ -503,8 +497,6 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         given = read_exit_config(options["init_head"], checkpoint.fingerprint())
     training, data = checked(options, checkpoint.config, given)
     output: Path = options["output"]
-    if options["compiled"]:
-        check_compiler()
     accelerator = make_accelerator()
     for directory in filter(None, (output, data.own_text, options["offline"])):
         if not (directory if directory.exists() else existing_parent(directory)).is_dir():
@@ -522,7 +514,6 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         offline=options["offline"],
         init_head=options["init_head"],
         intervals=Intervals(options["log_every"], options["eval_every"], options["save_every"]),
-        compiled=options["compiled"],
         licence=options["licence"],
         dtype=getattr(torch, dtype),
         progress=progress,

@@ -50,7 +50,7 @@ class Targets:
 
 
 TeacherCall = Callable[[Tensor], tuple[dict[int, Tensor], Targets]]
-"""A :class:`Teacher`, compiled or not."""
+"""A :class:`Teacher`, or an engine that reads like one."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,6 @@ class Teacher(nn.Module):
         super().__init__()
         self.decoder, self.layers, self.precision = decoder, tuple(layers), precision
         self.top_k = min(top_k, decoder.geometry.vocab_size)
-        self._choose: Callable[[Tensor, int], tuple[Tensor, Tensor]] = top_tokens
 
     @torch.no_grad()  # not inference_mode: inference tensors cannot take part in the student's backward pass
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
@@ -177,30 +176,10 @@ class Teacher(nn.Module):
         top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True))
         return hidden, Targets(top_ids, top_logprobs)
 
-    def compile_parts(self) -> None:
-        """Use torch.compile for what repeats: a block, which all layers share, and the choice of the top tokens."""
-        for block in self.decoder.model.layers:
-            block.compile(dynamic=False)
-        self._choose = torch.compile(top_tokens, dynamic=False)
-
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [n, K] from LM head inputs [n, hidden]."""
         logits = wide_logits(x, self.decoder.lm_head.weight)
-        return self._choose(capped(logits, self.decoder.geometry.logit_cap), self.top_k)
-
-
-def check_compiler() -> None:
-    """Refuse a torch whose compiler takes all code for an export, as that of torch 2.11: blocks would become operators of ONNX,
-    which compute nothing.
-
-    Raises:
-        EESDError: It is such a torch.
-    """
-    exports = torch.compile(lambda x: x + int(torch.compiler.is_exporting()), backend="eager", fullgraph=True)
-    if exports(torch.zeros(1)):
-        raise EESDError(
-            f"The compiler of torch {torch.__version__} takes all that it compiles for an export; leave out --compile."
-        )
+        return top_tokens(capped(logits, self.decoder.geometry.logit_cap), self.top_k)
 
 
 def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
@@ -363,10 +342,7 @@ class TargetCache:
             )
         for number in missing[process::processes]:
             tokens = torch.from_numpy(self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(np.int64))
-            parts = [
-                _cached_tensors(*teacher(_pad_rows(ids, batch).to(device)), len(ids), self._packed)
-                for ids in torch.split(tokens, batch)
-            ]
+            parts = [_cached_tensors(*teacher(ids.to(device)), self._packed) for ids in torch.split(tokens, batch)]
             shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
             path = self.directory / shard_name(number)
             with saved_whole(path) as temporary:
@@ -421,15 +397,10 @@ def _mask(rows: Rows, indices: NDArray[np.int64]) -> Tensor:
     return (torch.arange(length) < torch.from_numpy(rows.lengths[indices] - 1)[:, None]).float()
 
 
-def _pad_rows(ids: Tensor, batch: int) -> Tensor:
-    """Pad to a constant number of rows, so that a compiled teacher is not compiled again for the last ones."""
-    return torch.nn.functional.pad(ids, (0, 0, 0, batch - len(ids)))
-
-
-def _cached_tensors(hidden: dict[int, Tensor], targets: Targets, count: int, packed: bool) -> dict[str, Tensor]:
-    """The first ``count`` rows of a pass, by their names in a shard; states in 8 bits if they are to be ``packed``."""
+def _cached_tensors(hidden: dict[int, Tensor], targets: Targets, packed: bool) -> dict[str, Tensor]:
+    """The rows of a pass, by their names in a shard; states in 8 bits if they are to be ``packed``."""
     states = {f"hidden.{layer}": states for layer, states in hidden.items()}
     if packed:
         states = {name: part for whole, states in states.items() for name, part in pack_states(whole, states).items()}
     tensors = states | {"top_ids": targets.top_ids, "top_logprobs": targets.top_logprobs}
-    return {name: tensor[:count].cpu() for name, tensor in tensors.items()}
+    return {name: tensor.cpu() for name, tensor in tensors.items()}

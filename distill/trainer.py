@@ -116,7 +116,6 @@ class Trainer:
         validation: ValidationSet,
         output: Path,
         identity: dict[str, Any],
-        compiled: bool = False,
     ) -> None:
         """Prepare the head and the optimizers.
 
@@ -131,7 +130,6 @@ class Trainer:
             validation: The validation set.
             output: Existing output directory.
             identity: Model, data and initial weights. A run resumes only if they and the options are the same.
-            compiled: Whether to use torch.compile.
         """
         self.accelerator, self.geometry, self.options, self.rows = accelerator, geometry, options, rows
         self.targets, self.validation, self.output, self.head = targets, validation, output, head
@@ -139,8 +137,6 @@ class Trainer:
         head = head.to(accelerator.device)
         self.identity = json.loads(json.dumps(asdict(options) | identity))
         student = Student(head, options.losses, options.precision)
-        if compiled:
-            student.compile(dynamic=False)
         self.student, *self.optimizers = accelerator.prepare(student, *make_optimizers(head, options))
         dtype = storage_dtype(options.precision)
         self._inputs, self._caches = full_sequence_inputs(

@@ -177,9 +177,3 @@ def test_what_cannot_be_written_is_refused(change: dict[str, Any], words: str) -
     assert good.waiting() == [1, 0]
     with pytest.raises(EESDError, match=words):
         replace(good, **change)
-
-
-def test_a_compiler_that_would_compile_an_export_is_refused(start: tuple[object, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of torch 2.11: every head that it trained would be made of zeros."""
-    monkeypatch.setattr("torch.compiler.is_exporting", lambda: True)
-    assert_refused(run(main, *start, "--compile"), "compiler", "export", "--compile")

@@ -111,9 +111,7 @@ def test_the_learning_rate_rises_stays_constant_and_falls() -> None:
     "make",
     [
         lambda: LossOptions(ce=0, kl=0),
-        lambda: TrainingOptions(1, steps=-1),
-        lambda: TrainingOptions(1, mix_share=1),
-        lambda: TrainingOptions(1, lr=0),
+        lambda: TrainingOptions(1, draft_vocab=1),
     ],
 )
 def test_invalid_options_are_refused(make: object) -> None:
