@@ -1,7 +1,6 @@
 """``eesd-bench``: measure engine directories, replay controllers on traces, write reports."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import product
 from pathlib import Path
@@ -11,7 +10,7 @@ import click
 from click.core import ParameterSource
 
 from eesd.bench.measure.results import Result, read_json, refuse_existing
-from eesd.bench.measure.resumable import measure_engine, run_with_progress
+from eesd.bench.measure.resumable import announce_resume, measure_engine, run_with_progress
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
@@ -77,17 +76,6 @@ def read_options(given: dict[str, Any]) -> Options:
             raise EESDError(f"{option} {given[name]!r} is not a list of whole numbers separated by spaces.") from None
     given |= {name: tuple(given[name].split()) for name in ("controllers", "samplings")}
     return Options(**{item.name: given[item.name] for item in fields(Options)})
-
-
-@contextmanager
-def announce_resume(path: Path) -> Iterator[None]:
-    """On Ctrl-C say how to continue."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        if path.exists():
-            click.echo(f"\n{path} has the results so far; continue with --resume.", err=True)
-        raise
 
 
 def show_report(results: Sequence[Result], simulations: Sequence[Simulation], path: Path, plots: bool) -> None:

@@ -169,6 +169,8 @@ class Saved:
     """What the file is, for a message."""
     ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
     """Lists of dataclasses, and what makes an item of its values. A file of this kind has all of them."""
+    SAME: ClassVar[Sequence[str]] = ("options", "machine")
+    """Attributes that a resumed run must have in common with the file."""
     schema: int
 
     def save(self, path: Path) -> None:
@@ -201,8 +203,7 @@ class Saved:
         """What to fill: the file at ``path`` if it is to be continued and there is one, else this.
 
         Raises:
-            EESDError: There is a file that is neither to be continued nor overwritten; or it has other options, or is from
-                another machine.
+            EESDError: There is a file that is neither to be continued nor overwritten; or something of ``SAME`` differs.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (resume and path.exists()):
@@ -210,7 +211,7 @@ class Saved:
                 refuse_existing(path)
             return self
         found = type(self).load(path)
-        for what in ("options", "machine"):
+        for what in self.SAME:
             if getattr(found, what) != getattr(self, what):
                 raise EESDError(f"{path} was measured with other {what}, so it cannot be resumed; use --overwrite.")
         return found

@@ -1,7 +1,10 @@
 """A benchmark that saves its result after every prompt, so that it can be interrupted and resumed."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+import click
 
 from eesd.bench.measure.results import Result
 from eesd.bench.measure.run import Bench, Options, chosen_configurations, measure, tune
@@ -16,6 +19,17 @@ def run_with_progress(label: str, steps: Iterable[None], after_step: Callable[[]
         for _ in steps:
             after_step()
             advance(1)
+
+
+@contextmanager
+def announce_resume(path: Path) -> Iterator[None]:
+    """On Ctrl-C say how to continue."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if path.exists():
+            click.echo(f"\n{path} has the results so far; continue with --resume.", err=True)
+        raise
 
 
 def measure_engine(

@@ -274,14 +274,6 @@ def is_clean(report: dict[str, Any]) -> bool:
     return not bad and counts.get("equal", 0) > 0 and not any(left.values()) and restarted and report["exit_status"] == 0
 
 
-def end_with(report: dict[str, Any], output: Path, good: bool, words: str) -> None:
-    """Write and print a report. Raises :class:`EESDError` with these ``words`` unless it is good."""
-    write_json(output, report)
-    click.echo(json.dumps(report, indent=1))
-    if not good:
-        raise EESDError(words)
-
-
 @cli.command()
 @click.option("--engine-dir", type=cli.PATH, required=True, help="Output directory of eesd-export.")
 @click.option("--minutes", type=click.FloatRange(0.05, 10_000), default=30.0, help="Time at saturation.")
@@ -301,7 +293,10 @@ def main(engine_dir: Path, minutes: float, count: int, max_rows: int, kv_memory:
         status = server.end(signal.SIGTERM)
     report |= {"exit_status": status}
     report |= {"clean": is_clean(report)}
-    end_with(report, output, report["clean"], "Something went wrong: see the report.")
+    write_json(output, report)
+    click.echo(json.dumps(report, indent=1))
+    if not report["clean"]:
+        raise EESDError("Something went wrong: see the report.")
 
 
 if __name__ == "__main__":

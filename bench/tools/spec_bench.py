@@ -18,8 +18,7 @@ from typing import Any
 
 import click
 
-from eesd.bench.cli import announce_resume
-from eesd.bench.measure.resumable import run_with_progress
+from eesd.bench.measure.resumable import announce_resume, run_with_progress
 from eesd.bench.measure.run import Bench, Generation, rotated
 from eesd.bench.measure.tasks import read_texts
 from eesd.bench.replay.costs import COST_MODELS

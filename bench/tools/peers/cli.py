@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from eesd.bench.measure.resumable import announce_resume
 from eesd.bench.tools.peers import batches, passes
 from eesd.bench.tools.peers.contestants import EESD, GGUF, GROUPS, TYPES, chosen
 from eesd.bench.tools.peers.convert import Work, convert, directory_bytes, exit_layer, file_of, variants
@@ -74,9 +75,7 @@ def convert_command(model: Path, output: Path, types: tuple[str, ...], peer_pyth
 
 @main.command(context_settings=cli.HELP)
 @click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
-@click.option(
-    "-o", "--output", type=cli.OUTPUT, default=Path("results.json"), help="JSON to write; a table is written beside it."
-)
+@click.option("-o", "--output", type=cli.OUTPUT, default=Path("results.json"), help="JSON to write.")
 @click.option("--eesd", multiple=True, metavar="NAME=DIR", help=f"Engine directory; NAME begins with {', '.join(GROUPS)}.")
 @click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
 @click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf*'.")
@@ -101,8 +100,6 @@ def convert_command(model: Path, output: Path, types: tuple[str, ...], peer_pyth
 def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -> None:
     """Let all contestants decode the same prompts, and compare speed, memory and quality."""
     record = Work.load(work)
-    if output.exists() and not (resume or overwrite):
-        raise EESDError(f"{output} exists; give --resume, --overwrite or another --output.")
     everybody = record.contestants(work, {name: Path(path) for name, path in pairs("--eesd", given["eesd"]).items()})
     names = chosen([c.name for c in everybody], given["only"])
     encoder = read_encoder([Path(c.path) for c in everybody if c.peer == EESD])
@@ -120,16 +117,11 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
     result = Result(options.to_dict(), model, [c for c in everybody if c.name in names], prompts)
     result.sizes = {f"{c.peer} {c.variant}": directory_bytes(Path(c.path)) for c in result.contestants}
     result.skipped = {name: f"not converted: {reason}" for name, reason in record.skipped.items()}
-    if resume and output.exists():
-        result = resumed(Result.load(output), result, output)
+    result = result.begun(output, resume, overwrite)
     pythons = interpreters(given["peer_python"] or record.python, sys.executable)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    try:
+    with announce_resume(output):
         Comparison(result, options, pythons, given["timeout"], output, click.echo).run(windows, everybody)
-    except KeyboardInterrupt:
-        click.echo(f"\n{output} has the results so far; continue with --resume.", err=True)
-        raise
-    show(output)
+    click.echo("\n".join(markdown(Result.load(output))))
 
 
 @main.command("passes", context_settings=cli.HELP)
@@ -190,27 +182,3 @@ def batches_command(work: Path, output: Path, eesd: Path | None, peer_python: st
     with written_whole(output) as temporary:
         temporary.write_text(json.dumps(results, indent=1) + "\n", "utf-8")
     click.echo("\n".join(batches.markdown(results)))
-
-
-def resumed(found: Result, wanted: Result, path: Path) -> Result:
-    """The result to continue. Raises :class:`EESDError` if it is of another measurement."""
-    for what in ("options", "model", "contestants", "prompts", "machine"):
-        if getattr(found, what) != getattr(wanted, what):
-            raise EESDError(f"{path} was measured with other {what}, so it cannot be resumed; use --overwrite.")
-    return found
-
-
-@main.command(context_settings=cli.HELP)
-@click.argument("results", type=cli.PATH)
-def report(results: Path) -> None:
-    """Write the table of RESULTS, a file that run wrote, again."""
-    show(results)
-
-
-def show(path: Path) -> None:
-    """Write the table of the JSON file at ``path`` beside it, and print it."""
-    table = path.with_suffix(".md")
-    text = "\n".join(markdown(Result.load(path)))
-    table.write_text(text, "utf-8")
-    click.echo(text)
-    click.echo(f"{path}, {table}", err=True)

@@ -89,7 +89,7 @@ class Result(Saved):
 
     Attributes:
         options: What was measured.
-        model: The checkpoint, and the layers before the exit.
+        model: Name of the file.
         contestants: The contestants that ran.
         prompts: What was decoded.
         machine: Where it was measured.
@@ -121,6 +121,7 @@ class Result(Saved):
         """Whether all of these contestants have decoded this prompt in this process."""
         return names <= {run.contestant for run in self.runs if (run.process, run.prompt) == (process, prompt)}
 
+    SAME: ClassVar = ("options", "model", "contestants", "prompts", "machine")
     WHAT: ClassVar = "a comparison with peers; give the results.json of its run"
     ROWS: ClassVar[dict[str, type]] = {
         "contestants": Contestant, "prompts": Prompt, "qualities": Quality, "loads": Load, "runs": Run
