@@ -18,7 +18,7 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest, TensorInfo
 from eesd.export.cpu.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.graph_file import read_graph
-from eesd.runtime.engines.ort_cpu import NARROW, OrtEngine
+from eesd.runtime.engines.ort_engine import NARROW, OrtEngine
 
 Widened = dict[str, Any]
 """Widened weights by name, as ONNX Runtime's values: graphs that share weights share them. They must live as long as the

@@ -167,17 +167,17 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
     from onnxruntime import get_available_providers
 
     if "CUDAExecutionProvider" in get_available_providers() and torch_sees_gpu():
-        from eesd.runtime.engines.ort_gpu import open_ort_gpu
+        from eesd.runtime.engines.ort_engine import open_on_device
 
         options.refuse_choices("ort on a GPU")
-        return Engines(*open_ort_gpu(directory, manifest, options.engine_threads, options.draft, exact=options.exact))
+        return Engines(*open_on_device(directory, manifest, options.engine_threads, options.draft, exact=options.exact))
     from eesd.runtime.engines import operators
 
     if lacking := operators.missing():
         options.refuse_choices("ort without this project's operators")
-        from eesd.runtime.engines.ort_cpu import open_standard
+        from eesd.runtime.engines.ort_engine import open_on_cpu
 
-        engines = Engines(*open_standard(directory, manifest, options.engine_threads, options.draft))
+        engines = Engines(*open_on_cpu(directory, manifest, options.engine_threads, options.draft))
         return engines._replace(notice=f"{lacking} {engines.notice}".strip())
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine

@@ -37,7 +37,7 @@ from eesd.runtime.engines.cpu_build import describe_build
 from eesd.runtime.engines.cpu_cache import CpuKVCache, slots_of
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.ort_cpu import CPU_PROVIDERS, OrtEngine, load_session
+from eesd.runtime.engines.ort_engine import CPU_PROVIDERS, OrtEngine, load_session
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
@@ -110,7 +110,7 @@ class Pass:
         cache.compact(at + 1, [at + 2, at + 5])
         at += 3
         self._keep(own.forward(tokens[at : at + 2], [at, at + 1], at))
-        self.caches = [np.stack(cache.read(layer))[..., : at + 2, :] for layer in range(manifest.num_caches)]
+        self.caches = [*cache.values(0, at + 2).copy()]
 
     def _keep(self, outputs: StepOutputs) -> None:
         self.steps.append([outputs.logits.copy()])

@@ -45,8 +45,7 @@ from eesd.runtime.engines.base import Engine, KVCache, StepOutputs
 from eesd.runtime.engines.device import device_streams, explain_out_of_memory
 from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine
-from eesd.runtime.engines.ort_cpu import OrtEngine
-from eesd.runtime.engines.ort_gpu import open_ort_gpu
+from eesd.runtime.engines.ort_engine import OrtEngine, open_on_device
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner, open_torch
 from eesd.runtime.llm import LLM, Speculation
 
@@ -218,7 +217,7 @@ def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stages_with_a_shard_each_give_the_same_tokens(harness: Harness, staged: Path, backend: str, device: str) -> None:
     if backend == "ort" and device == "cuda" and "CUDAExecutionProvider" not in get_available_providers():
         pytest.skip("needs onnxruntime-gpu")
-    manifest, open_backend = load_manifest(staged), open_torch if backend == "torch" else open_ort_gpu
+    manifest, open_backend = load_manifest(staged), open_torch if backend == "torch" else open_on_device
     engines = Engines(*open_backend(staged, manifest, 1, True, device))
     llm = LLM(staged, manifest, engines, Speculation("calibration-ts", 2, guard=False))
     plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
@@ -340,7 +339,6 @@ def test_cache_refuses_more_slots_than_the_manifest_allows(harness: Harness, dev
 
 def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
     """Calls that were bound before the cache grew read and write its new memory afterwards."""
-    manifest = harness.manifest
     verify, draft = open_on_cpu(harness.directory)
     nodes, positions = draft_tree(3)
     tokens, mask = [node.token for node in nodes], tree_mask(nodes)
@@ -354,8 +352,8 @@ def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
             outputs = verifier.forward(tokens, [start + position for position in positions], start + 3, start + 3, mask)
             kv_cache.reserve(slots_after_prompt)
         assert kv_cache.memory.version == (slots_after_prompt > 128)
-        caches = [kv_cache.read(index)[kind][..., :12, :] for index in range(manifest.num_caches) for kind in (0, 1)]
-        assert drafted.topk_logprobs is not None and all(cache.any(3).all() for cache in caches)
+        caches = kv_cache.values(0, 12)
+        assert drafted.topk_logprobs is not None and caches.any(4).all()
         results.append([outputs.logits.copy(), drafted.topk_logprobs.copy(), *caches])
     for fixed, grown in zip(*results, strict=True):
         np.testing.assert_allclose(grown, fixed, rtol=0, atol=2e-4)

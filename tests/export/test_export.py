@@ -32,7 +32,7 @@ from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines.base import Call
-from eesd.runtime.engines.ort_gpu import open_ort_gpu
+from eesd.runtime.engines.ort_engine import open_on_device
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
@@ -169,7 +169,7 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
     fold_heads(model.graph)
     assert not {"Where", "Shape", "Less"} & {node.op_type for node in model.graph.node}
     (folded / "verify.onnx").write_bytes(model.SerializeToString())
-    engines = [open_ort_gpu(path, manifest, 1, draft=False, device="cpu")[0] for path in (directory, folded)]
+    engines = [open_on_device(path, manifest, 1, draft=False, device="cpu")[0] for path in (directory, folded)]
     random = np.random.default_rng(0)
     few = FEW_NODES
     for batch, nodes in ((1, 1), (1, few), (1, few + 1), (1, 17), (1, 100), (2, few), (2, 2 * few + 1), (3, 2)):

@@ -48,7 +48,6 @@ TORCH_FILES = {
     "device_rejection.py",
     "device_sampler.py",
     "device_cache.py",
-    "ort_gpu.py",
     "torch_block_kernels.py",
     "torch_engine.py",
     "torch_fused.py",

@@ -23,7 +23,7 @@ from eesd.runtime import doctor
 from eesd.runtime.cli import main
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.cpu_engine import CpuEngine
-from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.ort_engine import OrtEngine
 
 ROOT = Path(__file__).parent.parent.parent
 LIBRARY = "eesd/runtime/engines/libeesd_operators.so"

@@ -18,14 +18,14 @@ from support.command import notice, run, succeed
 import eesd
 from eesd.runtime import doctor, llm
 from eesd.runtime.cli import main
-from eesd.runtime.engines import cpu_engine, operators, ort_cpu
+from eesd.runtime.engines import cpu_engine, operators, ort_engine
 from eesd.runtime.llm import LLM, Completion, Piece, Speculation
 
 PROMPT = "for i in range"
 COUNT = 20
 SAMPLED = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
 COMMAND = [sys.executable, "-m", "eesd.runtime.cli"]
-ENGINE: tuple[Any, str] = (ort_cpu, "OrtEngine") if operators.missing() else (cpu_engine, "CpuEngine")
+ENGINE: tuple[Any, str] = (ort_engine, "OrtEngine") if operators.missing() else (cpu_engine, "CpuEngine")
 """The class of the CPU's engines."""
 
 

@@ -51,7 +51,7 @@ from eesd.runtime.engines.base import Call, Logits, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.ort_engine import OrtEngine
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import Speculation, load
 from eesd.runtime.session import Session

@@ -27,7 +27,7 @@ from eesd.runtime.engines.base import Call, StepOutputs, Values
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.ort_engine import OrtEngine
 from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.prefix_cache import BLOCK, PrefixCache
 from eesd.runtime.request import Generation, QueueFullError, Request, Update

@@ -13,7 +13,7 @@ from support.imports import PACKAGE, closure, graph, modules
 
 STARTS = ("runtime.llm", "runtime.batch.service")
 DEVICES = (
-    *(f"runtime.engines.{name}" for name in ("ort_cpu", "ort_gpu", "torch_engine", "trt_engine", "trt_plans")),
+    *(f"runtime.engines.{name}" for name in ("ort_engine", "torch_engine", "trt_engine", "trt_plans")),
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_rejection")),
 )
 """Where the code for devices, and for ONNX Runtime's own operators, begins."""

@@ -20,7 +20,7 @@ from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.ort_cpu import OrtEngine
+from eesd.runtime.engines.ort_engine import OrtEngine
 from eesd.runtime.request import Generation, Request
 from eesd.runtime.session import Observer, Session
 from support.on_cache import OnCache

@@ -1,9 +1,16 @@
-"""ONNX Runtime's own operators on the CPU, for machines without this project's: as simple as it can be, not as fast."""
+"""ONNX Runtime's own operators on the exported graphs.
+
+On the CPU they are for machines without this project's operators, and the reference of exports and checks: simple, not fast.
+On a GPU they need torch, but no plans and no Triton. Calls are not captured in CUDA graphs there, because ONNX Runtime copies
+some shapes to the host during a call.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnxruntime as ort
@@ -15,6 +22,12 @@ from eesd.common.weights import weights_of
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
+
+if TYPE_CHECKING:  # a CPU needs no torch
+    from torch import Tensor
+
+    from eesd.runtime.engines.device import DeviceStream, PreparedCall, ResultMemory, StepInputs
+    from eesd.runtime.engines.device_engine import DeviceEngine
 
 HIDDEN = np.float32(MASKED)
 NARROW = ("float16", "bfloat16")
@@ -29,6 +42,8 @@ ORT_TYPES = {
     "tensor(bfloat16)": "bfloat16",
 }
 """Element types by ONNX Runtime's names."""
+ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
+"""Their numbers in ``TensorProto.DataType``. NumPy types do not do, because NumPy has no bfloat16."""
 INT8_ACTIVATIONS = "4"
 """Accuracy level of MatMulNBits, which rounds activations to int8 in blocks. A difference in the last bit of an activation can
 then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
@@ -45,7 +60,7 @@ of the MatMul that packs the weight, where folding would write a copy of the wei
 
 
 class OrtEngine:
-    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session, in float32.
+    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session on the CPU, in float32.
 
     Calls run one after another, each over its own cache.
 
@@ -120,10 +135,10 @@ class OrtEngine:
         return StepOutputs(*(result[0] for result in results)) if call.logits else NO_OUTPUTS
 
 
-def open_standard(
+def open_on_cpu(
     directory: Path, manifest: Manifest, threads: int, draft: bool
 ) -> tuple[OrtEngine, OrtEngine | None, str, bool | None, bool]:
-    """Load the engines of a directory.
+    """Load the engines of a directory on the CPU.
 
     Returns:
         The verify engine; the draft engine; a notice; whether calls of every number of rows give the same bits (None: it was
@@ -174,6 +189,77 @@ def _mask(call: Call, slots: int) -> NDArray[np.float32]:
         hidden = np.repeat(at[None] >= call.context_len, count, 0)
         hidden[:, call.context_len : call.context_len + call.tree_mask.shape[1]] = ~call.tree_mask
     return np.where(hidden, HIDDEN, np.float32(0))[None, None]
+
+
+class OrtStageRunner:
+    """A graph in an ONNX Runtime session, for :class:`~eesd.runtime.engines.device_engine.DeviceEngine`."""
+
+    capturable = False
+
+    def __init__(self, session: Any, graph: GraphInfo, stream: DeviceStream, results: ResultMemory) -> None:
+        self.graph = graph
+        self.stream = stream
+        self._session = session
+        self._results = results
+        self._options = ort.RunOptions()
+        # The engine waits for the stream itself, once for all stages.
+        self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+
+    def prepare(self, inputs: StepInputs) -> PreparedCall:
+        from eesd.runtime.engines.device import tensors_by_name
+
+        io_binding = self._session.io_binding()
+        results = self._results.tensors(inputs)
+        named, outputs = tensors_by_name(self.graph, inputs, results)
+        for name, tensor in named.items():
+            io_binding.bind_input(name, *_tensor_buffer(tensor))
+        for name, tensor in outputs.items():
+            io_binding.bind_output(name, *_tensor_buffer(tensor))
+
+        def run() -> list[Tensor]:
+            self._session.run_with_iobinding(io_binding, self._options)
+            return results
+
+        return run
+
+
+def open_on_device(
+    directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None, exact: bool | None = None
+) -> tuple[DeviceEngine, DeviceEngine | None]:
+    """Load the engines of a directory with ONNX Runtime's CUDA provider.
+
+    Args:
+        directory: Engine directory.
+        manifest: Its manifest.
+        threads: CPU threads of each session.
+        draft: Whether to load the draft engine.
+        device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
+        exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
+
+    Returns:
+        The verify engine and the draft engine.
+    """
+    from eesd.runtime.engines.device import ResultMemory, device_streams
+    from eesd.runtime.engines.device_cache import DeviceMemory
+    from eesd.runtime.engines.device_engine import make_engines
+
+    streams, most = device_streams(len(manifest.verify), device), manifest.max_tree_nodes + 1
+
+    def load(graph: GraphInfo, stream: DeviceStream) -> OrtStageRunner:
+        session = load_session(directory, manifest, graph, threads, _providers(stream))
+        return OrtStageRunner(session, graph, stream, ResultMemory(graph, stream.device, most))
+
+    verify = [load(graph, stream) for graph, stream in zip(manifest.verify, streams, strict=True)]
+    on_gpu = streams[0].on_gpu
+    make_memory = partial(DeviceMemory, manifest, streams, grow=not on_gpu, spare=most)
+    drafter = load(manifest.draft, streams[0]) if draft else None
+    return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, exact=exact)
+
+
+def _providers(stream: DeviceStream) -> list[Any]:
+    if not stream.on_gpu:
+        return CPU_PROVIDERS
+    return [("CUDAExecutionProvider", {"device_id": stream.device.index, "user_compute_stream": str(stream.handle)})]
 
 
 def load_session(
@@ -240,3 +326,9 @@ def _host(kv_cache: KVCache) -> HostKVCache:
 def buffer(array: NDArray[Any]) -> tuple[Any, ...]:
     """The arguments that ``bind_input`` and ``bind_output`` take for an array."""
     return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
+
+
+def _tensor_buffer(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for a tensor."""
+    device, dtype = tensor.device, str(tensor.dtype).removeprefix("torch.")
+    return device.type, device.index or 0, ONNX_TYPES[dtype], list(tensor.shape), tensor.data_ptr()
