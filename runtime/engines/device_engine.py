@@ -4,9 +4,17 @@ Calls of a round over caches of one memory run as one. On a GPU that has all row
 CUDA graphs does not change. Exact engines give it one node count and all slots, so one kernel computes a row, whatever runs
 beside it; others as few as its longest row needs.
 
-A call copies its inputs to the device in one piece, computes the attention mask there, runs the graph, and copies the few
-results that the host needs back in one piece. Host memory is pinned. On a GPU all of this is captured in a CUDA graph, one for
-each stage.
+The order of a call:
+
+1. :meth:`DeviceEngine.forward` runs pieces of prompts one after another, and then the calls of a round together.
+2. Its nodes are padded to a bucket. The :class:`ForwardStep` of this size is taken, or made.
+3. :meth:`ForwardStep.set_inputs` writes the inputs of all rows into one piece of pinned host memory.
+4. Each stage copies it to its device, computes the attention mask there, and runs the graph. The last stage copies the few
+   results that the host needs into pinned memory. On a GPU a stage's part is a CUDA graph, captured in the first call.
+5. On a GPU the device also chooses tokens from the logits.
+6. The host waits, once.
+
+A :class:`DraftLoop` drafts a chain. It has the same order, but runs step 4 for each token, which comes from the step before it.
 """
 
 import gc
@@ -535,17 +543,14 @@ _ONE_CAPTURE = Lock()
 
 
 class CapturedGraph:
-    """Work on a device that is captured in a CUDA graph and replayed. Without a pool it simply runs each time."""
+    """Work on a device that is captured in a CUDA graph and replayed. Without a pool it simply runs each time.
 
-    def __init__(self, body: Callable[[], None], stream: DeviceStream, pool: Any) -> None:
-        """Wrap work that is not captured yet.
+    Each call is given the work, which is always the same. The graph does not keep it: that would be a cycle with its owner,
+    which would hold memory on the GPU until the collector runs.
+    """
 
-        Args:
-            body: Does the work.
-            stream: Where it is done.
-            pool: Memory pool that the CUDA graph shares with others. None: do not capture.
-        """
-        self._body = body
+    def __init__(self, stream: DeviceStream, pool: Any) -> None:
+        """Make a graph of work in ``stream``. ``pool``: the memory pool that it shares with others; None: do not capture."""
         self._stream = stream
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -554,12 +559,12 @@ class CapturedGraph:
     def needs_capture(self) -> bool:
         return self._pool is not None and self._graph is None
 
-    def capture(self) -> None:
+    def capture(self, work: Callable[[], None]) -> None:
         """Run the work once, because libraries initialize themselves in their first call, and then capture it.
 
         Work that cannot be captured runs without a graph from then on.
         """
-        self._body()
+        work()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
@@ -570,16 +575,19 @@ class CapturedGraph:
                 collector_off(),
                 torch.cuda.graph(graph, self._pool, self._stream.cuda_stream, capture_error_mode="thread_local"),
             ):
-                self._body()
+                work()
         except RuntimeError as error:
             LOGGER.warning("A call runs without a CUDA graph, and so slower: %s", error)
             self._pool = None
         else:
             self._graph = graph
 
-    def __call__(self) -> None:
+    def run(self, work: Callable[[], None]) -> None:
+        """Do the work, which is captured first where that is still to do."""
+        if self.needs_capture:
+            self.capture(work)
         if self._graph is None:
-            self._body()
+            work()
         else:
             self._graph.replay()
 
@@ -624,6 +632,7 @@ class _StageStep:
         logit_rows: int,
         slots: int,
         hidden: Tensor | None,
+        pool: object,
     ) -> None:
         """Prepare the stage.
 
@@ -636,6 +645,7 @@ class _StageStep:
             logit_rows: R; the last nodes get logits.
             slots: Attention reads so many of the first slots; 0: all.
             hidden: Memory for the previous stage's hidden state [B, n, hidden]; None: this stage takes the tokens.
+            pool: Memory pool for its CUDA graph; None: do not capture.
         """
         device, caches = stage.stream.device, _caches(stage, layer)
         batch = caches[0][0].shape[0]
@@ -649,17 +659,22 @@ class _StageStep:
         inputs = StepInputs(self.x, views.positions, views.slot, mask, self._rows, caches)
         self._call = stage.prepare(inputs)
         self.results: list[Tensor] = []
+        self.host_results: Tensor | None = None  # of the last stage
+        self._graph = CapturedGraph(stage.stream, pool if stage.capturable else None)
 
     def body(self) -> None:
         self._device_inputs.copy_(self._host_inputs, non_blocking=True)
         self._mask.update()
         self.results = self._call()
+        if self.host_results is not None:
+            self.host_results.copy_(pack_results(self.results), non_blocking=True)
 
-
-def _run_and_fetch(stage: _StageStep, host_results: Tensor) -> None:
-    """Run the last stage, and copy its results to the host."""
-    stage.body()
-    host_results.copy_(pack_results(stage.results), non_blocking=True)
+    def run(self, previous: "_StageStep | None") -> None:
+        """Run behind the previous stage."""
+        with self.stage.stream.activate():
+            if previous is not None:
+                self.x.copy_(previous.results[0], non_blocking=True)
+            self._graph.run(self.body)
 
 
 class ForwardStep:
@@ -693,17 +708,11 @@ class ForwardStep:
                 shape = (self._batch, count, manifest.geometry.hidden_size)
                 hidden = torch.zeros(shape, dtype=cache.dtype, device=stage.stream.device)
             with stage.stream.activate():  # a context is made for the current device
-                self._stages.append(_StageStep(stage, layer, host_inputs, count, width, logit_rows, slots, hidden))
+                self._stages.append(_StageStep(stage, layer, host_inputs, count, width, logit_rows, slots, hidden, pool))
         # Of a draft ids and then log-probabilities.
         shape = (2 * self._batch, count, manifest.draft_top_k) if engine.is_draft else (self._batch, logit_rows, 1)
         self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
-        # Nothing here may refer to this object: a cycle would hold its memory on the GPU until the collector runs.
-        bodies: list[Callable[[], None]] = [step.body for step in self._stages[:-1]]
-        bodies.append(partial(_run_and_fetch, self._stages[-1], self._host_results))
-        self._graphs = [
-            CapturedGraph(body, step.stage.stream, pool if step.stage.capturable else None)
-            for body, step in zip(bodies, self._stages, strict=True)
-        ]
+        self._stages[-1].host_results = self._host_results
 
     def set_inputs(self, calls: Sequence[Call | None]) -> None:
         """Write the inputs of each sequence, up to n nodes. None: one that only fills the call, and writes its last slots."""
@@ -738,15 +747,8 @@ class ForwardStep:
         Args:
             wanted: Sequences, the number of their first nodes whose results are returned, and what chooses from their logits.
         """
-        previous: _StageStep | None = None
-        for step, graph in zip(self._stages, self._graphs, strict=True):
-            with step.stage.stream.activate():
-                if previous is not None:
-                    step.x.copy_(previous.results[0], non_blocking=True)
-                if graph.needs_capture:
-                    graph.capture()
-                graph()
-            previous = step
+        for previous, step in zip((None, *self._stages), self._stages, strict=False):
+            step.run(previous)
         stream, chosen = self._stages[-1].stage.stream, list[Tensor | None]()
         with stream.activate():
             for row, count, choose in wanted:
@@ -767,55 +769,47 @@ class ForwardStep:
         return StepOutputs(fetch_logits, argmax_ids=results[0, :, 0].astype(np.int64), chosen=chosen)
 
 
-class _LoopStep:
-    """A draft step of one node, which takes its token from the step before it on the device."""
-
-    def __init__(self, stage: StageRunner, layer: Layer, slots: int, most: int, top_k: int) -> None:
-        """Prepare a step of at most ``most``, each with ``top_k`` candidates. It sees the first ``slots`` slots; 0: all."""
-        device, pinned = stage.stream.device, stage.stream.on_gpu
-        # Token, position, slot and number of the step, each at the beginning of a row.
-        self.host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
-        self.device_inputs = torch.zeros_like(self.host_inputs, device=device)
-        self._token, position, slot, self._step = self.device_inputs[:, :1].unbind()
-        self._counters = self.device_inputs[1:, 0]
-        caches = _caches(stage, layer)
-        mask = _mask(stage, caches, 1, slots)
-        self._mask = AttentionMask(mask, slot)
-        inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), caches)
-        self._call = stage.prepare(inputs)
-        self.results = torch.zeros((most, 2, 1, top_k), device=device)
-
-    def body(self) -> None:
-        self._mask.update()
-        results = self._call()
-        self.results.index_copy_(0, self._step, pack_results(results)[None])
-        self._token.copy_(results[1][0, :, 0])
-        self._counters.add_(1)
-
-
 class DraftLoop:
-    """A chain drafted on the device. The host waits once."""
+    """A chain drafted on the device: each step of one node takes its token from the step before it. The host waits once."""
 
     def __init__(self, engine: DeviceEngine, layer: Layer, slots: int, pool: object) -> None:
         """Prepare the step, which sees the first ``slots`` slots; 0: all. ``pool`` is the memory pool for its CUDA graph, None:
         do not capture."""
         (stage,), manifest = engine.stages, engine.manifest
         self._stream = stage.stream
-        self._step = _LoopStep(stage, layer, slots, manifest.max_tree_nodes, manifest.draft_top_k)
-        self._host_results = torch.zeros(self._step.results.shape, pin_memory=stage.stream.on_gpu)
-        self._graph = CapturedGraph(self._step.body, self._stream, pool if stage.capturable else None)
+        device, pinned = stage.stream.device, stage.stream.on_gpu
+        # Token, position, slot and number of the step, each at the beginning of a row.
+        self._host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
+        self._device_inputs = torch.zeros_like(self._host_inputs, device=device)
+        self._token, position, slot, self._step = self._device_inputs[:, :1].unbind()
+        self._counters = self._device_inputs[1:, 0]
+        caches = _caches(stage, layer)
+        mask = _mask(stage, caches, 1, slots)
+        self._mask = AttentionMask(mask, slot)
+        inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), caches)
+        self._call = stage.prepare(inputs)
+        self._results = torch.zeros((manifest.max_tree_nodes, 2, 1, manifest.draft_top_k), device=device)
+        self._host_results = torch.zeros(self._results.shape, pin_memory=pinned)
+        self._graph = CapturedGraph(stage.stream, pool if stage.capturable else None)
+
+    def _body(self) -> None:
+        """Draft a token."""
+        self._mask.update()
+        results = self._call()
+        self._results.index_copy_(0, self._step, pack_results(results)[None])
+        self._token.copy_(results[1][0, :, 0])
+        self._counters.add_(1)
 
     def run(self, token: int, slot: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Run ``count`` steps behind ``token``. Returns the ids and the log-probabilities of each step, [count, K]."""
-        step = self._step
-        step.host_inputs.numpy()[:, 0] = token, slot, slot, 0
-        step.device_inputs.copy_(step.host_inputs, non_blocking=True)
+        self._host_inputs.numpy()[:, 0] = token, slot, slot, 0
+        self._device_inputs.copy_(self._host_inputs, non_blocking=True)
         if self._graph.needs_capture:
-            self._graph.capture()
-            step.device_inputs.copy_(step.host_inputs, non_blocking=True)  # capture() ran a step
+            self._graph.capture(self._body)
+            self._device_inputs.copy_(self._host_inputs, non_blocking=True)  # capture() ran a step
         for _ in range(count):
-            self._graph()
-        self._host_results[:count].copy_(step.results[:count], non_blocking=True)
+            self._graph.run(self._body)
+        self._host_results[:count].copy_(self._results[:count], non_blocking=True)
         self._stream.synchronize()
         results = self._host_results[:count, :, 0].numpy()
         return results[:, 0].astype(np.int64), results[:, 1].copy()

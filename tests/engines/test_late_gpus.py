@@ -208,7 +208,7 @@ def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None
     original = ForwardStep.set_inputs
 
     def set_inputs(self: Any, *args: Any) -> None:
-        if self._graphs[0]._graph is not None:
+        if self._stages[0]._graph._graph is not None:
             sizes = self._inputs.tree_mask.shape
             buffer = torch.zeros(device_engine._buffer_size(*sizes), dtype=torch.int64, pin_memory=True)
             self._inputs = device_engine._input_views(buffer.numpy(), *sizes)

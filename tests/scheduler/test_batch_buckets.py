@@ -72,9 +72,9 @@ def noted(slots: Sequence[int]) -> Iterator[Steps]:
             steps.needed.append((memory.rows, count, min(some for some in slots if some >= stop)))
         return run_calls(self, calls, *others)
 
-    def noted_capture(self: CapturedGraph) -> None:
+    def noted_capture(self: CapturedGraph, work: Callable[[], None]) -> None:
         steps.captures += 1
-        capture(self)
+        capture(self, work)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceEngine, "_step", noted_step)
