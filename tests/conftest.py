@@ -144,6 +144,12 @@ def harness(shared: Shared) -> Harness:
 
 
 @pytest.fixture(scope="session")
+def default_harness(harness: Harness) -> Harness:
+    """The same directory with the engine that users get by default."""
+    return Harness(harness.directory, standard=False)
+
+
+@pytest.fixture(scope="session")
 def two_block_harness(shared: Shared) -> Harness:
     """Engines of a four-layer model whose exit head has two blocks."""
     return Harness(shared("two-blocks", lambda path: fill_harness(path, 97, layers=4, slots=384, blocks=2)) / "plans")

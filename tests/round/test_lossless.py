@@ -24,25 +24,42 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller, DraftStep, make_controller
 from eesd.runtime.decoding.sampling import normalize
+from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.llm import Speculation
 from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
 
-CONTROLLERS = ["fixed:k=4", "fixed:k=1", "calibration-ts", "beta-ts", "cost-aware-ts", "random"]
+CONTROLLERS = {
+    "fixed:k=4": "default_harness",
+    "fixed:k=1": "harness",
+    "calibration-ts": "default_harness",
+    "beta-ts": "harness",
+    "cost-aware-ts": "default_harness",
+    "random": "harness",
+}
+"""Each with an engine: half of the cases run on the default one, half on ONNX Runtime's own operators."""
+ENGINES = pytest.mark.parametrize(("name", "engine"), [("greedy", "default_harness"), ("T1", "harness")])
+
+
+@pytest.fixture
+def either(engine: str, request: pytest.FixtureRequest) -> Harness:
+    """The harness with this name."""
+    found: Harness = request.getfixturevalue(engine)
+    return found
 
 
 def controller(spec: str) -> Controller:
     return RandomStop(seed=3, chance=0.7) if spec == "random" else make_controller(spec, seed=3)
 
 
-@pytest.mark.parametrize("spec", CONTROLLERS)
+@pytest.mark.parametrize(("spec", "engine"), CONTROLLERS.items())
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_drafting_gives_the_tokens_of_plain_decoding(harness: Harness, name: str, width: int, spec: str) -> None:
+def test_drafting_gives_the_tokens_of_plain_decoding(either: Harness, name: str, width: int, spec: str) -> None:
     totals = Counter[str]()
     for prompt in PROMPTS:
-        stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller(spec), width)
+        stats = check_same_tokens(either, prompt, SAMPLINGS[name], controller(spec), width)
         totals.update(accepted=stats.accepted_tokens, judged=sum(stats.verified_at_depth))
     by_clock = spec == "cost-aware-ts"  # it may draft only what is always accepted
     assert 0 < totals["accepted"] < totals["judged"] + by_clock, "acceptance and rejection must both occur"
@@ -85,14 +102,14 @@ def test_a_draft_vocabulary_proposes_as_if_all_other_logits_were_infinitely_low(
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
-@pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
-    check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller("fixed:k=4"), width)
+@ENGINES
+def test_the_cache_after_each_round_is_that_of_a_prefill(either: Harness, name: str, width: int) -> None:
+    check_cache(either, PROMPTS[2], SAMPLINGS[name], controller("fixed:k=4"), width)
 
 
-@pytest.mark.parametrize("width", [2, 3])
-def test_tree_drafts_as_its_chains_would(harness: Harness, width: int) -> None:
-    check_tree_drafts(harness, PROMPTS[2], width)
+@pytest.mark.parametrize(("width", "engine"), [(2, "default_harness"), (3, "harness")])
+def test_tree_drafts_as_its_chains_would(either: Harness, width: int) -> None:
+    check_tree_drafts(either, PROMPTS[2], width)
 
 
 def test_the_python_api_is_lossless(harness: Harness) -> None:
@@ -148,9 +165,9 @@ def accepted_token(session: Session) -> int:
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_eos_inside_an_accepted_path_ends_the_text(harness: Harness, name: str, width: int) -> None:
-    sampling = SAMPLINGS[name]
+@ENGINES
+def test_eos_inside_an_accepted_path_ends_the_text(either: Harness, name: str, width: int) -> None:
+    harness, sampling = either, SAMPLINGS[name]
     eos = accepted_token(harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200))
     plain = harness.session(PROMPTS[0], sampling, new_tokens=200, eos=(96, eos))
     drafting = harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200, eos=(96, eos))
@@ -163,10 +180,10 @@ def test_eos_inside_an_accepted_path_ends_the_text(harness: Harness, name: str, 
 
 
 @pytest.mark.parametrize("width", [1, 3])
-@pytest.mark.parametrize("name", ["greedy", "T1"])
+@ENGINES
 @pytest.mark.parametrize("left", [1, 2, 5, 40])
-def test_the_end_of_the_cache_ends_the_text(harness: Harness, left: int, name: str, width: int) -> None:
-    slots = harness.manifest.max_seq_len
+def test_the_end_of_the_cache_ends_the_text(either: Harness, left: int, name: str, width: int) -> None:
+    harness, slots = either, either.manifest.max_seq_len
     prompt = np.random.default_rng(0).integers(0, 97, slots - left).tolist()
     plain = harness.session(prompt, SAMPLINGS[name], new_tokens=1000)
     drafting = harness.session(prompt, SAMPLINGS[name], controller("fixed:k=6"), width, new_tokens=1000)
@@ -182,7 +199,7 @@ def test_the_cache_grows_while_decoding(harness: Harness, width: int) -> None:
     workspace = harness.workspace()
     session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
     assert generated(session) == generated(harness.session(PROMPTS[0], new_tokens=150))
-    assert workspace.kv_cache.slots == 256  # 128 slots at a time
+    assert isinstance(workspace.kv_cache, HostKVCache) and workspace.kv_cache.slots == 256  # 128 slots at a time
     expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)
     np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=1e-4)
 
@@ -191,7 +208,7 @@ def test_a_short_text_does_not_pay_for_a_long_one_before_it(harness: Harness) ->
     workspace = harness.workspace()
     generated(harness.session(PROMPTS[0], new_tokens=150, workspace=workspace))
     workspace.kv_cache.reset()
-    assert workspace.kv_cache.slots == FIRST_SLOTS
+    assert isinstance(workspace.kv_cache, HostKVCache) and workspace.kv_cache.slots == FIRST_SLOTS
     again = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), new_tokens=150, workspace=workspace)
     assert generated(again) == generated(harness.session(PROMPTS[0], new_tokens=150))
 

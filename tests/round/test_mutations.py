@@ -305,13 +305,14 @@ def test_a_penalty_that_forgets_the_draft_is_caught(harness: Harness, monkeypatc
 def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
     """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next drafts are not."""
     workspace, exit_cache = harness.workspace(), harness.manifest.geometry.num_layers
-    kept: list[Any] = []
+    kv_cache, kept = workspace.kv_cache, list[Any]()
+    assert isinstance(kv_cache, HostKVCache)
 
     def before(_: Sequence[int], __: int) -> None:
-        kept[:] = [workspace.kv_cache.data[exit_cache].copy()]
+        kept[:] = [kv_cache.data[exit_cache].copy()]
 
     def after(_: Sequence[int], __: int, ___: object) -> None:
-        workspace.kv_cache.data[exit_cache] = kept[0]
+        kv_cache.data[exit_cache] = kept[0]
 
     stale = replace(workspace, verify=Wrapped(workspace.verify, before, after))
     running = harness.session(PROMPT, GREEDY, make_controller("fixed:k=4"), guard=PauseUntil(8), workspace=stale)

@@ -17,7 +17,7 @@ from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 from eesd.runtime.decoding.round import Drafter, Drafting, RoundResult
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
-from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_engine import OrtEngine
@@ -33,7 +33,7 @@ FIRST_SLOTS = 16
 class Workspace:
     """A kv_cache and the engines for it."""
 
-    kv_cache: HostKVCache
+    kv_cache: KVCache
     verify: Engine
     draft: Engine
 
@@ -43,18 +43,31 @@ class Workspace:
 
 
 class Harness:
-    """Sessions share one cache, one after another, as those of ``eesd.LLM`` do: what is stale in it must not show."""
+    """Sessions share one cache, one after another, as those of ``eesd.LLM`` do: what is stale in it must not show.
 
-    def __init__(self, directory: Path) -> None:
+    Attributes:
+        exact_trees: Whether a tree's nodes have the bits of their path as a chain.
+    """
+
+    def __init__(self, directory: Path, standard: bool = True) -> None:
+        """Open a directory with ONNX Runtime's own operators, or else with the engine that users get by default."""
         self.directory = directory
         self.manifest = load_manifest(directory)
-        self._verify = OrtEngine(directory, self.manifest, self.manifest.verify, threads=1)
-        self._draft = OrtEngine(directory, self.manifest, [self.manifest.draft], threads=1)
+        self.exact_trees = False
+        if standard:
+            self._verify: Engine = OrtEngine(directory, self.manifest, self.manifest.verify, threads=1)
+            self._draft: Engine = OrtEngine(directory, self.manifest, [self.manifest.draft], threads=1)
+        else:
+            engines = open_engines(directory, self.manifest, EngineOptions("ort", threads=1))
+            assert engines.draft is not None
+            self._verify, self._draft, self.exact_trees = engines.verify, engines.draft, engines.exact_trees
         self.columns = DraftColumns(load_draft_vocab(directory, self.manifest))
         self._shared = self.workspace(self.manifest.max_seq_len)
 
     def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:
-        kv_cache = HostKVCache(self.manifest, slots)
+        """A cache and the engines. Of ONNX Runtime's own operators, the cache begins with so many slots."""
+        own = isinstance(self._verify, OrtEngine)
+        kv_cache = HostKVCache(self.manifest, slots) if own else self._verify.new_kv_caches()[0]
         return Workspace(kv_cache, self._verify, self._draft)
 
     def session(

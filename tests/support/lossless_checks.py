@@ -216,7 +216,8 @@ def check_same_tokens(
 ) -> Stats:
     """Drafting changes nothing, while the cache grows under it; what the drafting run did.
 
-    The logits behind every committed token are compared, too: chains change no bit of them, trees no more than rounding does.
+    The logits behind every committed token are compared, too: chains change no bit of them, trees no more than rounding does,
+    and on the default engine no bit, either.
     """
     expected = LogitRecord()
     found = LogitRecord(expected)
@@ -237,15 +238,14 @@ def check_same_tokens(
     assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
     logits = found.result
     assert logits.positions == plain.stats.new_tokens
-    assert logits.largest < TOLERANCE if width > 1 or budget else logits.differing == 0, (
-        f"drafting changed the logits: {logits}"
-    )
+    rounds = (width > 1 or budget) and not harness.exact_trees
+    assert logits.largest < TOLERANCE if rounds else logits.differing == 0, f"drafting changed the logits: {logits}"
     assert drafting.finish_reason == plain.finish_reason
     return drafting.stats
 
 
-def cache_of(workspace: Workspace, tokens: Sequence[int]) -> NDArray[np.float32]:
-    return workspace.kv_cache.data[..., : len(tokens) - 1, :]
+def cache_of(workspace: Workspace, tokens: Sequence[int]) -> NDArray[Any]:
+    return workspace.kv_cache.values(0, len(tokens) - 1)
 
 
 def check_cache(
