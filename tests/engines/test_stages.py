@@ -83,13 +83,6 @@ def test_stages_give_the_tokens_of_one_stage(
         assert (one_text.stats.draft_tokens > 0) == (speculation is not None)
 
 
-def test_torch_engine_runs_a_staged_directory(exported: Export) -> None:
-    directory = exported("llama-tied", 3, "--quantize-draft", "none")
-    ort, torch = (eesd.load(directory, backend, speculation=SPECULATIONS[1], threads=1) for backend in ("ort", "torch"))
-    expected, found = (llm.generate(PROMPT, max_new_tokens=60, ignore_eos=True) for llm in (ort, torch))
-    assert found.tokens == expected.tokens and found.stats.accepted_tokens == expected.stats.accepted_tokens > 0
-
-
 @pytest.fixture(scope="module", params=SPLITS, ids=lambda pair: f"exit{pair[0]}-stages{pair[1]}")
 def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Harness, Harness]:
     """A four-layer model with an exit head of two blocks: in one piece and in stages. A stage may end at the exit."""

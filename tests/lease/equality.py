@@ -1,6 +1,6 @@
 """Whether a GPU computes what the CPU computes, and whether drafting changes a token there."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,9 +44,9 @@ def one_pass(lease: Lease) -> dict[str, Any]:
     engines = random_engines(manifest, "cpu"), random_engines(manifest, lease.device)
     for there, here in zip(_modules(engines[1]), _modules(engines[0]), strict=True):
         there.load_state_dict(here.state_dict())
-    found = [_logits(verify) for verify, _ in engines]
+    found = [logits_of(verify) for verify, _ in engines]
     engines[1][0].cuda_graphs = False
-    eager = _logits(engines[1][0])
+    eager = logits_of(engines[1][0])
     difference = float(np.abs(found[0] - found[1]).max())
     return _fused(lease) | {
         "largest difference from the CPU": difference,
@@ -67,9 +67,9 @@ def _fused(lease: Lease) -> dict[str, Any]:
         engines = random_engines(manifest, lease.device, fused=False)
         verify, _ = engines
         verify.cuda_graphs = False  # they would keep the blocks that they captured
-        logits = [_logits(verify)]
+        logits = [logits_of(verify)]
         fuse(*_modules(engines))
-        logits.append(_logits(verify))
+        logits.append(logits_of(verify))
         found[f"fused, {dtype}"] = {
             "largest difference": float(np.abs(logits[0] - logits[1]).max()),
             "deviation": float(logits[0].std()),
@@ -81,7 +81,7 @@ def _modules(engines: tuple[DeviceEngine, DeviceEngine]) -> list[Any]:
     return [engine.stages[0].module for engine in engines]  # type: ignore[attr-defined]
 
 
-def _logits(engine: DeviceEngine) -> Any:
+def logits_of(engine: DeviceEngine) -> Any:
     """Of a prompt and three more calls."""
     [kv_cache] = engine.new_kv_caches()
     kv_cache.reserve(64)
@@ -119,22 +119,23 @@ def exported(lease: Lease, dtype: str, stages: int = 1) -> Path:
     return directory
 
 
-def compared(directory: Path, backend: str, options: dict[str, Any], tokens: int) -> dict[str, Any]:
+def compared(
+    directory: Path, backend: str, options: dict[str, Any], tokens: int, prompts: Sequence[str | list[int]] = PROMPTS
+) -> dict[str, Any]:
     """Drafting against plain decoding."""
     sampling = options.pop("sampling", Sampling())
     llm = eesd.load(directory, backend, speculation=Speculation("fixed:k=4", guard=False, **options))
     differ, rounds, gap = 0, 0, 0.0
-    for prompt in PROMPTS:
+    for prompt in prompts:
         plain = llm.generate(prompt, sampling, max_new_tokens=tokens, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, sampling, max_new_tokens=tokens, ignore_eos=True)
         rounds += drafted.stats.rounds
         if plain.tokens != drafted.tokens:
             differ += 1
-            divergence = (
-                None if sampling.temperature else first_divergence(llm, llm.encode(prompt), plain.tokens, drafted.tokens)
-            )
+            ids = llm.encode(prompt) if isinstance(prompt, str) else prompt
+            divergence = None if sampling.temperature else first_divergence(llm, ids, plain.tokens, drafted.tokens)
             gap = max(gap, abs(divergence.logit_gap) if divergence else 0.0)
-    return {"texts": len(PROMPTS), "differ": differ, "largest gap": gap, "tokens a round": len(PROMPTS) * tokens / rounds}
+    return {"texts": len(prompts), "differ": differ, "largest gap": gap, "tokens a round": len(prompts) * tokens / rounds}
 
 
 def _rejection(directory: Path) -> dict[str, Any]:

@@ -2,24 +2,20 @@
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from support import tiny_models
 from support.eagle_heads import write_head
 from support.family_grid import OPTIONS, family_cases
 
-import eesd
 from eesd.common.manifest import load_manifest
 from eesd.export.engine_dir import Head, eagle_head, export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.torch_engine import open_torch
-from eesd.runtime.llm import Speculation
 from lease import Lease
+from lease.equality import compared, logits_of
 
 PROMPTS = ([5, 9, 3, 17], [40, 2, 2, 8, 31, 30, 12])
 TOKENS = 40
@@ -52,37 +48,11 @@ def _judged(lease: Lease, checkpoint: Checkpoint, head: Head, name: str) -> dict
         directory = lease.output / f"{name}-{dtype}"
         if not (directory / "manifest.json").exists():
             export(checkpoint, head, ExportOptions(dtype, 96, 8, 4), directory)
-        here, there = (_logits(directory, device) for device in ("cpu", lease.device))
+        manifest = load_manifest(directory)
+        here, there = (logits_of(open_torch(directory, manifest, 2, False, device)[0]) for device in ("cpu", lease.device))
         found[dtype] = {
             "largest difference from the CPU": float(np.abs(here - there).max()),
             "largest logit": float(np.abs(here).max()),
-            "tokens": _compared(directory),
+            "tokens": compared(directory, "torch", {"drafter": "exit", "tree": 2}, TOKENS, PROMPTS),
         }
     return found
-
-
-def _logits(directory: Path, device: str) -> Any:
-    """Of 20 tokens, in four calls of verify."""
-    manifest = load_manifest(directory)
-    verify, _ = open_torch(directory, manifest, 2, False, device)
-    [kv_cache] = verify.new_kv_caches()
-    kv_cache.reserve(32)
-    tokens = torch.randint(3, 60, (20,), generator=torch.Generator().manual_seed(1)).tolist()
-    return np.concatenate(
-        [
-            verify.forward([Call(kv_cache, tokens[at:end], range(at, end), at)])[0].logits.copy()
-            for at, end in ((0, 6), (6, 7), (7, 12), (12, 20))
-        ]
-    )
-
-
-def _compared(directory: Path) -> str:
-    """Of a tree of drafts against plain decoding."""
-    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=3", guard=False, tree=2, drafter="exit"))
-    equal = rounds = 0
-    for prompt in PROMPTS:
-        plain = llm.generate(prompt, max_new_tokens=TOKENS, draft=False, ignore_eos=True)
-        drafted = llm.generate(prompt, max_new_tokens=TOKENS, ignore_eos=True)
-        equal += sum(a == b for a, b in zip(plain.tokens, drafted.tokens, strict=True))
-        rounds += drafted.stats.rounds
-    return f"{equal} of {TOKENS * len(PROMPTS)} equal, in {rounds} rounds"
