@@ -74,6 +74,7 @@ def buckets_for(manifest: Manifest, prefill_chunk: int, exact: bool | None = Non
     return (*smaller, most, *sorted(count for count in prefill if count > most))
 
 
+@dataclass(eq=False, repr=False)
 class DeviceEngine:
     """A draft or verify engine on devices.
 
@@ -81,6 +82,7 @@ class DeviceEngine:
         manifest: Manifest of the engine directory.
         stages: The stages in order; a draft engine has one.
         is_draft: Whether this is the draft engine.
+        make_memory: Makes memory for the KV caches of so many sequences.
         buckets: Node counts that calls are padded to; empty if they are not padded to buckets. (1,): the nodes of a call run
             one after another.
         slots: How many of the first slots of the caches attention may read, ascending, the last all of them; empty: always
@@ -94,37 +96,27 @@ class DeviceEngine:
         chooses: Whether sessions let the device choose tokens, instead of copying logits. Default: on a GPU.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        stages: Sequence[StageRunner],
-        is_draft: bool,
-        make_memory: Callable[[int], DeviceMemory],
-        buckets: tuple[int, ...],
-        slots: tuple[int, ...],
-        multiple: int,
-        prefill_chunk: int,
-        exact: bool,
-        on_warm_up: Callable[[GraphInfo], None],
-    ) -> None:
-        self.manifest = manifest
-        self.stages = stages
-        self.is_draft = is_draft
-        self.buckets = buckets
-        self.slots = slots
-        self.multiple = multiple
-        self.prefill_chunk = prefill_chunk
-        self.exact = exact
-        self.on_warm_up = on_warm_up
-        self.cuda_graphs = True
-        self.chooses = stages[-1].stream.on_gpu
-        self._make_memory = make_memory
-        self._prepared: WeakKeyDictionary[DeviceMemory, _Prepared] = WeakKeyDictionary()
+    manifest: Manifest
+    stages: Sequence[StageRunner]
+    is_draft: bool
+    make_memory: Callable[[int], DeviceMemory]
+    buckets: tuple[int, ...]
+    slots: tuple[int, ...]
+    multiple: int
+    prefill_chunk: int
+    exact: bool
+    on_warm_up: Callable[[GraphInfo], None]
+    cuda_graphs: bool = True
+    chooses: bool = field(init=False)
+    _prepared: "WeakKeyDictionary[DeviceMemory, _Prepared]" = field(init=False, default_factory=WeakKeyDictionary)
+
+    def __post_init__(self) -> None:
+        self.chooses = self.stages[-1].stream.on_gpu
 
     def new_kv_caches(self, count: int = 1) -> Sequence[DeviceKVCache]:
         if count > 1 and not self.exact and not self.is_draft:
             LOGGER.warning("Requests of a batch may change how a token's logits round, and so the token; --exact prevents it.")
-        return self._make_memory(count).caches()
+        return self.make_memory(count).caches()
 
     @torch.inference_mode()
     def prepare(self, kv_caches: Sequence[KVCache]) -> None:
@@ -268,7 +260,7 @@ class DeviceEngine:
         """The cache beside several rows in which their prompts run."""
         prepared = self._prepared_over(memory)
         if prepared.staging is None:
-            prepared.staging = self._make_memory(1).caches()[0]
+            prepared.staging = self.make_memory(1).caches()[0]
         return prepared.staging
 
     def _prefill(self, call: Call) -> None:

@@ -25,21 +25,13 @@ from eesd.runtime.engines.device_engine import ForwardStep
 Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 
 
+@pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1000, 1010))])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str) -> None:
-    setting = SETTINGS[name]
-    with late_llm(planned(setting), setting, seed=0) as (machine, llm):
-        assert wrong(planned(setting), machine, llm, range(5)) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SETTINGS)
-def test_tokens_do_not_depend_on_when_work_is_done_for_many_seeds(planned: Planned, name: str) -> None:
+def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, first: int) -> None:
     """With a new LLM now and then, because work is captured once."""
     setting = SETTINGS[name]
-    for first in (1000, 1010):
-        with late_llm(planned(setting), setting, first) as (machine, llm):
-            assert wrong(planned(setting), machine, llm, range(first, first + 5)) == []
+    with late_llm(planned(setting), setting, first) as (machine, llm):
+        assert wrong(planned(setting), machine, llm, range(first, first + 5)) == []
 
 
 @pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if not setting.few_slots])
