@@ -13,11 +13,12 @@ from onnx.external_data_helper import ExternalDataInfo
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
 from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.common.outputs import remove_directory
 from eesd.common.quantization import FP4, FP8
 from eesd.common.turns import turn
 from eesd.common.weights import FACTOR, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS, weights_of
-from eesd.export.cache import foreign_build
-from eesd.export.cpu.operator_graph import Columns, Located, Weights, make_graph, products_of
+from eesd.export.cache import foreign_build, is_build
+from eesd.export.cpu.operator_graph import Columns, Located, Weights, make_graph
 from eesd.export.cpu.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
 from eesd.export.cpu.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.cpu_build import SIZES, WEIGHTS, check_graphs, find_build, halved_weights, place_of
@@ -29,7 +30,7 @@ _TWICE_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
 
 
 def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> Path:
-    """Build an engine directory for the CPU. A build that is whole stays as it is.
+    """Build an engine directory for the CPU. A build that is whole stays as it is; a new one takes the place of older ones.
 
     Args:
         directory: Engine directory.
@@ -53,29 +54,31 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
                     raise EESDError(f"{place} holds other files; move it away.")
                 with directory_written_whole(place, foreign_build) as new:
                     _write(directory, manifest, new)
+                for other in directory.glob("cpu-*"):  # of an older layout, or of other graphs
+                    if other != place and is_build(other):
+                        remove_directory(other, foreign_build)
     except OSError as error:
         raise EESDError(f"{directory} cannot be built for the CPU: {place} cannot be written ({error.strerror}).") from None
     return place
 
 
 def _write(directory: Path, manifest: Manifest, place: Path) -> None:
-    packed: dict[Columns, Located] = {}
-    small: dict[str, NDArray[Any]] = {}
+    packed: dict[Columns, Located] = {}  # graphs share weights
     try:
         halved = halved_weights(manifest)
         with (place / WEIGHTS).open("wb") as file:
             for graph in manifest.graphs:
                 reader = _Reader(directory, manifest, graph)
-                small |= reader.small()
-                for part in products_of(manifest, graph):
-                    if part in packed:
-                        continue
-                    weight = reader.pack(part, part.weight in halved)
-                    file.write(bytes(-file.tell() % ALIGNMENT))
-                    packed[part] = Located(file.tell(), weight.data.nbytes, weight.numbers)
-                    file.write(weight.data.data)
-        for graph in manifest.graphs:
-            (place / graph.file).write_bytes(make_graph(manifest, graph, Weights(WEIGHTS, packed, small)))
+
+                def pack(part: Columns, reader: _Reader = reader) -> Located:
+                    if part not in packed:
+                        weight = reader.pack(part, part.weight in halved)
+                        file.write(bytes(-file.tell() % ALIGNMENT))
+                        packed[part] = Located(file.tell(), weight.data.nbytes, weight.numbers)
+                        file.write(weight.data.data)
+                    return packed[part]
+
+                (place / graph.file).write_bytes(make_graph(manifest, graph, Weights(WEIGHTS, pack, reader.small())))
     except (KeyError, ValueError, TypeError, OverflowError, AssertionError):
         raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
     sizes = {path.name: path.stat().st_size for path in place.iterdir()}

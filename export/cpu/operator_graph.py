@@ -6,7 +6,7 @@ manifest (geometry, exit head, layers), so this graph is written down from that,
 nothing that a match could miss. The names and sizes of all weights are compared with those of the graph on disk.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -49,20 +49,13 @@ class Weights:
 
     Attributes:
         file: Name of the file of packed weights.
-        packed: Packed weights by what they hold.
+        packed: Packs these columns when they are first asked for, and says where they lie.
         small: Norms, biases and rotary tables by name, float32; the draft vocabulary, int64.
     """
 
     file: str
-    packed: Mapping[Columns, Located]
+    packed: Callable[[Columns], Located]
     small: Mapping[str, NDArray[Any]]
-
-
-def products_of(manifest: Manifest, graph: GraphInfo) -> list[Columns]:
-    """What a graph multiplies by, and its embedding table, in the order of use."""
-    builder = _Builder(manifest, graph, None)
-    builder.build()
-    return builder.products
 
 
 def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:
@@ -81,9 +74,7 @@ def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:
 class _Builder:
     manifest: Manifest
     graph: GraphInfo
-    weights: Weights | None
-    """None: only to list what is multiplied."""
-    products: list[Columns] = field(default_factory=list)
+    weights: Weights
     nodes: list[Any] = field(default_factory=list)
     initializers: dict[str, Any] = field(default_factory=dict)
 
@@ -254,7 +245,7 @@ class _Builder:
         columns, names = slice(half, None) if kind == SLIDING else slice(half), []
         for table in ("cos", "sin"):
             names.append(f"{table}_of_{SLIDING if kind == SLIDING else FULL}")
-            if self.weights is not None and names[-1] not in self.initializers:
+            if names[-1] not in self.initializers:
                 self._constant(names[-1], self.weights.small[table][:, columns])
         return names
 
@@ -376,10 +367,8 @@ class _Builder:
     def _packed(self, part: Columns) -> str:
         """The initializer of a packed weight."""
         name = f"{part.weight}[{part.start}:{part.stop or ''}]"
-        if part not in self.products:
-            self.products.append(part)
-        if self.weights is not None and name not in self.initializers:
-            offset, length, _ = self.weights.packed[part]
+        if name not in self.initializers:
+            offset, length, _ = self.weights.packed(part)
             tensor = TensorProto(name=name, data_type=TensorProto.UINT8, dims=[length], data_location=TensorProto.EXTERNAL)
             for key, value in (("location", self.weights.file), ("offset", offset), ("length", length)):
                 tensor.external_data.add(key=key, value=str(value))
@@ -389,14 +378,14 @@ class _Builder:
     def _numbers(self, parts: Sequence[Columns], whole: bool = False) -> list[int]:
         """What the operators must know of weights. Of two planes the draft reads the upper one, but ``whole`` ones."""
         upper = {PLANES: UPPER} if self._draft and not whole else {}
-        given = [(0,)] if self.weights is None else [self.weights.packed[part].numbers for part in parts]
+        given = [self.weights.packed(part).numbers for part in parts]
         return [number for form, *others in given for number in (upper.get(form, form), *others)]
 
     def _small(self, *names: str) -> str:
         """The initializer of a norm, a table, or biases side by side; an empty one for names that the graph has not."""
         found = [name for name in names if self._find(name) is not None]
         name = "+".join(found) or "nothing"
-        if self.weights is not None and name not in self.initializers:
+        if name not in self.initializers:
             values = [self.weights.small[str(self._find(one))] for one in found]
             self._constant(name, np.concatenate(values) if values else np.zeros(0, np.float32))
         return name
@@ -409,8 +398,6 @@ class _Builder:
         return output
 
     def _model(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> bytes:
-        if self.weights is None:
-            return b""
         graph = helper.make_graph(self.nodes, "eesd", inputs, outputs, [*self.initializers.values()])
         opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
         model: onnx.ModelProto = helper.make_model(graph, opset_imports=opsets, ir_version=11, producer_name="eesd")

@@ -50,12 +50,7 @@ class Packed:
 
 def pack_floats(weight: NDArray[np.generic], form: int) -> Packed:
     """Pack a weight [inputs, outputs] of float32, or of 16 bits given as uint16, in one of the first three formats."""
-    inputs, outputs = weight.shape
-    panels = -(-outputs // PANEL)
-    padded = np.zeros((inputs, panels * PANEL), weight.dtype)
-    padded[:, :outputs] = weight
-    data = np.ascontiguousarray(padded.reshape(inputs, panels, PANEL).transpose(1, 0, 2))
-    return Packed(data.reshape(-1).view(np.uint8), (form, inputs, outputs, 0, 0, 0, 0))
+    return Packed(_pack_rows(weight, 1).reshape(-1), (form, *weight.shape, 0, 0, 0, 0))
 
 
 def pack_levels(weight: Levels, planes: bool = False) -> Packed:
@@ -83,10 +78,10 @@ def pack_levels(weight: Levels, planes: bool = False) -> Packed:
         kind, shared = SPLIT, [part for part, _ in split]
     else:
         kind = WIDE
-    data = np.concatenate([_pack_bits(blocks, form), *(_pack_scales(part, halves) for part in shared)], -1)
+    data = np.concatenate([_pack_bits(blocks, form), *(_pack_rows(part, halves) for part in shared)], -1)
     if split:
         supers = data.reshape(len(data), inputs // SUPER, -1)
-        data = np.concatenate([*(_pack_scales(factors, 1) for _, factors in split), supers], -1)
+        data = np.concatenate([*(_pack_rows(factors, 1) for _, factors in split), supers], -1)
     data = data.reshape(-1)
     if form == PLANES:
         data = np.concatenate([data, _pack_bits(blocks, BITS4).reshape(-1)])
@@ -147,12 +142,8 @@ def _split(values: NDArray[np.float32], rows: int) -> tuple[NDArray[np.int8], ND
 
 def _blocks(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Levels [inputs, outputs] as [panels, blocks, 8, 64]: of 4 inputs in turn, the levels of 16 columns."""
-    inputs, outputs = levels.shape
-    panels = -(-outputs // PANEL)
-    padded = np.zeros((inputs, panels * PANEL), np.uint8)
-    padded[:, :outputs] = levels
-    split = padded.reshape(inputs // BLOCK, 8, 4, panels, PANEL)
-    return np.ascontiguousarray(split.transpose(3, 0, 1, 4, 2)).reshape(panels, inputs // BLOCK, 8, 64)
+    split = _padded(levels).reshape(len(levels) // BLOCK, 8, 4, -1, PANEL).transpose(3, 0, 1, 4, 2)
+    return np.ascontiguousarray(split).reshape(*split.shape[:3], 64)
 
 
 def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
@@ -171,11 +162,12 @@ def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
     return np.concatenate(parts, -1)
 
 
-def _pack_scales(values: NDArray[Any], halves: int) -> NDArray[np.uint8]:
-    """Scales, minimums [inputs / 32 or 16, outputs] or their factors as bytes [panels, blocks, bytes]."""
-    count, outputs = values.shape
-    panels = -(-outputs // PANEL)
-    padded = np.zeros((count, panels * PANEL), values.dtype)
-    padded[:, :outputs] = values
-    split = padded.reshape(count // halves, halves, panels, PANEL).transpose(2, 0, 1, 3)
-    return np.ascontiguousarray(split).reshape(panels, count // halves, -1).view(np.uint8)
+def _pack_rows(values: NDArray[Any], halves: int) -> NDArray[np.uint8]:
+    """Values [rows, outputs], ``halves`` rows of 16 columns one after another, as bytes [panels, rows / halves, bytes]."""
+    split = _padded(values).reshape(len(values) // halves, halves, -1, PANEL).transpose(2, 0, 1, 3)
+    return np.ascontiguousarray(split).reshape(*split.shape[:2], -1).view(np.uint8)
+
+
+def _padded(values: NDArray[Any]) -> NDArray[Any]:
+    """Zeros behind the last column up to a whole panel."""
+    return np.pad(values, ((0, 0), (0, -values.shape[1] % PANEL)))

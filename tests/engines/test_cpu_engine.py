@@ -246,12 +246,18 @@ def test_a_directory_is_built_once(plans: Path, made: list[Path]) -> None:
     assert len(made) == 2 * len(before) + 1
 
 
-def test_another_export_has_another_build_for_cpu(plans: Path) -> None:
+def test_another_export_has_another_build_for_cpu(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So has another layout. The new build takes the place of the old one, but of nothing that EESD did not make."""
     manifest = load_manifest(plans)
     first = build_for_cpu(plans, manifest)
+    mine = shutil.copytree(first, plans / f"cpu-{'0' * 16}")
+    (mine / "notes.txt").write_text("mine")
+    monkeypatch.setattr(cpu_build, "LAYOUT", 999)
+    second = build_for_cpu(plans, manifest)
+    assert second != first and {*plans.glob("cpu-*")} == {second, mine}
     raw = json.loads((plans / "manifest.json").read_text())
     edit_manifest(plans, "files/verify.onnx/sha256", raw["files"]["draft.onnx"]["sha256"])
-    assert cpu_build.place_of(plans, load_manifest(plans)) != first
+    assert cpu_build.place_of(plans, load_manifest(plans)) not in (first, second)
 
 
 def test_a_directory_that_is_not_built_says_what_to_run(plans: Path, made: list[Path]) -> None:
