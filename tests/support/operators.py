@@ -34,16 +34,18 @@ PLANES_OF = ("planes", "upper")
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 70, 130)
 MOST = max(ROWS)
 Array = NDArray[Any]
+Input = tuple[str, Array | int]
+"""Name of an input of a node, and its constant value, or the element type of what calls give."""
 
 
 def one_node(
     path: Path,
     kind: str,
-    inputs: Sequence[tuple[str, Array | int]],
+    inputs: Sequence[Input],
     outputs: Sequence[int] = (TensorProto.FLOAT,),
     **attributes: Any,
 ) -> Path:
-    """Write a model of one node. An input is a constant, or the element type of one that calls give; outputs are types."""
+    """Write a model of one node. Outputs are types."""
     given, constants = [], []
     for name, value in inputs:
         if isinstance(value, np.ndarray):
@@ -155,17 +157,21 @@ class Product:
         )
         self.added = random.normal(0, 1, (MOST, outputs)).astype(np.float32)
 
-    def write(self, path: Path) -> Path:
-        packed = [pack(part) for part in self.parts]
-        given: list[tuple[str, Array | int]] = [
+    def inputs(self) -> list[Input]:
+        return [
             ("x", TensorProto.FLOAT),
             ("norm", NOTHING if self.norm is None else self.norm),
             ("bias", NOTHING if self.bias is None else self.bias),
             ("residual", TensorProto.FLOAT),
-            *((f"w{i}", one.data) for i, one in enumerate(packed)),
+            *((f"w{i}", pack(part).data) for i, part in enumerate(self.parts)),
         ]
-        numbers = [number for one in packed for number in one.numbers]
-        return one_node(path, "Product", given, epsilon=self.epsilon, gating=self.gating, matrices=numbers)
+
+    def attributes(self) -> dict[str, Any]:
+        numbers = [number for part in self.parts for number in pack(part).numbers]
+        return {"epsilon": self.epsilon, "gating": self.gating, "matrices": numbers}
+
+    def write(self, path: Path) -> Path:
+        return one_node(path, "Product", self.inputs(), **self.attributes())
 
     def run(self, session: Any, first: int = 0, last: int = MOST) -> Floats:
         residual = self.added[first:last] if self.residual else NOTHING
@@ -236,18 +242,23 @@ class Mixture:
         self.logits[:, ::2] = np.rint(self.logits[:, ::2])  # some are equal
         self.logits[5] = 1
 
-    def write(self, path: Path, **changed: Any) -> Path:
-        packed = [pack(weight) for expert in self.experts for weight in expert]
-        given: list[tuple[str, Array | int]] = [
+    def inputs(self) -> list[Input]:
+        weights = (weight for expert in self.experts for weight in expert)
+        return [
             ("x", TensorProto.FLOAT),
             ("norm", NOTHING if self.norm is None else self.norm),
             ("logits", TensorProto.FLOAT),
             ("residual", TensorProto.FLOAT),
-            *((f"w{i}", one.data) for i, one in enumerate(packed)),
+            *((f"w{i}", pack(weight).data) for i, weight in enumerate(weights)),
         ]
-        numbers = [number for one in packed for number in one.numbers]
+
+    def attributes(self) -> dict[str, Any]:
+        numbers = [number for expert in self.experts for weight in expert for number in pack(weight).numbers]
         own = {"epsilon": self.epsilon, "gating": self.gating, "used": self.used, "normed": int(self.normed)}
-        return one_node(path, "Mixture", given, **{**own, "matrices": numbers, **changed})
+        return own | {"matrices": numbers}
+
+    def write(self, path: Path) -> Path:
+        return one_node(path, "Mixture", self.inputs(), **self.attributes())
 
     def run(self, session: Any, first: int = 0, last: int = MOST) -> Floats:
         residual = self.added[first:last] if self.residual else NOTHING
@@ -370,9 +381,9 @@ class Attention:
         """A session of the model that :meth:`write` wrote."""
         return operators.make_session(path, threads, True, name, float16_caches=self.float16)
 
-    def write(self, path: Path, heads: int | None = None) -> Path:
+    def inputs(self) -> list[Input]:
         spec = self.spec
-        given: list[tuple[str, Array | int]] = [
+        return [
             ("qkv", TensorProto.FLOAT),
             ("tokens", TensorProto.INT64),
             ("paths", TensorProto.INT32),
@@ -381,7 +392,9 @@ class Attention:
             ("q_norm", NOTHING if spec.q_norm is None else spec.q_norm),
             ("k_norm", NOTHING if spec.k_norm is None else spec.k_norm),
         ]
-        return one_node(path, "Attention", given, **self.attributes() | ({} if heads is None else {"heads": heads}))
+
+    def write(self, path: Path, **changed: int) -> Path:
+        return one_node(path, "Attention", self.inputs(), **self.attributes() | changed)
 
     def attributes(self) -> dict[str, Any]:
         return {
