@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 from support.command import succeed
 
-from eesd.common import machine, terminal
+from eesd.common import terminal
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
-from eesd.runtime import doctor
 
 pytestmark = pytest.mark.fast
 
@@ -77,14 +76,6 @@ def test_an_export_shows_names_as_they_are(text_model: Path, tmp_path: Path) -> 
     model, output = shutil.copytree(text_model, tmp_path / "[red]model"), tmp_path / NAME
     result = succeed(export_main, "--model", model, "--exit-layer", 1, "-o", output, "--no-check")
     assert NAME in result.stdout and output.is_dir()
-
-
-def test_the_doctor_names_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "installed", lambda _: None)
-    monkeypatch.setattr(machine, "nvidia_driver", lambda: False)
-    output = succeed(doctor.main).stdout
-    for extra in ("export", "torch", "tensorrt", "tensorrt-rtx"):
-        assert f"'eesd[{extra}]'" in output
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from support.command import notice, run, succeed
 
 import eesd
+from eesd.common import machine
 from eesd.runtime import doctor, llm
 from eesd.runtime.cli import main
 from eesd.runtime.engines import cpu_engine, operators, ort_engine
@@ -54,14 +55,10 @@ def test_prompts_are_continued(engine: Path, api: LLM) -> None:
     assert text_of(engine, "-p", PROMPT, "-p", "x") == expected(api).text + "\n" + expected(api, "x").text
 
 
-def test_a_prompt_is_read_from_stdin(engine: Path, api: LLM) -> None:
-    assert text_of(engine, stdin=PROMPT) == expected(api).text
-    assert text_of(engine, "-p", "-", stdin=PROMPT) == expected(api).text
-
-
-def test_a_prompt_is_read_from_a_file(engine: Path, api: LLM, tmp_path: Path) -> None:
+def test_a_prompt_is_read_from_stdin_or_a_file(engine: Path, api: LLM, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text(PROMPT)
-    assert text_of(engine, "--prompt-file", tmp_path / "prompt.txt") == expected(api).text
+    for options in ((), ("-p", "-"), ("--prompt-file", tmp_path / "prompt.txt")):
+        assert text_of(engine, *options, stdin=PROMPT) == expected(api).text
 
 
 def test_prompts_are_read_from_json_lines(engine: Path, api: LLM, tmp_path: Path) -> None:
@@ -139,25 +136,20 @@ def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...])
     assert found["plain"]["draft_tokens"] == 0 < found["drafting"]["draft_tokens"]
 
 
-def test_compare_sums_up_several_prompts(engine: Path) -> None:
-    """A row for each prompt and one for all, and what was asked above each text."""
+def test_compare_stops_where_told_and_sums_up_several_prompts(engine: Path) -> None:
+    """A row for each prompt and one for all, and what was asked above each text; a stop string ends both texts."""
     options = ("-p", PROMPT, "-p", PROMPT[::-1], "--ignore-eos")
+    text = text_of(engine, "-p", PROMPT, "--ignore-eos")
+    stopped = succeed(
+        main, "--engine-dir", engine, "-n", COUNT, "--compare", *options[:2], "--ignore-eos", "--stop", text[9:11]
+    )
+    assert stopped.stdout == PROMPT + text[: text.index(text[9:11])] + "\n"
     result = succeed(main, "--engine-dir", engine, "-n", COUNT, "--compare", *options)
-    texts = [
-        PROMPT + text_of(engine, "-p", PROMPT, "--ignore-eos"),
-        PROMPT[::-1] + text_of(engine, "-p", PROMPT[::-1], "--ignore-eos"),
-    ]
+    texts = [PROMPT + text, PROMPT[::-1] + text_of(engine, "-p", PROMPT[::-1], "--ignore-eos")]
     assert result.stdout == f"[1] {PROMPT}\n{texts[0]}\n\n[2] {PROMPT[::-1]}\n{texts[1]}\n"
     assert all(f" {name} " in result.stderr for name in ("[1]", "[2]", "all"))
     assert f"tokens are equal ({2 * COUNT})" in result.stderr and f"bit for bit ({2 * COUNT} positions)" in result.stderr
     assert len(objects(engine, "--compare", *options)) == 2
-
-
-def test_compare_stops_where_told(engine: Path, api: LLM) -> None:
-    text = expected(api, ignore_eos=True).text
-    options = ("-p", PROMPT, "--ignore-eos", "--stop", text[9:11])
-    result = succeed(main, "--engine-dir", engine, "-n", COUNT, "--compare", *options)
-    assert result.stdout == PROMPT + text_of(engine, *options) + "\n"
 
 
 def test_compare_finds_a_difference(engine: Path, api: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,24 +211,6 @@ def test_ctrl_c_ends_without_a_traceback(engine: Path, monkeypatch: pytest.Monke
     assert (result.exit_code, result.stdout, result.stderr) == (130, "some text", notice() + "\n")
 
 
-def test_ctrl_c_while_loading_ends_without_a_traceback(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(*ENGINE, interrupted)
-    result = run(main, "--engine-dir", engine, "-p", PROMPT)
-    assert (result.exit_code, result.output) == (130, "\n")
-
-
-def test_a_closed_pipe_ends_without_a_traceback(engine: Path) -> None:
-    command = [*COMMAND, "--engine-dir", str(engine), "-p", PROMPT, "-n", "200", "--ignore-eos"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    assert process.wait(60) == 141
-    assert process.stderr.read() == ""
-
-
 def test_doctor_shows_packages_machine_and_jobs() -> None:
     facts = json.loads(succeed(doctor.main, "--json").stdout)
     assert facts.keys() == {"packages", "machine", "jobs"}
@@ -249,6 +223,9 @@ def test_doctor_shows_packages_machine_and_jobs() -> None:
 def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     monkeypatch.setattr(doctor, "installed", lambda _: None)
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: False)
+    table = succeed(doctor.main).stdout
+    assert all(f"'eesd[{extra}]'" in table for extra in ("export", "torch", "tensorrt", "tensorrt-rtx"))
     facts = json.loads(succeed(doctor.main, "--json").stdout)
     assert facts["packages"]["torch"] == "not installed: pip install 'eesd[export]'"
     assert facts["jobs"]["export"].startswith("no: torch") and "pip install eesd" in facts["jobs"]["run on the CPU (ort)"]

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 PACKAGE = Path(__file__).parent.parent.parent / "src" / "eesd"
@@ -16,9 +17,14 @@ def modules(package: Path = PACKAGE) -> Iterator[tuple[str, Path]]:
             yield name.removesuffix(".__init__"), path
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
+@cache
+def imports(path: Path) -> list[tuple[str, bool]]:
     """The modules that a file imports, and whether it does so when it is loaded, and not in a function. Imports for types alone
     are left out."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[str, bool]]:
     tree = ast.parse(path.read_text("utf-8"))
     for_types = _inside([node for node in ast.walk(tree) if _is_for_types(node)])
     lazy = _inside([node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)])
