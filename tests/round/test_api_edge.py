@@ -41,19 +41,18 @@ def refused(action: Callable[[], object], *words: str) -> None:
     [
         None,
         5,
-        1.5,
         b"text",
-        bytearray(b"text"),
         {"a": 1},
         {1, 2},
         [1.0],
         [True],
         [1, "a"],
         ["a"],
-        [None],
         [[1]],
         range,
         [[]],
+        np.array(5),
+        np.ones((2, 2), np.int64),
     ],
     ids=repr,
 )
@@ -106,9 +105,7 @@ def test_arguments_of_another_type_are_refused(llm: LLM, arguments: dict[str, An
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "method"])
-@pytest.mark.parametrize(
-    "value", [None, "1", True, [], float("nan"), float("inf"), -1, 10**400, 1j, b"1"], ids=lambda v: repr(v)[:9]
-)
+@pytest.mark.parametrize("value", [None, "1", True, [], float("nan"), float("inf"), -1, 10**400, 1j], ids=lambda v: repr(v)[:9])
 def test_sampling_options_of_another_type_are_refused(name: str, value: Any) -> None:
     if (name, value) != ("seed", None):  # each request draws one
         refused(lambda: eesd.Sampling(**{name: value}), name if name != "method" else "sampling method")
@@ -142,41 +139,47 @@ def test_numbers_of_numpy_are_numbers() -> None:
     assert sampling.temperature == 0.5
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"controller": 5}, "controller is 5"),
-        ({"tree": "1"}, "tree is '1'"),
-        ({"tree": 1.0}, "tree is 1.0"),
-        ({"guard": 1}, "guard is 1"),
-        ({"seed": -1}, "seed is -1"),
-        ({"tree": -1}, "tree is -1"),
-    ],
-)
-def test_speculation_of_another_type_is_refused(arguments: dict[str, Any], words: str) -> None:
-    refused(lambda: Speculation(**arguments), words)
+HUGE = 10**5000
+speculate: Any = Speculation
+load: Any = eesd.load
+"""Of any type here: they are called with what their types forbid."""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("call", "words"),
     [
-        ({"engine_dir": 5}, "engine_dir is 5"),
-        ({"engine_dir": ""}, "engine_dir is ''"),
-        ({"engine_dir": None}, "engine_dir is None"),
-        ({"engine_dir": "a\0b"}, "engine_dir is 'a"),
-        ({"engine_dir": "\ud800"}, "engine_dir is"),
-        ({"engine_dir": b"plans"}, "engine_dir is b'plans'"),
-        ({"backend": None}, "backend"),
-        ({"backend": ["ort"]}, "backend"),
-        ({"speculation": "fixed:k=4"}, "speculation is 'fixed:k=4'"),
-        ({"threads": "2"}, "threads is '2'"),
-        ({"threads": 1.5}, "threads is 1.5"),
-        ({"threads": True}, "threads is True"),
-        ({"generation_config": "vllm"}, "generation_config is 'vllm'; it must be one of auto, none"),
+        (lambda _: speculate(controller=5), "controller is 5"),
+        (lambda _: speculate(tree="1"), "tree is '1'"),
+        (lambda _: speculate(tree=1.0), "tree is 1.0"),
+        (lambda _: speculate(tree=-1), "tree is -1"),
+        (lambda _: speculate(tree=HUGE), "tree is"),
+        (lambda _: speculate(guard=1), "guard is 1"),
+        (lambda _: speculate(seed=-1), "seed is -1"),
+        (lambda _: eesd.Sampling(seed=2**64), "an integer between 0 and 9223372036854775807"),
+        (lambda _: eesd.Sampling(seed=HUGE), "seed is"),
+        (lambda llm: llm.with_speculation(5), "speculation is 5"),
+        (lambda llm: llm.with_speculation("fixed:k=4"), "speculation is 'fixed:k=4'"),
+        (lambda llm: llm.generate([HUGE]), "token id"),
+        (lambda llm: llm.generate(PROMPT, max_new_tokens=HUGE), "max_new_tokens is"),
+        (lambda _: load(5), "engine_dir is 5"),
+        (lambda _: load(""), "engine_dir is ''"),
+        (lambda _: load(None), "engine_dir is None"),
+        (lambda _: load("a\0b"), "engine_dir is 'a"),
+        (lambda _: load("\ud800"), "engine_dir is"),
+        (lambda _: load(b"plans"), "engine_dir is b'plans'"),
+        (lambda _: load("x" * 5000), "xxx"),
+        (lambda llm: load(llm.directory, None), "backend"),
+        (lambda llm: load(llm.directory, ["ort"]), "backend"),
+        (lambda llm: load(llm.directory, speculation="fixed:k=4"), "speculation is 'fixed:k=4'"),
+        (lambda llm: load(llm.directory, threads="2"), "threads is '2'"),
+        (lambda llm: load(llm.directory, threads=1.5), "threads is 1.5"),
+        (lambda llm: load(llm.directory, threads=True), "threads is True"),
+        (lambda llm: load(llm.directory, threads=HUGE), "threads is"),
+        (lambda llm: load(llm.directory, generation_config="vllm"), "'vllm'; it must be one of auto, none"),
     ],
 )
-def test_load_refuses_arguments_of_another_type(engine: Path, arguments: dict[str, Any], words: str) -> None:
-    refused(lambda: eesd.load(**{"engine_dir": engine} | arguments), words)
+def test_odd_calls_are_refused(llm: LLM, call: Callable[[Any], object], words: str) -> None:
+    refused(lambda: call(llm), words)
 
 
 def test_a_service_refuses_arguments_of_another_type(llm: LLM) -> None:
@@ -217,8 +220,7 @@ def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
         return [one for found in pool.map(ask, range(4)) for one in found]
 
 
-@pytest.mark.parametrize("beside", ["alone", "served"])
-@pytest.mark.parametrize("backend", ["ort", "torch"])
+@pytest.mark.parametrize(("backend", "beside"), [("ort", "served"), ("torch", "alone")])
 def test_threads_of_one_llm_get_their_own_tokens(engine: Path, backend: str, beside: str) -> None:
     """Calls wait for each other's rounds, also for those of a service."""
     llm = eesd.load(engine, backend, threads=1, prefix_memory=1 << 20)
@@ -257,7 +259,7 @@ class Late(Exception):
     """Raised by the handler of an alarm."""
 
 
-@pytest.mark.parametrize("raises", [Late, Exception, TypeError, EESDError])
+@pytest.mark.parametrize("raises", [Late, EESDError])
 def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(llm: LLM, raises: type[Exception]) -> None:
     def ring(*_: object) -> None:
         raise raises("late")
@@ -317,7 +319,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(prompt=VALUES, stop=VALUES, name=st.sampled_from(["max_new_tokens", "draft", "ignore_eos", "sampling"]), value=VALUES)
 def test_any_arguments_work_or_are_refused(llm: LLM, prompt: Any, stop: Any, name: str, value: Any) -> None:
     for arguments in ({"prompt": prompt}, {"prompt": PROMPT, "stop": stop}, {"prompt": PROMPT, name: value}):
@@ -327,7 +329,7 @@ def test_any_arguments_work_or_are_refused(llm: LLM, prompt: Any, stop: Any, nam
             assert "\n" not in str(error)
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(values=st.dictionaries(st.sampled_from(list(eesd.Sampling.__annotations__)), VALUES))
 def test_any_sampling_works_or_is_refused(values: dict[str, Any]) -> None:
     try:
@@ -378,32 +380,6 @@ def test_the_tokenizer_is_the_one_that_was_there_at_loading(engine_copy: Path, m
     monkeypatch.chdir("/")
     assert llm.generate("to be", max_new_tokens=6).tokens == expected.tokens
     assert llm.generate([*llm.encode("to be")], max_new_tokens=6).text == expected.text
-
-
-HUGE = 10**5000
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda llm: llm.generate([HUGE]),
-        lambda llm: llm.generate(PROMPT, max_new_tokens=HUGE),
-        lambda llm: llm.generate(np.array(5)),
-        lambda llm: llm.generate(np.ones((2, 2), np.int64)),
-        lambda llm: eesd.Sampling(seed=HUGE),
-        lambda llm: Speculation(tree=HUGE),
-        lambda llm: eesd.load(llm.directory, threads=HUGE),
-        lambda llm: llm.with_speculation(5),
-        lambda llm: llm.with_speculation("fixed:k=4"),
-        lambda _: eesd.load("x" * 5000),
-    ],
-)
-def test_odd_calls_are_refused(llm: LLM, call: Callable[[Any], object]) -> None:
-    refused(lambda: call(llm))
-
-
-def test_numbers_that_are_too_large_are_told_their_bounds() -> None:
-    refused(lambda: eesd.Sampling(seed=2**64), "an integer between 0 and 9223372036854775807")
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "generation_config.json"])

@@ -156,18 +156,3 @@ def test_a_deadline_ends_a_request_with_what_it_has(model: LLM) -> None:
     assert found.finish_reason == "deadline" and found.tokens == []
     with pytest.raises(EESDError, match="seconds"):
         model.generate(PROMPT, seconds=-1)
-
-
-def test_prefixes_are_kept_and_change_no_token(model: LLM) -> None:
-    other = load(model.directory, "ort", threads=1, speculation=None, prefix_memory=1 << 20)
-    prompt = PROMPT * 4
-    first, second = (other.generate(prompt, COUPLED, max_new_tokens=20, ignore_eos=True, logprobs=1) for _ in range(2))
-    assert not first.cached_tokens and second.cached_tokens >= 64
-    assert replace(second, stats=first.stats, cached_tokens=0) == first
-
-
-def test_a_request_is_one_description_for_both(model: LLM) -> None:
-    request = model.request("one", max_new_tokens=5, stop="x")
-    assert isinstance(request, Request) and request.stop == ("x",)
-    tokens = [output.token for update in model.run(request) for output in update.tokens]
-    assert tokens == model.generate("one", max_new_tokens=5, stop="x").tokens

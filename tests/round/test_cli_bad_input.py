@@ -12,7 +12,7 @@ from click.testing import Result
 from safetensors.torch import load_file, save_file
 from support.command import assert_one_line, assert_refused, export_engine, run
 from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
-from support.without_operators import needs_operators, without_operators
+from support.without_operators import needs_operators
 
 from eesd.runtime.cli import main
 
@@ -53,6 +53,7 @@ def lose_tokenizer(directory: Path) -> None:
         (garble, ("verify.onnx", "export again")),
         (swap_graphs, ("draft.onnx is not the graph that the manifest describes",)),
         (with_value("dtype", "float16"), ("damaged", "inputs, outputs or caches")),
+        (with_value("files", {"../secret": {"size": 1, "sha256": ""}}), ("damaged",)),
         (lose_tokenizer, ("no tokenizer.json", "token ids")),
     ],
 )
@@ -61,7 +62,6 @@ def test_a_bad_engine_directory_is_refused(engine_copy: Path, damage: Damage, wo
     assert_refused(eesd_run(engine_copy, *PROMPT), *words)
 
 
-@pytest.mark.parametrize("value", [None, "x", -1, True, [], {}, [1], ...], ids=repr)
 @pytest.mark.parametrize(
     "path",
     [
@@ -78,15 +78,13 @@ def test_a_bad_engine_directory_is_refused(engine_copy: Path, damage: Damage, wo
         ),
     ],
 )
-def test_a_damaged_manifest_is_refused(engine_copy: Path, path: str, value: Any) -> None:
-    """Whatever stands in the manifest, it is one line, and never a wrong binding."""
-    edit_manifest(engine_copy, path, value)
-    assert_refused(eesd_run(engine_copy, *PROMPT), str(engine_copy), "export")
-
-
-def test_a_file_outside_the_directory_is_refused(engine_copy: Path) -> None:
-    edit_manifest(engine_copy, "files", {"../secret": {"size": 1, "sha256": ""}})
-    assert_refused(eesd_run(engine_copy, *PROMPT), "damaged")
+def test_a_damaged_manifest_is_refused(engine_copy: Path, path: str) -> None:
+    """Whatever stands in the manifest, it is one line, and never a wrong binding. (Any edits: tests/fuzz.)"""
+    for value in (None, -1, [1], ...):
+        shutil.copy(engine_copy / "manifest.json", engine_copy.parent)
+        edit_manifest(engine_copy, path, value)
+        assert_refused(eesd_run(engine_copy, *PROMPT), str(engine_copy), "export")
+        shutil.copy(engine_copy.parent / "manifest.json", engine_copy)
 
 
 @pytest.mark.parametrize("exported", [(), ("--quantize", "int4")], ids=["float32", "int4"])
@@ -112,13 +110,10 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
     [
         (("--temperature", -1), ("temperature is -1.0", "at least 0 and below 100")),
         (("--temperature", "nan"), ("temperature is nan",)),
-        (("--temperature", "inf"), ("temperature is inf",)),
         (("--top-p", 0), ("top_p is 0.0", "above 0 and at most 1")),
-        (("--top-p", 2), ("top_p is 2.0",)),
         (("--top-k", -1), ("top_k is -1",)),
         (("--min-p", 1), ("min_p is 1.0",)),
         (("--repetition-penalty", 0), ("repetition_penalty is 0.0",)),
-        (("--seed", -1), ("seed is -1",)),
         (("--seed", 2**63), ("seed is 9223372036854775808",)),
         (("--controller", "magic"), ("no controller 'magic'", "beta-ts, calibration-ts, cost-aware-ts, fixed")),
         (("--controller", "fixed:depth=3"), ("no option 'depth'", "it has k")),
@@ -130,7 +125,6 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
         (("--tree", 9), ("tree is 9", "0 to 8")),
         (("-n", 0), ("max_new_tokens is 0", "at least 1")),
         (("--threads", 0), ("threads is 0",)),
-        (("--threads", 100000), ("threads is 100000",)),
         (("--stop", ""), ("stop string is empty",)),
         (("--compare", "--no-draft"), ("--compare needs drafting",)),
     ],
@@ -182,12 +176,6 @@ def test_bad_json_lines_are_refused(engine: Path, tmp_path: Path, text: bytes, w
     assert_refused(eesd_run(engine, "--prompt-file", file, stdin="not to be read"), *words)
 
 
-def test_chat_without_a_template_is_refused(engine_copy: Path) -> None:
-    (engine_copy / "chat_template.jinja").unlink()
-    edit_manifest(engine_copy, "files/chat_template.jinja", ...)
-    assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "no chat template", "plain prompt")
-
-
 @pytest.mark.parametrize("template", ["{% if", "{{ nothing.at.all }}", "{{ raise_exception('no\nsystem role') }}"])
 def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> None:
     (engine_copy / "chat_template.jinja").write_text(template)
@@ -195,8 +183,7 @@ def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> 
     assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "chat template refuses")
 
 
-@pytest.mark.parametrize("keep", [0.0, 0.3, 0.9], ids=["empty", "third", "most"])
-@pytest.mark.parametrize("name", ["draft.onnx", "verify.onnx"])
+@pytest.mark.parametrize(("name", "keep"), [("draft.onnx", 0.0), ("verify.onnx", 0.9)])
 def test_a_truncated_graph_is_one_line_of_the_whole_process(engine_copy: Path, name: str, keep: float) -> None:
     """ONNX Runtime logs to the file descriptor, behind Python's back."""
     data = (engine_copy / name).read_bytes()
@@ -207,8 +194,7 @@ def test_a_truncated_graph_is_one_line_of_the_whole_process(engine_copy: Path, n
 
 
 @needs_operators()
-@pytest.mark.parametrize("keep", [0.0, 0.9], ids=["empty", "most"])
-@pytest.mark.parametrize("name", ["draft.onnx", "verify.onnx"])
+@pytest.mark.parametrize(("name", "keep"), [("draft.onnx", 0.9), ("verify.onnx", 0.0)])
 def test_a_damaged_packed_graph_is_one_line_of_the_whole_process(engine_copy: Path, name: str, keep: float) -> None:
     (path,) = engine_copy.glob(f"cpu-*/{name}")
     data = path.read_bytes()
@@ -222,9 +208,3 @@ def refused_by_the_process(directory: Path, arrange: str, *words: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
     assert_one_line(done.stderr, *words)
-
-
-def test_without_operators_onnx_runtime_refuses_a_damaged_graph(engine_copy: Path) -> None:
-    garble(engine_copy)
-    with without_operators():
-        assert_refused(eesd_run(engine_copy, *PROMPT), "cannot load", "verify.onnx", "export again")

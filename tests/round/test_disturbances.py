@@ -62,14 +62,9 @@ def test_a_head_that_does_not_pay_costs_little(head: str, machine: str) -> None:
     assert max(start.behind for start in starts) < 0.013
 
 
-def test_a_guard_that_never_forgives_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.runtime.decoding.guard.ALLOWANCE", 0.0)
-    starts = [*simulate_starts(HEADS["pays"], FOUR_BIT, "stalls", "cost-aware-ts", 6)]
-    assert min(start.drafting for start in starts) < 0.3
-
-
-def test_prices_that_are_not_medians_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eesd.runtime.decoding.guard.median_low", max)
+@pytest.mark.parametrize(("name", "wrong"), [("ALLOWANCE", 0.0), ("median_low", max)], ids=["never forgives", "no medians"])
+def test_a_wrong_guard_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str, wrong: object) -> None:
+    monkeypatch.setattr(f"eesd.runtime.decoding.guard.{name}", wrong)
     starts = [*simulate_starts(HEADS["pays"], FOUR_BIT, "stalls", "cost-aware-ts", 6)]
     assert min(start.drafting for start in starts) < 0.3
 

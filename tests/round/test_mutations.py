@@ -375,12 +375,16 @@ def test_unpadded_calls_of_torch_are_caught(harness: Harness) -> None:
         assert (exactness.chains.differing == 0) == equal
 
 
-def test_logits_of_displaced_nodes_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
-    directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
+@pytest.fixture(scope="module")
+def int8_plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("int8")
+    model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
+    return export_engine(model, directory / "plans", "--quantize", "int8", "--max-seq-len", 256)
+
+
+def test_logits_of_displaced_nodes_are_caught(int8_plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with without_operators():
-        llm = load(directory, "ort", threads=1, speculation=TREE)
-    llm.budget = None
+        llm = load(int8_plans, "ort", threads=1, speculation=TREE)
     llm.budget = None  # what a budget leaves out depends on the clock
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(decoding_round, "cut_displaced", lambda path, bonus: (path, bonus))
@@ -400,11 +404,9 @@ def by_index(paths: Callable[[Call], list[list[int]]]) -> Callable[[Call], list[
 @needs_operators()
 @pytest.mark.parametrize("mistake", [in_another_order, by_index])
 def test_a_tree_that_sees_other_slots_or_in_another_order_is_caught(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
+    int8_plans: Path, monkeypatch: pytest.MonkeyPatch, mistake: Callable[..., Any]
 ) -> None:
-    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
-    directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
-    llm = load(directory, "ort", threads=1, speculation=TREE)
+    llm = load(int8_plans, "ort", threads=1, speculation=TREE)
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(cpu_engine, "_paths", mistake(cpu_engine._paths))
     found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
@@ -416,9 +418,8 @@ def stale(kv_cache: CpuKVCache, start: int, sources: list[int]) -> None:
 
 
 @needs_operators()
-def test_a_cpu_cache_that_is_not_compacted_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
-    llm = load(tiny_models.export_tiny(model, tmp_path / "plans", slots=256), "ort", threads=1, speculation=TREE)
+def test_a_cpu_cache_that_is_not_compacted_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = load(harness.directory, "ort", threads=1, speculation=TREE)
     llm.budget = None
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(CpuKVCache, "compact", stale)

@@ -42,13 +42,7 @@ for command, arguments in (
     assert result.exit_code == 0, (result.output, result.exception)
     assert "--compare" in arguments or "-p" not in arguments or result.stdout == text + "\\n"
 assert not Blocker.blocked & sys.modules.keys()
-"""
-
-TOKENS = """
-import json
-import eesd
-
-print(json.dumps(eesd.load(sys.argv[1], threads=1).generate([5, 6], max_new_tokens=30, ignore_eos=True).tokens))
+print(llm.generate([5, 6], max_new_tokens=30, ignore_eos=True).tokens)
 """
 
 EXPORT = """
@@ -68,13 +62,8 @@ def test_importing_costs_nothing() -> None:
     assert json.loads(done.stdout) == []
 
 
-def test_everything_but_exporting_works(engine: Path) -> None:
+def test_everything_but_exporting_works_and_gives_the_same_tokens(engine: Path) -> None:
     done = python(USE, engine)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_built_directory_gives_the_same_tokens_without_onnx(engine: Path) -> None:
-    done = python(TOKENS, engine)
     assert done.returncode == 0, done.stderr
     expected = eesd.load(engine, threads=1).generate([5, 6], max_new_tokens=30, ignore_eos=True).tokens
     assert json.loads(done.stdout) == expected

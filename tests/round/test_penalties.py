@@ -1,8 +1,9 @@
 """Logit bias, presence and frequency penalty, and tokens that end a text: by definition, whatever is drafted."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,18 @@ def by_definition(llm: LLM, options: dict[str, Any]) -> list[int]:
     return tokens[len(PROMPT) :]
 
 
+@pytest.fixture(scope="module")
+def definition(engine: Path) -> Callable[[str], list[int]]:
+    """The tokens by definition with some options, computed once."""
+    llm = eesd.load(engine, "ort", speculation=None, threads=1)
+    return cache(lambda name: by_definition(llm, OPTIONS[name]))
+
+
 @pytest.mark.parametrize("name", OPTIONS)
-def test_tokens_are_those_of_the_definition_with_and_without_drafting(plain: LLM, engine: Path, name: str) -> None:
-    expected, sampling = by_definition(plain, OPTIONS[name]), Sampling(**OPTIONS[name])
+def test_tokens_are_those_of_the_definition_with_and_without_drafting(
+    plain: LLM, engine: Path, name: str, definition: Callable[[str], list[int]]
+) -> None:
+    expected, sampling = definition(name), Sampling(**OPTIONS[name])
     assert plain.generate(PROMPT, sampling, max_new_tokens=COUNT, ignore_eos=True).tokens == expected
     assert plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).tokens != expected, "the option changes something"
     for speculation in DRAFTING.values():
@@ -80,12 +90,11 @@ def test_coupled_sampling_gives_the_same_text_with_drafts(engine: Path, name: st
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_rejection_sampling_obeys_them(engine: Path, name: str) -> None:
+def test_rejection_sampling_obeys_them(engine: Path, name: str, definition: Callable[[str], list[int]]) -> None:
     """Next to temperature 0 it is greedy: the verifier's and the draft's distributions both have them."""
     drafting = eesd.load(engine, "ort", speculation=DRAFTING["chain"], threads=1)
-    plain = eesd.load(engine, "ort", speculation=None, threads=1)
     cold = Sampling(**OPTIONS[name], temperature=1e-4, method="rejection", seed=3)
-    assert drafting.generate(PROMPT, cold, max_new_tokens=COUNT, ignore_eos=True).tokens == by_definition(plain, OPTIONS[name])
+    assert drafting.generate(PROMPT, cold, max_new_tokens=COUNT, ignore_eos=True).tokens == definition(name)
 
 
 @pytest.mark.parametrize("name", ["presence", "bias", "all"])

@@ -69,8 +69,15 @@ def finish_despite(session: Session, error: type[BaseException]) -> int:
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("place", ["draft-before", "draft-after", "verify-before", "verify-after"])
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("draft-before", RuntimeError),
+        ("draft-after", KeyboardInterrupt),
+        ("verify-before", KeyboardInterrupt),
+        ("verify-after", RuntimeError),
+    ],
+)
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_failing_engine_leaves_nothing_behind(
     harness: Harness, width: int, place: str, error: type[BaseException], sampling: Sampling
