@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.quantization import EXIT_HEAD, UNQUANTIZED
 from eesd.common.weights import checkpoint_names, graph_name, stored_weight, weight_bytes, weights_of
-from eesd.export.cpu.widened import Widened, reference, to_session, widen
+from eesd.export.cpu.widened import Widened, reference, widen
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
 from eesd.model.checkpoint import Checkpoint
@@ -301,7 +301,7 @@ def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArra
     options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
     options.add_session_config_entry("session.disable_quant_qdq", "1")  # int4 and int8 kernels would round differently
     weights: Widened = {}
-    model = to_session(widen(path, options, weights), path, options)
+    model = widen(path, options, weights)
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     names = [output.name for output in session.get_outputs()]
     return dict(zip(names, session.run(names, feeds), strict=True))

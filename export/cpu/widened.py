@@ -42,7 +42,7 @@ def reference(directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], 
     widened: Widened = {}
 
     def read(path: Path, options: ort.SessionOptions) -> bytes:
-        return to_session(widen(path, options, widened, threads), path, options)
+        return widen(path, options, widened, threads)
 
     verify = tuple(map(_widened_info, manifest.verify))
     wide = replace(manifest, draft=_widened_info(manifest.draft), verify=verify)
@@ -58,24 +58,17 @@ def _widened_info(graph: GraphInfo) -> GraphInfo:
     return replace(graph, inputs=wide(graph.inputs), outputs=wide(graph.outputs))
 
 
-def to_session(model: Any, path: Path, options: ort.SessionOptions) -> bytes:
-    """A changed graph, as a session takes it. The options get the directory of the weights that stay in files."""
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
-    data: bytes = model.SerializeToString()
-    return data
-
-
-def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: int = 1) -> Any:
+def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: int = 1) -> bytes:
     """Read a graph, and make it and its weights float32.
 
     Args:
         path: The graph.
-        options: Options of the session that will run it. They get the weights.
+        options: Options of the session that will run it. They get the weights, and the directory of those that stay in files.
         widened: Weights that other graphs of the directory have already widened. Those of this one are added.
         threads: Weights that are widened at the same time.
 
     Returns:
-        The changed graph, an ``onnx.ModelProto``.
+        The changed graph, as a session takes it.
 
     Raises:
         EESDError: onnx cannot read the graph, or the weights are not where the graph says.
@@ -96,7 +89,9 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
     for attribute in (a for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"):
         attribute.i = TensorProto.FLOAT if attribute.i in kinds else attribute.i
     options.add_external_initializers(given, [widened[name] for name in given])
-    return model
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    data: bytes = model.SerializeToString()
+    return data
 
 
 def _widen_weights(tensors: list[Any], directory: Path, widened: Widened, threads: int) -> list[str]:
