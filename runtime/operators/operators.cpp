@@ -572,6 +572,18 @@ ort::Status *status_of(const std::string &why) {
   return ort::call<ort::CREATE_STATUS>(table, ort::INVALID_ARGUMENT, why.c_str());
 }
 
+// Do some work. Returns what it throws, as a status.
+template <typename Work> ort::Status *guarded(const Work &work) {
+  try {
+    work();
+    return nullptr;
+  } catch (const Refused &refused) {
+    return status_of(refused.why);
+  } catch (const std::exception &error) {
+    return status_of(error.what());
+  }
+}
+
 // An operator for ONNX Runtime. All inputs of a node are one variadic one, so that types may differ.
 template <typename Operator> const ort::CustomOp *custom_op() {
   static ort::CustomOp op = [] {
@@ -588,25 +600,11 @@ template <typename Operator> const ort::CustomOp *custom_op() {
     own.least_inputs = own.least_outputs = own.one_output_type = own.first_version = [](const ort::CustomOp *) { return 1; };
     own.one_input_type = [](const ort::CustomOp *) { return 0; };
     own.last_version = [](const ort::CustomOp *) { return 1 << 30; };
-    own.create_with_status = [](const ort::CustomOp *, const ort::Table *, const ort::Info *info, void **made) -> ort::Status * {
-      try {
-        *made = new Operator(Node(info));
-        return nullptr;
-      } catch (const Refused &refused) {
-        return status_of(refused.why);
-      } catch (const std::exception &error) {
-        return status_of(error.what());
-      }
+    own.create_with_status = [](const ort::CustomOp *, const ort::Table *, const ort::Info *info, void **made) {
+      return guarded([&] { *made = new Operator(Node(info)); });
     };
-    own.compute_with_status = [](void *made, ort::Context *context) -> ort::Status * {
-      try {
-        static_cast<const Operator *>(made)->run(Call(context));
-        return nullptr;
-      } catch (const Refused &refused) {
-        return status_of(refused.why);
-      } catch (const std::exception &error) {
-        return status_of(error.what());
-      }
+    own.compute_with_status = [](void *made, ort::Context *context) {
+      return guarded([&] { static_cast<const Operator *>(made)->run(Call(context)); });
     };
     own.destroy = [](void *made) { delete static_cast<Operator *>(made); };
     return own;
