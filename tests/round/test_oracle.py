@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -112,21 +112,24 @@ def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
     return ("exact" if equal else "different"), count
 
 
-def check(tmp_path: Path, count: int, seed: int) -> None:
-    results, tokens, different = Counter[str](), 0, []
-    for number, case in enumerate(cases(count, seed)):
-        result, compared = judge(case, tmp_path / str(number))
+def check(cases: Iterable[Case | FamilyCase], directory: Path) -> Counter[str]:
+    """Judge checkpoints; none may differ. Returns how many are exact and refused."""
+    results, tokens, different = Counter[str](), 0, list[str]()
+    for number, case in enumerate(cases):
+        result, compared = judge(case, directory / str(number))
         results[result] += 1
         tokens += compared
         if result == "different":
-            different.append(case.described)
+            different.append(str(case))
     print(f"{dict(results)}, {tokens} tokens")
     assert not different, "\n".join([*different[:20], json.dumps(results)])
+    return results
+
+
+@pytest.mark.parametrize(("count", "seed"), slow_but([(60, 1), (250, 2), (250, 3), (250, 4)], (60, 1)))
+def test_a_checkpoint_is_computed_as_transformers_does_or_refused(tmp_path: Path, count: int, seed: int) -> None:
+    results = check(cases(count, seed), tmp_path)
     assert results["exact"] > count // 3 and results["refused"] > count // 20, "the grid says little"
-
-
-def test_a_checkpoint_is_computed_as_transformers_does_or_refused(tmp_path: Path) -> None:
-    check(tmp_path, 60, seed=1)
 
 
 def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
@@ -161,38 +164,15 @@ def _is_supported(case: Case, directory: Path) -> bool:
         return False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [2, 3, 4])
-def test_many_checkpoints_are_computed_as_transformers_does_or_refused(tmp_path: Path, seed: int) -> None:
-    check(tmp_path, 250, seed)
-
-
 FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
 """Checkpoints of each family in the thorough grid, if not the usual numbers."""
 
 
-def check_family(model_type: str, directory: Path, count: int, seed: int) -> None:
-    results, tokens, different = Counter[str](), 0, []
-    for case in family_cases(model_type, FAMILY_CASES or count, seed):
-        result, compared = judge(case, directory / str(case.seed))
-        results[result] += 1
-        tokens += compared
-        if result == "different":
-            different.append(str(case))
-    print(f"{model_type}: {dict(results)}, {tokens} tokens")
-    assert not different, "\n".join(different)
-    assert results["exact"] == sum(results.values()), "the grid has only what is supported"
-
-
+@pytest.mark.parametrize(("count", "seed"), slow_but([(3, 1), (20, 2)], (3, 1)))
 @pytest.mark.parametrize("model_type", OPTIONS)
-def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: str) -> None:
-    check_family(model_type, tmp_path, 3, seed=1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", OPTIONS)
-def test_many_checkpoints_of_a_family_are_computed_as_transformers_does(tmp_path: Path, model_type: str) -> None:
-    check_family(model_type, tmp_path, 20, seed=2)
+def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: str, count: int, seed: int) -> None:
+    results = check(family_cases(model_type, FAMILY_CASES or count, seed), tmp_path)
+    assert results.keys() == {"exact"}, "the grid has only what is supported"
 
 
 @pytest.mark.parametrize(
