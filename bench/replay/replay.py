@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.bench.measure.stats import bounds, resampled
-from eesd.bench.replay.baselines import REPLAYED
 from eesd.bench.replay.costs import CostModel
 from eesd.bench.replay.traces import Trace
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers import Controller, DraftStep, RoundOutcome, make_controller
+from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
 from eesd.controllers.fixed import Fixed
 
 Array = NDArray[np.float64]
@@ -24,6 +23,20 @@ DRAWS = 2000
 """Bootstrap samples."""
 OFF = "off"
 """Plain decoding, in tables and JSON."""
+
+
+class Threshold(Controller):
+    """Keep drafting while the draft gave its last token at least probability ``p`` (as Kangaroo does)."""
+
+    def __init__(self, p: float = 0.6, seed: int = 0) -> None:
+        self.p = p
+
+    def keep_drafting(self, step: DraftStep) -> bool:
+        return step.probability >= self.p
+
+
+REPLAYED = CONTROLLERS | {"threshold": Threshold}
+"""All controllers that a replay knows, by name."""
 
 
 class Clairvoyant(Controller):

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.bench.measure.results import Saved, describe_machine
-from eesd.bench.replay.baselines import REPLAYED
 from eesd.bench.replay.costs import COST_MODELS, CostModel
 from eesd.bench.replay.replay import (
     OFF,
+    REPLAYED,
     Clairvoyant,
     Ratio,
     Replay,
@@ -42,17 +42,9 @@ HINDSIGHT, CLAIRVOYANT = "best fixed in hindsight", "clairvoyant"
 TUNED = {
     "fixed, tuned": tuple(f"fixed:k={k}" for k in range(1, 13)),
     "threshold, tuned": tuple(f"threshold:p={p / 20}" for p in range(2, 19)),
-    "adaedl, tuned": tuple(
-        f"adaedl:target={target},gamma={gamma}" for target in (0.5, 0.6, 0.7, 0.8, 0.9) for gamma in (0.1, 0.2, 0.4)
-    ),
 }
 """Controllers that are tuned, and their candidates."""
-LEARNING = {
-    "ucb": "ucb",
-    "beta-ts": "beta-ts",
-    "calibration-ts": "calibration-ts",
-    "cost-aware-ts": "cost-aware-ts",
-}
+LEARNING = ("beta-ts", "calibration-ts", "cost-aware-ts")
 """Controllers that learn on the trace."""
 WITHOUT_CURVE = (OFF, HINDSIGHT, CLAIRVOYANT)
 """Controllers without a regret curve: two are off the scale, and one is the base."""
@@ -189,8 +181,8 @@ def compare_on_trace(name: str, trace: Trace, tuning: Trace, costs: CostModel, s
     runs = {OFF: fixed[0], HINDSIGHT: fastest(fixed)}
     for label, specs in TUNED.items():
         runs[label] = replay_seeds(_tuned(specs, tuning, costs), trace, costs)
-    for label, spec in LEARNING.items():
-        runs[label] = replay_seeds(spec, trace, costs, seeds, trace.prior)
+    for spec in LEARNING:
+        runs[spec] = replay_seeds(spec, trace, costs, seeds, trace.prior)
     runs[CLAIRVOYANT] = replay(CLAIRVOYANT, Clairvoyant(), trace, costs)
     masks = {task: np.array([request.task == task for request in trace.requests]) for task in trace.tasks}
     best = {task: _fastest_on(fixed, mask) for task, mask in masks.items()}

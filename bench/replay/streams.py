@@ -54,5 +54,4 @@ class SyntheticStream:
         room = np.minimum(tokens - 1 - np.arange(tokens), depth)
         accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), room).astype(np.int32)
         p = probability.astype(np.float32)
-        entropy = -(p * np.log(p) + (1 - p) * np.log1p(-p))
-        return TracedRequest(self.name, np.log(p), np.log(p / (1 - p)), entropy, accepted)
+        return TracedRequest(self.name, np.log(p), np.log(p / (1 - p)), accepted)

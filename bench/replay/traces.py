@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from math import log
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 from zipfile import BadZipFile
 
 import numpy as np
@@ -35,28 +35,15 @@ from eesd.common.prior import CalibrationPrior
 from eesd.controllers import DraftStep
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
-from eesd.runtime.decoding.sampling import Sampling, normalize
-from eesd.runtime.engines.base import Call, Engine, Logits
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.llm import LLM, Prompt
 from eesd.runtime.session import Session
 
 TRACE_FILE, TUNING_TRACE_FILE = "trace.npz", "tuning.npz"
 FORMAT = 2
-ARRAYS = ("logprob", "margin", "entropy", "accepted")
+ARRAYS = ("logprob", "margin", "accepted")
 FloatArray = NDArray[np.floating[Any]]
-
-
-class TracedStep(DraftStep):
-    """A draft step of a trace, which also knows the ``entropy`` of the distribution that its token came from, in nats."""
-
-    entropy: float
-
-    @classmethod
-    def of(cls, step: DraftStep, entropy: float) -> Self:
-        """The step with this entropy."""
-        found = cls(*step)
-        found.entropy = entropy
-        return found
 
 
 @dataclass(frozen=True)
@@ -68,14 +55,12 @@ class TracedRequest:
         logprob: Logarithm of the probability in :class:`~eesd.controllers.DraftStep`, [T, depth]; NaN beyond the last token
             that the request may draft. The logarithm keeps probabilities near 0 and near 1 precise in float16.
         margin: As in :class:`~eesd.controllers.DraftStep`, [T, depth].
-        entropy: As in :class:`TracedStep`, [T, depth].
         accepted: Number of tokens of each chain that the verifier accepts [T].
     """
 
     task: str
     logprob: FloatArray
     margin: FloatArray
-    entropy: FloatArray
     accepted: NDArray[np.int32]
 
     @property
@@ -84,16 +69,12 @@ class TracedRequest:
         return len(self.accepted)
 
     @cached_property
-    def steps(self) -> list[list[TracedStep]]:
+    def steps(self) -> list[list[DraftStep]]:
         """What a controller is told, by position and depth."""
         logprob = self.logprob.astype(np.float64)
-        arrays = (np.exp(logprob), np.exp(np.cumsum(logprob, axis=1)), self.entropy, self.margin)
-        columns = [array.tolist() for array in arrays]
+        columns = [array.tolist() for array in (np.exp(logprob), np.exp(np.cumsum(logprob, axis=1)), self.margin)]
         return [
-            [
-                TracedStep.of(DraftStep(depth, p, path, margin, depth), h)
-                for depth, (p, path, h, margin) in enumerate(zip(*row, strict=True), 1)
-            ]
+            [DraftStep(depth, p, path, margin, depth) for depth, (p, path, margin) in enumerate(zip(*row, strict=True), 1)]
             for row in zip(*columns, strict=True)
         ]
 
@@ -193,9 +174,9 @@ class ChainDrafter:
         self._session, self._draft = session, draft
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
-    def draft(self, count: int) -> tuple[list[int], list[TracedStep]]:
-        """Draft ``count`` tokens. Returns them, and what a controller would be told about each, with its entropy."""
-        tokens, steps = self._session.tokens, list[TracedStep]()
+    def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
+        """Draft ``count`` tokens. Returns them, and what a controller would be told about each."""
+        tokens, steps = self._session.tokens, list[DraftStep]()
         tree = DraftTree(tokens[-1], count)
         self._sampler.begin_round(tokens)
         self._session.kv_cache.reserve(len(tokens) + count)
@@ -205,14 +186,8 @@ class ChainDrafter:
             [outputs] = self._draft.forward([Call(self._session.kv_cache, [node.token], [position], position)])
             step = tree.grow([self._sampler.propose(node, outputs, 0, 1)])
             assert step is not None
-            steps.append(TracedStep.of(step, entropy_of(outputs.logits[0])))
+            steps.append(step)
         return tree.frontier[0].path(), steps
-
-
-def entropy_of(logits: Logits) -> float:
-    """Entropy in nats of the softmax of ``logits`` [V]."""
-    logprobs = normalize(logits.astype(np.float64))
-    return -float((np.exp(logprobs) * logprobs).sum())
 
 
 def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> TracedRequest:
@@ -226,7 +201,7 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
     check_sampling(sampling)
     check_depth(llm.manifest, depth)
     assert llm.engines.draft is not None
-    features = np.full((3, new_tokens, depth), np.nan, np.float16)
+    features = np.full((2, new_tokens, depth), np.nan, np.float16)
     chains: list[list[int]] = []
     with llm.session(prompt, sampling, max_new_tokens=new_tokens, draft=False, ignore_eos=True) as session:
         session.prefill()
@@ -235,14 +210,14 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
         while session.finish_reason is None:
             room = min(new_tokens - session.stats.new_tokens, llm.manifest.max_seq_len - len(session.tokens)) - 1
             chain, steps = drafter.draft(min(depth, room))
-            rows = [(log(max(step.probability, 1e-300)), step.margin, step.entropy) for step in steps]
-            features[:, len(chains), : len(rows)] = np.array(rows).reshape(-1, 3).T
+            rows = [(log(max(step.probability, 1e-300)), step.margin) for step in steps]
+            features[:, len(chains), : len(rows)] = np.array(rows).reshape(-1, 2).T
             chains.append(chain)
             session.step()
         text = session.tokens[session.stats.prompt_tokens :]
     accepted = [_num_equal(chain, text[position:]) for position, chain in enumerate(chains)]
-    logprob, margin, entropy = features[:, : len(text)]
-    return TracedRequest(task, logprob, margin, entropy, np.array(accepted, np.int32))
+    logprob, margin = features[:, : len(text)]
+    return TracedRequest(task, logprob, margin, np.array(accepted, np.int32))
 
 
 def _num_equal(chain: list[int], text: list[int]) -> int:

@@ -20,8 +20,6 @@ CONTROLLERS = [
     "best fixed in hindsight",
     "fixed, tuned",
     "threshold, tuned",
-    "adaedl, tuned",
-    "ucb",
     "beta-ts",
     "calibration-ts",
     "cost-aware-ts",
