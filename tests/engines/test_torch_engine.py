@@ -29,7 +29,7 @@ from support.on_cache import OnCache
 from torch import nn
 
 import eesd
-from eesd.bench.replay.baselines import Threshold
+from eesd.bench.replay.replay import Threshold
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE, load_manifest
 from eesd.controllers import DraftStep

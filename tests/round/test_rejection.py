@@ -8,7 +8,7 @@ from support.command import slow_but
 from support.harness import Harness, RandomStop
 from support.lossless_checks import Joint, check_joint, check_sampler, exact_joint, g_test
 
-from eesd.bench.replay.baselines import Threshold
+from eesd.bench.replay.replay import Threshold
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.cost_aware_ts import RejectionTS
 from eesd.runtime.decoding.sampling import Sampling
