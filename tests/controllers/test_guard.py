@@ -195,8 +195,9 @@ def test_a_pause_does_not_hold_back_what_is_sure() -> None:
 def timed_session(harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard) -> Session:
     """A session whose clock moves by ``draft_seconds`` for a draft call and by one for a verify call."""
     clock = SimpleNamespace(now=0.0)
-    for part in ("round", "session"):
-        monkeypatch.setattr(f"eesd.runtime.decoding.{part}.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
+    for part in ("decoding.round", "session"):
+        monkeypatch.setattr(f"eesd.runtime.{part}.time", stands)
 
     def passing(seconds: float) -> Wrapped:
         return Wrapped(

@@ -134,8 +134,9 @@ def test_a_repeating_text_commits_many_tokens_a_round(harness: Harness, monkeypa
 def timed(monkeypatch: pytest.MonkeyPatch, workspace: Workspace) -> Workspace:
     """A clock that only the verifier moves: by 1, and by 0.05 for each node."""
     clock = SimpleNamespace(now=0.0)
-    for part in ("round", "session"):
-        monkeypatch.setattr(f"eesd.runtime.decoding.{part}.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
+    for part in ("decoding.round", "session"):
+        monkeypatch.setattr(f"eesd.runtime.{part}.time", stands)
 
     def pass_time(tokens: Sequence[int], _: int) -> None:
         clock.now += 0.95 + 0.05 * len(tokens)
