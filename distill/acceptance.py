@@ -1,6 +1,6 @@
 """Acceptance of a head's drafts, replayed from one parallel pass over the model's own greedy text.
 
-For given tokens, a parallel pass computes what drafting computes (see :func:`eesd.distill.losses.reach_weights`), and a greedy
+For given tokens, a parallel pass computes what drafting computes, and a greedy
 draft is accepted if it is the next token of the model's greedy text. One bit per position is therefore enough to replay rounds
 of any draft length, and the counts are equal to those of the runtime's statistics.
 """

@@ -2,7 +2,7 @@
 """Products with quantized weights on a GPU: a kernel in Triton that makes the weights of a tile in registers.
 
 A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part of the inputs. It goes
-through them in steps. In each it reads the levels once, makes of them the weights that :func:`~eesd.model.quantize.dequantize`
+through them in steps. In each it reads the levels once, makes of them the weights that :func:`~eesd.model.quantized.dequantize`
 makes, rounded to the type of the activations, and multiplies every group by them. Sums are float32; another kernel adds those
 of the parts, always in the same order, and rounds once.
 
