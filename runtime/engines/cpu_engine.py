@@ -18,8 +18,7 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.cpu_cache import CpuKVCache
-from eesd.runtime.engines.operators import make_session
-from eesd.runtime.engines.ort_engine import buffer
+from eesd.runtime.engines.operators import buffer, make_session
 from eesd.runtime.engines.recent import Recent
 
 MOST_CALLS = 64

@@ -12,6 +12,7 @@ from threading import RLock
 from typing import Any
 
 import onnxruntime as ort
+from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError, reason, refused
 
@@ -105,3 +106,8 @@ def make_session(
         with refused(lambda error: f"ONNX Runtime cannot load {graph} ({reason(error)}); {remedy}"):
             options.register_custom_ops_library(str(LIBRARY))
             return ort.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
+
+
+def buffer(array: NDArray[Any]) -> tuple[Any, ...]:
+    """The arguments that ``bind_input`` and ``bind_output`` take for an array."""
+    return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data

@@ -22,6 +22,7 @@ from eesd.common.weights import weights_of
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
+from eesd.runtime.engines.operators import buffer
 
 if TYPE_CHECKING:  # a CPU needs no torch
     from torch import Tensor
@@ -323,12 +324,7 @@ def _host(kv_cache: KVCache) -> HostKVCache:
     return kv_cache
 
 
-def buffer(array: NDArray[Any]) -> tuple[Any, ...]:
-    """The arguments that ``bind_input`` and ``bind_output`` take for an array."""
-    return "cpu", 0, array.dtype.type, array.shape, array.ctypes.data
-
-
 def _tensor_buffer(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for a tensor."""
+    """The arguments that ``bind_input`` and ``bind_output`` take for a tensor."""
     device, dtype = tensor.device, str(tensor.dtype).removeprefix("torch.")
     return device.type, device.index or 0, ONNX_TYPES[dtype], list(tensor.shape), tensor.data_ptr()

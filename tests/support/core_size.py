@@ -21,11 +21,11 @@ CPU = tuple(f"runtime.engines.{name}" for name in ("cpu_build", "cpu_cache", "cp
 """The CPU backend's Python in the runtime. Its operators are in C++; ``export/cpu`` builds for them."""
 TESTS = Path(__file__).parent.parent
 BUDGETS = {
-    "core": (9346, 48),
-    "CPU backend": (4035, 30),
-    "core with all devices": (16044, 83),
-    "Python outside tests": (47189, 309),
-    "tests": (39386, 216),
+    "core": (8314, 45),
+    "CPU backend": (4007, 30),
+    "core with all devices": (15428, 81),
+    "Python outside tests": (43804, 290),
+    "tests": (37537, 208),
 }
 """Most lines and files."""
 
