@@ -87,7 +87,7 @@ class Tally:
 def known_requests(llm: LLM, seed: int) -> list[Known]:
     """Requests of mixed lengths and samplings, and what each gives alone."""
     chance, vocab = random.Random(seed), llm.manifest.geometry.vocab_size
-    fixed = llm.with_speculation(Speculation("fixed:k=2", guard=False, drafter="exit"))
+    fixed = llm.with_speculation(Speculation(guard=False, drafter="exit"))
     shared = [chance.randrange(vocab) for _ in range(128)]
     found = []
     for number in range(POOL):

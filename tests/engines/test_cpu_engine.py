@@ -4,7 +4,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -28,6 +28,7 @@ from eesd.common.manifest import Manifest, load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.cpu import build
 from eesd.export.cpu.build import build_for_cpu
+from eesd.export.cpu.widened import reference
 from eesd.export.inspect import main as inspect_main
 from eesd.runtime import doctor
 from eesd.runtime.engines import cpu_build, operators
@@ -37,7 +38,7 @@ from eesd.runtime.engines.cpu_build import describe_build
 from eesd.runtime.engines.cpu_cache import CpuKVCache, slots_of
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.exactness import Exactness
-from eesd.runtime.engines.ort_engine import CPU_PROVIDERS, OrtEngine, load_session
+from eesd.runtime.engines.ort_engine import CPU_PROVIDERS, NARROW, OrtEngine, load_session
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
@@ -138,10 +139,8 @@ def assert_near(found: NDArray[Any], expected: NDArray[Any], tolerance: float) -
 def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(directory: Directory, kind: str) -> None:
     plans = directory(kind)
     manifest = load_manifest(plans)
-    expected = Pass(
-        OrtEngine(plans, manifest, manifest.verify, 1, int8_activations=False),
-        OrtEngine(plans, manifest, [manifest.draft], 1, int8_activations=False),
-    )
+    open_standard = reference if manifest.dtype in NARROW else partial(OrtEngine, int8_activations=False)
+    expected = Pass(*(open_standard(plans, manifest, stages, 1) for stages in (manifest.verify, [manifest.draft])))
     exact = Pass(cpu_engine(plans, int8=False), cpu_engine(plans, draft=True, int8=False))
     exact.assert_near(expected, 1e-5)
     rounded = Pass(cpu_engine(plans), cpu_engine(plans, draft=True))

@@ -25,7 +25,7 @@ BUDGETS = {
     "CPU backend": (4007, 30),
     "core with all devices": (15428, 81),
     "Python outside tests": (43804, 290),
-    "tests": (37537, 208),
+    "tests": (37536, 208),
 }
 """Most lines and files."""
 
