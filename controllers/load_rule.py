@@ -63,7 +63,7 @@ class LoadRule:
         self.begin_round(1, 0.0)
 
     def begin_round(self, rows: int, slots: float) -> None:
-        """Begin a round of so many rows with ``slots`` slots each: what is known drifts, and random numbers are drawn."""
+        """Begin a round of ``rows`` rows with ``slots`` slots each. The calibrations drift, and the round draws its numbers."""
         self.rows, self.slots = rows, slots
         self.accept.advance()
         self.following.advance()

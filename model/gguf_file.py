@@ -4,7 +4,7 @@ A file begins with ``GGUF``, a version, and the numbers of tensors and of metada
 tensors, then their data. All numbers are little-endian. A tensor of a quantized type consists of blocks of 32 or 256
 consecutive inputs of one output. The ``gguf`` library dequantizes them; their levels, scales and minimums are read here, too.
 
-The header is parsed here and not by ``gguf.GGUFReader``, which believes whatever lengths a damaged file gives (decision 0124).
+The header is parsed here: ``gguf.GGUFReader`` believes the lengths in a damaged file (decision 0124).
 """
 
 import struct

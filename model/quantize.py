@@ -47,7 +47,7 @@ _FP4_BOUNDS = (FP4_LEVELS[1:] + FP4_LEVELS[:-1]) / 2
 _TINY = 1e-30
 """Smallest divisor, for blocks of zeros."""
 _DAMPING = 0.01
-"""What is added to the squares of all inputs, as a part of their mean: GPTQ's default."""
+"""The damping of the inputs' squares, as a share of their mean: GPTQ's default."""
 _PIECE = 1 << 17
 """Number of weights that a thread searches at a time. Small pieces stay in the processor's cache."""
 
@@ -96,7 +96,7 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
 def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
     """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little: GPTQ (arXiv 2210.17323).
 
-    Inputs are rounded one after another. The error of each is made up for by the weights of those that follow. Scales and
+    Inputs are rounded one after another. The weights of later inputs make up for the error of each. Scales and
     minimums of a block are searched when its turn comes.
 
     Args:

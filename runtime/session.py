@@ -136,7 +136,7 @@ class Session:
         return Call(self._kv_cache, self.tokens[start:stop], range(start, stop), start, logits=logits)
 
     def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
-        """Go on behind a piece of the prompt, whose call took so many seconds."""
+        """Note that the call of a piece of the prompt is done, and took ``seconds``."""
         stop = piece.slot + len(piece.tokens)
         if piece.logits and self._observed < stop:
             assert self.request.prompt_logprobs is not None and self._prompt_logprobs is not None

@@ -87,7 +87,7 @@ class Tally:
 def known_requests(llm: LLM, seed: int) -> list[Known]:
     """Requests of mixed lengths and samplings, and what each gives alone."""
     chance, vocab = random.Random(seed), llm.manifest.geometry.vocab_size
-    fixed = llm.with_speculation(Speculation(guard=False, drafter="exit"))
+    head = llm.with_speculation(Speculation(guard=False, drafter="exit"))
     shared = [chance.randrange(vocab) for _ in range(128)]
     found = []
     for number in range(POOL):
@@ -100,7 +100,7 @@ def known_requests(llm: LLM, seed: int) -> list[Known]:
         count = min(chance.choice([1, 8, 32, 64, 160]), llm.manifest.max_seq_len - len(tokens))
         draft = method == "rejection"
         sampling = Sampling(**options, method="rejection" if draft else "coupled")
-        expected = (fixed if draft else llm).generate(tokens, sampling, max_new_tokens=count, draft=draft)
+        expected = (head if draft else llm).generate(tokens, sampling, max_new_tokens=count, draft=draft)
         body = {"prompt": tokens, "max_tokens": count, "stream": True, "return_token_ids": True, **options}
         found.append(Known(body | ({"sampling_method": method} if draft else {}), expected.tokens))
     return found

@@ -63,7 +63,7 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
 
     Args:
         path: The graph.
-        options: Options of the session that will run it. They get the weights, and the directory of those that stay in files.
+        options: Options of its session. This function adds the widened weights, and the directory of the other weights.
         widened: Weights that other graphs of the directory have already widened. Those of this one are added.
         threads: Weights that are widened at the same time.
 

@@ -184,7 +184,7 @@ class Engine(Protocol):
         ...
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":
-        """The caches of so many sequences, for calls of this directory's engines that may run them together.
+        """The caches of ``count`` sequences, for calls of this directory's engines that may run them together.
 
         Raises:
             EESDError: The engine cannot run so many together.

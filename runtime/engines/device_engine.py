@@ -82,7 +82,7 @@ class DeviceEngine:
         manifest: Manifest of the engine directory.
         stages: The stages in order; a draft engine has one.
         is_draft: Whether this is the draft engine.
-        make_memory: Makes memory for the KV caches of so many sequences.
+        make_memory: Makes memory for the KV caches of a number of sequences.
         buckets: Node counts that calls are padded to; empty if they are not padded to buckets. (1,): the nodes of a call run
             one after another.
         slots: How many of the first slots of the caches attention may read, ascending, the last all of them; empty: always
@@ -415,7 +415,7 @@ def make_engines(
         manifest: Manifest of the engine directory.
         verify: The stages of verify in order.
         draft: The draft; None: no draft engine.
-        make_memory: Makes memory for the KV caches of so many sequences, for both engines.
+        make_memory: Makes memory for the KV caches of a number of sequences, for both engines.
         pad: Whether to pad calls to buckets.
         multiple: Without buckets, pad verify's calls to multiples of this. The draft's calls need no padding: nothing that they
             compute reaches the output.
