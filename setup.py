@@ -19,24 +19,28 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("src/eesd/runtime/operators")
 LIBRARY = "eesd.runtime.engines.libeesd_operators"
 COMMON = [
-    *("-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden"),
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized"),
+    *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden", *(["-fPIC"] if sys.platform != "win32" else [])),
+    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unknown-warning-option"),
     # The order and the rounding of sums are specified, so that all kernels give the same bits. Nothing from the environment is
     # added: -ffast-math or contraction would change them, and -march=native the processors that can load the library.
     "-ffp-contract=off",
 ]
 KERNELS = ["-fno-exceptions", "-fno-rtti"]
+ARM = "-march=armv8.2-a+dotprod"
 VECTORS = {
     "x86_64": {
-        "kernels_scalar": ["-O1"],
-        "kernels_avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"],
-        "kernels_avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"],
+        "avx2vnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
+        "avx2": ["-mavx2", "-mfma", "-mf16c"],
+        "scalar": ["-O1"],
     },
-    "aarch64": {"kernels_neon": ["-march=armv8.2-a+dotprod"]},
+    "aarch64": {"i8mm": [f"{ARM}+i8mm"], "neon": [ARM], "scalar": []},
 }
-"""By machine and file: what only this file's code may use. The library looks at the processor before it calls any of it. No
+"""By machine and kernels: what only their code may use. The library looks at the processor before it calls any of it. No
 x86-64 processor runs models with the scalar kernels, which the others are compared with: -O3 takes five times as long."""
-LINK = ["-shared", "-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s"]
+MACHINES = {"AMD64": "x86_64", "arm64": "aarch64", "ARM64": "aarch64"}
+"""Names of machines on macOS and Windows."""
+LINK = ["-shared", *(["-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s"] if sys.platform == "linux" else [])]
 WITH_CPP_LIBRARY = ["-static-libstdc++", "-static-libgcc"]
 """The library then needs only the C library, in the version that it was linked with or a later one."""
 WARNING = """
@@ -46,27 +50,39 @@ warning: Install a C++ compiler (g++ or clang++; $CXX names another one), and th
 """
 
 
-def flags_of(source: Path) -> list[str]:
-    """The compiler's flags for a file."""
-    vectors = VECTORS.get(platform.machine(), {}).get(source.stem, [])
-    return [*COMMON, *(KERNELS if source.stem.startswith("kernels_") else []), *vectors]
+def flags_of(name: str, compiler: list[str]) -> list[str]:
+    """The flags for kernels. Those of another machine, or that an old compiler does not know, are only named."""
+    own = VECTORS.get(MACHINES.get(platform.machine(), platform.machine()), {"scalar": []}).get(name)
+    if own is None or not knows(compiler, own):
+        own = ["-DEESD_MISSING"]
+    return [*COMMON, *KERNELS, f"-DEESD_KERNELS={name}", *own]
 
 
-def make_library(sources: list[Path], library: Path, scratch: Path) -> None:
+def knows(compiler: list[str], flags: list[str]) -> bool:
+    """Whether there is the compiler, and it accepts flags."""
+    command = [*compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def make_library(library: Path, scratch: Path) -> None:
     """Compile and link.
 
     Raises:
         RuntimeError: There is no compiler for this system, or it failed.
     """
-    if sys.platform != "linux":
-        raise RuntimeError("they are built on Linux only")
-    compiler = shlex.split(os.environ.get("CXX") or "c++")
+    default = "clang++" if sys.platform == "win32" else "c++"
+    compiler = shlex.split(os.environ.get("CXX") or default, posix=sys.platform != "win32")
     scratch.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
-    objects = [scratch / f"{source.stem}.o" for source in sources]
+    names = {name for kernels in VECTORS.values() for name in kernels}
+    flags = {f"kernels_{name}": ("kernels", flags_of(name, compiler)) for name in names} | {"operators": ("operators", COMMON)}
+    objects = [scratch / f"{made}.o" for made in flags]
     commands = [
-        [*compiler, *flags_of(source), "-c", str(source), "-o", str(made)]
-        for source, made in zip(sources, objects, strict=True)
+        [*compiler, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", str(made)]
+        for made, (source, own) in zip(objects, flags.values(), strict=True)
     ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, commands))
@@ -94,7 +110,7 @@ class BuildOperators(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         """The library's name, which says nothing about Python: it does not depend on it."""
-        return str(Path(*fullname.split("."))) + ".so"
+        return str(Path(*fullname.split("."))) + (".dll" if sys.platform == "win32" else ".so")
 
     def run(self) -> None:
         """Build the library, and with ``--inplace`` copy it beside the sources."""
@@ -103,7 +119,7 @@ class BuildOperators(build_ext):
         for old in {library, in_build}:  # what is there may be of other sources
             old.unlink(missing_ok=True)
         try:
-            make_library([Path(source) for source in self.extensions[0].sources], in_build, Path(self.build_temp))
+            make_library(in_build, Path(self.build_temp))
         except RuntimeError as error:
             print(WARNING.format(reason=error), file=sys.stderr)
             self.extensions = self.distribution.ext_modules = []  # a wheel of Python files alone

@@ -14,16 +14,15 @@ from eesd.bench.measure.resumable import announce_resume, measure_engine, run_wi
 from eesd.bench.measure.run import Bench, Options
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
-from eesd.bench.replay.round_log import replay_rounds
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table
 from eesd.bench.replay.traces import TRACE_FILE, TUNING_TRACE_FILE, check_same_origin, check_sampling, load_trace, record_traces
 from eesd.bench.report.markdown import write_report
-from eesd.bench.report.plots import check_plots
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.controllers import make_controller
-from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES
+from eesd.runtime.engines.backends import BACKENDS
+from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, Speculation
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,12 +33,11 @@ DEFAULT = Options()
 COUNT = click.IntRange(1, 10**6)
 THREADS = click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all, one fewer if over four]")
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing results in --output.")
-PLOTS = click.option("--plots/--no-plots", default=True, help="Also draw regret curves (needs matplotlib).")
 
 
 def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output: str) -> Callable[[F], F]:
     """Options of all commands that run prompts, with these defaults."""
-    options = [
+    return cli.options(
         click.option(
             "--task", "tasks", multiple=True, metavar="FILE", help="Prompts, JSON lines; repeatable.  [default: bundled]"
         ),
@@ -54,14 +52,7 @@ def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output:
         THREADS,
         click.option("-o", "--output", type=cli.OUTPUT, default=Path(output), help="Directory to write."),
         OVERWRITE,
-    ]
-
-    def decorate(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return decorate
+    )
 
 
 def read_options(given: dict[str, Any]) -> Options:
@@ -78,10 +69,10 @@ def read_options(given: dict[str, Any]) -> Options:
     return Options(**{item.name: given[item.name] for item in fields(Options)})
 
 
-def show_report(results: Sequence[Result], simulations: Sequence[Simulation], path: Path, plots: bool) -> None:
+def show_report(results: Sequence[Result], simulations: Sequence[Simulation], path: Path) -> None:
     """Write the report beside the JSON file at ``path``, and print it."""
     report = path.with_name("report.md")
-    write_report(results, simulations, report, plots)
+    write_report(results, simulations, report)
     click.echo(report.read_text("utf-8"))
     click.echo(f"{path}, {report}", err=True)
 
@@ -119,7 +110,7 @@ def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any)
             measure_engine(result, path, name, bench, prompts, options)
     result.complete = True
     result.save(path)
-    show_report([result], [], path, plots=False)
+    show_report([result], [], path)
 
 
 def _refuse_recording_options(names: Iterable[str]) -> None:
@@ -138,11 +129,9 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
 @click.option("--sampling", default="greedy", help="greedy or coupled.")
 @click.option("--depth", type=click.IntRange(1, 512), default=16, help="Tokens to draft from every position.")
 @prompt_options(128, 99, 99, "simulation")
-@PLOTS
 def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any) -> None:
     """Replay all controllers on recorded traces under several cost models, and compare their speed."""
-    plots, output, costs, depth, overwrite = (given.pop(name) for name in ("plots", "output", "costs", "depth", "overwrite"))
-    check_plots(plots)
+    output, costs, depth, overwrite = (given.pop(name) for name in ("output", "costs", "depth", "overwrite"))
     find_costs(costs, None)
     if (trace is None) != (tuning_trace is None) or (trace is None) == (engine_dir is None):
         raise EESDError("Give --engine-dir to record traces, or both --trace and --tuning-trace to replay recorded traces.")
@@ -165,7 +154,7 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
     run_with_progress("replaying", run_simulation(simulation, *pair))
     output.mkdir(parents=True, exist_ok=True)
     simulation.save(result)
-    show_report([], [simulation], result, plots)
+    show_report([], [simulation], result)
 
 
 @main.command(context_settings=cli.HELP)
@@ -187,26 +176,14 @@ def starts(trace: Path | None, costs: str | None, controller: str, starts: int) 
         click.echo(table(head, machine, [*simulate_starts(heads[head], model, machine, controller, starts)]))
 
 
-@main.command("replay-rounds", context_settings=cli.HELP)
-@click.argument("file", type=cli.PATH)
-def replay_log(file: Path) -> None:
-    """Repeat the decisions in a FILE that eesd-run --log-rounds wrote, and show the decisions that differ."""
-    rounds, differences = replay_rounds(file)
-    for found in differences[:20]:
-        click.echo(f"line {found.line}, {found.call}: {found.recorded} recorded, {found.replayed} now")
-    click.echo(f"{rounds} rounds, {len(differences)} answers differ")
-
-
 @main.command(context_settings=cli.HELP)
 @click.argument("files", nargs=-1, required=True, type=cli.PATH)
 @click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Markdown to write.")
-@PLOTS
-def report(files: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from FILES that eesd-bench wrote."""
-    check_plots(plots)
+def report(files: tuple[Path, ...], output: Path) -> None:
+    """Write Markdown from FILES that eesd-bench wrote."""
     replayed = [path for path in files if Simulation.wrote(read_json(path))]
     measured = [Result.load(path) for path in files if path not in replayed]
-    write_report(measured, [Simulation.load(path) for path in replayed], output, plots)
+    write_report(measured, [Simulation.load(path) for path in replayed], output)
     click.echo(output)
 
 

@@ -9,13 +9,13 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import Controller, DraftStep, RoundOutcome
+from eesd.controllers.base import Controller, DraftStep, RoundOutcome, SiblingLabel, TextStep
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.controllers.fixed import Fixed
 from eesd.controllers.thompson import BetaTS, CalibrationTS
 from eesd.controllers.value import RoundValue
 
-__all__ = ["CONTROLLERS", "Controller", "DraftStep", "RoundOutcome", "make_controller"]
+__all__ = ["CONTROLLERS", "Controller", "DraftStep", "RoundOutcome", "SiblingLabel", "TextStep", "make_controller"]
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "beta-ts": BetaTS,

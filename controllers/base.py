@@ -1,7 +1,6 @@
 """What a controller is told, and what it answers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
@@ -26,9 +25,34 @@ class DraftStep(NamedTuple):
     nodes: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundOutcome:
-    """One committed round.
+class TextStep(NamedTuple):
+    """A token that the text proposes.
+
+    Attributes:
+        length: Tokens of the match that it followed.
+        times: How often it followed.
+        of: How often the match was followed by anything.
+    """
+
+    length: int
+    times: int
+    of: int
+
+
+class SiblingLabel(NamedTuple):
+    """What the verifier chose behind one accepted node.
+
+    Attributes:
+        score: Calibration score of the first candidate.
+        chosen: Index of the candidate that equals the verifier's token; None if there is none.
+    """
+
+    score: float
+    chosen: int | None
+
+
+class RoundOutcome(NamedTuple):
+    """One committed round: all that controllers, budget, text rule and guard learn from it.
 
     Attributes:
         steps: Draft steps that ran; 0 in a round of plain decoding, and in one that verifies what the text proposed.
@@ -40,8 +64,12 @@ class RoundOutcome:
         accepted: Draft tokens that the verifier accepted, also behind the end of the text, where nothing is committed.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted`` when an accepted token was a
             candidate that was never expanded, or the text's.
-        copied: Tokens of the text that were verified before the first drafted one.
         first_right: Whether the first drafted token was right, also where it was not verified; None: nothing was drafted.
+        expected: Tokens that such a round brings on average, as far as is known; else the tokens that it brought.
+        seconds: Time of the whole round.
+        labels: With a tree budget, one for each accepted node that has candidates.
+        proposed: The first tokens that the text proposed, verified or not, as far as the committed tokens judge them.
+        right: How many of them are right; at most one follows that is wrong.
     """
 
     steps: int
@@ -51,8 +79,12 @@ class RoundOutcome:
     verify_seconds: float
     accepted: int
     num_expanded: int
-    copied: int = 0
     first_right: bool | None = None
+    expected: float = 1.0
+    seconds: float = 0.0
+    labels: Sequence[SiblingLabel] = ()
+    proposed: Sequence[TextStep] = ()
+    right: int = 0
 
 
 class Controller:
@@ -81,22 +113,13 @@ class Controller:
         """
         return None
 
-    def begin_after_text(self, width: int, copied: Sequence[float]) -> bool:
-        """Begin a round that verifies tokens of the text: whether to draft after them, step by step.
-
-        Args:
-            width: Nodes of a level.
-            copied: For each of these tokens, the chance that it and all before it are right.
-        """
-        return False
-
     def keep_drafting(self, step: DraftStep) -> bool:
         """Whether to draft one more token (tree: one more level)."""
         raise NotImplementedError
 
-    def expected_tokens(self, outcome: RoundOutcome) -> float:
-        """Tokens that a round like this one brings on average, told before :meth:`observe`; what it brought, if not known."""
-        return outcome.accepted + 1
+    def expected_tokens(self, depth: int) -> float | None:
+        """Tokens that this round brings on average if ``depth`` levels of its draft are verified; None: it is not known."""
+        return None
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round. One without draft steps, which may not have been asked for, tells only its cost."""

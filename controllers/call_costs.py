@@ -1,81 +1,84 @@
 """What engine calls over several sequences cost, estimated while they run."""
 
-from collections.abc import Sequence
-from operator import mul
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from eesd.controllers.value import is_due
 
 SLOTS = 1024.0
 """Slots are counted in this many, so that all features are of one size."""
 FORGETTING = 0.98
-"""Weight of a sample, for each later one."""
+"""Weight of a sample in the line, for each later one."""
 PRIOR_WEIGHT = 1e-3
-"""How firmly the coefficients are held at first."""
+"""How firmly the line is held where no call tells its parts apart."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
-CELL_WEIGHT = 3.0
-"""Samples of one size of call that weigh as much as the fit through all sizes."""
-STALLS = 4
-"""More samples in a row that are off are no stalls: the machine has become slower, or faster."""
-MOST_SAMPLES = 30.0
-"""Weight that a size of call can have."""
+PACE, SHAPE = 1 / 3, 0.1
+"""The pace follows a sample by this share, and at most this share of what it is off is its own size's: the machine becomes
+slower and faster all the time, and calls of all sizes do alike."""
+LEAST = 1e-9
+"""Seconds that each part of the line has at least."""
+FIRST = 24
+"""The first samples count as they are: the pace is that of theirs."""
+LINE_WEIGHT, MOST_SAMPLES = 0.5, 30.0
+"""Samples of one number of nodes that weigh as much as the line through all numbers, and the most that it can have."""
 
 
 class CallCosts:
-    """Seconds of a call over B rows of n nodes, with S slots each.
+    """Seconds of a call over B rows of N nodes in all, with S slots each.
 
-    A line through all calls, a + b N + c B S + d N S for N = B n nodes: reading the weights, computing nodes, reading caches,
-    attention. Each size (B, n) has besides a factor of its own, because kernels take rows in blocks.
+    The pace of the machine, times a line through all calls, a + b N + c B S + d N S: reading the weights, computing nodes,
+    reading caches, attention. Kernels take nodes in blocks, so each N that was seen has a factor: what its calls took, over
+    what the line says of them. Between such N factors are interpolated.
     """
 
     def __init__(self) -> None:
-        self._weights = [1e-2, 1e-3, 0.0, 0.0]
-        self._covariance = [[1 / PRIOR_WEIGHT if row == column else 0.0 for column in range(4)] for row in range(4)]
-        self._cells: dict[tuple[int, int], tuple[float, float]] = {}
-        """Samples, and the mean of measured over fitted seconds, by (B, n)."""
-        self.samples = 0
-        self._off = 0
-        """Samples in a row that were off by more than ``CLIP``."""
+        self._line = np.zeros(4)
+        self._moments = np.zeros((5, 5))
+        """Of the features over the seconds, and 1: relative errors count, or the largest calls would decide alone."""
+        self._seen: dict[int, tuple[float, NDArray[np.float64]]] = {}
+        """By N: the samples, and the means of their features and seconds, at a pace of 1 [5]."""
+        self._factors: tuple[list[int], NDArray[np.float64]] = [1], np.ones(1)
+        """Some N, and their factors."""
+        self._samples, self._pace = 0, 1.0
 
-    def add(self, rows: int, nodes: float, slots: float, seconds: float) -> None:
-        """Note a call over ``rows`` sequences of ``nodes`` nodes, with as many slots; on average, where they differ."""
-        x = _features(rows, nodes, slots)
-        fitted = self._fitted(x)
-        self._off = self._off + 1 if abs(seconds - fitted) > CLIP * fitted else 0
-        if self.samples > 8 and self._off <= STALLS:
-            seconds = min(max(seconds, fitted * (1 - CLIP)), fitted * (1 + CLIP))
-        self.samples += 1
-        self._fit([value / seconds for value in x])  # relative errors count, or the largest calls would decide alone
-        cell = rows, round(nodes)
-        count, ratio = self._cells.get(cell, (0.0, 1.0))
+    def add(self, rows: int, nodes: int, slots: float, seconds: float) -> None:
+        """Note a call over ``rows`` sequences, with ``nodes`` nodes in all. A sequence has ``slots`` slots on average."""
+        self._samples += 1
+        if self._samples > FIRST:
+            expected = self.seconds(rows, nodes, slots)
+            change = min(max(seconds / expected, 1 - CLIP), 1 + CLIP)
+            self._pace *= change**PACE
+            seconds = expected / self._pace * min(max(change, 1 - SHAPE), 1 + SHAPE)
+        length = slots / SLOTS
+        x = np.array([1.0, nodes, rows * length, nodes * length, seconds])
+        self._moments = FORGETTING * self._moments + np.outer(x, x) / seconds**2
+        count, means = self._seen.get(nodes, (0.0, x))
         count = min(count + 1, MOST_SAMPLES)
-        self._cells[cell] = count, ratio + (seconds / self._fitted(x) - ratio) / count
+        self._seen[nodes] = count, means + (x - means) / count
+        if is_due(self._samples):
+            self._fit()
 
-    def _fit(self, x: Sequence[float]) -> None:
-        """One step of recursive least squares towards the target 1. For four numbers lists are faster than arrays."""
-        shared = [_dot(row, x) for row in self._covariance]
-        variance = FORGETTING + _dot(shared, x)
-        error = (1 - _dot(self._weights, x)) / variance
-        self._weights = [weight + value * error for weight, value in zip(self._weights, shared, strict=True)]
-        trace = sum(row[i] - shared[i] ** 2 / variance for i, row in enumerate(self._covariance)) / FORGETTING
-        # What no call tells apart is not to become unknown again.
-        scale = min(8 / PRIOR_WEIGHT / trace, 1.0) / FORGETTING
-        self._covariance = [
-            [(old - one * other / variance) * scale for old, other in zip(row, shared, strict=True)]
-            for row, one in zip(self._covariance, shared, strict=True)
-        ]
+    def _fit(self) -> None:
+        """Compute the line, and the factors of all N that were seen."""
+        known, wanted = self._moments[:4, :4], self._moments[:4, 4]
+        self._line = self._line + np.linalg.solve(known + PRIOR_WEIGHT * np.eye(4), wanted - known @ self._line)
+        nodes = sorted(self._seen)
+        counts, means = np.array([self._seen[n][0] for n in nodes]), np.array([self._seen[n][1] for n in nodes]).T
+        ratios = means[4] / (np.maximum(self._line, LEAST) @ means[:4])
+        self._factors = nodes, (LINE_WEIGHT + counts * ratios) / (LINE_WEIGHT + counts)
 
-    def seconds(self, rows: int, nodes: float, slots: float) -> float:
+    def seconds(self, rows: int, nodes: int, slots: float) -> float:
         """The expected time of a call."""
-        count, ratio = self._cells.get((rows, round(nodes)), (0.0, 1.0))
-        return self._fitted(_features(rows, nodes, slots)) * (CELL_WEIGHT + count * ratio) / (CELL_WEIGHT + count)
+        return float(self._expected(rows, nodes, slots))
 
-    def _fitted(self, x: Sequence[float]) -> float:
-        return max(_dot([max(weight, 0.0) for weight in self._weights], x), 1e-6)
+    def curve(self, rows: NDArray[np.int64], nodes: NDArray[np.int64], slots: float) -> NDArray[np.float64]:
+        """The expected times of calls over ``rows`` rows of ``nodes`` nodes in all [n]. They grow, and no call costs more than
+        a larger one: disturbances only ever add time."""
+        return np.minimum.accumulate(self._expected(rows, nodes, slots)[::-1])[::-1]
 
-
-def _features(rows: int, nodes: float, slots: float) -> tuple[float, ...]:
-    many, length = rows * nodes, slots / SLOTS
-    return 1.0, many, rows * length, many * length
-
-
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return float(sum(map(mul, a, b)))
+    def _expected(self, rows: Any, nodes: Any, slots: float) -> Any:
+        (a, b, c, d), length = np.maximum(self._line, LEAST).tolist(), slots / SLOTS
+        return self._pace * (a + b * nodes + c * rows * length + d * nodes * length) * np.interp(nodes, *self._factors)

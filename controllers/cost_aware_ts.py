@@ -12,8 +12,6 @@ from eesd.controllers.value import RoundValue, pays
 
 STEP, NODE, RATE = 0.2, 0.03, 1.3
 """Costs that do not follow the clock: a draft step and a verified node in plain steps, and tokens a plain step."""
-RECENT = 0.98
-"""Weight of a judged draft in the recent acceptance for each later one."""
 
 
 class CalibratedDraft(Controller):
@@ -73,9 +71,6 @@ class CostAwareTS(CalibratedDraft):
     lambda is the recent rate in tokens per second. Both are those of ``value``.
 
     The first rounds are a plain one and a draft of one token, to learn what both cost; then the rule decides.
-
-    After tokens of the text, S begins with the chance that these are right. The first draft step also reads them: it costs as
-    much more as a verify pass over them does. It runs only if levels with the acceptance of recent drafts are worth it.
     """
 
     steps_at_once: ClassVar = 2
@@ -83,52 +78,38 @@ class CostAwareTS(CalibratedDraft):
     def __init__(self, seed: int = 0, prior: CalibrationPrior | None = None, value: RoundValue | None = None) -> None:
         self.value: RoundValue = value or RoundValue()
         self.random = np.random.Generator(np.random.PCG64(seed))
-        self.recent = [0.5, 1.0]
-        """Accepted and judged drafts, discounted."""
         prior = prior or CalibrationPrior()
         calibrators = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
         super().__init__(*calibrators, lambda: self.random.standard_normal(4).tolist())
 
     def begin_round(self, width: int) -> int | None:
         super().begin_round(width)
-        self._width, self._copied = width, list[float]()
+        self._width = width
         self._fixed = None if self.value.draft.fitted else int(self.value.verify.fitted)
         return 0 if self._fixed == 0 else None  # a draft is asked step by step: every label teaches the calibration
-
-    def begin_after_text(self, width: int, copied: Sequence[float]) -> bool:
-        if self.begin_round(width) is not None or self._fixed is not None:
-            return False
-        self._copied, self.reach, self.next = list(copied), copied[-1], self.recent[0] / self.recent[1]
-        draft, verify = self.value.draft, self.value.verify
-        return self._is_worth_it(0, self.value.rate * draft.seconds(1) * (verify.seconds(len(copied)) / verify.seconds(0) - 1))
 
     def keep_drafting(self, step: DraftStep) -> bool:
         self.add(step)
         return step.depth < self._fixed if self._fixed is not None else self._is_worth_it(step.depth)
 
-    def _is_worth_it(self, depth: int, more: float = 0.0) -> bool:
-        """Whether some number of further levels brings more tokens than their seconds, and ``more``, would bring at the present
-        rate."""
-        price, width, copied = self.value.price, self._width, len(self._copied)
-        before = price(depth, copied + depth * width) - more
-        return pays([(self.reach, self.next)], lambda ahead: price(depth + ahead, copied + (depth + ahead) * width) - before)
+    def _is_worth_it(self, depth: int) -> bool:
+        """Whether some number of further levels brings more tokens than their seconds would bring at the present rate."""
+        return pays(self.reach, self.next, self.value.price(depth, depth * self._width, (1, self._width)))
 
-    def expected_tokens(self, outcome: RoundOutcome) -> float:
+    def expected_tokens(self, depth: int) -> float | None:
         """1, and the chances of the verified tokens: each that of the tokens before it and its own."""
-        if not outcome.steps or len(self._scores) < outcome.depth:  # at the end of a text the last level is not asked about
-            return outcome.accepted + 1
+        if len(self._scores) < depth:  # at the end of a text the last level is not asked about
+            return None
         shift, slope = self.accept.draw((0.0, 0.0))
-        tokens, survival = 1 + sum(self._copied), self._copied[-1] if self._copied else 1.0
-        for own, _ in self._scores[: outcome.depth]:
+        tokens = survival = 1.0
+        for own, _ in self._scores[:depth]:
             survival *= sigmoid(shift + slope * own)
             tokens += survival
         return tokens
 
     def observe(self, outcome: RoundOutcome) -> None:
-        if not outcome.steps or outcome.accepted < outcome.copied:
-            return
-        for right in self.learn(outcome.depth, outcome.num_expanded):
-            self.recent = [old * RECENT + new for old, new in zip(self.recent, (right, 1), strict=True)]
+        if outcome.steps:
+            self.learn(outcome.depth, outcome.num_expanded)
 
 
 class RejectionTS(CostAwareTS):

@@ -4,9 +4,13 @@ With few rows a node costs little, because reading the weights decides; with man
 drafting fades. docs/controllers.md derives the rule.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome
@@ -14,8 +18,8 @@ from eesd.controllers.calibration import Calibrator
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.cost_aware_ts import CalibratedDraft
 from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
-from eesd.controllers.text_rule import TextRule, TextStep
-from eesd.controllers.value import HORIZON, most_valuable, pays
+from eesd.controllers.text_rule import TextRule
+from eesd.controllers.value import HORIZON, REFIT_EVERY, most_valuable
 
 FIRST_RIGHT, FIRST_LABELS = 2.0, 4.0
 """First tokens of drafts that are taken as right at first, of so many."""
@@ -24,28 +28,37 @@ MEMORY = 256.0
 FADING, FADED = 0.998, 16.0
 """Share of its labels that is kept over a round in which nothing is drafted, and the labels that are always kept. What was
 learned long ago is in doubt, so a draft is tried again now and then; with fewer labels that would be too often."""
-RATE_DISCOUNT, RATE_WEIGHT = 0.98, 5.0
-"""Weight of a round in the rate for each later one; rounds that the first estimate weighs as much as."""
+RATE_DISCOUNT = 0.98
+"""Weight of a round in the rate for each later one."""
 LEAST_VALUE = 0.1
 """Chance of a token of the text, and all before it, below which it is not proposed to the batch."""
+DEAREST = 0.8
+"""Price of a node from which on no drafts are made: what is left of a certain token is not worth the host's time for them."""
 LONGEST_COPY = 16
 """Tokens of the text that one round verifies at most."""
+MOST_LEVELS = 32
+"""Levels that have a price; further ones have that of the last."""
 
-Size = Callable[[int, int], tuple[int, float]]
-"""Given the rows of a call and the nodes of each: what the engine computes, which may fill up both."""
+Size = Callable[[int, int], tuple[int, int]]
+"""Given the rows of a call and the nodes of each: the rows and nodes that the engine computes, which may fill up both."""
 
 
 class LoadRule:
     """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows.
 
     Attributes:
-        draft, verify: What calls cost.
+        draft, verify: What calls cost, with all that the host does for them.
         draft_size, verify_size: What engines compute for a call.
+        padded: Whether all rows of a verify pass have as many nodes as the longest. Then they verify as many levels each; else
+            each row verifies its own number of nodes.
         accept, following: The calibrations of drafts.
         text: Chances of what texts propose.
         normals: This round's random numbers, the same for all rows: those of many rows would cancel out, and explore nothing.
         first: The chance that the first token of a row's draft is right, drawn for this round: the less was seen lately, the
             more it varies.
+        rate: What a second of this round is worth, in tokens: as many as all rows lately brought together, at least what they
+            bring without drafts, and as many for each request that waits as for a row. 0 with fixed levels.
+        can_pay: Whether any drafts may be worth their time in this round.
     """
 
     def __init__(self, prior: CalibrationPrior | None = None, fixed: int | None = None) -> None:
@@ -55,16 +68,32 @@ class LoadRule:
         self.draft, self.verify = CallCosts(), CallCosts()
         self.draft_size: Size = _as_asked
         self.verify_size: Size = _as_asked
+        self.padded = False
         self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
         self.text = Calibrator(TEXT_PRIOR.accept, TEXT_PRIOR)
         self.random = np.random.Generator(np.random.PCG64(0))
         self._right, self._judged = FIRST_RIGHT, FIRST_LABELS
-        self._rates: dict[int, list[float]] = {}
-        self.begin_round(1, 0.0)
+        self._lately: dict[int, tuple[float, float, float]] = {}
+        """Tokens, seconds and number of the last rounds, by rows."""
+        self._known: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
+        """By rows, what :meth:`_curves` gave since the costs were computed."""
+        self.rows, self._rounds, self.first = 1, 0, FIRST_RIGHT / FIRST_LABELS
 
-    def begin_round(self, rows: int, slots: float) -> None:
-        """Begin a round of ``rows`` rows with ``slots`` slots each. The calibrations drift, and the round draws its numbers."""
+    def begin_round(self, rows: int, slots: float, waiting: int = 0) -> None:
+        """Begin a round of ``rows`` rows with ``slots`` slots each. ``waiting`` prompts are read after the round. The
+        calibrations drift, and the round draws its numbers."""
         self.rows, self.slots = rows, slots
+        self._rounds += 1
+        if self._rounds % REFIT_EVERY == 0:
+            self._known.clear()
+        if rows not in self._known:
+            self._known[rows] = self._curves()
+        verifying, self._drafting = self._known[rows]
+        tokens, seconds, _ = self._lately.get(rows, (0.0, 1.0, 1.0))
+        self.rate = 0.0 if self._fixed is not None else max(tokens / seconds, rows / verifying[0]) * (1 + waiting / rows)
+        self._prices = self.rate * (verifying - verifying[0])
+        most = DEAREST * np.arange(len(verifying)) * (rows if self.padded else 1)
+        self.can_pay = bool((self._prices <= most)[1:].any())
         self.accept.advance()
         self.following.advance()
         self.normals = self.random.standard_normal(4).tolist()
@@ -80,52 +109,67 @@ class LoadRule:
         if not drafted and self._judged > FADED:
             self._judged *= FADING
             self._right *= FADING
-        known, discount = self._rate(), RATE_DISCOUNT ** min(self.rows, 8)
-        self._rates[self.rows] = [known[0] * discount + tokens, known[1] * discount + seconds]
+        known, discount = self._lately.get(self.rows, (0.0, 0.0, 0.0)), RATE_DISCOUNT ** min(self.rows, 8)
+        self._lately[self.rows] = known[0] * discount + tokens, known[1] * discount + seconds, known[2] * discount + 1
 
-    @property
-    def rate(self) -> float:
-        """Tokens per second of all rows together, as lately; at first what plain decoding brings. 0 with fixed levels."""
-        tokens, seconds = self._rate()
-        return tokens / seconds if self._fixed is None else 0.0
-
-    def _rate(self) -> list[float]:
-        """Tokens and seconds of rounds with as many rows."""
-        rows = self.rows
-        return self._rates.get(rows) or [RATE_WEIGHT * rows, RATE_WEIGHT * self.plain_seconds(rows, self.slots)]
-
-    def goes_on(self, reaches: Sequence[tuple[float, float]], depth: int, certain: Sequence[float] = ()) -> bool:
-        """Whether some further levels are worth their seconds at the present rate (:func:`~eesd.controllers.value.pays`).
+    def goes_on(self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]) -> int:
+        """How many of the rows draft another level: as many as bring the most beyond their price, with up to ``HORIZON``
+        levels. All or none where rows are padded.
 
         Args:
-            reaches: Of each row that would draft on.
+            reaches: Of each row that would draft on, the likeliest first: the chance that all it drafted is accepted, and that
+                the next token is.
             depth: Levels that are drafted.
-            certain: What rows that draft from their text expect of the levels after ``depth``, together.
+            values: Of each row of the batch, the chances of the tokens that it has drafted, or took from its text.
         """
         if self._fixed is not None:
-            return depth < self._fixed
-        rate, draft = self.rate, self.draft.seconds(*self.draft_size(len(reaches), 1), self.slots)
-        before = self._verifying(depth)
-        return pays(reaches, lambda ahead: rate * (self._verifying(depth + ahead) - before + ahead * draft), certain)
+            return len(reaches) if depth < self._fixed else 0
+        ahead, counts = np.arange(1, HORIZON + 1)[:, None], np.arange(1, len(reaches) + 1)
+        reach, following = np.array(reaches).T
+        gains = (reach * following**ahead).cumsum(0).cumsum(1)
+        if self.padded:
+            before, added, counts, gains = depth, ahead, counts[-1:], gains[:, -1:]
+        else:
+            before, added = sum(self.levels(values)), ahead * counts
+        drafting = self.rate * ahead * self._drafting[counts - 1]
+        price = self._price(before + added) - self._price(before) + drafting
+        most = (gains - price).max(0)
+        return int(counts[most.argmax()]) if most.max() >= 0 else 0
 
-    def levels(self, values: Sequence[float]) -> int:
-        """How many levels to verify, of those whose expected tokens, of all rows together, are ``values``."""
+    def levels(self, values: Sequence[Sequence[float]]) -> list[int]:
+        """How many levels each row verifies, of those whose chances are ``values``: the most valuable nodes of all rows."""
         if self._fixed is not None:
-            return min(len(values), self._fixed)
-        return most_valuable(values, self.price(self.rows))[0]
+            return [min(len(row), self._fixed) for row in values]
+        if self.padded:
+            sums = [sum(level) for level in zip_longest(*values, fillvalue=0.0)]
+            return [most_valuable(sums, self._price)[0]] * len(values)
+        nodes = sorted(((value, row) for row, own in enumerate(values) for value in own), reverse=True)
+        chosen = Counter(row for _, row in nodes[: most_valuable([value for value, _ in nodes], self._price)[0]])
+        return [chosen[row] for row in range(len(values))]
 
-    def price(self, rows: int) -> Callable[[int], float]:
-        """A function that gives the price of n nodes of so many ``rows``, in tokens, if each row verifies n."""
-        rate, plain = self.rate * rows / self.rows, self._verifying(0)
-        return lambda nodes: rate * (self._verifying(nodes) - plain)
+    def price(self, nodes: int) -> float:
+        """One row's part of the price, in tokens, if each row verifies ``nodes`` nodes."""
+        return float(self._price(nodes if self.padded else nodes * self.rows)) / self.rows
 
-    def _verifying(self, levels: int) -> float:
-        """Seconds of a verify pass over the root and so many drafted nodes of each row."""
-        return self.verify.seconds(*self.verify_size(self.rows, 1 + levels), self.slots)
+    def _price(self, count: Any) -> Any:
+        """The price, in tokens, of ``count`` levels of padded rows, or of ``count`` nodes of all rows together."""
+        return self._prices[np.minimum(count, len(self._prices) - 1)]
 
-    def plain_seconds(self, rows: int, slots: float) -> float:
-        """Seconds of a verify pass of rows that drafted nothing."""
-        return self.verify.seconds(*self.verify_size(rows, 1), slots)
+    def _curves(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Seconds of a verify pass with 0, 1, 2, ... levels of padded rows, or nodes of all rows together; and of a draft step
+        of 1, 2, ... rows."""
+        if self.padded:
+            sizes = [self.verify_size(self.rows, 1 + levels) for levels in range(1 + MOST_LEVELS)]
+        else:
+            sizes = [(self.rows, self.rows + nodes) for nodes in range(self.rows * (1 + MOST_LEVELS))]
+        drafts = [self.draft_size(count, 1) for count in range(1, self.rows + 1)]
+        (rows, nodes), (drafting, drafted) = np.array(sizes).T, np.array(drafts).T
+        return self.verify.curve(rows, nodes, self.slots), self.draft.curve(drafting, drafted, self.slots)
+
+    def round_seconds(self, rows: int, slots: float) -> float:
+        """Seconds that recent rounds of ``rows`` rows took, drafts included."""
+        _, seconds, rounds = self._lately.get(rows) or (0.0, self.verify.seconds(*self.verify_size(rows, 1), slots), 1.0)
+        return seconds / rounds
 
 
 class RowController(CalibratedDraft):
@@ -144,6 +188,11 @@ class RowController(CalibratedDraft):
         super().begin_round(width)
         self.next, self.values = self._rule.first, list[float]()
         return None
+
+    @property
+    def chance(self) -> float:
+        """The chance that all that was drafted and the next token are accepted."""
+        return self.reach * self.next
 
     def keep_drafting(self, step: DraftStep) -> bool:
         self.add(step)
@@ -173,9 +222,9 @@ class RowTextRule(TextRule):
         exit_head = sum(self._rule.first**level for level in range(1, HORIZON + 1)) if drafts else 0.0
         return len(worth) if sum(worth) > exit_head else 0
 
-    def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
-        self.judge(steps, right, judged)
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.judge(outcome)
 
 
-def _as_asked(rows: int, nodes: int) -> tuple[int, float]:
-    return rows, nodes
+def _as_asked(rows: int, nodes: int) -> tuple[int, int]:
+    return rows, rows * nodes

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from math import log
-from typing import NamedTuple
 
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import RoundOutcome
+from eesd.controllers.base import RoundOutcome, TextStep
 from eesd.controllers.calibration import CERTAIN, Calibrator, sigmoid
 from eesd.controllers.value import RoundValue, most_valuable
 
-PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, -1.18), request=0.6, wander=0.05)
+PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, 0.0), request=0.6, wander=0.05)
 """Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
 LONGEST_MATCH, MOST_TIMES = 32, 8
 """More says nothing more about the next token."""
@@ -29,26 +28,10 @@ FEW = 8
 """Nodes up to which drafts have any number, so every size is prepared."""
 
 
-class TextStep(NamedTuple):
-    """A token that the text proposes.
-
-    Attributes:
-        length: Tokens of the match that it followed.
-        times: How often it followed.
-        of: How often the match was followed by anything.
-        past: Whether the match is in an earlier output, and not in this text.
-    """
-
-    length: int
-    times: int
-    of: int
-    past: bool
-
-
 def text_features(step: TextStep) -> tuple[float, ...]:
-    """1, log length, log times, log share of the continuations, and 1 for an earlier output; all bounded."""
+    """1, log length, log times, and log share of the continuations, all bounded. The fifth feature is not used."""
     length, times = min(step.length, LONGEST_MATCH), min(step.times, MOST_TIMES)
-    return (1.0, log(length), log(times), max(log(step.times / step.of), -4.0), float(step.past))
+    return (1.0, log(length), log(times), max(log(step.times / step.of), -4.0), 0.0)
 
 
 def combined(chances: Sequence[float], index: int | None, chance: float) -> tuple[list[float], float]:
@@ -144,7 +127,7 @@ class TextRule:
         self._text_worth = most
         if drafts and self.drafts < FIRST_DRAFTS:
             return 0
-        plain = 1 - self.value.price(0, 0)
+        plain = 1 - self.value.rate * self.value.seconds(0, 0)
         return 0 if drafts and self.drafting.expected(most, self.value.rate) - plain >= most else best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
@@ -167,33 +150,25 @@ class TextRule:
             right: The chance that those are right.
             few: Passes of at most so many nodes may have any number of them, others one of ``SIZES``.
         """
-        price, before = self.value.price, self.value.price(0, nodes)
         known = max(FIRST_NODES, 2 * max(self.value.verify.samples)) - nodes
         return most_valuable(
             [right * value for value in values[: max(known, 0)]],
-            lambda more: price(0, nodes + more) - before,
+            self.value.price(0, nodes),
             lambda more: nodes + more <= few or nodes + more in SIZES,
         )
 
-    def observe(self, steps: Sequence[TextStep], right: int, judged: int, outcome: RoundOutcome) -> None:
-        """Learn from a committed round.
-
-        Args:
-            steps: What the text proposed.
-            right: How many of these tokens were committed, one after another.
-            judged: How many of them the committed tokens judge: ``right``, and the first that was wrong.
-            outcome: The round.
-        """
-        self.judge(steps, right, judged)
-        if outcome.steps and not outcome.copied:
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a committed round."""
+        self.judge(outcome)
+        if outcome.steps:
             spent = self.value.seconds(outcome.steps, outcome.nodes)  # stalls hardly count
             self.drafting.add(self._text_worth, outcome.accepted + 1, spent)
             self.whole = self.whole * DISCOUNT + (outcome.num_expanded >= outcome.depth)
             self.drafts += 1
         self._text_worth = 0.0
 
-    def judge(self, steps: Sequence[TextStep], right: int, judged: int) -> None:
-        """Learn from what became of the text's tokens; the arguments are those of :meth:`observe`."""
-        for number, step in enumerate(steps[:judged]):
-            self.accept.learn(self.accept.score(text_features(step)), number < right)
+    def judge(self, outcome: RoundOutcome) -> None:
+        """Learn how many of the text's tokens were right."""
+        for number, step in enumerate(outcome.proposed):
+            self.accept.learn(self.accept.score(text_features(step)), number < outcome.right)
         self.accept.advance()

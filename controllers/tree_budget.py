@@ -1,7 +1,6 @@
 """The tree budget: which of the proposed nodes are worth their place in the verify pass (docs/controllers.md)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from math import exp
 
 from eesd.common.prior import CalibrationPrior
@@ -17,19 +16,6 @@ COVERED = (6.5, 3.5)
 """Beta prior of how often the verifier's token is among the other candidates when it is not the first."""
 DISCOUNT = 0.998
 """Weight of a label in this for each later one."""
-
-
-@dataclass(frozen=True)
-class SiblingLabel:
-    """What the verifier chose behind one accepted node.
-
-    Attributes:
-        score: Calibration score of the first candidate.
-        chosen: Index of the candidate that equals the verifier's token; None if there is none.
-    """
-
-    score: float
-    chosen: int | None
 
 
 class TreeBudget:
@@ -82,14 +68,13 @@ class TreeBudget:
         value = self.value
         if self.rounds < len(FIRST_SIZES) or len(value.verify.samples) < 2:
             return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))
-        first = value.price(0, 1)
-        return 1 + most_valuable(values[1:], lambda more: value.price(0, 1 + more) - first)[0]
+        return 1 + most_valuable(values[1:], value.price(0, 1))[0]
 
-    def observe(self, labels: Sequence[SiblingLabel], outcome: RoundOutcome) -> None:
-        """Learn from a committed round; one label for each accepted node that has candidates."""
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a committed round."""
         if not outcome.steps:
             return
-        for label in labels:
+        for label in outcome.labels:
             self.accept.learn(label.score, label.chosen == 0)
             if label.chosen != 0:
                 self.covered = COVERED[0] + (self.covered - COVERED[0]) * DISCOUNT + (label.chosen is not None)

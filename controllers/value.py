@@ -1,6 +1,6 @@
 """What rounds cost, and what their seconds are worth: one for all that decide how a request drafts (docs/controllers.md)."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
 
 from eesd.controllers.base import RoundOutcome
@@ -98,9 +98,10 @@ class CostCurve:
     def seconds(self, count: int) -> float:
         """The fitted cost; beyond the table's end it rises with the table's mean slope."""
         table = self._table
-        if count < len(table):
+        try:
             return table[count]
-        return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (count - len(table) + 1)
+        except IndexError:
+            return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (count - len(table) + 1)
 
 
 class RoundValue:
@@ -124,7 +125,7 @@ class RoundValue:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round."""
-        if outcome.steps and not outcome.copied:  # else the first step read more than one token
+        if outcome.steps:
             self.draft.add(outcome.steps, outcome.draft_seconds)
         self.verify.add(outcome.nodes, outcome.verify_seconds)
         self.rounds += 1
@@ -134,8 +135,9 @@ class RoundValue:
                 curve.fit()
         weight = 1.0 if self.rounds > 1 else FIRST_WEIGHT
         discount = min(DISCOUNT, 1 - 1 / (self.rounds + FIRST_WEIGHT))
-        values = outcome.accepted + 1, max(self.seconds(outcome.steps, outcome.nodes), 1e-9)
-        self.brought = [old * discount + weight * new for old, new in zip(self.brought, values, strict=True)]
+        tokens, seconds = self.brought
+        spent = max(self.seconds(outcome.steps, outcome.nodes), 1e-9)
+        self.brought = [tokens * discount + weight * (outcome.accepted + 1), seconds * discount + weight * spent]
 
     @property
     def rate(self) -> float:
@@ -146,9 +148,11 @@ class RoundValue:
         """What a round of so many draft steps and nodes costs."""
         return (self.draft.seconds(steps) if steps else 0.0) + self.verify.seconds(nodes)
 
-    def price(self, steps: int, nodes: int) -> float:
-        """The tokens that these seconds bring at the recent rate."""
-        return self.rate * self.seconds(steps, nodes)
+    def price(self, steps: int, nodes: int, more: tuple[int, int] = (0, 1)) -> Callable[[int], float]:
+        """A function that gives the price of n times ``more`` steps and nodes beside these, in tokens at the recent rate."""
+        rate, seconds, (step, node) = self.rate, self.seconds, more
+        before = rate * seconds(steps, nodes)
+        return lambda n: rate * seconds(steps + n * step, nodes + n * node) - before
 
 
 def is_due(rounds: int) -> bool:
@@ -156,17 +160,17 @@ def is_due(rounds: int) -> bool:
     return rounds < FIRST_FITS or rounds % REFIT_EVERY == 0
 
 
-def pays(reaches: Sequence[tuple[float, float]], price: Callable[[int], float], certain: Sequence[float] = ()) -> bool:
+def pays(reach: float, following: float, price: Callable[[int], float]) -> bool:
     """Whether some number of further levels, at most ``HORIZON``, brings more than its price.
 
     Args:
-        reaches: For each row that would draft on: the chance that all it drafted is accepted, and that the next token is.
+        reach: The chance that all that was drafted is accepted.
+        following: The chance that the next token is.
         price: Of the first 1, 2, ... levels together, in tokens.
-        certain: What other rows expect of these levels, together.
     """
     total = 0.0
     for levels in range(1, HORIZON + 1):
-        total += sum(reach * following**levels for reach, following in reaches) + sum(certain[levels - 1 : levels])
+        total += reach * following**levels
         if total >= price(levels):
             return True
     return False

@@ -9,7 +9,7 @@ The modules in reading order. Each imports only from modules above it.
 * ``losses``: losses per token, and the exit head as a training module.
 * ``acceptance``: rounds and acceptance by draft depth, replayed from one parallel pass. ``eesd.distill.calibrate`` fits the
   calibration prior to them.
-* ``metrics``: ``metrics.jsonl`` and ``curves.png``.
+* ``metrics``: ``metrics.jsonl``.
 * ``trainer``: training loop, checkpoints, exact resume.
 * ``run``: from the options to training and evaluation.
 * ``cli``: the command.

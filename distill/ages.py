@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.model.deep_states import deep_states
-from eesd.model.exit_head import ExitHead
+from eesd.model.exit_head import ExitHead, deep_states
 
 AGES = 8
 """Ages that are told apart: in training most drafts are shorter, and validation replays rounds of so many drafts."""

@@ -25,7 +25,7 @@ REQUEST_STDS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
 """Candidate standard deviations of the request offset. With larger ones an offset can fall so low that nothing is drafted, and
 then no label arrives to raise it again."""
 MIN_GAIN = 0.005
-"""A standard deviation must lower the loss by this fraction. One that gained less made sampling slower (docs/distill.md)."""
+"""A standard deviation must lower the loss by this fraction. One that gained less made sampling slower."""
 BINS = 10
 """Bins of the expected calibration error, all of equal width."""
 

@@ -13,7 +13,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE
 from eesd.common.quantization import DTYPES
 from eesd.common.terminal import progress_bar
-from eesd.distill.options import OPTIMIZERS, PRECISIONS, STARTS
+from eesd.distill.options import PRECISIONS, STARTS
 
 if TYPE_CHECKING:  # torch loads after the options are parsed, so that --help is fast
     from eesd.distill.run import Run
@@ -92,6 +92,7 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--offline", type=cli.OUTPUT, help="Cache of the teacher's targets. With a complete cache no teacher is loaded.")
 @click.option("--ce", type=WEIGHT, default=0.5, help="Weight of the cross-entropy on the teacher's most likely token.")
 @click.option("--kl", type=WEIGHT, default=1.0, help="Weight of the KL divergence from the teacher's distribution.")
+@click.option("--tv", type=WEIGHT, default=0.0, help="Weight of the total variation distance, for rejection sampling.")
 @click.option("--top-k", type=click.IntRange(1, 10**6), default=64, help="Tokens of the teacher's distribution that are kept.")
 @click.option(
     "--steps",
@@ -105,7 +106,6 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--lr", type=cli.Number(0, 100, min_open=True), default=3e-3, help="Peak learning rate.")
 @click.option("--warmup", type=cli.Number(0, 1), default=0.01, help="Fraction of the steps with a rising learning rate.")
 @click.option("--cooldown", type=cli.Number(0, 1), default=0.55, help="Fraction of the steps with a falling learning rate.")
-@click.option("--optimizer", type=click.Choice(OPTIMIZERS), default="muon")
 @click.option("--clip", type=cli.Number(0, 1e6, min_open=True), default=1.0, help="Maximum norm of the gradient.")
 @click.option("--precision", type=click.Choice(PRECISIONS), default="bf16")
 @click.option(
@@ -114,7 +114,6 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option("--log-every", type=INTERVAL, default=50, help="Steps between lines of metrics.")
 @click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
 @click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
-@click.option("--license", "licence", type=cli.NAME, help="Licence of the head, for its model card, e.g. apache-2.0.")
 @click.option("--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation.")
 def main(**options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
@@ -196,7 +195,7 @@ def print_metrics(metrics: dict[str, Any]) -> None:
             f"\n{'':12}{kind:16} first {first:.3f}  tokens per round {tokens:.3f}" for kind, (first, tokens) in kinds
         )
     else:
-        values = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "agreement"))
+        values = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "tv", "agreement"))
         values += f"  {metrics['seconds']:.0f} s"
         values += f"  at most {metrics['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in metrics else ""
     click.echo(f"step {metrics['step']:6}  {values}")

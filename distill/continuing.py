@@ -1,6 +1,7 @@
 """Continuing prompts in rows that are decoded together. A row whose text has ended takes the next prompt.
 
-A text has random numbers of its own, so it does not depend on how many rows there are, nor on which one it has.
+A text has random numbers of its own, so it does not depend on how many rows there are, nor on which one it has. Tokens are
+chosen where the logits are: a GPU sends tokens to the host, and no logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,11 +11,12 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED
+from eesd.distill.teacher import wide_logits
 from eesd.model.decoder import Decoder, Inputs, capped
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
@@ -22,11 +24,10 @@ from eesd.model.rotary import rotary_tables
 SLOT_BUCKET = 64
 """Attention covers the slots in use, rounded up to a multiple of this number."""
 PREFILL_ROWS = 16
-"""First prompts that torch prefills together, padded to the longest."""
+"""Prompts that torch prefills together, padded to the longest."""
 BLOCK = 64
 """Tokens whose probabilities are summed first, so that few sums depend on each other."""
 
-Logits = NDArray[np.float32]
 RandomNumbers = Callable[[int], np.random.Generator]
 """Gives the random numbers of a text by its number."""
 
@@ -82,12 +83,12 @@ class TextRows(Protocol):
     most_idle: float
     """Fraction of the rows that may be without a text before they are dropped."""
 
-    def prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
-        """Put texts into consecutive rows, from ``first`` on."""
+    def prefill(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        """Put a text into each of these rows."""
         ...
 
-    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[Logits]:
-        """Logits [V] behind one token of each row at its position."""
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """Logits [B, V] after one token of each row at its position."""
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -118,31 +119,31 @@ class _TorchRows:
             self._caches = [(k.to(weight.dtype), v.to(weight.dtype)) for k, v in caches]
             self._cos, self._sin = (table.to(weight.dtype) for table in rotary_tables(decoder.geometry, slots))
 
-    def prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
-        """See :class:`TextRows`. The slots behind a short text get values, too, which its own tokens replace before they are
-        seen."""
-        for start in range(0, len(texts), PREFILL_ROWS):
-            self._prefill(first + start, texts[start : start + PREFILL_ROWS])
+    def prefill(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        for start in range(0, len(rows), PREFILL_ROWS):
+            self._prefill(list(rows[start : start + PREFILL_ROWS]), texts[start : start + PREFILL_ROWS])
 
-    def _prefill(self, first: int, texts: Sequence[Sequence[int]]) -> None:
+    def _prefill(self, rows: list[int], texts: Sequence[Sequence[int]]) -> None:
+        """The slots after a short text get values, too, which its own tokens replace before they are seen."""
         longest = max(map(len, texts))
         if not longest:
             return
         inputs = causal_inputs(self._decoder.geometry, len(texts), longest, longest)
         inputs = self._inputs(inputs.position_ids, inputs.write_indices, inputs.attn_mask)
-        rows = slice(first, first + len(texts))
-        views = [(k[rows, :, :longest], v[rows, :, :longest]) for k, v in self._caches]
-        self._hidden(padded(texts, longest)[0], inputs, views)
+        new = [(k[rows, :, :longest], v[rows, :, :longest]) for k, v in self._caches]
+        self._hidden(padded(texts, longest)[0], inputs, new)
+        for (k, v), (keys, values) in zip(self._caches, new, strict=True):
+            k[rows, :, :longest], v[rows, :, :longest] = keys, values
 
-    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Sequence[Logits]:
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         at = torch.tensor(positions)
         used = min(self._slots, -(-(max(positions) + 1) // SLOT_BUCKET) * SLOT_BUCKET)
         mask = torch.where(torch.arange(used) > at[:, None], MASKED, 0.0)[:, None, None]
         inputs = self._inputs(at[:, None], at, mask)
         views = [(k[:, :, :used], v[:, :, :used]) for k, v in self._caches]
         x = self._hidden(torch.tensor(tokens)[:, None], inputs, views)[:, 0]
-        logits = self._decoder.lm_head(self._decoder.model.norm(x)).float()
-        return list(capped(logits, self._decoder.geometry.logit_cap).cpu().numpy())
+        logits = wide_logits(self._decoder.model.norm(x), self._weight)
+        return capped(logits, self._decoder.geometry.logit_cap)
 
     def keep(self, rows: Sequence[int]) -> None:
         self._caches = [(k[rows], v[rows]) for k, v in self._caches]
@@ -152,7 +153,7 @@ class _TorchRows:
         return Inputs(self._cos, self._sin, positions.to(device), write_indices.to(device), mask.to(self._weight))
 
     def _hidden(self, ids: Tensor, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states [B, n, hidden] behind the last block for ids [B, n]. Writes the caches in place."""
+        """Hidden states [B, n, hidden] after the last block for ids [B, n]. Writes the caches in place."""
         x: Tensor = self._decoder.model.embed_tokens(ids.to(self._weight.device))
         for block, cache in zip(self._decoder.model.layers, caches, strict=True):
             x, _ = block(x, inputs, cache)
@@ -181,16 +182,17 @@ def texts_of_rows(open_rows: Callable[[int, int], TextRows], writing: Writing) -
     busy = [waiting.pop() for _ in range(min(writing.rows or len(waiting), len(waiting)))]
     batch = open_rows(len(busy), max(limits))
     texts = {index: list(writing.prompts[index]) for index in busy}
-    batch.prefill(0, [texts[index][:-1] for index in busy])
     random = {index: writing.random(index) for index in busy}
-    ended: set[int] = set()
+    begun, ended = [*range(len(busy))], set[int]()
     while len(ended) < len(busy):
+        batch.prefill(begun, [texts[busy[row]][:-1] for row in begun])
         logits = batch.step([texts[index][-1] for index in busy], [len(texts[index]) - 1 for index in busy])
-        begun: list[int] = []
-        for row, index in enumerate(busy):
+        uniforms = [own.random() if own and row not in ended else 0.0 for row, own in enumerate(map(random.get, busy))]
+        begun = []
+        for row, token in enumerate(chosen_tokens(logits, [writing.temperatures[index] for index in busy], uniforms)):
+            index = busy[row]
             if row in ended:
                 continue
-            token = sample(logits[row], writing.temperatures[index], random[index])
             texts[index].append(token)
             if token not in writing.eos_token_ids and len(texts[index]) < limits[index]:
                 continue
@@ -201,12 +203,10 @@ def texts_of_rows(open_rows: Callable[[int, int], TextRows], writing: Writing) -
                 begun.append(row)
             else:
                 ended.add(row)
-        for row in begun:  # behind the loop, because logits may be memory that this overwrites
-            batch.prefill(row, [texts[busy[row]][:-1]])
         if len(ended) > batch.most_idle * len(busy):
             kept = [row for row in range(len(busy)) if row not in ended]
             batch.keep(kept)
-            busy, ended = [busy[row] for row in kept], set()
+            begun, busy, ended = [kept.index(row) for row in begun], [busy[row] for row in kept], set()
 
 
 def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
@@ -217,18 +217,28 @@ def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([len(text) for text in texts])
 
 
-def sample(logits: Logits, temperature: float, random: np.random.Generator | None) -> int:
-    """A token by inversion of the cumulative distribution; the most likely one at temperature 0."""
-    best = int(logits.argmax())
-    if random is None:
-        return best
-    weights = np.zeros(-(-len(logits) // BLOCK) * BLOCK, np.float32)
-    weights[: len(logits)] = np.exp((logits - logits[best]) / np.float32(max(temperature, 1e-4)))
-    blocks = weights.reshape(-1, BLOCK)
-    ends = blocks.sum(1, dtype=np.float64).cumsum()
-    drawn = random.random() * ends[-1]
-    block = int(np.searchsorted(ends, drawn, side="right"))
-    inside = blocks[block].cumsum(dtype=np.float64) + (ends[block - 1] if block else 0.0)
-    within = int(np.searchsorted(inside, drawn, side="right"))
+def chosen_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> list[int]:
+    """A token of each row [B] for logits [B, V]: the most likely one at temperature 0, else by inversion of the cumulative
+    distribution, with a uniform random number for each row."""
+    best = logits.argmax(-1)
+    warm = [row for row, temperature in enumerate(temperatures) if temperature]
+    if warm:
+        heat = torch.tensor([max(temperatures[row], 1e-4) for row in warm], device=logits.device)[:, None]
+        drawn = torch.tensor([uniforms[row] for row in warm], dtype=torch.float64, device=logits.device)[:, None]
+        best[warm] = _sampled(logits[warm], best[warm], heat, drawn)
+    return best.tolist()
+
+
+def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tensor:
+    """Tokens [n] for logits [n, V] with the most likely tokens [n], temperatures [n, 1], and uniform random numbers [n, 1]."""
+    weights = ((logits - logits.gather(1, best[:, None])) / heat).exp()
+    blocks = pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)
+    ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    drawn = drawn * ends[:, -1:]
+    block = torch.searchsorted(ends, drawn, right=True).clamp_max(ends.shape[1] - 1)
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
+    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64) + before, drawn, right=True)
     # Its sums may round to less than the block's own: the last token that has a probability then is meant.
-    return block * BLOCK + (within if within < BLOCK else int(blocks[block].nonzero()[0][-1]))
+    last = (torch.arange(BLOCK, device=logits.device) * (inside > 0)).amax(-1, keepdim=True)
+    return (block * BLOCK + torch.where(within < BLOCK, within, last))[:, 0]

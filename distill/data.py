@@ -324,3 +324,19 @@ def batch_indices(rows: Rows, batch: int, mix_share: float, number: int, seed: i
     if not mixed:
         return primary
     return np.concatenate([primary, rows.num_primary + shuffled_indices(num_mixed_rows, number * mixed, mixed, seed + 1)])
+
+
+def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> NDArray[np.int64]:
+    """Choose a draft vocabulary.
+
+    Args:
+        counts: How often each token was seen [V].
+        size: Vd, the number of tokens to choose, at most V.
+        always: Tokens that are always chosen: the tokens that end a text.
+
+    Returns:
+        The ids [Vd], ascending. Of tokens that were seen as often, those with the lowest ids are chosen.
+    """
+    ranked = counts.copy()
+    ranked[[token for token in always if token < len(counts)]] = counts.max(initial=0) + 1
+    return np.sort(np.argsort(-ranked, kind="stable")[:size])

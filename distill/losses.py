@@ -1,7 +1,6 @@
 """The losses per token, and the exit head as a training module."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from eesd.distill.teacher import Batch, autocast, chunk_rows
 from eesd.model.decoder import KV, Inputs
 from eesd.model.exit_head import ExitHead
 
-LOSS_NAMES = ("ce", "kl")
+LOSS_NAMES = ("ce", "kl", "tv")
 """The losses that :func:`token_losses` computes."""
 
 
@@ -25,7 +24,8 @@ def token_losses(features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprob
 
     A token outside of the draft vocabulary has no cross-entropy. The KL divergence is that of the teacher's distribution over
     the draft vocabulary, times the probability that the teacher gives to the draft vocabulary. So a position counts as much as
-    the draft can win there, and the probability of the other tokens teaches no wrong ones.
+    the draft can win there, and the probability of the other tokens teaches no wrong ones. The total variation is the
+    probability that rejection sampling at temperature 1 refuses the draft's token, without tokens that it cannot predict.
 
     Args:
         features: The head's LM head inputs [n, hidden].
@@ -34,7 +34,7 @@ def token_losses(features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprob
         top_logprobs: Their log-probabilities [n, K].
 
     Returns:
-        The losses ``LOSS_NAMES`` [2, n] in nats, and whether the head's most likely token is the teacher's [n].
+        The losses ``LOSS_NAMES`` [3, n], and whether the head's most likely token is the teacher's [n].
     """
     rows = chunk_rows(len(lm_head), features.device)
     if len(features) <= rows:
@@ -56,28 +56,23 @@ def _chunk_losses(features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logpro
     weight, agrees = teacher.exp().masked_fill(outside, 0), logits.argmax(-1) == top_ids[:, 0]
     inside = weight.sum(-1, keepdim=True).clamp_min(1e-9).log()
     kl = (weight * (teacher - inside - student)).sum(-1)
-    return torch.stack([-student[:, 0].masked_fill(outside[:, 0], 0), kl]), agrees
+    tv = (weight - student.exp()).clamp_min(0).sum(-1)
+    return torch.stack([-student[:, 0].masked_fill(outside[:, 0], 0), kl, tv]), agrees
 
 
 def total_loss(losses: Tensor, weight: Tensor, options: LossOptions) -> tuple[Tensor, Tensor]:
     """Combine the losses of all positions.
 
     Args:
-        losses: The losses ``LOSS_NAMES`` [2, B, T].
+        losses: The losses ``LOSS_NAMES`` [3, B, T].
         weight: Weight of each position [B, T].
         options: Weight of each loss.
 
     Returns:
-        The total loss, and the weighted mean of each loss [2], detached.
+        The total loss, and the weighted mean of each loss [3], detached.
     """
     means = (losses * weight).sum((1, 2)) / weight.sum().clamp_min(1)
-    return (means * _loss_weights(options, means.device)).sum(), means.detach()
-
-
-@lru_cache(maxsize=8)
-def _loss_weights(options: LossOptions, device: torch.device) -> Tensor:
-    """The weights of ``LOSS_NAMES`` [2]. They are kept, because a copy to a GPU waits for its work."""
-    return torch.tensor([options.ce, options.kl], device=device)
+    return options.ce * means[0] + options.kl * means[1] + options.tv * means[2], means.detach()
 
 
 class Student(nn.Module):
@@ -105,7 +100,7 @@ class Student(nn.Module):
             caches: Empty KV caches, one per block.
 
         Returns:
-            The loss, and [3] metrics: the means of ``LOSS_NAMES`` and the fraction of positions that agree with the teacher.
+            The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions that agree with the teacher.
         """
         own_lm_head, targets, mask = self.head.lm_head, batch.targets, batch.mask
         with autocast(self.precision, mask.device):

@@ -1,22 +1,18 @@
-"""The log of a run: ``metrics.jsonl`` and ``curves.png``."""
+"""The log of a run: ``metrics.jsonl``."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-from eesd.common.files import written_whole
 from eesd.common.json_input import json_lines, read_text
 from eesd.distill.stored import damaged, saved_whole, saving
 
-CURVES_FILE = "curves.png"
-
 
 class MetricsLog:
-    """Writes ``metrics.jsonl`` (one JSON object per line: training metrics or a validation) and ``curves.png``."""
+    """Writes ``metrics.jsonl`` (one JSON object per line: training metrics or a validation)."""
 
     def __init__(self, output: Path) -> None:
-        self.output, self.path = output, output / "metrics.jsonl"
-        self._draws = True
+        self.path = output / "metrics.jsonl"
 
     def start(self, step: int) -> None:
         """Continue after ``step``. Lines of later steps are deleted, because the run logs those steps again.
@@ -24,7 +20,6 @@ class MetricsLog:
         Raises:
             EESDError: The file is damaged.
         """
-        self._draws = self.path.exists() or not (self.output / CURVES_FILE).exists()  # else the picture is somebody's
         kept = [line for line in self.lines() if line["step"] <= step]
         with saved_whole(self.path) as temporary:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
@@ -45,32 +40,6 @@ class MetricsLog:
         """Append one line."""
         with saving(self.path), self.path.open("a") as file:
             file.write(json.dumps(metrics) + "\n")
-
-    def plot(self) -> None:
-        """Draw losses and acceptance by depth over the steps. Does nothing without matplotlib."""
-        try:
-            from matplotlib.figure import Figure
-        except ImportError:
-            return
-        if not self._draws:
-            return
-        lines = self.lines()
-        figure = Figure(figsize=(10, 4), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        training = [line for line in lines if "loss" in line]
-        for name in ("loss", "ce", "kl"):
-            left.plot([line["step"] for line in training], [line[name] for line in training], label=name)
-        left.set(xlabel="step", ylabel="nats per token", title="training losses")
-        validations = [line for line in lines if "acceptance" in line]
-        steps = [line["step"] for line in validations]
-        for depth in range(len(validations[0]["acceptance"]) if validations else 0):
-            right.plot(steps, [line["acceptance"][depth] for line in validations], label=f"depth {depth + 1}")
-        right.set(xlabel="step", ylabel="acceptance", title="validation: acceptance by draft depth")
-        for axes in (left, right):
-            axes.grid(alpha=0.3)
-            axes.legend(fontsize="small")
-        with written_whole(self.output / CURVES_FILE) as temporary:
-            figure.savefig(temporary, format="png", dpi=120)
 
 
 def _is_metrics(line: Any) -> bool:

@@ -8,7 +8,6 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 
-OPTIMIZERS = ("muon", "adamw")
 STARTS = (
     *("", "", "", "", "Explain ", "What is ", "Who ", "How do I ", "Write a short story about ", "Write an email "),
     *("Write a Python function ", "Summarize the following text: ", "Rewrite this text: ", "Translate German to English: "),
@@ -26,14 +25,16 @@ class LossOptions:
     Attributes:
         ce: Weight of the cross-entropy on the teacher's most likely token.
         kl: Weight of the KL divergence from the teacher's distribution, truncated to its top k tokens.
+        tv: Weight of the total variation distance from it.
     """
 
     ce: float = 0.5
     kl: float = 1.0
+    tv: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(self.ce, self.kl) < 0 or not self.ce + self.kl:
-            raise EESDError("Loss weights must be 0 or above; give --ce or --kl above 0.")
+        if min(self.ce, self.kl, self.tv) < 0 or not self.ce + self.kl + self.tv:
+            raise EESDError("Loss weights must be 0 or above; give --ce, --kl or --tv above 0.")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,6 @@ class TrainingOptions:
         lr: Peak learning rate.
         warmup: Fraction of the steps with a rising learning rate.
         cooldown: Fraction of the steps with a falling learning rate.
-        optimizer: ``muon`` or ``adamw``.
         clip: Maximum norm of the gradient.
         precision: ``bf16`` (autocast) or ``float32``.
         top_k: Tokens of the teacher's distribution that are kept.
@@ -75,7 +75,6 @@ class TrainingOptions:
     lr: float = 3e-3
     warmup: float = 0.01
     cooldown: float = 0.55
-    optimizer: str = "muon"
     clip: float = 1.0
     precision: str = "bf16"
     top_k: int = 64
@@ -86,10 +85,6 @@ class TrainingOptions:
     def layers(self) -> tuple[int, ...]:
         """The layers whose states the head reads: the exit layer, then the deep ones."""
         return (self.exit_layer, *self.deep)
-
-    def rows_per_step(self, processes: int) -> int:
-        """Rows that all processes together train on in a step."""
-        return self.batch * self.accumulate * processes
 
     def __post_init__(self) -> None:
         if self.draft_vocab == 1:

@@ -1,20 +1,34 @@
-"""The frozen model as an engine of this project's operators, for distillation: weights as the checkpoint has them."""
+"""The frozen model as an engine of this project's operators, which writes and reads text. Weights are the checkpoint's."""
 
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MAX_SLOTS, Manifest, load_manifest
 from eesd.common.quantization import DTYPES, Quantizations
+from eesd.common.weights import read_graph
+from eesd.distill.continuing import TextRows, Writing, texts_of_rows
+from eesd.distill.teacher import Targets, storage_dtype, top_tokens
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
+from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.cpu_cache import CpuKVCache
+from eesd.runtime.engines.cpu_engine import CpuEngine
+from eesd.runtime.engines.operators import make_session
 
 LEAST_SLOTS = 1024
 """Slots of an engine, at least, if the model has so many positions: own prompts and own text then share it."""
 LAYER = 1
 """The exit layer of its head, which nothing runs."""
+READING = "states.onnx"
+"""The graph that returns hidden states, too."""
 
 
 def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Path, Manifest]:
@@ -51,3 +65,123 @@ def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:
     except EESDError:
         return None
     return manifest if manifest.exit_head.base == checkpoint.fingerprint() else None
+
+
+class EngineWriter:
+    """Writes any number of texts in a call. The engine is exported when there is something to write."""
+
+    def __init__(self, checkpoint: Checkpoint, directory: Path, threads: int) -> None:
+        """See :func:`own_engine`. ``threads``: CPU threads."""
+        self._checkpoint, self._directory, self._threads = checkpoint, directory, threads
+        self._engine: CpuEngine | None = None
+
+    def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
+        return texts_of_rows(self._rows, writing)
+
+    def _rows(self, count: int, slots: int) -> TextRows:
+        if self._engine is None or self._engine.manifest.max_seq_len < slots:
+            packed, manifest = own_engine(self._checkpoint, self._directory, slots)
+            self._engine = CpuEngine(packed, manifest, manifest.verify, self._threads)
+        return _EngineRows(self._engine, count)
+
+
+class _EngineRows:
+    """A KV cache for each row, which starts anew where a text begins."""
+
+    most_idle = 0.0
+
+    def __init__(self, engine: CpuEngine, count: int) -> None:
+        self._engine = engine
+        self._kv_caches = engine.new_kv_caches(count)
+
+    def prefill(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
+        most = self._engine.prefill_chunk
+        for row, text in zip(rows, texts, strict=True):
+            for start in range(0, len(text), most):
+                piece = text[start : start + most]
+                call = Call(self._kv_caches[row], piece, range(start, start + len(piece)), start, logits=False)
+                self._engine.forward([call])
+
+    def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
+        places = zip(self._kv_caches, tokens, positions, strict=False)
+        calls = [Call(kv_cache, (token,), (at,), at) for kv_cache, token, at in places]
+        return torch.from_numpy(np.stack([outputs.logits[0] for outputs in self._engine.forward(calls)]))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self._kv_caches = [self._kv_caches[row] for row in rows]
+
+
+class EngineTeacher:
+    """Reads rows one after another, with the states that drafting will see.
+
+    It is called as :class:`~eesd.distill.teacher.Teacher` is, and gives the same, nearly.
+    """
+
+    CHUNK = 256
+    """Tokens of a call."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: Path,
+        layers: Sequence[int],
+        top_k: int,
+        precision: str,
+        slots: int,
+        threads: int,
+    ) -> None:
+        """Export the model, and open it.
+
+        Args:
+            checkpoint: The model.
+            directory: Directory of the engine; see :func:`own_engine`.
+            layers: Layers whose hidden states are returned, counted from 1.
+            top_k: Tokens of the distribution to keep, at most the whole vocabulary.
+            precision: ``bf16`` or ``float32``, in which the states are returned.
+            slots: Most tokens of a row.
+            threads: CPU threads.
+        """
+        self.layers, self._dtype = tuple(layers), storage_dtype(precision)
+        self._top_k = min(top_k, checkpoint.geometry.vocab_size)
+        packed, manifest = own_engine(checkpoint, directory, slots)
+        [verify] = manifest.verify
+        _add_states(packed / verify.file, packed / READING, self.layers)
+        self._session = make_session(packed / READING, threads, int8_activations=True)
+        self._kv_cache = CpuKVCache(manifest)
+
+    def __call__(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
+        """Hidden states [B, T, hidden] after each of the layers, and the targets, for token ids [B, T]."""
+        parts = [self._read(chunk, start) for row in ids for start, chunk in self._chunks(row)]
+        states, top_ids, top_logprobs = zip(*parts, strict=True)
+        hidden = {layer: torch.cat([part[index] for part in states]) for index, layer in enumerate(self.layers)}
+        return (
+            {layer: part.view(*ids.shape, -1) for layer, part in hidden.items()},
+            Targets(torch.cat(top_ids).view(*ids.shape, -1), torch.cat(top_logprobs).view(*ids.shape, -1)),
+        )
+
+    def _chunks(self, row: Tensor) -> list[tuple[int, Tensor]]:
+        """The pieces of a row, and where they begin."""
+        return [(self.CHUNK * number, piece) for number, piece in enumerate(torch.split(row, self.CHUNK))]
+
+    def _read(self, ids: Tensor, start: int) -> tuple[list[Tensor], Tensor, Tensor]:
+        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row, whose beginning was read before."""
+        count = len(ids)
+        slots = np.arange(start, start + count)
+        tokens = np.stack([np.full(count, self._kv_cache.address), slots, slots, slots + 1, np.zeros(count)], 1).astype(
+            np.int64
+        )
+        paths = np.zeros((count, 1), np.int32)
+        given = {"input_ids": ids.numpy(), "tokens": tokens, "paths": paths, "logit_rows": np.arange(count)}
+        logits, *states = map(torch.from_numpy, self._session.run(None, given))
+        return [state.to(self._dtype) for state in states], *top_tokens(logits, self._top_k)
+
+
+def _add_states(graph: Path, output: Path, layers: Sequence[int]) -> None:
+    """Write a graph beside its weights that also returns the states after some layers."""
+    import onnx
+
+    model = read_graph(graph)
+    for layer in layers:
+        name = f"model.layers.{layer - 1}.out"
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None]))
+    output.write_bytes(model.SerializeToString())

@@ -18,16 +18,14 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from eesd.common.draft_vocab import most_used
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers, temporary_beside, written_whole
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of
 from eesd.common.outputs import existing_parent
 from eesd.common.terminal import notice
-from eesd.distill.acceptance import Acceptance, ValidationSet, acceptance_by_kind, drafted_rounds, replay_acceptance
+from eesd.distill.acceptance import Acceptance, ValidationSet, drafted_rounds, replay_acceptance
 from eesd.distill.calibrate import CalibrationResult, calibrate, label_rounds
-from eesd.distill.card import write_card
 from eesd.distill.continuing import TorchWriter, Writer
 from eesd.distill.data import (
     Prompt,
@@ -35,15 +33,14 @@ from eesd.distill.data import (
     add_mixed_rows,
     count_next_tokens,
     hold_out_prompts,
+    most_used,
     read_prompts,
     read_rows,
     split_documents,
 )
-from eesd.distill.device_writer import DeviceWriter, can_write
-from eesd.distill.engine_teacher import EngineTeacher
-from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
+from eesd.distill.own_engine import EngineTeacher, EngineWriter
 from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import structure
@@ -72,7 +69,6 @@ class Run:
     """The options of a run and everything built from them, each part on first use.
 
     Attributes:
-        model: The base model, as the command names it.
         checkpoint: The base model.
         accelerator: Distributes the run over processes.
         training: Options of the training.
@@ -81,13 +77,11 @@ class Run:
         offline: Directory of the target cache. None: the teacher runs on each batch.
         init_head: Directory of the head to start from. None: the model's last layers.
         intervals: Steps between logged metrics, validations and checkpoints.
-        licence: Of the head, for its card; None: it is not said.
         dtype: Element type of the base model's weights.
         progress: Opens progress bars.
         resources: What this process alone needs until the command ends.
     """
 
-    model: str
     checkpoint: Checkpoint
     accelerator: Accelerator
     training: TrainingOptions
@@ -96,7 +90,6 @@ class Run:
     offline: Path | None
     init_head: Path | None
     intervals: Intervals
-    licence: str | None
     dtype: torch.dtype
     progress: ProgressBar
     resources: ExitStack = field(default_factory=ExitStack)
@@ -179,8 +172,7 @@ class Run:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
         if self.accelerator.device.type == "cpu" and self.is_main:
             notice(SLOWLY)
-        simple = self.accelerator.device.type == "cpu" or not can_write(self.checkpoint.geometry)
-        return TorchWriter(self.decoder) if simple else DeviceWriter(self.decoder)
+        return TorchWriter(self.decoder)
 
     def _write_prompts(self, writer: Writer) -> list[Path]:
         """Let the model write its own prompts, on the main process; returns their files."""
@@ -401,19 +393,15 @@ class Run:
         Raises:
             EESDError: The head computes values that are not finite.
         """
-        validation, rows = self.validation_and_training_rows()
+        validation, _ = self.validation_and_training_rows()
         head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
             raise EESDError(f"The head in {self.output} computes logits that are not finite; train it again.")
         result = calibrate([label_rounds(drafted_rounds(text)) for text in drafts])
-        texts = [text.correct for text in drafts]
-        acceptance = replay_acceptance(texts)
+        acceptance = replay_acceptance([text.correct for text in drafts])
         if self.is_main:
             save_config(replace(head.exit_config, calibration=result.prior), self.output)
-            if self.training.steps:
-                kinds, processes = acceptance_by_kind(texts, validation.kinds), self.accelerator.num_processes
-                write_card(self.output, self.model, self.licence, head, rows, self.training, processes, acceptance, kinds)
         return acceptance, result
 
 
@@ -421,11 +409,9 @@ def make_accelerator() -> Accelerator:
     """The accelerator of this process, alone or started by torchrun or ``accelerate launch``."""
     cpu = not torch.accelerator.is_available()  # without this, accelerate does not distribute over CPU processes
     accelerator = Accelerator(cpu=cpu)
-    if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and not accelerator.is_fsdp2:
-        raise EESDError(
-            "ACCELERATE_USE_FSDP is set, but FSDP 2 needs several processes, GPUs and FSDP_VERSION=2; "
-            "provide them, or unset ACCELERATE_USE_FSDP."
-        )
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        if os.environ.get(name, "").lower() == "true":
+            raise EESDError(f"Each process has a copy of the head, and nothing is sharded; unset {name}.")
     return accelerator
 
 
@@ -440,7 +426,7 @@ def checked(options: dict[str, Any], config: ModelConfig, given: ExitConfig | No
     Raises:
         EESDError: An option is wrong, or a file is missing.
     """
-    losses = LossOptions(options["ce"], options["kl"])
+    losses = LossOptions(options["ce"], options["kl"], options["tv"])
     options = options | structure(options, config.geometry, given)
     same_names = {field.name for field in fields(TrainingOptions)} - {"losses"}
     training = TrainingOptions(**{name: options[name] for name in same_names}, losses=losses)
@@ -505,7 +491,6 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     on_cpu = accelerator.device.type == "cpu"
     dtype = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
     run = Run(
-        model=options["model"],
         checkpoint=checkpoint,
         accelerator=accelerator,
         training=training,
@@ -514,7 +499,6 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         offline=options["offline"],
         init_head=options["init_head"],
         intervals=Intervals(options["log_every"], options["eval_every"], options["save_every"]),
-        licence=options["licence"],
         dtype=getattr(torch, dtype),
         progress=progress,
     )

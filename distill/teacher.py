@@ -21,7 +21,6 @@ from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
 from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
-from eesd.distill.packed_states import SCALES, pack_states, unpack_states
 from eesd.distill.stored import damaged, saved_whole
 from eesd.model.decoder import KV, Decoder, Inputs, capped
 from eesd.model.inputs import causal_inputs, empty_caches
@@ -229,7 +228,7 @@ class TargetCache:
     """A directory with the hidden states and targets of all rows, in safetensors shards of 256 rows.
 
     A complete cache replaces the teacher. If rows are added behind the others, only theirs are computed. Shards contain
-    ``hidden.<layer>``, ``top_ids`` and ``top_logprobs``. With the precision ``bf16`` states have 8 bits.
+    ``hidden.<layer>``, ``top_ids`` and ``top_logprobs``.
     """
 
     def __init__(self, directory: Path, rows: Rows, base: str, layers: Sequence[int], top_k: int, precision: str) -> None:
@@ -300,14 +299,9 @@ class TargetCache:
         return min(SHARD_ROWS, len(self.rows) - number * SHARD_ROWS)
 
     def _row_bytes(self, hidden_size: int) -> int:
-        """Bytes of one row on disk: states with a scale for each block, ids and log-probabilities."""
-        states = hidden_size * len(self.meta["layers"]) * (1.0625 if self._packed else 4)
+        """Bytes of one row on disk: states, ids and log-probabilities."""
+        states = hidden_size * len(self.meta["layers"]) * storage_dtype(self.meta["precision"]).itemsize
         return int(self.meta["length"] * (states + 6 * self.meta["top_k"]))
-
-    @property
-    def _packed(self) -> bool:
-        """Whether states have 8 bits."""
-        return bool(self.meta["precision"] == "bf16")
 
     def fill(
         self,
@@ -342,7 +336,7 @@ class TargetCache:
             )
         for number in missing[process::processes]:
             tokens = torch.from_numpy(self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(np.int64))
-            parts = [_cached_tensors(*teacher(ids.to(device)), self._packed) for ids in torch.split(tokens, batch)]
+            parts = [_cached_tensors(*teacher(ids.to(device))) for ids in torch.split(tokens, batch)]
             shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
             path = self.directory / shard_name(number)
             with saved_whole(path) as temporary:
@@ -351,19 +345,8 @@ class TargetCache:
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
         targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices))
-        hidden = [self._states(f"hidden.{layer}", indices) for layer in layers]
+        hidden = [self._read(f"hidden.{layer}", indices) for layer in layers]
         return Batch(hidden, targets, _mask(self.rows, indices))
-
-    def _states(self, name: str, indices: NDArray[np.int64]) -> Tensor:
-        names = (name, name + SCALES) if self._packed else (name,)
-        stored = {each: self._read(each, indices) for each in names}
-        return unpack_states(name, stored) if self._packed else stored[name]
-
-    def _tensor_names(self) -> list[str]:
-        """Names of the tensors that every shard has."""
-        states = [f"hidden.{layer}" for layer in self.meta["layers"]]
-        scales = [name + SCALES for name in states if self._packed]
-        return [*states, *scales, "top_ids", "top_logprobs"]
 
     def _read(self, name: str, indices: NDArray[np.int64]) -> Tensor:
         return torch.cat([self._shard(int(i) // SHARD_ROWS).get_slice(name)[int(i) % SHARD_ROWS][None] for i in indices])
@@ -373,7 +356,8 @@ class TargetCache:
             path = self.directory / shard_name(number)
             try:
                 shard: Any = safe_open(path, framework="pt")
-                shapes = {name: tuple(shard.get_slice(name).get_shape()[:2]) for name in self._tensor_names()}
+                names = [*(f"hidden.{layer}" for layer in self.meta["layers"]), "top_ids", "top_logprobs"]
+                shapes = {name: tuple(shard.get_slice(name).get_shape()[:2]) for name in names}
             except (SafetensorError, OSError):
                 raise damaged(path) from None
             if set(shapes.values()) != {(self._rows_in(number), self.meta["length"])}:
@@ -397,10 +381,8 @@ def _mask(rows: Rows, indices: NDArray[np.int64]) -> Tensor:
     return (torch.arange(length) < torch.from_numpy(rows.lengths[indices] - 1)[:, None]).float()
 
 
-def _cached_tensors(hidden: dict[int, Tensor], targets: Targets, packed: bool) -> dict[str, Tensor]:
-    """The rows of a pass, by their names in a shard; states in 8 bits if they are to be ``packed``."""
+def _cached_tensors(hidden: dict[int, Tensor], targets: Targets) -> dict[str, Tensor]:
+    """The rows of a pass, by their names in a shard."""
     states = {f"hidden.{layer}": states for layer, states in hidden.items()}
-    if packed:
-        states = {name: part for whole, states in states.items() for name, part in pack_states(whole, states).items()}
     tensors = states | {"top_ids": targets.top_ids, "top_logprobs": targets.top_logprobs}
     return {name: tensor.cpu() for name, tensor in tensors.items()}

@@ -14,13 +14,6 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, remove_leftovers
@@ -47,8 +40,8 @@ LATE = 3
 fifth of the run old."""
 _FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
 """Of a checkpoint."""
-FULL_ON_FIRST_PROCESS = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FULL_ON_ALL_PROCESSES = StateDictOptions(full_state_dict=True)
+_STATES = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
+"""What an optimizer remembers of a parameter."""
 
 
 def _foreign(checkpoint: Path) -> str:
@@ -86,12 +79,10 @@ def learning_rate(options: TrainingOptions, step: int) -> float:
 
 
 def make_optimizers(head: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
-    """Make the optimizers of a head: AdamW, or Muon (Jordan et al. 2024) for the blocks' matrices and AdamW for the rest.
+    """Make the optimizers of a head: Muon (Jordan et al. 2024) for the blocks' matrices, and AdamW for the rest.
 
     Muon's updates are scaled so that both optimizers use the same learning rate.
     """
-    if options.optimizer == "adamw":
-        return [torch.optim.AdamW(head.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0)]
     matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith("lm_head")]
     matrix_ids = set(map(id, matrices))
     others = [p for p in head.parameters() if id(p) not in matrix_ids]
@@ -137,7 +128,8 @@ class Trainer:
         head = head.to(accelerator.device)
         self.identity = json.loads(json.dumps(asdict(options) | identity))
         student = Student(head, options.losses, options.precision)
-        self.student, *self.optimizers = accelerator.prepare(student, *make_optimizers(head, options))
+        self._own_optimizers = make_optimizers(head, options)
+        self.student, *self.optimizers = accelerator.prepare(student, *self._own_optimizers)
         dtype = storage_dtype(options.precision)
         self._inputs, self._caches = full_sequence_inputs(
             geometry, options.batch, options.length, len(head.blocks), dtype, accelerator.device
@@ -274,62 +266,45 @@ class Trainer:
             self.metrics.add(metrics)
         return metrics
 
-    def _head_state(self) -> dict[str, Tensor]:
-        """The head's weights; empty on other processes than the first."""
-        state: dict[str, Any] = dict(get_model_state_dict(self.student, options=FULL_ON_FIRST_PROCESS))
-        return {name.removeprefix("head."): value for name, value in state.items()}
-
     def _optimizer_state(self) -> dict[str, Tensor]:
-        """The optimizers' state, as ``<optimizer>|<parameter>|<name>``; empty on other processes than the first."""
-        tensors: dict[str, Tensor] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            full: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=FULL_ON_FIRST_PROCESS)
-            state: dict[str, dict[str, Any]] = full.get("state", {})
-            for parameter, values in state.items():
-                tensors |= {f"{number}|{parameter}|{name}": torch.as_tensor(value) for name, value in values.items()}
-        return tensors
+        """The optimizers' state, as ``<optimizer>|<parameter>|<name>``."""
+        return {
+            f"{number}|{parameter}|{name}": value
+            for number, optimizer in enumerate(self._own_optimizers)
+            for parameter, values in optimizer.state_dict()["state"].items()
+            for name, value in values.items()
+        }
 
     def full_head(self) -> ExitHead:
-        """A copy of the head, with the mean of its weights if it is averaged; with several processes, on the first one."""
-        return self._with_state(self._averaged_state()).to(self.accelerator.device)
-
-    def _with_state(self, state: dict[str, Tensor]) -> ExitHead:
-        """A head with these weights, or with none that mean anything if there are none."""
+        """A copy of the head, with the mean of its weights if it is averaged."""
         head = ExitHead(self.geometry, self.head.exit_config).requires_grad_(False)
-        if state:
-            head.load_state_dict(state)
-        return head
-
-    def _averaged_state(self) -> dict[str, Tensor]:
-        """A copy of the head's weights, or of their mean if it is averaged; empty on other processes than the first."""
         with self._averaged():
-            return {name: value.clone() for name, value in self._head_state().items()}
+            head.load_state_dict(self.head.state_dict())
+        return head.to(self.accelerator.device)
 
     def _save(self) -> None:
         """Write checkpoint and head. The checkpoint's directory gets its name when it is complete."""
-        head_state, optimizer_state = self._head_state(), self._optimizer_state()
-        averaged = self._averaged_state()
         if self.accelerator.is_main_process:
+            averaged = self.full_head()
             final = self.output / f"checkpoint-{self.step}"
             with saving(final), directory_written_whole(final, _foreign) as temporary:
-                save_file(head_state, temporary / "head.safetensors")
+                save_file(self.head.state_dict(), temporary / "head.safetensors")
                 if self._means:
-                    save_file(averaged, temporary / "average.safetensors")
-                save_file(optimizer_state, temporary / "optimizer.safetensors")
+                    save_file(averaged.state_dict(), temporary / "average.safetensors")
+                save_file(self._optimizer_state(), temporary / "optimizer.safetensors")
                 (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
             for other in _checkpoints(self.output):
                 if other != final and (kept := remove_directory(other, _foreign)):
                     notice(f"{other} is kept: {kept}.")
             self._save_head(averaged)
-            self.metrics.plot()
         self.accelerator.wait_for_everyone()
 
-    def _save_head(self, state: dict[str, Tensor]) -> None:
+    def _save_head(self, head: ExitHead) -> None:
         if not self._own_head:
             _check_head(self.output)  # one may have come in the meantime
         self._own_head = True
         with saving(self.output / exit_head_file.WEIGHTS_FILE):
-            exit_head_file.save(self._with_state(state), self.output)
+            exit_head_file.save(head, self.output)
 
     def _resume(self) -> None:
         """Load the newest checkpoint, if there is one."""
@@ -357,9 +332,8 @@ class Trainer:
             with self._averaged():
                 self._load_head(newest / "average.safetensors", remedy)
         self._load_optimizers(newest / "optimizer.safetensors", remedy)
-        state = self._averaged_state()
         if self.accelerator.is_main_process:
-            self._save_head(state)  # the run may have been killed between the checkpoint and the head
+            self._save_head(self.full_head())  # the run may have been killed between the checkpoint and the head
         self.step = step
         self.metrics.start(self.step)
 
@@ -368,23 +342,25 @@ class Trainer:
         return options | {"steps": 0, "data": ""} if self.options.cooldown == 0 else options
 
     def _load_head(self, path: Path, remedy: str) -> None:
-        state: dict[str, Any] = {f"head.{name}": value for name, value in load_tensors(path, remedy).items()}
-        expected: dict[str, Any] = dict(get_model_state_dict(self.student, options=FULL_ON_ALL_PROCESSES))
-        shapes, wanted = ({name: value.shape for name, value in tensors.items()} for tensors in (state, expected))
-        if shapes != wanted:  # torch would not miss a tensor that is not there
+        state = load_tensors(path, remedy)
+        shapes, wanted = ({name: value.shape for name, value in of.items()} for of in (state, self.head.state_dict()))
+        if shapes != wanted:
             raise damaged(path, remedy)
-        set_model_state_dict(self.student, state, options=FULL_ON_ALL_PROCESSES)
+        self.head.load_state_dict(state)
 
     def _load_optimizers(self, path: Path, remedy: str) -> None:
-        stored = load_tensors(path, remedy)
-        for number, optimizer in enumerate(self.optimizers):
-            full: Any = get_optimizer_state_dict(self.student, optimizer.optimizer, options=FULL_ON_ALL_PROCESSES)
-            for parameter, values in full["state"].items():
-                for name, value in values.items():
-                    found = stored.pop(f"{number}|{parameter}|{name}", None)
-                    if found is None or found.shape != torch.as_tensor(value).shape:
-                        raise damaged(path, remedy)
-                    values[name] = found
-            set_optimizer_state_dict(self.student, optimizer.optimizer, full, options=FULL_ON_ALL_PROCESSES)
-        if stored:
+        stored, used = load_tensors(path, remedy), 0
+        for number, optimizer in enumerate(self._own_optimizers):
+            state = optimizer.state_dict()
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for index, parameter in enumerate(parameters):
+                names = _STATES[type(optimizer)]
+                values = {name: stored.get(f"{number}|{index}|{name}") for name in names}
+                wanted = [() if name == "step" else parameter.shape for name in names]
+                if [None if value is None else value.shape for value in values.values()] != wanted:
+                    raise damaged(path, remedy)
+                state["state"][index] = values
+                used += len(names)
+            optimizer.load_state_dict(state)
+        if used != len(stored):
             raise damaged(path, remedy)

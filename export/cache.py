@@ -17,10 +17,9 @@ from typing import Any
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.files import is_temporary, remove_leftovers
+from eesd.common.files import is_temporary, remove_leftovers, user_cache
 from eesd.common.integrity import link_info, sha256_of
 from eesd.common.json_input import read_json
-from eesd.common.machine import user_cache
 from eesd.common.manifest import FORMAT_VERSION
 from eesd.common.outputs import remove_directory, resolved
 from eesd.common.turns import turn

@@ -1,7 +1,6 @@
 """Export a checkpoint and an exit head to an engine directory. The directory appears complete or not at all."""
 
 import contextlib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,6 @@ from torch import Tensor
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, remove_leftovers, temporary_beside
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.integrity import sha256_of
 from eesd.common.json_input import read_json
@@ -48,6 +46,7 @@ from eesd.export.weights import (
 from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors, stored_draft_vocab
 from eesd.model.eagle_file import read_eagle
+from eesd.model.generation_config import GENERATION_CONFIG_FILE
 from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
@@ -191,13 +190,16 @@ def export(
         checkpoint.geometry.check_window(options.max_tree_nodes)
     except ValueError as error:
         raise EESDError(f"{checkpoint.path} cannot be exported so: {error}; give a smaller --max-tree-nodes.") from None
+    try:
+        Sampling(**checkpoint.config.sampling.given)
+    except EESDError as error:
+        raise EESDError(f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file.") from None
     splits = split_layers(checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
     linked_names = frozenset(linked)
     progress("loading the tokenizer", 0, 0)
     texts = resolved_tokenizer(checkpoint.path)  # first, because it refuses some models before the long work
-    texts |= _generation_config(checkpoint)
     progress("tracing the draft graph", 0, 0)
     graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)}
     for number, layers in enumerate(splits):
@@ -222,18 +224,6 @@ def export(
             progress("checking parity", 0, 0)
             check(directory, manifest)
     return manifest
-
-
-def _generation_config(checkpoint: Checkpoint) -> dict[str, bytes]:
-    """The file with the model's sampling options, if it has any. Raises EESDError if they cannot be used."""
-    fields = checkpoint.config.generation
-    if not fields:
-        return {}
-    try:
-        Sampling(**parse_generation_config(fields, GENERATION_CONFIG_FILE).sampling)
-    except EESDError as error:
-        raise EESDError(f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file.") from None
-    return {GENERATION_CONFIG_FILE: (json.dumps(fields, indent=2) + "\n").encode()}
 
 
 def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
@@ -275,7 +265,7 @@ def _write_files(
     texts: Mapping[str, bytes],
     progress: Progress,
 ) -> dict[str, FileInfo]:
-    """Write weights, graphs, and the files of tokenizer and generation config."""
+    """Write weights, graphs, and the files of the tokenizer."""
     total = sum(weight.nbytes for weight in layout.weights)
     weights = write_weights(directory / WEIGHTS_FILE, layout, sources, lambda name, size: progress(name, size, total))
     files = {WEIGHTS_FILE: weights}
@@ -306,6 +296,7 @@ def _manifest(checkpoint: Checkpoint, exit_config: ExitConfig, options: ExportOp
         draft_top_k=options.draft_top_k,
         bos_token_id=checkpoint.config.bos_token_id,
         eos_token_ids=checkpoint.config.eos_token_ids,
+        sampling=checkpoint.config.sampling,
         draft=graphs["draft"].info,
         verify=tuple(graph.info for name, graph in graphs.items() if name != "draft"),
         files={},

@@ -20,12 +20,6 @@ from eesd.runtime.engines.backends import BACKENDS, EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build, find_build
 from eesd.runtime.engines.exactness import Exactness
 
-COMPUTED = (
-    "The draft step is computed from its bytes, not measured: with the torch backend on an H200, products of 4-bit weights "
-    "took 0.64 times as long as those of 16 bits, where the bytes say 0.28."
-)
-"""Notice for a prediction of a draft of all layers, of which no GPU has run one."""
-
 
 @command()
 @click.argument("directory", type=PATH, required=False)
@@ -178,10 +172,9 @@ def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: i
             f"A device needs {format_bytes(needed)}, and {hardware.name} has {format_bytes(int(hardware.memory))}: "
             "split verify with eesd-export --stages, run more ranks, or quantize it. The prediction is as if it fitted."
         )
-    if manifest.exit_head.is_whole(manifest.geometry):
-        notice(COMPUTED)
     number = f"{ranks} x " if ranks > 1 else ""
-    console.print(f"{number}{hardware.name}, {slots} slots; constants and limits of the prediction: docs/predict.md")
+    console.print(f"{number}{hardware.name}, {slots} slots; predicted with constants of an H200 and the torch backend,")
+    console.print("where no whole model and no plan was measured; limits: docs/predict.md")
     for table in prediction_tables(predicted):
         console.print(table)
 

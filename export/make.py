@@ -10,7 +10,6 @@ from shutil import disk_usage
 from typing import TYPE_CHECKING
 
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.common.geometry import draft_columns
 from eesd.common.machine import available_memory, torch_sees_gpu
 from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, WEIGHTS_FILE
@@ -217,8 +216,7 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
     """What the user should know of the checkpoint, the choices and the head."""
     from tokenizers import Tokenizer
 
-    unused = parse_generation_config(checkpoint.config.generation, GENERATION_CONFIG_FILE).notice
-    for text in (*checkpoint.config.notices, *([unused] if unused else [])):
+    for text in filter(None, (*checkpoint.config.notices, checkpoint.config.sampling.notice)):
         notice(text)
     tokenizer, size = output / "tokenizer.json", checkpoint.geometry.vocab_size
     if not tokenizer.exists():

@@ -12,7 +12,7 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import Manifest
 from eesd.common.quantization import BITS, Quantizations, Shape
-from eesd.common.weights import DEEP, StoredWeight, graph_shapes, layer_shapes, split_side, stored_weight, weights_of
+from eesd.common.weights import StoredWeight, graph_shapes, layer_shapes, split_side, stored_weight, weights_of
 
 _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
 """Host memory of a build: bytes for each byte of weights, and a constant. Measured with TensorRT-RTX 1.7 on 1.8 GB of weights:
@@ -167,7 +167,7 @@ def rank_bytes(weight: StoredWeight, ranks: int) -> int:
 
 def is_split(weight: StoredWeight) -> bool:
     """Whether ranks have parts of a weight: a matrix of an attention, an MLP or the deep layers. Others are on each rank."""
-    return len(weight.shape) == 2 and (split_side(weight.name) is not None or weight.name.startswith(DEEP))
+    return len(weight.shape) == 2 and split_side(weight.name) is not None
 
 
 def slot_bytes(manifest: Manifest, caches: int) -> int:

@@ -81,6 +81,7 @@ def outline(path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quant
         draft_top_k=min(DEFAULT_TOP_K, draft_columns(geometry, head)),
         bos_token_id=config.bos_token_id,
         eos_token_ids=config.eos_token_ids,
+        sampling=config.sampling,
         draft=GraphInfo("draft.onnx", tuple(draft_caches(geometry, head)), (), ()),
         verify=(GraphInfo("verify.onnx", (*range(geometry.num_layers), *exit_caches(geometry, head)), (), ()),),
         files={},

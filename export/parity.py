@@ -1,9 +1,10 @@
 """Check that graphs compute what the torch modules compute, and that engines compute what their graphs compute.
 
-In both checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches widened to float32.
+In the first two checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches widened to float32.
 
 * :func:`compare_graphs` runs after an export: the graphs against the torch modules, on a random token tree.
 * :func:`compare_engines` runs after a build: engines of any backend against the graphs, on a random prompt and a draft step.
+* :func:`compare_texts` then compares them with engines of another backend, over a text that reaches each kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,9 +21,9 @@ from torch import Tensor, nn
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.quantization import EXIT_HEAD, UNQUANTIZED
 from eesd.common.weights import checkpoint_names, graph_name, stored_weight, weight_bytes, weights_of
-from eesd.export.cpu.widened import Widened, reference, widen
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
+from eesd.export.widened import Widened, reference, widen
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder, Inputs
 from eesd.model.eagle import make_head
@@ -34,6 +35,7 @@ from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.backends import Engines, default_threads
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.exactness import Exactness
+from eesd.runtime.engines.trt_plans import attended_slots
 
 TOLERANCE = 1e-3
 """Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of another order of additions."""
@@ -41,7 +43,7 @@ LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
 """Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 11."""
 
 _TREE_TOKENS, _TREE_SLOTS = 18, 32
-_ENGINE_PROMPT = 12
+_ENGINE_PROMPT, _LONG_TEXT = 12, 2000
 _TEXT_LENGTH = 64
 
 Array = NDArray[np.float32]
@@ -243,6 +245,56 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
     compare("verify", engines.verify, manifest.verify, 0, count)
     if engines.draft is not None:
         compare("draft", engines.draft, [manifest.draft], count, count + 1)
+    return cosines
+
+
+def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> dict[str, float]:
+    """Compare engines with those of another backend over a random text: prompts in pieces, and a round and a draft step at the
+    end of each number of slots that attention of a plan reads. Attention can be wrong for long texts alone.
+
+    Args:
+        engines: Verify and draft engines, or verify alone.
+        expected: Those of another backend.
+        manifest: Their manifest.
+
+    Returns:
+        The lowest cosine over all tokens, for the logits of each call, and for keys and values of the first layer cache where
+        it is not acceptable, or else of the worst one.
+    """
+    nodes, slots = manifest.max_tree_nodes + 1, attended_slots(manifest, manifest.verify[0])
+    length = min(max(_LONG_TEXT, *slots[-2:-1], 0) + nodes, manifest.max_seq_len - 1)
+    tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=length + 1).tolist()
+    both = [(side, side.verify.new_kv_caches()[0]) for side in (engines, expected)]
+    for _, kv_cache in both:
+        kv_cache.reserve(length + 1)
+    cosines: dict[str, float] = {}
+
+    def run(draft: bool, first: int, stop: int, logits: bool = True) -> None:
+        found = []
+        for side, kv_cache in both:
+            engine: Any = side.draft if draft else side.verify
+            [outputs] = engine.forward([Call(kv_cache, tokens[first:stop], range(first, stop), first, logits=logits)])
+            found.append(outputs.logits.copy())
+        if logits:
+            cosines[f"{'draft' if draft else 'verify'} logits after {first} tokens"] = least_cosine(found[0], found[1])
+
+    done = 0
+    for stop in sorted({min(count, length) for count in slots}):
+        first = max(stop - nodes, done)
+        if done < first:
+            run(False, done, first, logits=False)
+        run(False, first, stop)
+        if engines.draft is not None:
+            run(True, stop, stop + 1)
+        done = stop
+    for part, name in enumerate(("keys", "values")):
+        lowest: dict[int, float] = {}
+        for index in range(manifest.num_caches):
+            mine, theirs = (_rows(kv_cache.read(index)[part], 0, length) for _, kv_cache in both)
+            lowest[index] = least_cosine(mine, theirs)
+        wrong = (index for index, cosine in lowest.items() if cosine < LEAST_COSINE[manifest.dtype])
+        index = next(wrong, min(lowest, key=lowest.__getitem__))
+        cosines[f"{name} of {length} tokens in cache {index}"] = lowest[index]
     return cosines
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.common.machine import compute_capability
+from eesd.common.machine_report import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
     EXACT_NODES,
@@ -33,6 +33,8 @@ from eesd.runtime.engines.trt_plans import (
     FLAVOURS,
     attended_slots,
     check_gpu_supported,
+    create,
+    first_error,
     library_version,
     make_logger,
     one_node_is_faster,
@@ -178,8 +180,7 @@ def build(
                 return _plan_info(path.name, found, manifest, graph, options)
             if not found:
                 break
-        reason = errors[0].splitlines()[0][:300] if errors else "the builder gave no reason"
-        raise EESDError(f"{options.flavour} cannot build {directory / graph.file} ({reason}).")
+        raise EESDError(f"{options.flavour} cannot build {directory / graph.file} ({first_error(errors)}).")
 
 
 class Built(NamedTuple):
@@ -200,7 +201,7 @@ def _build_once(
         The plan, or else whether the builder read the graph: then it may build the attention from parts.
     """
     logger = make_logger(trt, errors)
-    builder = trt.Builder(logger)
+    builder = create(options.flavour, "Builder", logger, errors)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
     if not parser.parse_from_file(str(source)):

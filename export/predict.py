@@ -1,10 +1,11 @@
 """Predict the time of draft steps and verify passes on a GPU, from bytes, operations and constants of the hardware.
 
-docs/predict.md has the formula, and says which constants are published and which are assumed.
+docs/predict.md has the formula, and says which constants are published, which were measured on an H200 with the torch backend,
+and which are assumed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,8 +17,12 @@ from eesd.export.memory import is_split, rank_bytes, slot_bytes
 from eesd.runtime.engines.cpu_build import halved_weights
 from eesd.runtime.engines.trt_plans import attended_slots
 
-KERNELS_PER_BLOCK, OTHER_KERNELS = 12, 10
-"""Assumed: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""
+KERNELS_PER_BLOCK, OTHER_KERNELS = 13, 27
+"""Measured: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""
+MANY_NODES = 33
+LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
+"""Measured: times of a block's products with weights of 8 and of 4 bits over those with 16 bits, for one node and for
+:data:`MANY_NODES`. The bytes alone would give 0.52 and 0.28."""
 TELLING = 100e-6
 """Assumed: seconds in which rank 0 tells the others what to run."""
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -36,6 +41,7 @@ class Hardware:
         attained_operations: Share of the operations that a pass attains.
         launch: Seconds of a kernel besides its work.
         host: Seconds of the host in each call, in which the device waits.
+        node: Seconds of each node after the first in each block.
         link: Bytes per second that a device receives from others of its machine.
         gather: Seconds in which all devices get a few bytes of all others.
     """
@@ -44,10 +50,11 @@ class Hardware:
     bandwidth: float
     operations: float
     memory: float
-    attained: float = 0.8
-    attained_operations: float = 0.6
-    launch: float = 2e-6
-    host: float = 40e-6
+    attained: float = 0.72
+    attained_operations: float = 0.79
+    launch: float = 0.93e-6
+    host: float = 300e-6
+    node: float = 1e-6
     link: float = 64e9
     gather: float = 10e-6
 
@@ -59,7 +66,8 @@ GPUS = {
     "rtx5090": Hardware("RTX 5090", 1.792e12, 209.5e12, 32e9, link=64e9, gather=20e-6),
     "l4": Hardware("L4", 0.3e12, 121e12, 24e9, link=32e9, gather=20e-6),
 }
-"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense), memory, link are published, the rest is assumed."""
+"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense), memory and link are published. The other values are
+those of the H200; ``gather`` is assumed."""
 
 
 @dataclass(frozen=True)
@@ -130,12 +138,30 @@ def _seconds(
     """Seconds of a call for each number of nodes in ``counts``. The weights, many of a graph with experts, are read once."""
     seconds = [hardware.host + (TELLING if ranks > 1 else 0) for _ in counts]
     for graph in graphs:
-        reading = bytes_of_pass(manifest, graph, slots, ranks) / (hardware.bandwidth * hardware.attained)
+        as_read = _bytes_of_16_bits(manifest, graph, slots, ranks)
+        few, many = (nbytes / (hardware.bandwidth * hardware.attained) for nbytes in as_read)
         product = operations_of_node(manifest, graph, ranks) / (hardware.operations * hardware.attained_operations)
-        launching = _kernels(manifest, graph) * hardware.launch
+        blocks = _blocks(manifest, graph)
+        launching = (blocks * KERNELS_PER_BLOCK + OTHER_KERNELS) * hardware.launch
         for place, nodes in enumerate(counts):
-            seconds[place] += max(reading, nodes * product) + launching + sum_seconds(manifest, graph, hardware, nodes, ranks)
+            reading = few + (many - few) * min((nodes - 1) / (MANY_NODES - 1), 1)
+            seconds[place] += max(reading, nodes * product) + launching + (nodes - 1) * blocks * hardware.node
+            seconds[place] += sum_seconds(manifest, graph, hardware, nodes, ranks)
     return seconds
+
+
+def _bytes_of_16_bits(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int) -> tuple[float, float]:
+    """Bytes of 16-bit weights and of the cache that take as long as those of a pass over one node, and over many.
+
+    Kernels for levels are slower than their bytes. Engines of float32 have none on a GPU, and count by their bytes.
+    """
+    few = many = float(bytes_of_pass(manifest, graph, slots, ranks))
+    for weight in _weights_read(manifest, graph) if manifest.dtype != "float32" else ():
+        if weight.quantization is not None and (ranks == 1 or weight.keeps_levels(ranks)):
+            kept, whole = rank_bytes(weight, ranks), rank_bytes(replace(weight, quantization=None), ranks)
+            for_few, for_many = LEVELS_TAKE[4 if BITS[weight.quantization.weights] <= 4 else 8]
+            few, many = few + for_few * whole - kept, many + for_many * whole - kept
+    return few, many
 
 
 def sum_seconds(manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int) -> float:
@@ -177,10 +203,6 @@ def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
     if not head or any(name.endswith(LM_HEAD) for name in weights):  # else the table is the LM head
         weights.pop(EMBEDDINGS, None)
     return [weight for name, weight in weights.items() if name not in (*ROTARY_TABLES, *HEAD_TABLES)]
-
-
-def _kernels(manifest: Manifest, graph: GraphInfo) -> int:
-    return _blocks(manifest, graph) * KERNELS_PER_BLOCK + OTHER_KERNELS
 
 
 def _blocks(manifest: Manifest, graph: GraphInfo) -> int:

@@ -14,7 +14,7 @@ from eesd.common.checks import is_file_name
 from eesd.common.draft_vocab import are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.json_input import Fields, read_json_object
+from eesd.common.json_input import read_json_object
 from eesd.common.quantization import LM_HEAD, Quantization, is_linear
 from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, exit_head_shapes, layer_shapes, lm_head_name, model_shapes
 from eesd.model import exit_head, exit_head_file
@@ -23,6 +23,7 @@ from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
 from eesd.model.experts import check_routers
 from eesd.model.family import Tensors, divided, halves_apart
+from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor, read_gguf
 from eesd.model.gguf_model import config_fields, model_tensors
 from eesd.model.packed import PackedTensor, packed_tensors

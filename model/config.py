@@ -7,15 +7,16 @@ transformers ignores them, too.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, GENERATION_FIELDS, parse_generation_config
 from eesd.common.geometry import LARGEST_SIZE, Geometry
-from eesd.common.json_input import Fields, read_json_object
+from eesd.common.json_input import read_json_object
+from eesd.common.manifest import SamplingDefaults
 from eesd.model.families import FAMILIES
 from eesd.model.family import Family, Sizes
+from eesd.model.fields import Fields
+from eesd.model.generation_config import GENERATION_CONFIG_FILE, GENERATION_FIELDS, parse_generation_config
 from eesd.model.packing import Packing, read_packing
 from eesd.model.rope_config import read_rope
 
@@ -64,7 +65,7 @@ class ModelConfig:
         notices: Sentences about fields that are ignored. The export shows them.
         packing: How quantized weights are stored; None if there are none.
         divided: What tensors are divided by when they are read, by their names.
-        generation: Fields of ``generation_config.json``; without the file, the same fields of ``config.json``.
+        sampling: Sampling options of ``generation_config.json``; without the file, those of ``config.json``.
     """
 
     family: Family
@@ -76,11 +77,11 @@ class ModelConfig:
     notices: tuple[str, ...] = ()
     packing: Packing | None = None
     divided: Mapping[str, float] = field(default_factory=dict)
-    generation: Mapping[str, Any] = field(default_factory=dict)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
 def load_config(model_dir: Path) -> ModelConfig:
-    """Read ``config.json`` and the EOS ids of ``generation_config.json`` of a model directory.
+    """Read ``config.json`` and ``generation_config.json`` of a model directory.
 
     Raises:
         EESDError: A file is missing or damaged, a link leads nowhere, or the decoder does not implement the architecture or one
@@ -103,8 +104,9 @@ def load_config(model_dir: Path) -> ModelConfig:
         generation = {name: raw[name] for name in GENERATION_FIELDS if raw.get(name) is not None}
         fields.taken |= generation.keys()
     config = parse_config(fields, path)
-    eos = parse_generation_config(generation, str(file), "correct the file").eos_token_ids
-    return replace(config, generation=generation, eos_token_ids=config.eos_token_ids if eos is None else eos)
+    found = parse_generation_config(generation, str(file))
+    eos = config.eos_token_ids if found.eos_token_ids is None else found.eos_token_ids
+    return replace(config, sampling=found.sampling, eos_token_ids=eos)
 
 
 def parse_config(fields: Fields, path: Path) -> ModelConfig:

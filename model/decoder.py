@@ -251,7 +251,7 @@ class Attention(nn.Module):
 
     def __init__(self, geometry: Geometry, kind: str = FULL) -> None:
         super().__init__()
-        self.head_dim, self.rotates = geometry.head_dim, kind != UNROTATED
+        self.head_dim, self.rotates, self.norm_last = geometry.head_dim, kind != UNROTATED, geometry.qk_norm_rotated
         self.window = geometry.window if kind == SLIDING else 0
         self.local = kind == SLIDING and geometry.local_theta > 0
         self.scores = Scores(geometry.attention_scale or None, geometry.attention_cap)
@@ -276,9 +276,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         """Return the attention output [B, n, hidden] and the written caches."""
         q, k, v = self._heads(x, (self.q_proj, self.k_proj, self.v_proj))
-        q = self._rotated(self.q_norm(q), inputs)
+        q = self._turned(q, self.q_norm, inputs)
         if inputs.whole:
-            y = attend_whole(q, self._rotated(self.k_norm(k), inputs), v, self.scores, self.window)
+            y = attend_whole(q, self._turned(k, self.k_norm, inputs), v, self.scores, self.window)
         else:
             cache = self._write(k, v, inputs, cache)
             y = attend(q, *cache, inputs.within(self.window) if self.window else inputs, self.scores)
@@ -291,12 +291,15 @@ class Attention(nn.Module):
 
     def _write(self, k: Tensor, v: Tensor, inputs: Inputs, cache: KV) -> KV:
         return (
-            write_cache(cache[0], self._rotated(self.k_norm(k), inputs), inputs.write_indices),
+            write_cache(cache[0], self._turned(k, self.k_norm, inputs), inputs.write_indices),
             write_cache(cache[1], v, inputs.write_indices),
         )
 
-    def _rotated(self, x: Tensor, inputs: Inputs) -> Tensor:
-        return rotate(x, inputs, self.local) if self.rotates else x
+    def _turned(self, x: Tensor, norm: nn.Module, inputs: Inputs) -> Tensor:
+        """Queries or keys x [B, heads, n, D], normalized and rotated."""
+        x = x if self.norm_last else norm(x)
+        x = rotate(x, inputs, self.local) if self.rotates else x
+        return norm(x) if self.norm_last else x
 
 
 class Block(nn.Module):

@@ -14,12 +14,12 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
-from eesd.common.geometry import ExitConfig, Geometry, draft_columns, state_caches
+from eesd.common.geometry import ExitConfig, Geometry, state_caches
 from eesd.common.manifest import MASKED
-from eesd.common.weights import DRAFT_VOCAB
-from eesd.model.decoder import KV, Block, Inputs, RMSNorm, fold_mask, numbers, write_cache
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import KV, Block, Inputs, RMSNorm, fold_mask, numbers
+from eesd.model.exit_head import ExitHead, write_states
 from eesd.model.rotary import rotary_tables
 
 
@@ -58,35 +58,37 @@ class EagleHead(ExitHead):
     sin: Tensor
 
     def __init__(self, geometry: Geometry, exit_config: ExitConfig, slots: int) -> None:
-        nn.Module.__init__(self)
-        eagle = exit_config.eagle
+        super().__init__(geometry, exit_config)
+        eagle, hidden = exit_config.eagle, geometry.hidden_size
         assert eagle is not None
-        hidden = geometry.hidden_size
-        self.exit_config = exit_config
         self.kv_heads, self.group = eagle.block.num_kv_heads, eagle.block.num_heads // eagle.block.num_kv_heads
-        self.fuse_proj = nn.Linear(len(eagle.layers) * hidden, hidden, bias=False)
+        joined, norms = len(eagle.layers) * hidden, eagle.fuse_norms
+        self.fuse_norm = nn.ModuleList(RMSNorm(joined // norms, eagle.block.rms_norm_eps) for _ in range(norms))
+        self.fuse_proj = nn.Linear(joined, hidden, bias=False)
+        self.normed_output = eagle.normed_output
         self.blocks = nn.ModuleList([EagleBlock(eagle.block, eagle.normed_residual)])
         self.norm = RMSNorm(hidden, eagle.block.rms_norm_eps)
-        self.lm_head = nn.Linear(hidden, draft_columns(geometry, exit_config), bias=False)
-        ids = torch.zeros(exit_config.draft_vocab, dtype=torch.int64) if exit_config.draft_vocab else None
-        self.register_buffer(DRAFT_VOCAB, ids)
         for name, table in zip(("cos", "sin"), rotary_tables(eagle.block, slots), strict=True):
             self.register_buffer(name, table)
-        self.deep = nn.ModuleList()
-        self.deep_in_proj = None
         self.spare = state_caches(geometry, exit_config) * 2 * geometry.num_kv_heads * geometry.head_dim - hidden
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Draft from the embeddings x [B, n, hidden]; see :meth:`ExitHead.forward`. It has an LM head of its own."""
         state = self._states_before(inputs, caches[1:])
         found, cache = self._block.predict(x, state, self._own_inputs(inputs), caches[0])
-        written = self._write(found, inputs, caches[1:])
+        normed = self.norm(found)
+        written = write_states(pad(normed if self.normed_output else found, (0, self.spare)), inputs, caches[1:])
         assert self.lm_head is not None
-        return self.lm_head(self.norm(found)), [cache, *written]
+        return self.lm_head(normed), [cache, *written]
 
     def write_states(self, embedded: Tensor, hidden: Sequence[Tensor], inputs: Inputs, caches: list[KV]) -> list[KV]:
         """Write the states that verify knows, and the block's keys and values; see :meth:`ExitHead.write_states`."""
-        written = self._write(self.fuse_proj(torch.cat(list(hidden), -1)), inputs, caches[1:])
+        joined = torch.cat(list(hidden), -1)
+        if self.fuse_norm:
+            parts = zip(self.fuse_norm, joined.chunk(len(self.fuse_norm), -1), strict=True)
+            joined = torch.cat([norm(part) for norm, part in parts], -1)
+        fused = self.fuse_proj(joined)
+        written = write_states(pad(fused, (0, self.spare)), inputs, caches[1:])
         state = self._states_before(inputs, written)
         return [self._block.write_keys(embedded, state, self._own_inputs(inputs), caches[0]), *written]
 
@@ -105,15 +107,6 @@ class EagleHead(ExitHead):
             inputs, cos=self.cos.to(mask.dtype), sin=self.sin.to(mask.dtype), attn_mask=mask, query_mask=None, near=None
         )
         return own if inputs.query_mask is None else fold_mask(own, self.group, self.kv_heads)
-
-    def _write(self, states: Tensor, inputs: Inputs, caches: Sequence[KV]) -> list[KV]:
-        """Write states [B, n, hidden] into the slots of their tokens: a cache's keys, its values, the next one's keys."""
-        kv_heads, size = caches[0][0].shape[1], caches[0][0].shape[3]
-        filled = nn.functional.pad(states, (0, self.spare))
-        parts = torch.split(filled.view(*states.shape[:2], -1, size).transpose(1, 2), kv_heads, 1)
-        tensors = [part for cache in caches for part in cache]
-        written = [write_cache(tensor, part, inputs.write_indices) for tensor, part in zip(tensors, parts, strict=True)]
-        return list(zip(written[::2], written[1::2], strict=True))
 
     def _states_before(self, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
         """The states [B, n, hidden] of the tokens that each token follows, zeros for one that follows none."""

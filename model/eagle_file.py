@@ -1,9 +1,9 @@
 """Reading EAGLE-3 heads as others publish them: ``config.json`` and safetensors in the layouts of SafeAILab, SpecForge and
 Speculators.
 
-They differ in names only. SafeAILab and SpecForge call the block ``midlayer``, Speculators ``layers.0``, and put its sizes into
+They differ in names. SafeAILab and SpecForge call the block ``midlayer``, Speculators ``layers.0``, and put its sizes into
 ``transformer_layer_config``. SpecForge counts the layers that are read from 0, Speculators from 1; without a list they are 2,
-L / 2 and L - 3, counted from 1.
+L / 2 and L - 3, counted from 1. EAGLE-3.1 adds norms: ``norm_before_fc`` or ``fc_norm``, and ``norm_output``.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,13 @@ from torch import Tensor
 from eesd.common.checks import shown
 from eesd.common.draft_vocab import are_draft_vocab
 from eesd.common.errors import EESDError
-from eesd.common.geometry import LARGEST_SIZE, Eagle, ExitConfig, Geometry, eagle_fault
-from eesd.common.json_input import Fields, read_json_object
-from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, FUSE, exit_head_shapes
+from eesd.common.geometry import LARGEST_SIZE, Eagle, ExitConfig, Geometry, head_fault
+from eesd.common.json_input import read_json_object
+from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, FUSE, FUSE_NORM, exit_head_shapes
 from eesd.model.checkpoint import Checkpoint, stored_tensors
 from eesd.model.config import NO_EFFECT
 from eesd.model.families.llama import LLAMA
+from eesd.model.fields import Fields
 from eesd.model.rope_config import read_rope
 from eesd.model.safetensors_file import CheckpointTensor
 
@@ -64,7 +65,7 @@ def read_eagle(checkpoint: Checkpoint, directory: Path) -> tuple[ExitConfig, dic
     path = directory / CONFIG_FILE
     try:
         config, columns = _read_config(Fields(read_json_object(path, "fetch the head again")), checkpoint)
-        if fault := eagle_fault(checkpoint.geometry, config):
+        if fault := head_fault(checkpoint.geometry, config):
             raise ValueError(f"it is not a head of this model: {fault}")
     except KeyError as error:
         raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
@@ -84,27 +85,31 @@ def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, in
     if kinds is not None and (not isinstance(kinds, list) or not kinds or kinds[0] not in _KINDS):
         raise ValueError(f"the architecture {shown(kinds)} is not supported; supported are {', '.join(_KINDS)}")
     columns = fields.integer("draft_vocab_size", most=LARGEST_SIZE)
-    normed_residual = fields.flag("norm_before_residual")
-    layers = _read_layers(fields, model.num_layers)
+    nested = fields.take("eagle_config", None)
+    both = (fields, Fields(nested if isinstance(nested, dict) else {}))
+    layers = _read_layers(*both, model.num_layers)
+    normed_residual, norm_before_fc, fc_norm, normed_output = (
+        any(one.flag(name) for one in both) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    )
+    if norm_before_fc and fc_norm:
+        raise ValueError("it has norm_before_fc and fc_norm, which exclude each other")
+    fuse_norms = len(layers) if fc_norm else int(norm_before_fc)
     target = fields.integer("target_hidden_size", None, optional=True)
     if target not in (None, model.hidden_size):
         raise ValueError(f"it reads states of size {target}, and the model's have {model.hidden_size}")
     _refuse_unknown(fields, ("transformer_layer_config",))
     inner = fields.take("transformer_layer_config", None)
     block = fields if inner is None else Fields(inner if isinstance(inner, dict) else {})
-    eagle = Eagle(layers, _read_block(block), normed_residual)
+    eagle = Eagle(layers, _read_block(block), normed_residual, fuse_norms, normed_output)
     return ExitConfig(0, 1, True, checkpoint.fingerprint(), trained=True, eagle=eagle), columns
 
 
-def _read_layers(fields: Fields, count: int) -> tuple[int, ...]:
+def _read_layers(fields: Fields, nested: Fields, count: int) -> tuple[int, ...]:
     """The layers behind which states are read, counted from 1."""
-    own = fields.token_ids("eagle_aux_hidden_state_layer_ids")
-    nested = fields.take("eagle_config", None) or {}
-    if own is None and isinstance(nested, dict) and nested.get("eagle_aux_hidden_state_layer_ids") is not None:
-        own = tuple(index + 1 for index in Fields(nested).token_ids("eagle_aux_hidden_state_layer_ids") or ())
-    if isinstance(nested, dict) and nested.get("use_aux_hidden_state", True) is not True:
+    if nested.take("use_aux_hidden_state", True) is not True:
         raise ValueError("it reads the last state only, as heads before EAGLE-3 do, which is not supported")
-    return own or (2, count // 2, count - 3)
+    own, from_0 = (one.token_ids("eagle_aux_hidden_state_layer_ids") for one in (fields, nested))
+    return own or tuple(index + 1 for index in from_0 or ()) or (2, count // 2, count - 3)
 
 
 def _read_block(fields: Fields) -> Geometry:
@@ -185,16 +190,20 @@ def _tensors(
 ) -> dict[str, CheckpointTensor]:
     """The tensors by this project's names."""
     prefix = next((one for one in BLOCKS if any(name.startswith(one) for name in stored)), BLOCKS[0])
-    renamed = {}
-    for name, tensor in stored.items():
-        if name not in _MAPS:
-            own = f"blocks.0.{name.removeprefix(prefix)}" if name.startswith(prefix) else name
-            renamed[f"{FUSE}.weight" if own == "fc.weight" else own] = tensor
+    assert config.eagle is not None
+    theirs = {"blocks.0.": prefix, f"{FUSE}.": "fc."}
+    theirs |= {f"{FUSE_NORM}.": "fc_norm."} if config.eagle.fuse_norms > 1 else {f"{FUSE_NORM}.0.": "input_norm."}
+    renamed = {_renamed(name, {its: own for own, its in theirs.items()}): stored[name] for name in stored if name not in _MAPS}
     shapes = {name: shape for name, shape in exit_head_shapes(geometry, config).items() if name != DRAFT_VOCAB}
     if unknown := sorted(renamed.keys() - shapes.keys()):
         raise EESDError(f"The EAGLE-3 head in {directory} has the tensor {unknown[0]}, which is not supported.")
     for name, shape in shapes.items():
         if name not in renamed or renamed[name].shape != shape:
-            what = "fc.weight" if name == f"{FUSE}.weight" else name.replace("blocks.0.", prefix)
+            what = _renamed(name, theirs)
             raise EESDError(f"The EAGLE-3 head in {directory} has no tensor {what} of shape {list(shape)}; it does not fit.")
     return renamed
+
+
+def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
+    """The name with another prefix, if it has one of these."""
+    return next((to + name.removeprefix(prefix) for prefix, to in prefixes.items() if name.startswith(prefix)), name)

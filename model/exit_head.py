@@ -4,7 +4,11 @@ It consists of E decoder blocks, a norm, and the base model's LM head or its own
 the V tokens. It is stored in a checkpoint of its own: ``exit_head_file.py``. Without blocks it has no caches: that is the early
 exit of models that were trained for it (LayerSkip, arXiv 2404.16710).
 
-A head with deep layers also reads the deep state of the token before the root: ``deep_states.py``.
+A head may also know something of the deep layers. Verify has run all layers: it projects the states after some of them to a
+*deep state*, 2 KV D numbers for each token, and writes it into the token's slot of the deep cache, as if these were keys and
+values. A draft step reads the deep state of the token before its first one, adds it, projected back, after the head's last
+attention, and copies it into the slots of its own tokens. So all steps of a round read the deep state of the token before the
+root, the last one that verify had seen, and need to be told nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,11 +18,57 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from eesd.common.errors import EESDError
-from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_columns
+from eesd.common.geometry import ExitConfig, Geometry, draft_columns, head_fault
 from eesd.common.quantization import LM_HEAD
 from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, block_shapes, lm_head_name
-from eesd.model.decoder import KV, Block, Inputs, make_norm
-from eesd.model.deep_states import DeepState, carry_deep_states, deep_states, write_deep_states
+from eesd.model.decoder import KV, Block, Inputs, make_norm, write_cache
+
+
+class DeepState(nn.Module):
+    """What one deep layer adds to the deep state."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        self.norm = make_norm(geometry)
+        self.state_proj = nn.Linear(geometry.hidden_size, 2 * geometry.num_kv_heads * geometry.head_dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, n, 2 KV D] for the hidden state x [B, n, hidden] after the layer."""
+        state: Tensor = self.state_proj(self.norm(x))
+        return state
+
+
+def deep_states(projections: nn.ModuleList, hidden: Sequence[Tensor]) -> Tensor:
+    """The deep states [B, n, 2 KV D] of tokens, from their hidden states after each deep layer, each [B, n, hidden]."""
+    state: Tensor
+    state, *others = [project(x) for project, x in zip(projections, hidden, strict=True)]
+    for other in others:
+        state = state + other
+    return state
+
+
+def write_states(states: Tensor, inputs: Inputs, caches: Sequence[KV]) -> list[KV]:
+    """Write states [B, n, 2 C KV D] of tokens into their slots of C caches: keys, then values, of one cache after another."""
+    kv_heads, size = caches[0][0].shape[1], caches[0][0].shape[3]
+    parts = torch.split(states.view(*states.shape[:2], -1, size).transpose(1, 2), kv_heads, 1)
+    tensors = [tensor for cache in caches for tensor in cache]
+    written = [write_cache(tensor, part, inputs.write_indices) for tensor, part in zip(tensors, parts, strict=True)]
+    return list(zip(written[::2], written[1::2], strict=True))
+
+
+def carry_deep_states(inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
+    """Read the deep state before the first of n tokens, and copy it into their slots.
+
+    Returns:
+        The deep state [B, 1, 2 KV D], zero where there is no token before, and the written caches.
+    """
+    is_there = inputs.write_indices > 0
+    before = (inputs.write_indices - is_there.long())[:, None, None, None]
+    is_there = is_there.to(cache[0].dtype)[:, None, None, None]
+    found = [torch.gather(part, 2, before.expand(-1, part.shape[1], 1, part.shape[3])) * is_there for part in cache]
+    every = (inputs.position_ids * 0).to(cache[0].dtype)[:, None, :, None]  # [B, 1, n, 1]
+    keys, values = (write_cache(part, one + every, inputs.write_indices) for part, one in zip(cache, found, strict=True))
+    return torch.cat(found, 1).transpose(1, 2).flatten(2), (keys, values)
 
 
 class ExitHead(nn.Module):
@@ -42,9 +92,7 @@ class ExitHead(nn.Module):
         self.register_buffer(DRAFT_VOCAB, ids)
         self.deep = nn.ModuleList(DeepState(geometry) for _ in exit_config.deep)
         width = 2 * geometry.num_kv_heads * geometry.head_dim
-        self.deep_in_proj: nn.Module | None = None
-        if exit_config.deep:
-            self.deep_in_proj = nn.Linear(width, geometry.hidden_size, bias=False)
+        self.deep_in_proj: nn.Module | None = nn.Linear(width, geometry.hidden_size, bias=False) if exit_config.deep else None
 
     def forward(self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear) -> tuple[Tensor, list[KV]]:
         """Predict from the hidden state x [B, n, hidden] after layer N, with the caches of the head.
@@ -138,7 +186,7 @@ class ExitHead(nn.Module):
             inputs: Shared inputs.
             caches: The head's caches that are not written yet.
         """
-        return [write_deep_states(deep_states(self.deep, hidden), inputs, caches[-1])]
+        return write_states(deep_states(self.deep, hidden), inputs, caches[-1:])
 
 
 def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
@@ -155,7 +203,7 @@ def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
         )
     if not 0 <= blocks <= geometry.num_layers:
         raise EESDError(f"The exit head must have between 0 and {geometry.num_layers} blocks; {blocks} were given.")
-    if fault := deep_fault(geometry.num_layers, exit_config):
+    if fault := head_fault(geometry, exit_config):
         raise EESDError(f"The exit head cannot have the deep layers {', '.join(map(str, exit_config.deep))}: {fault}.")
 
 

@@ -11,9 +11,10 @@ from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.geometry import LARGEST_SIZE, ExitConfig
-from eesd.common.json_input import Fields, from_json, read_json_object
+from eesd.common.json_input import from_json, read_json_object
 from eesd.common.prior import CalibrationPrior
 from eesd.model.exit_head import ExitHead
+from eesd.model.fields import Fields
 
 WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
 

@@ -9,9 +9,9 @@ import torch
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry
-from eesd.common.json_input import Fields
 from eesd.common.weights import ROUTER
 from eesd.model.family import Tensors, rows_of
+from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.safetensors_file import CheckpointTensor
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.geometry import FULL, SLIDING, Geometry
-from eesd.common.json_input import Fields
+from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
 from eesd.model.safetensors_file import FINGERPRINTED, CheckpointTensor

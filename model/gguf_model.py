@@ -14,11 +14,11 @@ from torch import Tensor
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.geometry import RopeScaling
-from eesd.common.json_input import Fields
 from eesd.common.quantization import LM_HEAD
 from eesd.common.weights import EMBEDDINGS, FINAL_NORM
 from eesd.model.families import FAMILIES
 from eesd.model.family import Family, Gguf
+from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufFile, GgufTensor
 from eesd.model.rotary import llama3_frequencies
 from eesd.model.safetensors_file import DTYPES, CheckpointTensor

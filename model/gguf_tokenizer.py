@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.json_input import Fields
+from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufFile
 from eesd.model.gguf_pre_tokenizers import BEGINS, PRE_TOKENIZERS, WHOLE_PIECES
 

@@ -9,8 +9,8 @@ from math import gcd
 from typing import Any
 
 from eesd.common.checks import shown
-from eesd.common.json_input import Fields
 from eesd.common.quantization import BLOCKS, FP8, Quantization
+from eesd.model.fields import Fields
 
 GPTQ, AWQ, WORDS, BYTES, FLOATS, NVFP4 = "gptq", "awq", "words", "bytes", "fp8", "nvfp4"
 """Layouts of a quantized weight, which :mod:`eesd.model.packed` reads."""

@@ -10,8 +10,8 @@ from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.geometry import LARGEST_SIZE, RopeScaling
-from eesd.common.json_input import Fields
 from eesd.model.family import Family
+from eesd.model.fields import Fields
 
 
 @dataclass(frozen=True)

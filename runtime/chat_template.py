@@ -193,48 +193,18 @@ class _Generation(Extension):
         return caller()
 
 
-class _Dict:
-    """``dict(...)`` and ``dict.fromkeys(...)``, without the other attributes of the class."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        return dict(*args, **kwargs)
-
-    def fromkeys(self, *args: Any) -> dict[Any, Any]:
-        return dict.fromkeys(*args)
-
-
 class _Namespace(Namespace):
-    """What ``namespace()`` makes: values that loops may set. Their names must not begin with ``_``, as in transformers."""
-
-    def __init__(*args: Any, **kwargs: Any) -> None:
-        values = dict(*args[1:], **kwargs)  # `self` has no name here: it may be the name of a value
-        for name in values:
-            _check_name(name)
-        Namespace.__init__(args[0], values)
+    """What ``namespace()`` makes: values that loops may set."""
 
     def __repr__(self) -> str:
         return "<Namespace>"  # of bounded size, whatever it holds
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        _check_name(name)
-        Namespace.__setitem__(self, name, value)
-
-
-def _check_name(name: Any) -> None:
-    if isinstance(name, str) and name.startswith("_"):
-        raise EESDError(f"The chat template sets {name!r} in a namespace, which is not allowed.")
 
 
 def _environment() -> LimitedEnvironment:
     """What transformers gives to templates, with limits."""
     options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [_Generation, loopcontrols]}
     environment = LimitedEnvironment({"tojson": _tojson}, **options)
-    environment.globals |= {
-        "raise_exception": _raise_exception,
-        "strftime_now": _strftime_now,
-        "dict": _Dict(),
-        "namespace": _Namespace,
-    }
+    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace}
     return environment
 
 

@@ -3,7 +3,6 @@
 import json
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from textwrap import shorten
@@ -13,49 +12,50 @@ import click
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, SAMPLING_OPTIONS, read_generation_config
 from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
+from eesd.common.manifest import SAMPLING_OPTIONS
 from eesd.common.terminal import Console, Table, coloured, notice
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, LogitComparison, compare
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engine_options import engine_dir_of, engine_options
-from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
+from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS
+from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Options, Prompt, Speculation, load
 from eesd.runtime.request import Constraint
-from eesd.runtime.round_log import log_rounds
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
 EXACT = "logits are the same bits for every number of tokens in a call"
 BITS = (
-    "Drafting changes no bit of a logit, also in trees and on a GPU. With --no-exact a call on a GPU has as few nodes as it "
-    "needs, so its logits may round otherwise.  [default: exact where that costs little]"
+    "Drafting changes no bit of a logit, also in trees and on a GPU. With --no-exact a call on a GPU has as few nodes and "
+    "slots as its requests need; other requests may then change the last bits of a logit.  [default: exact where cheap]"
 )
 ROUNDED = "What quantized weights are multiplied by on the CPU: activations of 8 bits, or float32.  [default: int8]"
-CACHED = "The KV cache on the CPU: float16 takes half the memory, and half the time to read.  [default: float32]"
+CACHED = "The KV cache on the CPU: float16 takes half the memory and the time to read; int8 a quarter.  [default: float32]"
 DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
 
 
-Command = Callable[..., None]
+drafting_options = cli.options(
+    click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, show_default=True, help=DRAFTED),
+    click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4."),
+    click.option("--tree", type=int, default=0, help="Nodes of a level of the draft tree; 0 drafts a chain."),
+    click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded."),
+    click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding."),
+)
+"""The options of commands that say how to draft; see :func:`speculation_of`."""
 
 
-def drafting_options(command: Command) -> Command:
-    """The options of commands that say how to draft; see :func:`speculation_of`."""
-    options = (
-        click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, show_default=True, help=DRAFTED),
-        click.option(
-            "--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4."
-        ),
-        click.option("--log-rounds", type=cli.PATH, metavar="FILE", help="Record what the controller and the guard decide."),
-        click.option("--tree", type=int, default=0, help="Nodes of a level of the draft tree; 0 drafts a chain."),
-        click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded."),
-        click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+loading_options = cli.options(
+    click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help=MODELS_SAMPLING),
+    click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO),
+    click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]"),
+    click.option("--exact/--no-exact", default=None, help=BITS),
+    click.option("--activations", type=click.Choice(ACTIVATIONS), help=ROUNDED),
+    click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help=CACHED),
+)
+"""The options of commands that say how to load engines; see :func:`load_as_asked`."""
 
 
 def speculation_of(options: dict[str, Any]) -> Speculation:
@@ -64,10 +64,8 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
     Raises:
         EESDError: A value cannot be used, or an option needs drafting and ``--no-draft`` is given.
     """
-    for name in ("comparing", "log_rounds"):
-        if options.get(name) and options["no_draft"]:
-            option = "compare" if name == "comparing" else name.replace("_", "-")
-            raise EESDError(f"--{option} needs drafting; leave --no-draft out.")
+    if options.get("comparing") and options["no_draft"]:
+        raise EESDError("--compare needs drafting; leave --no-draft out.")
     names = ("drafter", "controller", "tree")
     seed = options.get("seed", Speculation.seed)
     return Speculation(guard=not options["no_guard"], seed=seed, **{name: options[name] for name in names})
@@ -84,7 +82,6 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 @click.option("--top-p", type=float, help="1 is off.  [default: the model's, else 1]")
 @click.option("--min-p", type=float, help="0 is off.  [default: the model's, else 0]")
 @click.option("--repetition-penalty", type=float, help="1 is off.  [default: the model's, else 1]")
-@click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help=MODELS_SAMPLING)
 @click.option("--seed", type=int, default=0, help="Of all random numbers. Each further prompt gets others.  [default: 0]")
 @click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
@@ -95,11 +92,7 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 @click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities of the tokens, and N alternatives.")
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
 @drafting_options
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO)
-@click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
-@click.option("--exact/--no-exact", default=None, help=BITS)
-@click.option("--activations", type=click.Choice(ACTIVATIONS), help=ROUNDED)
-@click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help=CACHED)
+@loading_options
 @click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
 @click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; compare speed, tokens and bits.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
@@ -108,7 +101,6 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
     """Generate text with a model, which is exported first, or with the engines of a directory."""
     chosen = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "method") if options[name] is not None}
     Sampling(**chosen)  # refuses bad options before anything is loaded
-    log: Path | None = options["log_rounds"]
     constraint = _constraint_of(options)
     speculation = speculation_of(options)
     engine_dir = engine_dir_of(options)
@@ -118,15 +110,14 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
     on_terminal = options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty()
     found = [] if on_terminal else read_prompts(prompts, prompt_file, options["chat"])
     if options["generation_config"] == "auto":
-        _show_generation_config(engine_dir, sampling, chosen)
-    with log_rounds(llm, log) if log else nullcontext():
-        if options["comparing"]:
-            _compare(llm, found, sampling, options)
-        else:
-            for number, prompt in enumerate(found):
-                _run(llm, prompt, sampling.of_text(number), options)
-        if on_terminal:
-            _chat(llm, sampling, options)
+        _show_sampling(llm, sampling, chosen)
+    if options["comparing"]:
+        _compare(llm, found, sampling, options)
+    else:
+        for number, prompt in enumerate(found):
+            _run(llm, prompt, sampling.of_text(number), options)
+    if on_terminal:
+        _chat(llm, sampling, options)
 
 
 def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
@@ -171,15 +162,13 @@ def _asked(options: dict[str, Any]) -> Options:
     }
 
 
-def _show_generation_config(engine_dir: Path, sampling: Sampling, chosen: dict[str, Any]) -> None:
+def _show_sampling(llm: LLM, sampling: Sampling, chosen: dict[str, Any]) -> None:
     """Say in one line on stderr what is used of the model's ``generation_config.json``, if anything in it changes tokens."""
-    config = read_generation_config(engine_dir)
-    if config is None:
-        return
     names = ("repetition_penalty",) if sampling.greedy else SAMPLING_OPTIONS
-    parts = [f"{name} {config.sampling[name]:g}" for name in names if name in config.sampling and name not in chosen]
+    given = llm.manifest.sampling.given
+    parts = [f"{name} {given[name]:g}" for name in names if name in given and name not in chosen]
     if parts:
-        click.echo(f"{GENERATION_CONFIG_FILE}: {', '.join(parts)} (--generation-config none switches it off)", err=True)
+        click.echo(f"generation_config.json: {', '.join(parts)} (--generation-config none switches it off)", err=True)
 
 
 def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Speculation) -> LLM:
@@ -320,8 +309,8 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
             ("acceptance", f"{stats.acceptance:.2f}, by depth {' '.join(by_depth[:8])}"),
             ("time", _shares(stats)),
         ]
-    if stats.exact is not None:
-        rows.append(("exact", EXACT if stats.exact else "no: on this processor logits depend on how many tokens a call has"))
+    if stats.exact:
+        rows.append(("exact", EXACT))
     if stats.guard_pauses:
         rows.append(("guard", f"drafting paused {stats.guard_pauses} times: it was slower than plain decoding"))
     if llm.controller is not None and not llm.manifest.exit_head.trained:

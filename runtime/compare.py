@@ -145,8 +145,6 @@ def compare(
     def run(limit: int, draft: bool, record: LogitRecord | None = None, model: LLM = llm) -> Completion:
         observed = copy(model)
         observed.observer = record
-        if observed.text:  # or it would copy what an earlier run of the same prompt said
-            observed.text = replace(observed.text, past=None)
         return observed.generate(tokens, sampling, max_new_tokens=limit, stop=stop, draft=draft, ignore_eos=ignore_eos)
 
     for draft in (False, True):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import click
 
-from eesd.common import cli, machine
+from eesd.common import cli, machine, machine_report
+from eesd.common.files import user_cache
 from eesd.common.machine import installed
-from eesd.common.machine_report import describe
 from eesd.common.manifest import load_manifest
 from eesd.common.terminal import Console, Table
 from eesd.runtime.engines.backends import FOR_GPUS, EngineOptions, onnxruntime_problem, onnxruntime_versions, open_engines
@@ -38,7 +38,7 @@ BUILD = "install a C++ compiler (g++), then: pip install --force-reinstall --no-
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(engine_dir: Path | None, as_json: bool) -> None:
     """Show versions, processor and GPU, and for each job whether this machine can do it."""
-    facts = {"packages": packages(), "machine": describe() | {"cache of models": _cache()}, "jobs": jobs()}
+    facts = {"packages": packages(), "machine": machine_report.describe() | {"cache of models": _cache()}, "jobs": jobs()}
     if engine_dir is not None:
         facts["engines"] = engines(engine_dir)
     if as_json:
@@ -95,7 +95,7 @@ def jobs() -> dict[str, str]:
 
 def _cache() -> str:
     """Where ``--model`` exports to."""
-    place = machine.user_cache()
+    place = user_cache()
     return "none: this user has no home; set EESD_CACHE_DIR" if place is None else f"{place}; eesd-cache list shows it"
 
 
@@ -162,12 +162,12 @@ def _gpu_lacks() -> str:
 
 
 def _kernels_lack(flavour: str) -> str:
-    known, here = supported_capabilities(flavour), machine.compute_capability()
+    known, here = supported_capabilities(flavour), machine_report.compute_capability()
     return f"no: it has no kernels for compute capability {here}; use tensorrt" if known and here not in known else ""
 
 
 def _building_lacks(flavour: str) -> str:
-    if flavour == "tensorrt" and machine.compute_capability() is None:
+    if flavour == "tensorrt" and machine_report.compute_capability() is None:
         return "no: it needs the GPU that will run the plans"
     return ""
 

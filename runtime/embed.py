@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -31,17 +32,19 @@ class Host:
     Attributes:
         verify: The ``ICudaEngine`` of each stage of verify, loaded on the stage's device.
         draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None: decode plainly.
-        make_context: Makes an execution context of an engine, without memory
-            (``ExecutionContextAllocationStrategy.USER_MANAGED``). It is called for each node count and number of slots that
-            attention reads, while the engine's device is current. For TensorRT-RTX it must ask for
-            ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
+        make_context: Gives an execution context of an engine, without memory
+            (``ExecutionContextAllocationStrategy.USER_MANAGED``). No other code may use this context. EESD calls the function
+            for each node count and number of slots that attention reads, while the engine's device is current. For TensorRT-RTX
+            it must ask for ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
             fallback kernels of a lazy context, and should give all contexts of an engine one runtime cache, because each would
             compile the engine's kernels again.
         stream: The CUDA stream for all work, or one for each stage of verify; stages on one device share its stream. It must
-            not be the default stream. A stream of another library becomes a ``torch.cuda.ExternalStream``.
-        kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, 1, KV, S, D] in the
-            engines' element type, where S is the manifest's ``gpu_slots``. Or a function that makes them, called for each
-            session that is open beside others. Default: allocate with torch.
+            not be the default stream. An int is the ``cudaStream_t`` of another library on the current device.
+        kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, B, KV, S, D] in the
+            engines' element type, where S is the manifest's ``gpu_slots`` and B is 1, or for each layer cache a tensor
+            [2, B, KV, S, D]. Or a function that makes them for B sequences: called for each session that is open beside others
+            and, by :class:`~eesd.runtime.batch.service.Service`, for the rows and once with 1 for prompts. Default: allocate
+            with torch.
         scratch: Memory that execution contexts work in, at least the largest ``device_memory_size_v2`` of the engines: one
             tensor, or one for each stage. Default: allocate with torch.
     """
@@ -49,7 +52,7 @@ class Host:
     verify: Sequence[Any]
     draft: Any
     make_context: Callable[[Any], Any]
-    stream: torch.cuda.Stream | Sequence[torch.cuda.Stream]
+    stream: torch.cuda.Stream | int | Sequence[torch.cuda.Stream | int]
     kv_cache: KVMemory = ()
     scratch: Tensor | Sequence[Tensor] | None = None
 
@@ -70,20 +73,29 @@ def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculati
     directory = check_path("engine_dir", engine_dir, "the engine directory whose plans the service has loaded")
     manifest = load_manifest(directory)
     engines = open_host_engines(manifest, host, stage_streams(host, len(manifest.verify)), exact)
-    return LLM(directory, manifest, engines, speculation if host.draft else None, models_sampling(directory))
+    return LLM(directory, manifest, engines, speculation if host.draft else None, models_sampling(manifest))
 
 
 def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
     """The stream of each stage of verify. Raises :class:`EESDError` if there are too few, or they cannot do."""
-    given = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
-    if len(given) != stages:
-        raise EESDError(f"The manifest has {stages} stages of verify, and {len(given)} streams are given.")
-    if any(stream.cuda_stream in DEFAULT_STREAMS for stream in given):
-        raise EESDError("The stream given is the default stream, which a CUDA graph cannot capture; make one of your own.")
+    lent = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
+    if len(lent) != stages:
+        raise EESDError(f"The manifest has {stages} stages of verify, and {len(lent)} streams are given.")
+    given = [_stream(one) for one in lent]
     streams = [DeviceStream(torch.device("cuda", stream.device_index), stream) for stream in given]
     if len({(stream.device, stream.handle) for stream in streams}) != len({stream.device for stream in streams}):
         raise EESDError("Stages of verify on one device must share its stream: give the same stream for each of them.")
     return streams
+
+
+def _stream(lent: Any) -> torch.cuda.Stream:
+    """A stream of the host as torch has it."""
+    handle = lent if isinstance(lent, int) else getattr(lent, "cuda_stream", None)
+    if handle is None:
+        raise EESDError(f"The stream given is a {type(lent).__name__}; give a torch.cuda.Stream, or the int of a cudaStream_t.")
+    if handle in DEFAULT_STREAMS:
+        raise EESDError("The stream given is the default stream, which a CUDA graph cannot capture; make one of your own.")
+    return torch.cuda.ExternalStream(handle) if isinstance(lent, int) else lent  # type: ignore[no-untyped-call]
 
 
 def open_host_engines(manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None) -> Engines:
@@ -105,6 +117,7 @@ class _HostEngines:
         if host.draft is not None:
             self._engines[manifest.draft.file] = host.draft
         self._host = host
+        self._contexts = WeakSet[Any]()
 
     @property
     def prefill_chunk(self) -> int:
@@ -123,7 +136,15 @@ class _HostEngines:
         return engine
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:
-        return self._host.make_context(engine)
+        context = self._host.make_context(engine)
+        if context in self._contexts:
+            raise EESDError(
+                "make_context gave a context that is in use already; give another one in each call, because a CUDA graph keeps "
+                "the shapes of its context."
+            )
+        if context is not None:
+            self._contexts.add(context)
+        return context
 
     def save_kernels(self, graph: GraphInfo) -> None:
         """Do nothing: the host saves its own kernels."""

@@ -1,6 +1,5 @@
 """Which engine directory a command runs: a given one, or that of a model, which is exported when it is first asked for."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +17,17 @@ MODEL = (
 AS_EXPORT = "With --model: as in eesd-export."
 CACHE = "Directory of the cache.  [default: EESD_CACHE_DIR, else the user's]"
 EXPORT_OPTIONS = ("exit_head", "exit_layer", "dtype", "quantize", "max_seq_len")
-Command = Callable[..., None]
-
-
-def engine_options(command: Command) -> Command:
-    """The options that say which engine directory to run; see :func:`engine_dir_of`."""
-    options = (
-        click.option("--model", type=cli.NAME, help=MODEL),
-        click.option("--exit-head", type=cli.NAME, help=AS_EXPORT),
-        click.option("--exit-layer", type=click.IntRange(1, 10_000), help=AS_EXPORT),
-        click.option("--dtype", type=click.Choice(DTYPES), help=AS_EXPORT),
-        click.option("--quantize", type=click.Choice((*QUANTIZED, "none", "keep")), help=AS_EXPORT),
-        click.option("--max-seq-len", type=click.IntRange(2, MAX_SLOTS), help=AS_EXPORT),
-        click.option("--cache-dir", type=cli.PATH, envvar="EESD_CACHE_DIR", metavar="DIR", help=CACHE),
-        click.option("--engine-dir", type=cli.PATH, help="Directory made by eesd-export, in place of --model."),
-    )
-    for option in reversed(options):
-        command = option(command)
-    return command
+engine_options = cli.options(
+    click.option("--model", type=cli.NAME, help=MODEL),
+    click.option("--exit-head", type=cli.NAME, help=AS_EXPORT),
+    click.option("--exit-layer", type=click.IntRange(1, 10_000), help=AS_EXPORT),
+    click.option("--dtype", type=click.Choice(DTYPES), help=AS_EXPORT),
+    click.option("--quantize", type=click.Choice((*QUANTIZED, "none", "keep")), help=AS_EXPORT),
+    click.option("--max-seq-len", type=click.IntRange(2, MAX_SLOTS), help=AS_EXPORT),
+    click.option("--cache-dir", type=cli.PATH, envvar="EESD_CACHE_DIR", metavar="DIR", help=CACHE),
+    click.option("--engine-dir", type=cli.PATH, help="Directory made by eesd-export, in place of --model."),
+)
+"""The options that say which engine directory to run; see :func:`engine_dir_of`."""
 
 
 def engine_dir_of(options: dict[str, Any]) -> Path:

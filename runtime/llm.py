@@ -18,7 +18,6 @@ import numpy as np
 from eesd.common.checks import check_choice, check_flag, check_integer, check_path, check_type, shown
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, REMEDY, read_generation_config
 from eesd.common.machine import release_freed_memory
 from eesd.common.manifest import MAX_TREE_NODES, Manifest, load_manifest
 from eesd.controllers import Controller, make_controller
@@ -31,7 +30,6 @@ from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.round import Drafter, Drafting
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.prefix_cache import PrefixCache
@@ -45,8 +43,6 @@ GREEDY = Sampling()
 GENERATION_CONFIGS = ("auto", "none")
 """Whether the sampling options of ``generation_config.json`` are used."""
 DRAFTERS = ("exit", "text", "both")
-MAX_PAST_TOKENS = 1 << 20
-"""About half a GiB of automata."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +57,6 @@ class Speculation:
         seed: Of the controller's random generator.
         drafter: What drafts: ``exit`` (the exit head), ``text`` (the text itself, where it repeats; the draft engine is not
             loaded, and ``controller`` and ``tree`` decide nothing), or ``both``.
-        past_tokens: Tokens of earlier outputs that the text is also looked up in; 0: none. 16,384 take about 8 MB. They change
-            how long a request takes, from which one user may learn what another asked: leave 0 where that matters.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -73,7 +67,6 @@ class Speculation:
     guard: bool = True
     seed: int = 0
     drafter: str = "both"
-    past_tokens: int = 0
 
     def __post_init__(self) -> None:
         check_type("controller", self.controller, str, "a name such as fixed:k=4")
@@ -81,7 +74,6 @@ class Speculation:
         check_integer("seed", self.seed, 0, 2**63 - 1)
         check_flag("guard", self.guard)
         check_choice("drafter", self.drafter, DRAFTERS)
-        check_integer("past_tokens", self.past_tokens, 0, MAX_PAST_TOKENS)
 
     @property
     def head_drafts(self) -> bool:
@@ -190,7 +182,7 @@ def load(
             :class:`~eesd.runtime.engines.backends.EngineOptions`. Default: where that costs little. Where it does not hold,
             requests of a batch on a GPU may change each other's last bits.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. Default: int8.
-        kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. Default: float32.
+        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. Default: float32.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. A
             :class:`~eesd.runtime.batch.service.Service` has its own.
         plain_content: Text of chat messages that spells a special token is tokenized as plain text, so that it can end no
@@ -206,27 +198,25 @@ def load(
     manifest = load_manifest(directory)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts and manifest.exit_head.can_draft
     engines = open_engines(directory, manifest, EngineOptions(backend, threads, draft, exact, activations, kv_cache_dtype))
-    default = models_sampling(directory) if generation_config == "auto" else GREEDY
+    default = models_sampling(manifest) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default, prefix_memory, plain_content)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while
     return llm
 
 
-def models_sampling(directory: Path) -> Sampling:
-    """How the ``generation_config.json`` of an engine directory says to sample; greedy if there is none. Options that are not
-    applied are logged as a warning.
+def models_sampling(manifest: Manifest) -> Sampling:
+    """How the model's ``generation_config.json`` says to sample; greedy if there was none. Options that are not applied are
+    logged as a warning.
 
     Raises:
-        EESDError: The file is damaged, or has a value that cannot be used.
+        EESDError: A value cannot be used.
     """
-    config = read_generation_config(directory)
-    if config and config.notice:
-        LOGGER.warning("%s", config.notice)
+    if manifest.sampling.notice:
+        LOGGER.warning("%s", manifest.sampling.notice)
     try:
-        return Sampling(**config.sampling) if config else GREEDY
+        return Sampling(**manifest.sampling.given)
     except EESDError as error:
-        problem = str(error).removesuffix(".")
-        raise EESDError(f"{directory / GENERATION_CONFIG_FILE} cannot be used: {problem}; {REMEDY}.") from None
+        raise EESDError(f"The manifest is damaged: {str(error).removesuffix('.')}; export the model again.") from None
 
 
 class LLM:
@@ -241,7 +231,7 @@ class LLM:
         draft_columns: The tokens that the draft can predict.
         value: What rounds cost and are worth, which controller, budget and text share.
         controller, guard, budget: What decides about drafting with the exit head; None where it is not used.
-        text: What decides about drafting from the text, and the outputs of earlier requests; None where it is not used.
+        text: What decides about drafting from the text; None where it is not used.
         prefixes: Keys and values of earlier texts.
         observer: Told each round's tokens and logits; see :data:`~eesd.runtime.session.Observer`.
         lock: Held while the engines run, and while what requests share changes.
@@ -279,10 +269,7 @@ class LLM:
         self.controller: Controller | None = None
         self.guard = Guard() if speculation is not None and speculation.guard else None
         self.budget: TreeBudget | None = None
-        self.text: TextDrafter | None = None
-        if speculation is not None and speculation.text_drafts:
-            past = PastOutputs(speculation.past_tokens) if speculation.past_tokens else None
-            self.text = TextDrafter(TextRule(value=self.value), past)
+        self.text = TextRule(value=self.value) if speculation is not None and speculation.text_drafts else None
         if speculation is not None and speculation.head_drafts and not self.manifest.exit_head.can_draft:
             if not speculation.text_drafts:
                 raise EESDError("The directory has no exit head; export with --exit-head, or choose the drafter text.")

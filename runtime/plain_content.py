@@ -2,7 +2,7 @@
 
 A template may trim a content, split it or look into it, so it must see the content nearly as it is. A mark goes into each
 special token that a message spells, and the tokenizer sees no token there. All that it sees in the rendered text are the
-template's. Then the marks go, and a second tokenizer reads the text: for it a special token is written with marks around.
+template's. A second tokenizer, whose normalizer drops the marks, reads the text for the model.
 """
 
 import json
@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tokenizers import Encoding, Tokenizer
+from tokenizers import Encoding, Tokenizer, normalizers
 
 from eesd.common.checks import shown
-from eesd.common.errors import EESDError, refused
+from eesd.common.errors import EESDError
 from eesd.common.json_input import MAX_DEPTH
 from eesd.runtime.chat_template import ChatTemplate, Message, Tool
 
@@ -21,6 +21,8 @@ MARK = "\ufdd0"
 """No character of Unicode: it is free for use inside a program."""
 _TURNS = {"system": "eesd-turn-0", "user": "eesd-turn-1", "assistant": "eesd-turn-2"}
 _LAST = "eesd-turn-3"
+_NEVER = -1e6
+"""A logarithm of a probability with which no piece is chosen."""
 _REMEDY = "leave plain_content out"
 _MADE = "The chat template makes a special token of the text of these messages; send another text."
 
@@ -48,10 +50,7 @@ class PlainContent:
         self._first = re.compile("|".join({re.escape(name[0]) for name in names}))
         self._spelled = re.compile("|".join(map(re.escape, names)))
         self._encode, self._seen = encode, tokenizer
-        self._marked, self._unknown = _marked_tokenizer(tokenizer, names)
-        for token, name in self._special.items():
-            if self._marked.token_to_id(_around(name)) != token:
-                raise EESDError(f"The special token {shown(name)} cannot be kept apart from text; {_REMEDY}.")
+        self._without_marks, self._unknown = _without_marks(tokenizer)
 
     def check(self, template: ChatTemplate) -> None:
         """Raises :class:`EESDError` unless the template ends each turn with a special token. Else any text can end one."""
@@ -88,15 +87,10 @@ class PlainContent:
             raise EESDError(_MADE)
         if json.dumps(MARK)[1:-1] in text.lower():
             raise EESDError(f"The chat template writes texts in another form than they have; {_REMEDY}.")
-        pieces, at = list[str](), 0
-        for start, end in found:
-            pieces += [text[at:start].replace(MARK, ""), _around(text[start:end])]
-            at = end
-        marked = "".join([*pieces, text[at:].replace(MARK, "")])
-        encoded = self._encode(marked, self._marked) if MARK in text else self._encode(text, self._seen)
+        encoded = self._encode(text, self._without_marks if MARK in text else self._seen)
         names = [self._special[token] for token in encoded.ids if token in self._special]
         if [name for name in names if name != self._unknown] != [name for name in written if name != self._unknown]:
-            raise EESDError(_MADE)  # a normalizer makes one of other letters
+            raise EESDError(_MADE)  # the tokenizer makes one of letters
         return list(encoded.ids)
 
     def _tokens(self, text: str) -> list[tuple[int, int]]:
@@ -113,32 +107,24 @@ def _broken(match: re.Match[str]) -> str:
     return f"{match[0][0]}{MARK}{match[0][1:]}"
 
 
-def _around(name: str) -> str:
-    return f"{MARK}{name}{MARK}"
-
-
-def _marked_tokenizer(tokenizer: Tokenizer, names: Sequence[str]) -> tuple[Tokenizer, str | None]:
-    """The tokenizer with marks around the names of special tokens, wherever it has them: no other text becomes one. And the
-    token that stands for unknown letters."""
+def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
+    """The tokenizer that looks for special tokens, drops the marks, and makes no special token of the letters that are left.
+    And the token for unknown letters."""
     document = json.loads(tokenizer.to_str())
-    new = {name: _around(name) for name in names}
-    for added in document["added_tokens"]:
-        added["content"] = new.get(added["content"], added["content"])
-    model = document["model"]
+    special = [added for added in document["added_tokens"] if added["special"]]
+    for added in special:
+        added["normalized"] = False
+    model, names, dropped = document["model"], {added["content"] for added in special}, normalizers.Replace(MARK, "")
     unknown = model.get("unk_token")
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {new.get(name, name): token for name, token in model["vocab"].items()}
-    else:
-        unknown = None if model.get("unk_id") is None else model["vocab"][model["unk_id"]][0]
-        model["vocab"] = [[new.get(name, name), score] for name, score in model["vocab"]]
-    if model.get("unk_token") is not None:
-        model["unk_token"] = new.get(model["unk_token"], model["unk_token"])
-    if model.get("merges"):
-        pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-        model["merges"] = [pair for pair in pairs if "".join(pair) not in new]
-    document["post_processor"] = None
-    with refused(lambda error: f"The tokenizer's special tokens cannot be kept apart from text ({error}); {_REMEDY}."):
-        return Tokenizer.from_str(json.dumps(document)), unknown
+    if model["type"] == "Unigram":
+        unknown = None if model["unk_id"] is None else model["vocab"][model["unk_id"]][0]
+        model["vocab"] = [[name, _NEVER if name in names else score] for name, score in model["vocab"]]
+    if "merges" in model:
+        pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
+        model["merges"] = [pair for pair in pairs if "".join(pair) not in names]
+    made = Tokenizer.from_str(json.dumps(document))
+    made.normalizer = normalizers.Sequence([dropped, made.normalizer]) if made.normalizer else dropped
+    return made, unknown
 
 
 def _each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:

@@ -206,10 +206,8 @@ class Session:
         self._closed = True
 
     def end(self) -> KVCache:
-        """Close, and keep the output for drafts of later requests. Returns the cache, which another request may use."""
+        """Close. Returns the cache, which another request may use."""
         self.close()
-        if (text := self.drafting.text) is not None and text.past is not None:
-            text.past.add(self.new_tokens)
         return self._kv_cache
 
     def check_open(self) -> None:

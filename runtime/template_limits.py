@@ -19,8 +19,6 @@ from jinja2.visitor import NodeTransformer
 
 from eesd.common.errors import EESDError
 
-MAX_SOURCE = 1 << 17
-"""Longest template, in characters. The longest published ones have some 20,000."""
 MAX_WORK, STEP = 1 << 26, 64
 """Work of one rendering: ``STEP`` for each step and each item of a new container, and the characters of new texts."""
 MAX_SECONDS = 10.0
@@ -29,10 +27,8 @@ MAX_DEPTH = 100
 LACKING = {"encode", "format_map", "pprint", "striptags", "sum", "to_bytes", "translate", "urlize", "wordwrap", "xmlattr"}
 """Filters and methods that templates do not have: their time or result can grow with the square of their input."""
 MULTIPLYING = {"batch", "center", "expandtabs", "format", "indent", "join", "ljust", "replace", "rjust", "round", "slice"}
-MULTIPLYING |= {"tojson", "zfill"}
-"""Filters and methods that make at most the size of the value times the numbers and sizes of the arguments."""
-ITERATING = {"join", "map", "reject", "rejectattr", "select", "selectattr"}
-"""Filters that go through the items of their input, perhaps without a result."""
+MULTIPLYING |= {"tojson", "zfill", "*", "**"}
+"""Filters, methods and operators that make at most the size of the value times the numbers and sizes of the arguments."""
 WIDEST = 9999
 _TOO_WIDE = re.compile(r"%(\(\w*\))?[-+ #0]*\d*\.?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)|\{\w*[.\[]")
 """A place of a format that is wider than :data:`WIDEST`, or as wide as an argument says, or shows a part of an argument."""
@@ -62,10 +58,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         known = {name: function for name, function in {**self.filters, **filters}.items() if name not in LACKING}
         self.filters = {name: self._limited(name, function) for name, function in known.items()}
         self.filters |= {_TURNS: self._turns, _KEEP: self._keep}
+        self.tests = {name: self._limited(name, test) for name, test in dict[str, Any](self.tests).items()}
 
     def parse(self, source: str, *names: Any) -> nodes.Template:
         """Parse a template into one that counts its work. Raises ``TemplateSyntaxError`` if it is none."""
-        _check(len(source) <= MAX_SOURCE, f"has {len(source)} characters, more than {MAX_SOURCE}")
         tree: nodes.Template = _Counted().visit(super().parse(source, *names))
         return tree
 
@@ -74,50 +70,43 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(map(self._keep, pieces))
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Whether a template may use an attribute. Jinja calls this for each."""
-        return attr not in LACKING and super().is_safe_attribute(obj, attr, value)
+        """Whether a template may use an attribute: none of a class. Jinja calls this for each."""
+        return attr not in LACKING and not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function, a macro or a method. Jinja calls this for every call in a template."""
-        name, owner = getattr(__obj, "__name__", ""), getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
-        if name in MULTIPLYING and isinstance(owner, str):
-            if name == "join":
-                args = tuple(list(__self._turns(items)) for items in args)
-            __self._before(name, owner, [*args, *kwargs.values()])
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            _, *args = __self._before(__obj.__name__, owner, *args, **kwargs)  # type: ignore[assignment]
         return __self._keep(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Compute an operator that can make more than it is given."""
         if operator == "%" and isinstance(left, str):
-            self._before("format", left, [right])
+            self._before("format", left, right)
         elif operator == "*" and isinstance(left, int):
-            self._before(operator, right, [left])
+            self._before(operator, right, left)
         elif operator in ("*", "**"):
-            self._before(operator, left, [right])
+            self._before(operator, left, right)
         return self._keep(super().call_binop(context, operator, left, right))
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter with limits."""
+        """A filter or a test with limits."""
         hidden = int(hasattr(function, "jinja_pass_arg"))  # Jinja gives some filters the environment or the context first
 
         @wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
-            first, value, others = args[:hidden], args[hidden], args[hidden + 1 :]
-            if name in ITERATING and isinstance(value, Iterable):
-                value = self._turns(value)
-            if name == "join":
-                _check(len(others) < 2 and "attribute" not in kwargs, "joins an attribute of its items")
-                value = list(value)
-            if name in MULTIPLYING:
-                self._before(name, value, [*others, *kwargs.values()])
-            return self._keep(function(*first, value, *others, **kwargs))
+            checked = self._before(name, *args[hidden:], **kwargs)
+            return self._keep(function(*args[:hidden], *checked, **kwargs))
 
         return limited
 
-    def _before(self, name: str, value: Any, given: Sequence[Any]) -> None:
-        """Refuse an operation that multiplies ``value`` by the arguments ``given`` into more than what is left."""
-        size, counts = self._size(value), name == "**" or not isinstance(value, int)
-        factor = 1 + sum(abs(one) if counts and isinstance(one, int) else self._size(one) for one in given)
+    def _before(self, name: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
+        """Refuse what multiplies a value by its arguments into more than is left. Returns them, with iterators as lists."""
+        if name not in MULTIPLYING:
+            return args
+        args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
+        value, given = args[0], [*args[1:], *kwargs.values()]
         if name == "format":
             _check(not _TOO_WIDE.search(str(value).replace("{{", "")), "formats a value too widely")
             work = (str(value).count("%") + str(value).count("{")) * (WIDEST + self._size(given))
@@ -125,8 +114,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             old, new = map(str, given[:2])
             work = max(str(value).count(old) * len(new), str(value).count(new) * len(old))  # they may have names
         else:
-            work = (size + (STEP if name == "*" else 1)) * factor
+            _check(name != "join" or (len(args) < 3 and "attribute" not in kwargs), "joins an attribute of its items")
+            counts = name == "**" or not isinstance(value, int)
+            factor = 1 + sum(abs(one) if counts and isinstance(one, int) else self._size(one) for one in given)
+            work = (self._size(value) + (STEP if name == "*" else 1)) * factor
         self._need(work)
+        return args
 
     def _size(self, value: Any, depth: int = 0) -> int:
         """Size of a value as it would be printed: what a list holds twice counts twice. A number counts its bits."""

@@ -231,7 +231,7 @@ class TextStream:
         if found is not None:
             (at, self.stop), self._held = found, ""
             return text[:at]
-        keep = max((self._overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -249,7 +249,7 @@ class TextStream:
         self._rest = data[used:]
         return text
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of ``text`` that begins ``stop``."""
-        return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)
+
+def overlap(text: str, mark: str) -> int:
+    """Length of the longest end of ``text`` that begins ``mark``, which is not in it."""
+    return next((n for n in range(len(mark) - 1, 0, -1) if text.endswith(mark[:n])), 0)

@@ -2,7 +2,6 @@
 
 import os
 import tomllib
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,20 +14,14 @@ from eesd.common.json_input import read_text
 from eesd.common.machine import rank
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
-from eesd.runtime.cli import drafting_options, load_as_asked, speculation_of
+from eesd.runtime.cli import drafting_options, load_as_asked, loading_options, speculation_of
 from eesd.runtime.engine_options import engine_dir_of, engine_options
-from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS, KV_CACHE_DTYPES
-from eesd.runtime.llm import GENERATION_CONFIGS, Speculation
-from eesd.runtime.round_log import log_rounds
+from eesd.runtime.llm import Speculation
 from eesd.serve.triton.repository import Settings, write_triton_repository
 
 if TYPE_CHECKING:
     from eesd.serve.http.options import ServeOptions
 
-BITS = (
-    "As in eesd-run. On a GPU --no-exact computes as few nodes and slots for all requests as the longest needs: less work, "
-    "but what else runs may round a token's logits otherwise, and so change it."
-)
 LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -100,12 +93,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
     type=int,
     help="Each round drafts this many levels, without --controller.  [default: as many as pay, given the load]",
 )
-@click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help="As in eesd-run.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="As in eesd-run.")
-@click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]")
-@click.option("--exact/--no-exact", default=None, help=BITS)
-@click.option("--activations", type=click.Choice(ACTIVATIONS), help="As in eesd-run.")
-@click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
+@loading_options
 @click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
 @click.option("--triton-repo", type=cli.OUTPUT, metavar="DIR", help=TRITON)
 def main(host: str, port: int, **options: Any) -> None:
@@ -115,10 +103,7 @@ def main(host: str, port: int, **options: Any) -> None:
     """
     batch = batch_of(options)
     speculation = speculation_of(options)
-    log: Path | None = options["log_rounds"]
     if options["triton_repo"] is not None:
-        if log is not None:
-            raise EESDError("--log-rounds cannot be used with --triton-repo; leave it out.")
         _write_triton_repository(options, batch, speculation)
         return
     try:
@@ -137,8 +122,7 @@ def main(host: str, port: int, **options: Any) -> None:
         app = make_app(Service(llm, batch), limits)
         if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
             LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))
-        with log_rounds(llm, log) if log else nullcontext():
-            serve(app, bound)
+        serve(app, bound)
 
 
 def _write_triton_repository(options: dict[str, Any], batch: BatchOptions, speculation: Speculation) -> None:

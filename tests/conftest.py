@@ -17,6 +17,9 @@ if WORKER and hasattr(os, "sched_setaffinity"):
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when torch imports it: kernels then run on the CPU
+
 import pytest  # noqa: E402
 import torch  # noqa: E402
 from filelock import FileLock  # noqa: E402
@@ -91,7 +94,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def traced_once() -> Iterator[None]:
-    """Tracing a graph takes more than a second, so each is traced once for all exports of a test process."""
+    """Tracing a graph takes some seconds, so each is traced once."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         trace_once(monkeypatch)
         yield

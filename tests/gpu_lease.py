@@ -67,10 +67,8 @@ def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, 
     own = ("--run", name, "--output", options.output, "--device", options.device, "--steps", options.steps)
     result, log = options.output / f"{name}.json", options.output / f"{name}.log"
     result.unlink(missing_ok=True)
-    started, path = (
-        time.monotonic(),
-        os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]),
-    )
+    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, __file__, *map(str, own)],

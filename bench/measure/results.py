@@ -232,7 +232,6 @@ class Result(Saved):
         engines: Description of each engine directory by name, in the order of measurement.
         prompts: The reported prompts: id, task, number of tokens.
         machine: Where it was measured.
-        call_overhead: Only in older results: by engine, the seconds that EESD adds to a call of ONNX Runtime.
         tunings: Tuned controllers.
         configurations: What ``Run.configuration`` indexes.
         sweeps: Call latencies of each prompt and width.
@@ -246,7 +245,6 @@ class Result(Saved):
     engines: dict[str, dict[str, Any]]
     prompts: list[dict[str, Any]]
     machine: dict[str, str] = field(default_factory=describe_machine)
-    call_overhead: dict[str, float] = field(default_factory=dict)
     tunings: list[Tuning] = field(default_factory=list)
     configurations: list[Configuration] = field(default_factory=list)
     sweeps: list[CallLatency] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Cost models: what a round costs by its draft steps and verified nodes. Measured, or computed from layer counts."""
+"""Cost models: what a round costs by its draft steps and verified nodes. Measured, or predicted."""
 
 import statistics
 from collections.abc import Iterable, Mapping
@@ -115,14 +115,9 @@ class CostModel:
         return cls(value["name"], CallCosts(draft, verify), value["plain_seconds"])
 
 
-def layer_costs(name: str, layers: int, exit_layer: int, plain_seconds: float) -> CostModel:
-    """Costs of L layers with an exit after N: a round of n draft steps takes n (N + 1 + 1) + L + 1 layers.
-
-    The exit head has one block, and the LM head costs as much as a layer. The verify pass costs the same for all node counts:
-    at batch 1 a GPU is limited by reading the weights.
-    """
-    draft = (exit_layer + 2) / (layers + 1)
-    return CostModel(name, CallCosts({1: draft}, {1: 1.0}), plain_seconds)
+def _predicted(name: str, draft: float, first: float, last: float) -> CostModel:
+    """Costs from predicted milliseconds: of a draft step, and of a verify pass over a node and over 33."""
+    return CostModel(f"{name}: predicted", CallCosts({1: draft / first}, {1: 1.0, 33: last / first}), first / 1e3)
 
 
 BUNDLED = CostModel(
@@ -145,15 +140,8 @@ FOUR_BIT = CostModel(
 COST_MODELS = {
     "bundled": BUNDLED,
     "4bit": FOUR_BIT,
-    "8b": layer_costs("8B on an H100, exit after 4 of 32 layers", 32, 4, 5e-3),
-    "8b-exported": CostModel(
-        "8B in 16 bits on an H100, its draft as exported by default (4 layers, a quarter of the words, 4 bits)",
-        CallCosts({1: 0.47 / 6.64}, {1: 1.0}),
-        6.64e-3,
-    ),
-    "7b": layer_costs("7B, exit after 4 of 32 layers", 32, 4, 10e-3),
-    "13b": layer_costs("13B, exit after 4 of 40 layers", 40, 4, 19e-3),
-    "70b": layer_costs("70B, exit after 5 of 80 layers", 80, 5, 50e-3),
+    "8b": _predicted("8B in 16 bits on an H200, draft of 4 layers and a quarter of the words", 1.117, 5.220, 6.244),
+    "8b-exported": _predicted("8B in 16 bits on an H200, its draft as exported by default, in 4 bits", 0.862, 5.218, 6.244),
+    "70b": _predicted("70B in 16 bits on two H200, its draft as exported by default, in 4 bits", 2.092, 41.94, 44.50),
 }
-"""Cost models by name. Those of 7B, 13B and 70B are computed, not measured: their plain step reads the float16 weights at
-1.5 TB/s (8B and 70B: 3 TB/s). That of ``8b-exported`` is predicted (docs/predict.md)."""
+"""Cost models by name. Predictions are those of docs/predict.md, from constants that an H200 measured."""

@@ -109,11 +109,6 @@ class Run:
         """Share of the rounds behind the first tokens that drafted."""
         return float((self.rounds[self.rounds[:, 0].cumsum() > first, 1] > 0).mean())
 
-    def undisturbed_seconds(self, costs: CallCosts, behind: int = 0) -> float:
-        """What the same rounds would have cost on a machine without noise and disturbances, behind the first tokens."""
-        steps = self.rounds[self.rounds[:, 0].cumsum() > behind, 1].astype(int)
-        return float(sum(costs.round_cost(n, n) for n in steps.tolist()))
-
 
 def decode(trace: Trace, machine: Machine, controller: Controller | None = None, guard: Guard | None = None) -> Run:
     """Decode all requests of a trace in one process; without a controller plainly."""
@@ -129,11 +124,11 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
             accepted = min(drafted, accepted_at[position])
             draft_seconds, verify_seconds = machine.run(drafted)
             if controller:
-                outcome = chain_outcome(drafted, accepted, draft_seconds, verify_seconds)
-                expected = controller.expected_tokens(outcome)
+                expected = controller.expected_tokens(drafted) if drafted else None
+                outcome = chain_outcome(drafted, accepted, draft_seconds, verify_seconds, expected)
                 teach(controller, outcome)
                 if guard:
-                    guard.record(outcome, expected, draft_seconds + verify_seconds)
+                    guard.observe(outcome)
             rounds.append((accepted + 1, drafted, draft_seconds + verify_seconds))
             position += accepted + 1
     return Run(np.array(rounds, np.float64))

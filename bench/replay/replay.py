@@ -65,7 +65,6 @@ class Replay:
     Attributes:
         tokens, cost: Of each request [R].
         rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of several seeds the first one's.
-        spent: Cost up to and including each token of the trace.
         own_seconds: The controller's own time per round, measured on this machine.
     """
 
@@ -73,7 +72,6 @@ class Replay:
     tokens: Array
     cost: Array
     rounds: Array
-    spent: Array
     own_seconds: float
 
     @property
@@ -116,11 +114,12 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
         found[:, 3] += per_round / plain
     which = found[:, 0].astype(int)
     tokens, cost = (np.bincount(which, found[:, column], len(trace.requests)).astype(np.float64) for column in (1, 3))
-    spent = np.repeat(found[:, 3] / found[:, 1], found[:, 1].astype(int)).cumsum()
-    return Replay(name, tokens, cost, found, spent, per_round)
+    return Replay(name, tokens, cost, found, per_round)
 
 
-def chain_outcome(drafted: int, accepted: int, draft_seconds: float, verify_seconds: float) -> RoundOutcome:
+def chain_outcome(
+    drafted: int, accepted: int, draft_seconds: float, verify_seconds: float, expected: float | None = None
+) -> RoundOutcome:
     """A round of a chain of ``drafted`` tokens, all of which were verified."""
     return RoundOutcome(
         steps=drafted,
@@ -130,6 +129,8 @@ def chain_outcome(drafted: int, accepted: int, draft_seconds: float, verify_seco
         num_expanded=accepted,
         draft_seconds=draft_seconds,
         verify_seconds=verify_seconds,
+        expected=accepted + 1 if expected is None else expected,
+        seconds=draft_seconds + verify_seconds,
     )
 
 
@@ -156,8 +157,8 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
 def replay_seeds(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None) -> Replay:
     """The mean costs of a controller's replays with several seeds. ``prior`` is its calibration prior."""
     replays = [replay(spec, make_controller(spec, seed, prior, kinds=REPLAYED), trace, costs) for seed in range(seeds)]
-    cost, spent = (np.mean([getattr(run, name) for run in replays], axis=0) for name in ("cost", "spent"))
-    return replace(replays[0], cost=cost, spent=spent, own_seconds=float(np.mean([run.own_seconds for run in replays])))
+    cost = np.mean([run.cost for run in replays], axis=0)
+    return replace(replays[0], cost=cost, own_seconds=float(np.mean([run.own_seconds for run in replays])))
 
 
 def replay_fixed_lengths(trace: Trace, costs: CostModel) -> list[Replay]:
@@ -197,8 +198,3 @@ def speed_ratio(run: Replay, base: Replay, requests: NDArray[np.bool_] | None = 
     totals = np.concatenate([columns.sum(axis=0)[None], columns[resampled(len(columns), DRAWS)].sum(axis=1)])
     ratios = totals[:, 0] / totals[:, 1] / (totals[:, 2] / totals[:, 3])
     return Ratio(float(ratios[0]), *bounds(ratios[1:]))
-
-
-def regret(run: Replay, base: Replay) -> Array:
-    """Plain steps lost against ``base`` on the same text [tokens]: element n is the extra cost of the first n + 1 tokens."""
-    return np.asarray(run.spent - base.spent)

@@ -20,7 +20,6 @@ from eesd.bench.replay.replay import (
     Ratio,
     Replay,
     fastest,
-    regret,
     replay,
     replay_fixed_lengths,
     replay_seeds,
@@ -34,8 +33,6 @@ MEASURED = "measured"
 """Name of the cost model that was measured on the trace's engine."""
 SEEDS = 5
 """Seeds of each controller that learns."""
-CURVE_POINTS = 200
-"""Points of each regret curve."""
 
 # Labels of controllers in tables and JSON, besides OFF and the controllers' names.
 HINDSIGHT, CLAIRVOYANT = "best fixed in hindsight", "clairvoyant"
@@ -46,17 +43,6 @@ TUNED = {
 """Controllers that are tuned, and their candidates."""
 LEARNING = ("beta-ts", "calibration-ts", "cost-aware-ts")
 """Controllers that learn on the trace."""
-WITHOUT_CURVE = (OFF, HINDSIGHT, CLAIRVOYANT)
-"""Controllers without a regret curve: two are off the scale, and one is the base."""
-
-
-@dataclass(frozen=True)
-class RegretCurve:
-    """Plain steps lost against the base of the comparison, by tokens decoded."""
-
-    controller: str
-    tokens: list[int]
-    regret: list[float]
 
 
 @dataclass(frozen=True)
@@ -86,14 +72,13 @@ class Comparison:
 
     Attributes:
         best_by_task: The best fixed length of each task, in hindsight.
-        rows, regret: For each controller a row, and its regret against the best fixed length in hindsight.
+        rows: A row for each controller.
     """
 
     name: str
     costs: CostModel
     best_by_task: dict[str, str]
     rows: list[Row]
-    regret: list[RegretCurve]
 
     def to_dict(self) -> dict[str, Any]:
         """The comparison as JSON values."""
@@ -107,8 +92,7 @@ class Comparison:
             ratios = {name: Ratio(**row[name]) for name in ("speedup", "over_best_fixed", "of_ceiling")}
             by_task = {task: Ratio(**ratio) for task, ratio in row["by_task"].items()}
             rows.append(Row(**row | ratios | {"by_task": by_task}))
-        curves = [RegretCurve(**curve) for curve in raw["regret"]]
-        return cls(**raw | {"costs": CostModel.from_dict(raw["costs"]), "rows": rows, "regret": curves})
+        return cls(**raw | {"costs": CostModel.from_dict(raw["costs"]), "rows": rows})
 
 
 @dataclass
@@ -120,7 +104,6 @@ class Simulation(Saved):
         options: Cost models and seeds.
         prompts, tuning_prompts: Numbers by task.
         replays: One comparison for each cost model.
-        streams: Only in older files: comparisons on synthetic texts.
         machine: Where the controllers' own time was measured.
         kind, schema: Of the file.
     """
@@ -130,7 +113,6 @@ class Simulation(Saved):
     prompts: dict[str, int]
     tuning_prompts: dict[str, int]
     replays: list[Comparison] = field(default_factory=list)
-    streams: list[dict[str, Any]] = field(default_factory=list)
     machine: dict[str, str] = field(default_factory=describe_machine)
     kind: str = "simulation"
     schema: int = 1
@@ -190,8 +172,7 @@ def compare_on_trace(name: str, trace: Trace, tuning: Trace, costs: CostModel, s
         _row(label, runs, runs[CLAIRVOYANT], {task: speed_ratio(run, best[task], mask) for task, mask in masks.items()})
         for label, run in runs.items()
     ]
-    curves = [_curve(label, run, runs[HINDSIGHT]) for label, run in runs.items() if label not in WITHOUT_CURVE]
-    return Comparison(name, costs, {task: run.name for task, run in best.items()}, rows, curves)
+    return Comparison(name, costs, {task: run.name for task, run in best.items()}, rows)
 
 
 def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
@@ -216,9 +197,3 @@ def _row(label: str, runs: Mapping[str, Replay], ceiling: Replay, by_task: dict[
         tokens_per_round=float(run.rounds[:, 1].mean()),
         own_microseconds=run.own_seconds * 1e6,
     )
-
-
-def _curve(label: str, run: Replay, base: Replay) -> RegretCurve:
-    lost = regret(run, base)
-    places = np.unique(np.linspace(0, len(lost) - 1, CURVE_POINTS).round().astype(int))
-    return RegretCurve(label, (places + 1).tolist(), lost[places].round(3).tolist())

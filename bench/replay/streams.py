@@ -26,12 +26,6 @@ class SyntheticStream:
     spread: float = 0.0
     overconfidence: float = 0.0
 
-    @property
-    def transition(self) -> list[list[float]]:
-        """Transition probabilities between levels."""
-        count = len(self.levels)
-        return [[(1 - self.stay) / count + self.stay * (i == j) for j in range(count)] for i in range(count)]
-
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
         """Draw requests of ``tokens`` tokens. A draft step shows its chance of acceptance; its margin is the log-odds."""
         rng = np.random.default_rng(seed)

@@ -1,1 +1,1 @@
-"""Statistics, Markdown tables and plots, made from the JSON files of measurements and replays."""
+"""Statistics and Markdown tables, made from the JSON files of measurements and replays."""

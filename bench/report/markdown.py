@@ -1,4 +1,4 @@
-"""Results as Markdown with plots. Everything comes from the JSON files, so a report can be generated again."""
+"""Results as Markdown. Everything comes from the JSON files, so a report can be generated again."""
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
@@ -19,16 +19,13 @@ DEEPEST = 8
 """Last depth of the acceptance tables."""
 
 
-def write_report(
-    results: Sequence[Result], simulations: Sequence[Simulation], output: Path, with_plots: bool, first: Sequence[str] = ()
-) -> None:
+def write_report(results: Sequence[Result], simulations: Sequence[Simulation], output: Path, first: Sequence[str] = ()) -> None:
     """Write a report.
 
     Args:
         results: Measurements.
         simulations: Replays; their sections come last.
-        output: Markdown file. Plots go into a directory beside it with the name of the file.
-        with_plots: Whether to draw plots.
+        output: Markdown file.
         first: Lines of sections that come first.
 
     Raises:
@@ -37,8 +34,8 @@ def write_report(
     lines = [
         TITLE,
         "",
-        "Generated from the JSON files of `eesd-bench` and of the tools in bench/. Do not edit. An explanation stands at the "
-        "first of the tables that it explains.",
+        "Generated from the JSON files of `eesd-bench` and of its tools. Do not edit. The first of similar tables has the "
+        "explanation.",
         "",
         *first,
     ]
@@ -46,8 +43,8 @@ def write_report(
         if not result.runs:
             raise EESDError("A result has no runs yet; resume the measurement.")
         lines += _Section(result).lines()
-    for number, simulation in enumerate(simulations):
-        lines += replay_section(simulation, output.with_suffix("") if with_plots else None, f"replay-{number + 1}")
+    for simulation in simulations:
+        lines += replay_section(simulation)
     output.parent.mkdir(parents=True, exist_ok=True)
     with written_whole(output) as temporary:
         temporary.write_text("\n".join(_once(lines)).rstrip() + "\n", "utf-8")
@@ -90,7 +87,7 @@ class _Section:
         for sampling, group in groupby(self.summaries, lambda s: s.configuration.sampling):
             members = list(group)
             found += [f"### {sampling}", "", *self._speeds(members), _equality(members), ""]
-        return [*found, *self._by_task(), *self._acceptance(), *self._tuned(), *self._prediction(), *self._call_costs()]
+        return [*found, *self._by_task(), *self._acceptance(), *self._tuned(), *self._call_costs()]
 
     def _setting(self) -> list[str]:
         """Describe the model, the machine and the measurement."""
@@ -112,9 +109,8 @@ class _Section:
                     "temperature": f"{options['temperature']}, except for greedy",
                 }.items(),
             ),
-            "Each prompt is decoded plainly and in every configuration, in an order that rotates. The speed-up is the median "
-            "over prompts of plain over drafting decode time, with its 95 % bootstrap interval. Decode time includes the "
-            "controller and the host, but not the prefill.",
+            "Each prompt is decoded plainly and in every configuration, in an order that rotates. docs/bench.md "
+            "explains the columns.",
             "",
         ]
         if self.several:
@@ -182,22 +178,6 @@ class _Section:
             tried = ", ".join(spec.partition(":")[2].partition("=")[2] for spec in t.seconds)
             rows.append([t.sampling, _width(t.width), f"`{t.chosen}`", tried])
         return ["### Tuned controllers", "", *table(["sampling", "draft", "chosen", "candidates"], rows)] if rows else []
-
-    def _prediction(self) -> list[str]:
-        """Compare predicted with measured speed-ups."""
-        differences = [s.predicted / s.speedup_total - 1 for s in self.all if s.predicted]
-        if not differences:
-            return []
-        worst, within = max(differences, key=abs), sum(abs(d) <= 0.05 for d in differences)
-        return [
-            "### Predicted against measured",
-            "",
-            "The prediction adds up the draft steps and verify passes of all rounds, and the host's time as measured. Costs "
-            "are measured after every prompt, in rounds of all lengths.",
-            "",
-            f"{within} of {len(differences)} configurations agree to a twentieth. The largest difference is {worst:+.1%}.",
-            "",
-        ]
 
     def _call_costs(self) -> list[str]:
         """Costs of draft steps, verify passes and prefill, for the last engine."""

@@ -1,25 +1,17 @@
-"""Replays as Markdown with plots."""
-
-from pathlib import Path
+"""Replays as Markdown."""
 
 from eesd.bench.replay.replay import OFF, Ratio
 from eesd.bench.replay.simulation import CLAIRVOYANT, HINDSIGHT, Comparison, Simulation
-from eesd.bench.report.plots import regret
 from eesd.common.markdown import table
 
 DEFAULT_CONTROLLER = "cost-aware-ts"
 
 
-def replay_section(simulation: Simulation, plots: Path | None, name: str) -> list[str]:
-    """The lines of one simulation. Regret curves are drawn into the directory ``plots``; ``name`` begins their names."""
+def replay_section(simulation: Simulation) -> list[str]:
+    """The lines of one simulation."""
     lines = [f"## Replayed traces: {simulation.origin['model']}, {simulation.origin['dtype']}", "", *_setting(simulation)]
     for found in simulation.replays:
         lines += [f"### Costs: {found.costs.name}", "", *_costs(found), *_table(found), *_by_task(found)]
-        if plots is not None:
-            plots.mkdir(parents=True, exist_ok=True)
-            file = plots / f"{name}-regret-{found.name}.png"
-            regret([(curve.controller, curve.tokens, curve.regret) for curve in found.regret], file)
-            lines += [f"![Regret by tokens decoded]({plots.name}/{file.name})", ""]
     return lines
 
 
@@ -38,10 +30,9 @@ def _setting(simulation: Simulation) -> list[str]:
                 **{"own time measured on": machine["CPU"]},
             }.items(),
         ),
-        "Every controller is replayed on the same traces. Fixed lengths, thresholds and AdaEDL's options are tuned on the "
-        "tuning prompts. Each controller pays for its own time. The speed is the total time of plain decoding over that of "
-        "drafting, with its 95 % bootstrap interval over prompts. The clairvoyant drafts exactly the accepted tokens; no real "
-        "controller can.",
+        "Every controller is replayed on the same traces, and pays for its own time. Fixed lengths and thresholds are tuned on "
+        "the tuning prompts. The speed is the total time of plain decoding over that of drafting. The clairvoyant drafts "
+        "exactly the accepted tokens; no real controller can.",
         "",
     ]
 

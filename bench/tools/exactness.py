@@ -86,7 +86,7 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
     build, int8 = built_for_cpu(directory, manifest), activations == "int8"
     verify = CpuEngine(build, manifest, manifest.verify, threads, int8, kernels)
     draft = CpuEngine(build, manifest, [manifest.draft], threads, int8, kernels)
-    return LLM(directory, manifest, Engines(verify, draft, exact=True, int8_activations=int8, exact_trees=True), None)
+    return LLM(directory, manifest, Engines(verify, draft, exact=True, exact_trees=True), None)
 
 
 def combinations(backend: str) -> list[tuple[str, int]]:

@@ -12,7 +12,6 @@ import click
 from eesd.bench.measure.results import Result, read_json
 from eesd.bench.replay.simulation import Simulation
 from eesd.bench.report.markdown import write_report
-from eesd.bench.report.plots import check_plots
 from eesd.bench.tools import exactness, spec_bench_table
 from eesd.bench.tools.peers import batches, passes, table
 from eesd.bench.tools.peers.results import Result as Peers
@@ -39,15 +38,12 @@ def _files(directory: Path) -> list[Path]:
 @cli.command()
 @click.argument("results", nargs=-1, required=True, type=cli.PATH)
 @click.option("-o", "--output", type=cli.OUTPUT, default=Path("docs/results.md"), help="Markdown to write.")
-@click.option("--plots/--no-plots", default=True, help="Also draw regret curves (needs matplotlib).")
-def main(results: tuple[Path, ...], output: Path, plots: bool) -> None:
-    """Write Markdown and plots from RESULTS: files that eesd-bench and the tools wrote, and directories of them."""
-    check_plots(plots)
+def main(results: tuple[Path, ...], output: Path) -> None:
+    """Write Markdown from RESULTS: files that eesd-bench and the tools wrote, and directories of them."""
     paths = [path for given in results for path in (_files(given) if given.is_dir() else [given])]
-    files = {path: read_json(path) for path in paths}
-    files = {
-        path: raw for path, raw in files.items() if not (isinstance(raw, dict) and "clean" in raw)
-    }  # a soak has no section
+    read = {path: read_json(path) for path in paths}
+    # A soak, which says whether it was clean, has no section.
+    files = {path: raw for path, raw in read.items() if not (isinstance(raw, dict) and "clean" in raw)}
     sections = {path: found for path, raw in files.items() if (found := section(path, raw))}
     last = [*sections][-1] if sections else None
     first = [line for path, lines in sections.items() for line in lines(path == last)]
@@ -55,7 +51,7 @@ def main(results: tuple[Path, ...], output: Path, plots: bool) -> None:
     simulations = [path for path in others if Simulation.wrote(files[path])]
     measured = [Result.load(path) for path in others if path not in simulations]
     measured.sort(key=lambda result: result.kind, reverse=True)
-    write_report(measured, [Simulation.load(path) for path in simulations], output, plots, first)
+    write_report(measured, [Simulation.load(path) for path in simulations], output, first)
     click.echo(output)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from eesd.bench.measure.results import describe_machine, write_json
+from eesd.bench.measure.results import describe_machine
 from eesd.bench.measure.stats import Interval, bootstrap
 from eesd.common import cli
 from eesd.common.errors import EESDError
@@ -24,8 +24,9 @@ from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest import Manifest, load_manifest
 from eesd.common.markdown import table
 from eesd.export.predict import GPUS, Hardware, bytes_of_pass, call_seconds
-from eesd.runtime.engines.backends import BACKENDS, KV_CACHE_DTYPES, EngineOptions, Engines, default_threads, open_engines
+from eesd.runtime.engines.backends import BACKENDS, EngineOptions, Engines, default_threads, open_engines
 from eesd.runtime.engines.base import Call, Engine
+from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 from eesd.runtime.llm import LLM
 
 PROMPT = 512
@@ -69,7 +70,7 @@ def time_passes(
 ) -> dict[str, Any]:  # fmt: skip
     """Time draft steps and verify passes by node count, behind contexts of several lengths.
 
-    Returns seconds of each kind of call with their interval, as ``of_floor`` the share that reading the weights and the cache
+    Returns seconds of each kind of call with their interval, as ``share`` the share that reading the weights and the cache
     must take at ``per_second`` bytes, and as ``predicted`` the predicted seconds.
     """
     assert engines.draft is not None
@@ -92,15 +93,10 @@ def time_passes(
         floor = sum(bytes_of_pass(manifest, graph, context) for graph in graphs) / per_second
         slots = int(engine.work([call]).slots)
         predicted = call_seconds(manifest, graphs, hardware, slots, max(count, 1)) if hardware else None
-        return {"behind": context, "nodes": count, **of(seconds), "of_floor": floor / seconds.median, "predicted": predicted}
+        return {"behind": context, "nodes": count, "seconds": seconds, "share": floor / seconds.median, "predicted": predicted}
 
     found = [row(context, count, seconds) for (context, count), seconds in timed(calls, repeats).items()]
     return {"verify": [row for row in found if row["nodes"]], "draft": [row for row in found if not row["nodes"]]}
-
-
-def of(seconds: Interval) -> dict[str, float]:
-    """An interval as JSON values."""
-    return dict(zip(("seconds", "low", "high"), seconds, strict=True))
 
 
 def time_first_tokens(directory: Path, manifest: Manifest, engines: Engines, lengths: Sequence[int], repeats: int) -> list[Any]:
@@ -112,7 +108,7 @@ def time_first_tokens(directory: Path, manifest: Manifest, engines: Engines, len
             session.step()
 
     found = timed({length: partial(first, length) for length in lengths}, max(repeats // 10, 3))
-    return [{"tokens": length, "chunk": engines.verify.prefill_chunk, **of(seconds)} for length, seconds in found.items()]
+    return [{"tokens": length, "seconds": seconds} for length, seconds in found.items()]
 
 
 def measure(
@@ -152,14 +148,13 @@ def markdown(result: dict[str, Any]) -> str:
     for row in result["passes"]["draft"] + result["passes"]["verify"]:
         name = f"verify {row['nodes']}" if row["nodes"] else "draft step"
         predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.3f}"
-        rows.append([f"{name} behind {row['behind']}", milliseconds(row, 3), f"{row['of_floor']:.0%}", predicted])
-    rows += [[f"first token of {row['tokens']}", milliseconds(row, 1), "", ""] for row in result["first"]]
+        rows.append(
+            [f"{name} behind {row['behind']}", row["seconds"].shown(".3f", 1e3, bold=False), f"{row['share']:.0%}", predicted]
+        )
+    rows += [
+        [f"first token of {row['tokens']}", row["seconds"].shown(".1f", 1e3, bold=False), "", ""] for row in result["first"]
+    ]
     return "\n".join([*lines, *table(["pass", "ms", "share of bandwidth", "predicted ms"], rows)])
-
-
-def milliseconds(row: dict[str, Any], digits: int) -> str:
-    """Median and interval of a row."""
-    return Interval(row["seconds"], row["low"], row["high"]).shown(f".{digits}f", 1e3, bold=False)
 
 
 def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[int, ...]:
@@ -179,17 +174,13 @@ def numbers(_: click.Context, parameter: click.Parameter, value: str) -> tuple[i
 @click.option("--nodes", default="1 2 4 8 16 32 64", callback=numbers, help="Nodes of verify passes.")
 @click.option("--behind", default=str(PROMPT), callback=numbers, help="Tokens before a pass, and of prompts.")
 @click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run.")
-@click.option("--json", "json_file", type=cli.OUTPUT, help="Also write the figures to this file.")
 def main(
     engine_dir: Path, gpu: str | None, backend: str, threads: int | None, repeats: int, nodes: tuple[int, ...],
-    behind: tuple[int, ...], kv_cache_dtype: str | None, json_file: Path | None,
+    behind: tuple[int, ...], kv_cache_dtype: str | None,
 ) -> None:  # fmt: skip
     """Time engine calls of an engine directory."""
     hardware = GPUS[gpu] if gpu else None
-    result = {"backend": backend} | measure(engine_dir, backend, threads, repeats, hardware, nodes, behind, kv_cache_dtype)
-    click.echo(markdown(result))
-    if json_file is not None:
-        write_json(json_file, result)
+    click.echo(markdown(measure(engine_dir, backend, threads, repeats, hardware, nodes, behind, kv_cache_dtype)))
 
 
 if __name__ == "__main__":

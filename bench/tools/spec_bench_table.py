@@ -108,12 +108,6 @@ def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
     return bootstrap_ratio([seconds(plain) for plain, _ in pairs], [seconds(own) for _, own in pairs])
 
 
-def repriced(pairs: Pairs, costs: CostModel) -> float:
-    """The speed-up that the same rounds would have at other costs, the host's time left out."""
-    own = sum(costs.calls.round_cost(steps, nodes) * count for _, answer in pairs for steps, nodes, count in answer.rounds)
-    return sum(plain.tokens for plain, _ in pairs) / own
-
-
 def markdown(result: Result, heading: str = "#", published: bool = True) -> list[str]:
     """The tables of a result, under a heading of this level, and those of the published systems."""
     engine = next(iter(result.engines.values()))
@@ -139,8 +133,8 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
             }.items(),
         ),
         "Each question is answered with all its turns, through the chat template, plainly and with every method, in an order "
-        "that rotates. The speed-up is plain over drafting decode time, each summed over the questions. Its 95 % bootstrap "
-        "interval is over questions. Accepted tokens are the tokens of a round, with the bonus token.",
+        "that rotates. A cell has the speed-up with its 95 % bootstrap interval over questions, and the tokens of a round. "
+        "The speed-up is plain over drafting decode time, each summed over the questions.",
         "",
         *_explained(result),
         "",
@@ -159,19 +153,15 @@ def _explained(result: Result) -> list[str]:
     """The source of the seconds and the meaning of other columns: paragraphs."""
     if result.costs:
         return [
-            "**Seconds are counted, not measured.** The runtime's clock adds the price of each call on the other device. "
-            "Controllers, guard and text rule follow this clock."
+            "Seconds are counted, not measured: the runtime's clock adds the price of each call on the other device. "
+            "Controllers, guard and text rule follow it."
         ]
     if result.options.get("bits"):
         return [
-            "Median: of the questions' speed-ups, with the same interval. Acceptance: of judged draft tokens. Pauses: of the "
-            "guard, in all. Bits: answers with the logits of plain decoding, bit for bit."
+            "Median: of the questions' speed-ups. Acceptance: of judged draft tokens. Pauses: of the guard. Bits: answers with "
+            "the logits of plain decoding."
         ]
-    return [
-        "With prefill: the same with the time of the prompt, as Spec-Bench counts. At 8B and 70B costs: the same rounds at "
-        "computed GPU prices, without the host. Verify costs the same for all sizes there. The controllers decided at the "
-        "costs of this CPU."
-    ]
+    return ["With prefill: the time of the prompt counts, as in Spec-Bench."]
 
 
 def _table(result: Result, engine: str, sampling: str) -> list[str]:
@@ -182,18 +172,17 @@ def _table(result: Result, engine: str, sampling: str) -> list[str]:
     plain = methods.pop(PLAIN)
     names = dict.fromkeys(result.categories[str(question)] for question in plain)
     bits = bool(result.options.get("bits"))
-    more: dict[str, Callable[[Pairs], str]] = {} if result.costs else MEASURED if bits else PRICED
+    more: dict[str, Callable[[Pairs], str]] = {} if result.costs else MEASURED if bits else TIMED
     rows = []
     for method, answers in methods.items():
         pairs = [(plain[question], answer) for question, answer in answers.items()]
         cells = [_cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name]) for name in names]
         equal = f"{sum(answer.equal for answer in answers.values())} of {len(answers)}"
         rows.append([method, *cells, f"**{_cell(pairs)}**", *(cell(pairs) for cell in more.values()), equal])
-    lines = table(["method", *names, "overall", *more, "equal"], rows)
     if bits:
         step = sum(answer.decode_seconds for answer in plain.values()) / sum(answer.tokens for answer in plain.values())
-        lines += [f"A token of plain decoding took {step * 1e3:.2f} ms.", ""]
-    return lines
+        rows.append([PLAIN, *[""] * len(names), f"{step * 1e3:.2f} ms a token", *[""] * (len(more) + 1)])
+    return table(["method", *names, "overall", *more, "equal"], rows)
 
 
 def _with_prefill(pairs: Pairs) -> str:
@@ -208,12 +197,8 @@ def _acceptance(pairs: Pairs) -> str:
     return f"{sum(own.accepted for _, own in pairs) / max(sum(own.judged for _, own in pairs), 1):.2f}"
 
 
-def _at(name: str) -> Callable[[Pairs], str]:
-    return lambda pairs: f"{repriced(pairs, COST_MODELS[name]):.2f}x"
-
-
-PRICED = {"with prefill": _with_prefill} | {f"at {name.upper()} costs": _at(name) for name in ("8b", "70b")}
-"""Columns of measured rounds: some are priced again at other cost models."""
+TIMED: dict[str, Callable[[Pairs], str]] = {"with prefill": _with_prefill}
+"""Columns of measured seconds."""
 MEASURED = {
     "median": _median,
     "acceptance": _acceptance,

@@ -16,13 +16,12 @@ from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.outputs import remove_directory
 from eesd.common.quantization import FP4, FP8
 from eesd.common.turns import turn
-from eesd.common.weights import FACTOR, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS, weights_of
+from eesd.common.weights import FACTOR, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS, read_graph, weights_of
 from eesd.export.cache import foreign_build, is_build
 from eesd.export.cpu.operator_graph import Columns, Located, Weights, make_graph
 from eesd.export.cpu.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
-from eesd.export.cpu.stored_values import read_tensor, to_float32
+from eesd.export.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.cpu_build import SIZES, WEIGHTS, check_graphs, find_build, halved_weights, place_of
-from eesd.runtime.engines.graph_file import read_graph
 
 ALIGNMENT = 4096
 _TWICE_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)

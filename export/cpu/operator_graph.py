@@ -15,10 +15,10 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.common.geometry import FULL, SLIDING, UNROTATED, ExitConfig, Geometry, exit_caches
+from eesd.common.geometry import FULL, SLIDING, UNROTATED, Eagle, ExitConfig, Geometry, exit_caches
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD
-from eesd.common.weights import DEEP_IN, DRAFT_VOCAB, EMBEDDINGS, FINAL_NORM, FUSE, HEAD_TABLES, ROUTER, weights_of
+from eesd.common.weights import DEEP_IN, DRAFT_VOCAB, EMBEDDINGS, FINAL_NORM, FUSE, FUSE_NORM, HEAD_TABLES, ROUTER, weights_of
 from eesd.export.cpu.panels import PLANES, UPPER
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
@@ -104,7 +104,7 @@ class _Builder:
             if layer + 1 in self._exit.read_layers:
                 states.append(x)
         if states and self._exit.eagle:
-            self._write_eagle(embedded, states)
+            self._write_eagle(self._exit.eagle, embedded, states)
         elif states:
             self._write_deep_states(states)
         inputs, outputs = [first, _input("tokens", [None, 5]), _input("paths", [None, None], kind=TensorProto.INT32)], []
@@ -145,14 +145,19 @@ class _Builder:
     def _norm(self, x: str, norm: str) -> str:
         return self._node(
             "RMSNormalization", [x, self._small(norm)], f"{norm}.normed", domain="", axis=-1, stash_type=1,
-            epsilon=self._geometry.rms_norm_eps,
+            epsilon=self._epsilon(norm),
         )  # fmt: skip
+
+    def _epsilon(self, norm: str) -> float:
+        eagle = self._exit.eagle if norm.startswith(EXIT_HEAD) else None
+        return (eagle.block if eagle else self._geometry).rms_norm_eps
 
     def _block(self, prefix: str, x: str, cache: int, more: str = "") -> str:
         attended = self._attention(prefix, x, cache, self._geometry)
         base = cache < self._geometry.num_layers
         geometry = self._geometry.of_layer(cache) if base else self._geometry.dense
-        return self._behind_attention(prefix, attended, self._sum(prefix, x, more), geometry)
+        residual = self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x
+        return self._behind_attention(prefix, attended, residual, geometry)
 
     def _behind_attention(self, prefix: str, attended: str, residual: str, geometry: Geometry) -> str:
         before, behind = geometry.norm_before, geometry.norm_behind
@@ -195,9 +200,6 @@ class _Builder:
             gating=GATINGS[geometry.activation], used=experts.used, normed=int(experts.normed), matrices=self._numbers(parts),
         )  # fmt: skip
 
-    def _sum(self, prefix: str, x: str, more: str) -> str:
-        return self._node("Add", [x, more], f"{prefix}sum", domain="") if more else x
-
     def _attention(self, prefix: str, x: str, cache: int, geometry: Geometry, attends: bool = True, eagle: bool = False) -> str:
         """Keys and values of x into a cache, and what queries attend to. What an EAGLE-3 head reads is normalized before."""
         wanted = ("q", "k", "v") if attends else ("k", "v")
@@ -228,6 +230,7 @@ class _Builder:
             window=geometry.window if kind == SLIDING else 0,
             epsilon=geometry.rms_norm_eps,
             hides_first=int(eagle),
+            norms_last=int(geometry.qk_norm_rotated),
         )
 
     def _kind(self, cache: int) -> str:
@@ -285,47 +288,45 @@ class _Builder:
             layer=cache, size=size,
         )  # fmt: skip
 
-    def _write_eagle(self, embedded: str, states: Sequence[str]) -> None:
+    def _write_eagle(self, eagle: Eagle, embedded: str, states: Sequence[str]) -> None:
         """What verify computes of an EAGLE-3 head: the fused states, and from those of the tokens before keys and values."""
-        joined = self._node("Concat", states, "states", domain="", axis=1)
-        fused = self._product(joined, [self._columns(f"{EXIT_HEAD}{FUSE}.weight")], "fused")
+        norms = [f"{EXIT_HEAD}{FUSE_NORM}.{index}.weight" for index in range(eagle.fuse_norms)]
+        parts = list(map(self._norm, states, norms)) if len(norms) > 1 else states
+        joined, fuse = self._node("Concat", parts, "states", domain="", axis=1), self._columns(f"{EXIT_HEAD}{FUSE}.weight")
+        fused = self._product(joined, [fuse], "fused", norm=norms[0] if len(norms) == 1 else "")
         written = self._states("WriteState", [fused, "tokens"], "written")
-        self._eagle_attention(embedded, self._states("ParentState", ["tokens", "paths", written], "before"), attends=False)
+        state = self._states("ParentState", ["tokens", "paths", written], "before")
+        self._eagle_attention(eagle, embedded, state, attends=False)
 
-    def _eagle_attention(self, embedded: str, state: str, attends: bool) -> tuple[str, str]:
-        """What the block's queries attend to, and the norm of the state."""
-        assert self._exit.eagle is not None
-        prefix, block = f"{EXIT_HEAD}blocks.0.", self._exit.eagle.block
-        normed = [
-            self._node(
-                "SimplifiedLayerNormalization", [x, self._small(f"{prefix}{norm}.weight")], norm, domain="", axis=-1,
-                epsilon=block.rms_norm_eps, stash_type=1,
-            )
-            for x, norm in ((embedded, "input_layernorm"), (state, "hidden_norm"))
-        ]  # fmt: skip
+    def _eagle_attention(self, eagle: Eagle, embedded: str, state: str, attends: bool) -> tuple[str, str]:
+        """What the block's queries attend to, and what the block adds to."""
+        prefix = f"{EXIT_HEAD}blocks.0."
+        given = ((embedded, "input_layernorm"), (state, "hidden_norm"))
+        normed = [self._norm(x, f"{prefix}{norm}.weight") for x, norm in given]
         read = self._node("Concat", normed, "read", domain="", axis=1)
-        return self._attention(prefix, read, self._geometry.num_layers, block, attends, eagle=True), normed[1]
+        attended = self._attention(prefix, read, self._geometry.num_layers, eagle.block, attends, eagle=True)
+        return attended, normed[1] if eagle.normed_residual else state
 
-    def _eagle_block(self, embedded: str) -> str:
-        assert self._exit.eagle is not None
+    def _eagle_block(self, eagle: Eagle, embedded: str) -> str:
+        """The input of the LM head, after the norm."""
         state = self._states("ParentState", ["tokens", "paths"], "before")
-        attended, normed = self._eagle_attention(embedded, state, attends=True)
-        residual = normed if self._exit.eagle.normed_residual else state
-        x = self._behind_attention(f"{EXIT_HEAD}blocks.0.", attended, residual, self._exit.eagle.block)
-        self._states("WriteState", [x, "tokens"], "written")
-        return x
+        x = self._behind_attention(f"{EXIT_HEAD}blocks.0.", *self._eagle_attention(eagle, embedded, state, True), eagle.block)
+        output = self._norm(x, f"{EXIT_HEAD}norm.weight")
+        self._states("WriteState", [output if eagle.normed_output else x, "tokens"], "written")
+        return output
 
     def _predict_draft(self, x: str) -> list[Any]:
         more = ""
         if self._exit.deep:
             state = self._states("CarryState", ["tokens"], "deep_state")
             more = self._product(state, [self._columns(f"{EXIT_HEAD}{DEEP_IN}.weight")], "more")
-        x = self._eagle_block(x) if self._exit.eagle else x
+        x = self._eagle_block(self._exit.eagle, x) if self._exit.eagle else x
         for block in range(0 if self._exit.eagle else self._exit.blocks):
             last = block == self._exit.blocks - 1
             x = self._block(f"{EXIT_HEAD}blocks.{block}.", x, self._geometry.num_layers + block, more if last else "")
         head = f"{EXIT_HEAD}{LM_HEAD}" if self._exit.own_lm_head else LM_HEAD
-        self._logits(x, head, f"{EXIT_HEAD}norm.weight", 0.0 if self._exit.blocks else self._geometry.logit_cap)
+        norm = "" if self._exit.eagle else f"{EXIT_HEAD}norm.weight"
+        self._logits(x, head, norm, 0.0 if self._exit.blocks else self._geometry.logit_cap)
         ids = self._small(EXIT_HEAD + DRAFT_VOCAB) if self._exit.draft_vocab else self._small()
         outputs = ["topk_ids", "topk_logprobs"]
         self.nodes.append(helper.make_node("TopK", ["logits", ids], outputs, domain=DOMAIN, k=self.manifest.draft_top_k))
@@ -349,9 +350,8 @@ class _Builder:
         joined = self._small(*biases)
         given = [x, self._small(norm) if norm else self._small(), joined, residual or self._small()]
         inputs = [*given, *map(self._packed, parts)]
-        eagle = self._exit.eagle if norm.startswith(EXIT_HEAD) else None
-        epsilon = (eagle.block if eagle else self._geometry).rms_norm_eps
-        return self._node("Product", inputs, name, epsilon=epsilon, gating=gating, matrices=self._numbers(parts))
+        numbers = self._numbers(parts)
+        return self._node("Product", inputs, name, epsilon=self._epsilon(norm), gating=gating, matrices=numbers)
 
     def _find(self, name: str) -> str | None:
         """The name that a weight has in this graph: its own, or that of the draft's copy."""

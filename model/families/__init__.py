@@ -3,6 +3,7 @@
 from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.granite import GRANITE
+from eesd.model.families.hunyuan import HUNYUAN
 from eesd.model.families.llama import LLAMA
 from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.mixtral import MIXTRAL
@@ -15,6 +16,6 @@ from eesd.model.families.qwen3_moe import QWEN3_MOE
 from eesd.model.families.smollm3 import SMOLLM3
 from eesd.model.family import Family
 
-_ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, MIXTRAL, QWEN3_MOE)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in _ALL}
+_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, HUNYUAN)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE)}
 """By ``model_type``."""

@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from eesd.common.geometry import Geometry
-from eesd.common.json_input import Fields
 from eesd.model.family import (
     ChangedTensor,
     Family,
@@ -21,6 +20,7 @@ from eesd.model.family import (
     take_layer_types,
     take_positive,
 )
+from eesd.model.fields import Fields
 
 NAMES = {
     "post_attention_layernorm": "post_self_attn_layernorm",

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from eesd.common.json_input import Fields
 from eesd.model.families.gemma2 import GEMMA2, GGUF_NAMES, query_scalar, take_parts
 from eesd.model.family import (
     LAYER_TYPES,
@@ -17,6 +16,7 @@ from eesd.model.family import (
     take_kinds,
     take_layer_types,
 )
+from eesd.model.fields import Fields
 
 GLOBAL_THETA, LOCAL_THETA = 1e6, 10000.0
 

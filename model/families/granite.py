@@ -10,9 +10,9 @@
 
 from math import frexp
 
-from eesd.common.json_input import Fields
 from eesd.common.weights import FINAL_NORM
 from eesd.model.family import Family, Own, Sizes, attention_biases, take_positive
+from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:

@@ -1,8 +1,8 @@
 """Llama 2 and 3, CodeLlama, SmolLM2, and many others."""
 
 from eesd.common.checks import shown
-from eesd.common.json_input import Fields
 from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases, take_window
+from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:

@@ -1,8 +1,8 @@
 """Mistral: a window over all layers, up to which it is Llama. llama.cpp calls it llama."""
 
 from eesd.common.checks import shown
-from eesd.common.json_input import Fields
 from eesd.model.family import Family, Own, Sizes, take_window
+from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, _: Sizes) -> Own:

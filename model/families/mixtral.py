@@ -7,9 +7,9 @@ from typing import Any
 
 from eesd.common.checks import shown
 from eesd.common.geometry import Experts, Geometry
-from eesd.common.json_input import Fields
 from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
 from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, take_window
+from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, _: Sizes) -> Own:

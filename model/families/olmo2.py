@@ -1,8 +1,8 @@
 """OLMo 2: norms stand behind attention and MLP, and those of queries and keys go over all heads."""
 
 from eesd.common.geometry import Geometry
-from eesd.common.json_input import Fields
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed
+from eesd.model.fields import Fields
 
 NAMES = {"post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
 OLMO2_PARTS = {"norm_before": False, "norm_behind": True, "qk_norm_joint": True}

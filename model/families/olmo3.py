@@ -1,6 +1,5 @@
 """OLMo 3: OLMo 2 with a window in three of four layers, whose rotary embedding is never scaled."""
 
-from eesd.common.json_input import Fields
 from eesd.model.families.olmo2 import OLMO2_PARTS, tensors_of_olmo
 from eesd.model.family import (
     LAYER_TYPES,
@@ -13,6 +12,7 @@ from eesd.model.family import (
     take_kinds,
     take_layer_types,
 )
+from eesd.model.fields import Fields
 
 THETA = 500000.0
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from eesd.common.geometry import Geometry
-from eesd.common.json_input import Fields
 from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, split, take_window
+from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, _: Sizes) -> Own:

@@ -1,7 +1,7 @@
 """Qwen2 and Qwen2.5: biases of q, k and v, and a window that is seldom switched on."""
 
-from eesd.common.json_input import Fields
 from eesd.model.family import Family, Gguf, Own, Sizes, take_layer_types
+from eesd.model.fields import Fields
 
 
 def take_switched_window(fields: Fields, layers: int) -> int | None:

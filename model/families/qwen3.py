@@ -1,8 +1,8 @@
 """Qwen3: norms of queries and keys, and heads of a size of their own."""
 
-from eesd.common.json_input import Fields
 from eesd.model.families.qwen2 import take_switched_window
 from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases
+from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:

@@ -2,8 +2,8 @@
 
 from eesd.common.checks import shown
 from eesd.common.geometry import FULL, UNROTATED
-from eesd.common.json_input import Fields
 from eesd.model.family import Family, Own, Sizes, attention_biases, take_layer_types, take_window
+from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:

@@ -4,8 +4,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
-from itertools import zip_longest
 from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from eesd.controllers.call_costs import CallCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
@@ -21,8 +22,7 @@ PROMPTS_SHARE, FEW_ROWS = 0.7, 8
 rows they take FEW_ROWS / n times as much: n rows leave the processor half idle, and new rows share their calls."""
 LEAST_PART = 0.05
 """Share of a call's time that a piece of a prompt takes at least."""
-LATELY, MOST_STRETCH = 0.1, 3.0
-"""Weight of the last round in what rounds take lately, and the most that one counts, in plain rounds."""
+PLAIN = Drafting()
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
 """Tokens that pieces of prompts beside rows have at most; or as many as the batch's options say."""
 
@@ -35,12 +35,14 @@ class LoadPolicy(Policy):
         self._known: WeakKeyDictionary[Session, Drafting] = WeakKeyDictionary()
         self._prompts = CallCosts()
         """What pieces of prompts add to a round."""
-        self._stretch = 1.0
-        """How much longer a round with its drafts lasts than a plain one, lately."""
+        self.waiting = 0
+        """Requests without a first token, whose prompts have a place in the batch."""
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
         """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost."""
         self._rule.verify_size = cache(partial(_size, self._verify, kv_caches))
+        unequal = [Call(kv_cache, [0] * nodes, (), 0) for nodes, kv_cache in zip((1, 2), kv_caches, strict=False)]
+        self._rule.padded = self._verify.work(unequal).nodes > 3
         if self._draft is not None:
             self._rule.draft_size = cache(partial(_size, self._draft, kv_caches))
         count, started, slots = 1, time.perf_counter(), min(MEASURED_SLOTS, self._verify.manifest.max_seq_len)
@@ -48,7 +50,7 @@ class LoadPolicy(Policy):
             used = kv_caches[:count]
             for kv_cache in used:
                 kv_cache.reserve(slots)
-            for nodes in (1, 2, 4, 8):
+            for nodes in range(1, 9) if count == 1 else (1, 2, 4, 8):
                 if nodes <= min(most_nodes, slots):
                     _measure(self._verify, self._rule.verify, used, nodes, slots)
             if self._draft is not None:
@@ -64,10 +66,11 @@ class LoadPolicy(Policy):
     def prompt_tokens(self, sessions: Sequence[Session], slot: int, most: int) -> int:
         """How many tokens of a prompt, from ``slot`` on, may share the next round of ``sessions``: at most ``most``, and so few
         that many rows wait less than twice as long."""
-        round_time = self._stretch * self._rule.plain_seconds(len(sessions), self._slots(sessions))
+        round_time = self._rule.round_seconds(len(sessions), self._slots(sessions))
         time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sessions), 1)
-        fitting = [count for count in (*PIECES, most) if count <= most and self._prompts.seconds(1, count, slot) <= time_left]
-        return max(fitting, default=min(PIECES[0], most))
+        counts = np.array([*[count for count in PIECES if count < most], most])
+        fitting = int((self._prompts.curve(np.ones_like(counts), counts, slot) <= time_left).sum())
+        return int(counts[max(fitting - 1, 0)])
 
     def _slots(self, sessions: Sequence[Session]) -> float:
         """Slots of the rows, as engines count them."""
@@ -76,7 +79,7 @@ class LoadPolicy(Policy):
     def begin(self, sessions: Sequence[Session]) -> Sequence[Drafting]:
         if not sessions:
             return []
-        self._rule.begin_round(len(sessions), self._slots(sessions))
+        self._rule.begin_round(len(sessions), self._slots(sessions), self.waiting)
         return [self._drafting(session) for session in sessions]
 
     def _drafting(self, session: Session) -> Drafting:
@@ -84,32 +87,32 @@ class LoadPolicy(Policy):
         own = session.drafting
         if own.fixed or (own.drafter is None and own.text is None):
             return own
+        if not self._rule.can_pay:
+            return PLAIN
         found = self._known.get(session)
         if found is None:
             found = self._known[session] = Drafting(
                 replace(own.drafter, controller=RowController(self._rule)) if own.drafter else None,
-                replace(own.text, rule=RowTextRule(self._rule)) if own.text else None,
+                RowTextRule(self._rule) if own.text else None,
             )
         return found
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
         wanting = [current for current in rounds if current.wants_more]
         free = [current for current in wanting if not current.drafting.fixed]
-        if free and not self._is_worth_it(rounds, free, depth):
-            for current in free:
+        if free:
+            free.sort(key=lambda current: _controller(current).chance, reverse=True)
+            reaches = [(row.reach, row.next) for row in map(_controller, free)]
+            count = self._rule.goes_on(reaches, depth, [*map(_values, rounds)])
+            for current in free[count:]:
                 current.wants_more = False
         return [current for current in wanting if current.wants_more]
 
-    def _is_worth_it(self, rounds: Sequence[Round], free: Sequence[Round], depth: int) -> bool:
-        """Whether another level of drafts, of the rounds ``free``, pays."""
-        certain = _sums([_values(current)[depth:] for current in rounds if current not in free])
-        reaches = [(row.reach, row.next) for current in free if (row := _controller(current))]
-        return self._rule.goes_on(reaches, depth, certain)
-
-    def share(self, rounds: Sequence[Round]) -> Share | None:
-        if not rounds:
-            return None
-        return Share(self._rule.levels(_sums([_values(current) for current in rounds])), self._rule.price(1))
+    def shares(self, rounds: Sequence[Round]) -> Sequence[Share | None]:
+        values = [*map(_values, rounds)]
+        if not any(values):
+            return super().shares(rounds)
+        return [Share(levels, self._rule.price) for levels in self._rule.levels(values)]
 
     def drafted(self, rounds: int, seconds: float) -> None:
         self._rule.draft.add(*self._rule.draft_size(rounds, 1), self._rule.slots, seconds)
@@ -119,19 +122,20 @@ class LoadPolicy(Policy):
     ) -> None:
         if not calls:
             return
-        rule, (before, verifying) = self._rule, seconds
+        rule, (drafting, verifying) = self._rule, seconds
         nodes, slots, computed = self._verify.work(calls)
-        if prompts:  # what the call cost without the prompts is not known
-            alone = rule.verify.seconds(computed, nodes / computed, slots)
+        drafted = any(current.error is None and current.tree.steps for current in rounds)
+        if not drafted:  # to decide so is a part of a plain round
+            verifying += drafting
+            drafting = 0.0
+        if prompts:  # each part took as much longer than expected as the other: the machine's pace is that of both
             tokens, behind = sum(len(call.tokens) for call in prompts), max(call.slot for call in prompts)
-            self._prompts.add(1, tokens, behind, max(verifying - alone, LEAST_PART * verifying))
-            verifying = min(verifying, alone)
-        else:
-            rule.verify.add(computed, nodes / computed, slots, verifying)
+            alone, piece = rule.verify.seconds(computed, nodes, slots), self._prompts.seconds(1, tokens, behind)
+            self._prompts.add(1, tokens, behind, verifying * piece / (alone + piece))
+            verifying *= alone / (alone + piece)
+        rule.verify.add(computed, nodes, slots, verifying)
         tokens = sum(len(current.result.tokens) for current in rounds if current.result)
-        rule.observe(any(current.error is None and current.tree.steps for current in rounds), tokens, before + verifying)
-        stretch = (before + verifying) / rule.plain_seconds(rule.rows, rule.slots)
-        self._stretch += LATELY * (min(max(stretch, 1.0), MOST_STRETCH) - self._stretch)
+        rule.observe(drafted, tokens, drafting + verifying)
 
 
 def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int) -> None:
@@ -142,25 +146,19 @@ def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nod
         engine.forward(calls)
         if again:  # the first call prepares the others
             work = engine.work(calls)
-            costs.add(work.rows, work.nodes / work.rows, work.slots, time.perf_counter() - started)
+            costs.add(work.rows, work.nodes, work.slots, time.perf_counter() - started)
 
 
-def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, float]:
-    """The rows that an engine computes for a call of ``rows`` rows with ``nodes`` nodes each, and the nodes of each row."""
+def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, int]:
+    """The rows and nodes that an engine computes for a call of ``rows`` rows with ``nodes`` nodes each."""
     work = engine.work([Call(kv_cache, [0] * nodes, (), 0) for kv_cache in kv_caches[:rows]])
-    return work.rows, work.nodes / work.rows
+    return work.rows, work.nodes
 
 
 def _root_call(session: Session) -> Call:
     """The call of a row that drafts nothing."""
     slot = len(session.tokens) - 1
     return Call(session.kv_cache, session.tokens[-1:], (slot,), slot)
-
-
-def _controller(current: Round) -> RowController | None:
-    """What the rule knows of a row's draft; None: it has none, or a fixed one."""
-    controller = current.drafting.drafter.controller if current.drafting.drafter else None
-    return controller if isinstance(controller, RowController) else None
 
 
 def _values(current: Round) -> Sequence[float]:
@@ -171,10 +169,10 @@ def _values(current: Round) -> Sequence[float]:
         return current.proposal.values[: len(current.tree.nodes) - 1]
     if current.drafting.fixed:
         return [1.0] * current.tree.steps  # whatever they are worth, they are verified
-    controller = _controller(current)
-    return controller.values if controller is not None else []
+    return _controller(current).values
 
 
-def _sums(values: Sequence[Sequence[float]]) -> list[float]:
-    """For each level, the tokens that all rows together expect of it."""
-    return [sum(level) for level in zip_longest(*values, fillvalue=0.0)]
+def _controller(current: Round) -> RowController:
+    """What the rule knows of a row's draft."""
+    assert current.drafting.drafter is not None and isinstance(current.drafting.drafter.controller, RowController)
+    return current.drafting.drafter.controller

@@ -292,6 +292,7 @@ class Scheduler:
         rows = [*self._active]
         self.rounds += bool(rows)
         policy = self._policy_of(bool(pieces))
+        self._policy.waiting = min(len(self._prefilling) + len(self.waiting), self._options.max_rows - len(rows))
         try:
             rounds = run_round(rows, self._engine, policy, pieces)
         except Exception as error:

@@ -1,83 +1,62 @@
-"""The Gumbel noise of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`, made on a device.
+"""Noise on a GPU: the best scores of each row after Gumbel noise, in one kernel in Triton.
 
-Philox4x64-10 (Salmon et al. 2011) maps a counter and a key to four random numbers of 64 bits. torch has no arithmetic of
-unsigned numbers, but sums and products of int64 wrap, so their bits are the same. Only a product's upper 64 bits are made of
-its parts.
+The noise is that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`: Philox4x64-10 counts the token's group of four and
+the position. It exists in registers only. A program finds the best scores of a part of a row; torch joins the few of all parts.
+
+It needs Triton, so it is imported only where that works.
 """
 
-from collections.abc import Sequence
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-BLOCK = 16
-"""Positions whose noise is made together: about 250 small kernels, however many positions there are."""
-ROUNDS = 10
-LOW = 0xFFFFFFFF
+WIDE = 2048
+"""Scores of a program."""
 
 
-def _signed(value: int) -> int:
-    """The int64 with the lower 64 bits of ``value``."""
-    value &= 2**64 - 1
-    return value - 2**64 if value >= 2**63 else value
+@triton.jit(do_not_specialize=["seed", "size"])  # type: ignore[untyped-decorator]
+def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
+    scores, positions, tokens, values, columns, seed, size, COUNT: tl.constexpr, WIDTH: tl.constexpr
+):
+    """A part of a row of :func:`noisy_best`."""
+    row, part = tl.program_id(0), tl.program_id(1)
+    place = tl.arange(0, WIDTH)
+    column = part * WIDTH + place
+    there = column < size
+    token = (column if tokens is None else tl.load(tokens + column, there, 0)).to(tl.uint64)
+    position = tl.load(positions + row).to(tl.uint64)
+    zero = token * 0
+    one, two, three, four = tl.philox_impl(token // 4 + 1, zero, zero + position, zero, zero + seed.to(tl.uint64), zero, 10)
+    number = token % 4
+    bits = tl.where(number < 2, tl.where(number == 0, one, two), tl.where(number == 2, three, four)) >> 12
+    uniform = (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
+    noisy = tl.load(scores + row.to(tl.int64) * size + column, there, -float("inf")) - tl.log(-tl.log(uniform))
+    found = (row.to(tl.int64) * tl.num_programs(1) + part) * COUNT
+    for rank in tl.static_range(COUNT):
+        value, best = tl.max(noisy, 0, return_indices=True)
+        tl.store(values + found + rank, value)
+        tl.store(columns + found + rank, tl.minimum(part * WIDTH + best, size - 1))  # NaN may find a place behind the row
+        noisy = tl.where(place == best, -float("inf"), noisy)
 
 
-MULTIPLIERS = (0xD2E7470EE14C6C93, 0xCA5A826395121157)
-KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
+def noisy_best(scores: Tensor, seed: int, positions: Tensor, tokens: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+    """The best scores after noise.
 
+    Args:
+        scores: [n, V] float64.
+        seed: Of the request.
+        positions: In the text, of the tokens that the rows are for, [n] int64.
+        tokens: The token of each column, [V] int64; None: its number.
+        count: How many to find, at most V.
 
-class DeviceNoise:
-    """The noise of each position of one request on one device."""
-
-    def __init__(self, seed: int, size: int, device: torch.device) -> None:
-        """``size`` is V."""
-        self._seed, self._size, self._device = seed, size, device
-        self._blocks: dict[int, Tensor] = {}
-        """By number of the block: noise [BLOCK, V]."""
-
-    def rows(self, positions: list[int], first: int) -> Tensor:
-        """g [n, V] float64 for the tokens at ``positions``. None before ``first`` will be asked for again."""
-        self._blocks = {number: block for number, block in self._blocks.items() if number >= first // BLOCK}
-        return torch.stack([self._block(position // BLOCK)[position % BLOCK] for position in positions])
-
-    def _block(self, number: int) -> Tensor:
-        if number not in self._blocks:
-            bits = random_bits(self._seed, number * BLOCK, BLOCK, self._size, self._device)
-            self._blocks[number] = -torch.log(-torch.log((bits.double() + 0.5) * 2.0**-52))
-        return self._blocks[number]
-
-
-def random_bits(seed: int, first: int, count: int, size: int, device: torch.device) -> Tensor:
-    """The 52 random bits of each token at ``count`` positions from ``first`` on, [count, size] int64.
-
-    They are those of ``numpy.random.Philox(key=[seed, 0], counter=[0, 0, position, 0])``, whose counter is one higher when the
-    first numbers are made.
+    Returns:
+        The noisy scores [n, count], best first, and their columns.
     """
-    groups = -(-size // 4)
-    shape = (count, groups)
-    index = torch.arange(1, groups + 1, device=device).expand(shape)
-    position = torch.arange(first, first + count, device=device)[:, None].expand(shape)
-    even, odd = torch.stack((index, position)), torch.zeros((2, *shape), dtype=torch.int64, device=device)
-    key = [seed, 0]
-    for _ in range(ROUNDS):
-        high, low = _products(even)
-        even, odd = high.flip(0) ^ odd ^ _pair(key, device), low.flip(0)
-        key = [part + step for part, step in zip(key, KEY_STEPS, strict=True)]
-    numbers = torch.stack((even[0], odd[0], even[1], odd[1]), -1).reshape(count, 4 * groups)[:, :size]
-    return (numbers >> 12) & (2**52 - 1)
-
-
-def _pair(values: Sequence[int], device: torch.device) -> Tensor:
-    """Two numbers of 64 bits as int64 [2, 1, 1]. Filled on the device: a copy from the host would wait."""
-    return torch.stack([torch.full((1, 1), _signed(value), dtype=torch.int64, device=device) for value in values])
-
-
-def _products(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """The upper and the lower 64 bits of the products of ``factors`` [2, ...] and the two multipliers."""
-    device = factors.device
-    own_high, own_low = factors >> 32 & LOW, factors & LOW
-    high, low = _pair([value >> 32 for value in MULTIPLIERS], device), _pair([value & LOW for value in MULTIPLIERS], device)
-    middle = own_high * low + (own_low * low >> 32 & LOW)
-    other = own_low * high + (middle & LOW)
-    upper = own_high * high + (middle >> 32 & LOW) + (other >> 32 & LOW)
-    return upper, factors * _pair(MULTIPLIERS, device)
+    rows, size = scores.shape
+    shape = rows, triton.cdiv(size, WIDE), count
+    values = torch.empty(shape, dtype=torch.float64, device=scores.device)
+    columns = torch.empty(shape, dtype=torch.int64, device=scores.device)
+    _noisy_best[shape[:2]](scores.contiguous(), positions, tokens, values, columns, seed, size, COUNT=count, WIDTH=WIDE)
+    best, places = values.flatten(1).topk(count)
+    return best, columns.flatten(1).gather(1, places)

@@ -4,13 +4,15 @@ Only numbers of the candidates go to the host. The host's samplers are the defin
 
 * The penalty (float32), the shift by the maximum, the temperature and the k-th largest score are single IEEE operations,
   comparisons and moves, so both sides have the same bits.
-* The uniform numbers have the same bits (:mod:`~eesd.runtime.decoding.device_noise`).
+* The uniform numbers have the same bits: Philox4x64-10 (Salmon et al. 2011), in a kernel that needs Triton
+  (:mod:`~eesd.runtime.decoding.device_noise`). Without it the host chooses.
 * Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a token that can win. So where
   :data:`NEAR` or less decides (between the best two noisy scores, at the edge of a filter), or something is not finite, the
   choice is marked as uncertain, and the host makes it from the logits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import cache
 from math import inf, log
 
 import numpy as np
@@ -18,29 +20,47 @@ import torch
 from torch import Tensor
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
-from eesd.runtime.decoding.device_noise import DeviceNoise
-from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.sampling import GumbelNoise, Sampling
+from eesd.runtime.engines.base import Choose
 
 NEAR = 1e-9
 """Far above what rounding changes. A token's choice is that close once in about a billion tokens."""
 
 
-class DeviceScores:
-    """From logits on a device to scores, with all options of a request but the noise."""
+class DeviceSampler:
+    """Chooses the tokens of one request, greedily or coupled."""
 
     def __init__(self, sampling: Sampling, columns: DraftColumns) -> None:
         """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
         self._sampling, self._columns = sampling, columns
         self._seen: dict[tuple[torch.device, bool], _Seen] = {}
-        self._ids: dict[torch.device, Tensor] = {}
+        self._tokens: dict[torch.device, Tensor] = {}
 
-    def ids(self, size: int, device: torch.device) -> Tensor:
-        """The tokens of the draft's columns, [size]."""
-        if device not in self._ids:
-            self._ids[device] = to_device(self._columns.tokens(range(size)), device)
-        return self._ids[device]
+    def chooser(self, tokens: Sequence[int], paths: Sequence[list[int]], count: int) -> Choose:
+        """What to run on logits.
 
-    def penalized(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool) -> Tensor:
+        Args:
+            tokens: Everything committed.
+            paths: For each row of logits, the drafted tokens behind it.
+            count: Proposals for each row, from the draft's logits. 0: the verifier's token.
+
+        Returns:
+            A function from logits [n, V] float32 to float64: for the draft [n, 3, count + 1] (columns, best first, their
+            log-probabilities, and these with noise), else [n, 2] (token, and 1 if it is certainly the host's). None where the
+            device makes no noise.
+        """
+
+        def choose(logits: Tensor) -> Tensor | None:
+            if not self._sampling.greedy and not makes_noise(logits.device):
+                return None
+            penalized = self._penalized(logits, tokens, paths, drafts=count > 0)
+            if self._sampling.greedy:
+                return _likeliest(penalized, count)
+            return self._noisiest(penalized, [len(tokens) + len(path) for path in paths], count)
+
+        return choose
+
+    def _penalized(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool) -> Tensor:
         """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path; ``drafts``: those of the draft."""
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
@@ -52,52 +72,42 @@ class DeviceScores:
         factor = _scalar(penalty, logits)
         return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
 
-    def filtered(
-        self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Apply the penalty, the temperature, top-k, top-p and min-p; see :func:`_filtered` for what it returns."""
-        scores = self.penalized(logits, tokens, paths, drafts).double()
-        scores -= scores.amax(-1, keepdim=True)
-        return _filtered(scores / _scalar(self._sampling.temperature, scores), self._sampling)
+    def _noisiest(self, logits: Tensor, positions: Sequence[int], count: int) -> Tensor:
+        """What :meth:`chooser` says, with noise for the tokens at ``positions``."""
+        from eesd.runtime.decoding.device_noise import noisy_best
 
-
-class DeviceSampler:
-    """Chooses the tokens of one request, greedily or coupled."""
-
-    def __init__(self, sampling: Sampling, vocab_size: int, columns: DraftColumns) -> None:
-        """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
-        self._sampling, self._vocab_size = sampling, vocab_size
-        self._scores = DeviceScores(sampling, columns)
-        self._noise: dict[torch.device, DeviceNoise] = {}
-
-    def chooser(self, tokens: Sequence[int], paths: Sequence[list[int]], count: int) -> Callable[[Tensor], Tensor]:
-        """What to run on logits.
-
-        Args:
-            tokens: Everything committed.
-            paths: For each row of logits, the drafted tokens behind it.
-            count: Proposals for each row, from the draft's logits. 0: the verifier's token.
-
-        Returns:
-            A function from logits [n, V] float32 to float64: for the draft [n, 3, count + 1] (columns, best first, their
-            log-probabilities, and these with noise), else [n, 2] (token, and 1 if it is certainly the host's).
-        """
-
-        def choose(logits: Tensor) -> Tensor:
-            if self._sampling.greedy:
-                return _likeliest(self._scores.penalized(logits, tokens, paths, drafts=count > 0), count)
-            noise = self._noise_for(logits, tokens, paths)
-            return _noisiest(*self._scores.filtered(logits, tokens, paths, drafts=count > 0), noise, count)
-
-        return choose
-
-    def _noise_for(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]]) -> Tensor:
-        """The noise of each column of each row."""
         device, size = logits.device, logits.shape[-1]
-        if device not in self._noise:
-            self._noise[device] = DeviceNoise(self._sampling.seed or 0, self._vocab_size, device)
-        rows = self._noise[device].rows([len(tokens) + len(path) for path in paths], first=len(tokens))
-        return rows if size == self._vocab_size else rows.index_select(1, self._scores.ids(size, device))
+        if count and device not in self._tokens:
+            self._tokens[device] = to_device(self._columns.tokens(range(size)), device)
+        scores = logits.double()
+        scores -= scores.amax(-1, keepdim=True)
+        scores, sure, clear = _filtered(scores / _scalar(self._sampling.temperature, scores), self._sampling)
+        scores = scores.log_softmax(-1) if count else scores
+        places, tokens = to_device(positions, device), self._tokens[device] if count else None
+        best, columns = noisy_best(scores, self._sampling.seed or 0, places, tokens, min(max(count, 1) + 1, size))
+        if count:
+            return torch.stack((columns.double(), scores.gather(-1, columns), best), -2)
+        certain = best[:, 0] - best[:, -1] > NEAR
+        if sure is not None:
+            certain &= sure.gather(-1, columns[:, :1])[:, 0]
+        if clear is not None:
+            certain &= clear
+        return torch.stack((columns[:, 0].double(), certain.double()), -1)
+
+
+@cache
+def makes_noise(device: torch.device) -> bool:
+    """Whether a device makes the host's noise: it is tried, as in :func:`~.torch_quantized.fault_of_kernel`."""
+    size, seed, positions = 9, 2**62 + 3, [5, 2**33]
+    try:
+        from eesd.runtime.decoding.device_noise import noisy_best
+
+        scores = torch.zeros((2, size), dtype=torch.float64, device=device)
+        values, columns = noisy_best(scores, seed, to_device(positions, device), None, size)
+        found = torch.zeros_like(scores).scatter(1, columns, values).cpu().numpy()
+    except Exception:  # a compiler, a driver or a file system can fail in any way; then the host chooses
+        return False
+    return np.allclose(found, [GumbelNoise(seed, size).at(position) for position in positions], rtol=1e-12, atol=1e-13)
 
 
 class _Seen:
@@ -139,29 +149,10 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     """What :meth:`DeviceSampler.chooser` says, without noise."""
     if count:
         logprobs = logits.double().log_softmax(-1)
-        return _candidates(logprobs, logprobs, count)
+        best, columns = logprobs.topk(min(count + 1, logprobs.shape[-1]))  # one more, for the last margin
+        return torch.stack((columns.double(), best, best), -2)
     best = logits.argmax(-1, keepdim=True)
     return torch.cat((best.double(), (logits.gather(-1, best) < torch.inf).double()), -1)  # the host refuses others
-
-
-def _noisiest(scores: Tensor, sure: Tensor | None, clear: Tensor | None, noise: Tensor, count: int) -> Tensor:
-    """What :meth:`DeviceSampler.chooser` says, from what :func:`_filtered` returns."""
-    if count:
-        logprobs = scores.log_softmax(-1)
-        return _candidates(logprobs, logprobs + noise, count)
-    best, tokens = (scores + noise).topk(min(2, scores.shape[-1]))
-    certain = best[:, 0] - best[:, -1] > NEAR
-    if sure is not None:
-        certain &= sure.gather(-1, tokens[:, :1])[:, 0]
-    if clear is not None:
-        certain &= clear
-    return torch.stack((tokens[:, 0].double(), certain.double()), -1)
-
-
-def _candidates(logprobs: Tensor, noisy: Tensor, count: int) -> Tensor:
-    """The best columns, one more than ``count``, for the last margin."""
-    best, columns = noisy.topk(min(count + 1, noisy.shape[-1]))
-    return torch.stack((columns.double(), logprobs.gather(-1, columns), best), -2)
 
 
 def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.controllers import DraftStep
+from eesd.controllers import DraftStep, SiblingLabel
 from eesd.controllers.text_rule import combined
-from eesd.controllers.tree_budget import SiblingLabel, TreeBudget
+from eesd.controllers.tree_budget import TreeBudget
 
 CANDIDATES = 4
 """Children proposed for a node when a budget chooses among them. Of the bundled model's greedy tokens 82 % are the first

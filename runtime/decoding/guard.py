@@ -32,27 +32,25 @@ SLOWER = 1.3
 
 
 class Prices:
-    """What parts of rounds cost in plain steps, by a count: medians, which stalls of the machine do not move."""
+    """What parts of rounds cost in plain steps, by a count.
+
+    Attributes:
+        medians: The prices: medians, which stalls of the machine do not move.
+    """
 
     def __init__(self) -> None:
+        self.medians = {0: 0.0}
         self._samples: dict[int, deque[float]] = {}
-        self._medians = {0: 0.0}
 
     def add(self, count: int, price: float) -> None:
         """Note one. Only the last ones count; of few, the least: nothing makes a call fast."""
         samples = self._samples.setdefault(count, deque(maxlen=4 * NEAR + 1))
         samples.append(price)
-        self._medians[count] = median_low(samples) if len(samples) >= NEAR else min(samples)
+        self.medians[count] = median_low(samples) if len(samples) >= NEAR else min(samples)
 
     def forget(self) -> None:
         """Let the next samples alone make the prices; until they come, the old prices hold."""
         self._samples.clear()
-
-    def __contains__(self, count: int) -> bool:
-        return count in self._medians
-
-    def __getitem__(self, count: int) -> float:
-        return self._medians[count]
 
 
 class Account:
@@ -60,12 +58,10 @@ class Account:
 
     Attributes:
         paused: Whether it is paused now.
-        pauses: Number of pauses so far.
     """
 
     def __init__(self, draft: Prices, verify: Prices) -> None:
         self.paused = False
-        self.pauses = 0
         self._draft, self._verify = draft, verify
         self._rounds: dict[tuple[int, int], float] = {}
         """How many of the remembered rounds had so many draft steps and nodes."""
@@ -79,23 +75,24 @@ class Account:
         rounds = sum(self._rounds.values())
         if not rounds:
             return 0.0
-        cost = sum(weight * (self._draft[steps] + self._verify[nodes]) for (steps, nodes), weight in self._rounds.items())
+        draft, verify = self._draft.medians, self._verify.medians
+        cost = sum([weight * (draft[steps] + verify[nodes]) for (steps, nodes), weight in self._rounds.items()])
         return (self._expected - cost) / rounds + self._luck / (rounds + DOUBT) - MARGIN
 
-    def drafted(self, outcome: RoundOutcome, expected: float) -> None:
-        """Note a round of this drafter, and the tokens that such a round brings on average."""
+    def drafted(self, outcome: RoundOutcome) -> bool:
+        """Note a round of this drafter. Returns whether a pause begins."""
         self._forget(1.0)
         shape = outcome.steps, outcome.nodes
         self._rounds[shape] = self._rounds.get(shape, 0.0) + 1
-        self._expected += expected
-        self._luck += outcome.accepted + 1 - expected
+        self._expected += outcome.expected
+        self._luck += outcome.accepted + 1 - outcome.expected
         self._rounds_seen += 1
         self._budget = min(max(self._budget + self.gain, -2 * STAKE), MOST)
         if self._rounds_seen == PATIENCE:  # by now prices are known
             self._budget = max(self._budget, STAKE + PATIENCE * self.gain)
-        if self._budget < 0 and self._rounds_seen >= PATIENCE:
-            self.paused = True
-            self.pauses += 1
+        pauses = self._budget < 0 and self._rounds_seen >= PATIENCE
+        self.paused = self.paused or pauses
+        return pauses
 
     def earn(self, tokens: int) -> None:
         """Add the allowance for tokens of any round. A pause ends when it pays for a trial."""
@@ -114,12 +111,16 @@ class Account:
 class Guard:
     """Allows a drafter while its account is not overdrawn.
 
-    Call :meth:`allows` at the start of a round and :meth:`record` at its end. Tokens are counted, and need no estimate but that
-    of luck. Seconds are noisy, and change with the load of the machine. So no round is charged what it took: a round is charged
-    the median *price* of such rounds, in plain steps, and prices are measured only close to plain rounds, in the same load.
+    Tokens are counted, and need no estimate but that of luck. Seconds are noisy, and change with the load of the machine. So no
+    round is charged what it took: a round is charged the median *price* of such rounds, in plain steps, and prices are measured
+    only close to plain rounds, in the same load.
+
+    Attributes:
+        pauses: Number of pauses so far.
     """
 
     def __init__(self) -> None:
+        self.pauses = 0
         self._draft, self._verify = Prices(), Prices()
         """By draft steps, and by nodes (with all that a round does beside its draft)."""
         self._accounts = {name: Account(self._draft, self._verify) for name in (EXIT_HEAD, TEXT)}
@@ -127,8 +128,8 @@ class Guard:
         """Seconds of plain rounds since the last draft, but for the first: the draft took the processor's caches from it."""
         self._plain_step = 0.0
         """Seconds of a plain round; 0 while unknown."""
-        self._recent: deque[tuple[RoundOutcome, float]] = deque(maxlen=NEAR)
-        """The last drafting rounds and their seconds."""
+        self._recent: deque[RoundOutcome] = deque(maxlen=NEAR)
+        """The last drafting rounds."""
         self._pace: deque[float] = deque(maxlen=2 * NEAR)
         """How many times their usual seconds the last drafting rounds took."""
         self._drafts_since = 0
@@ -138,24 +139,19 @@ class Guard:
         """Plain rounds that the probe still needs."""
         self._behind_draft = True
 
-    @property
-    def pauses(self) -> int:
-        """Number of pauses so far."""
-        return sum(account.pauses for account in self._accounts.values())
-
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the bonus token, as far as is
         known without drafting. While plain decoding is measured, nothing may draft."""
         return not self._probing and (sure >= SURE or not self._accounts[drafter].paused)
 
-    def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
-        """Note a committed round, the tokens that such a round brings as far as is known, and the seconds of all of it."""
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Note a committed round."""
         if not outcome.nodes:
-            self._measure_plain(seconds)
+            self._measure_plain(outcome.seconds)
         elif self._plain_step:
-            self._measure_draft(outcome, seconds)
+            self._measure_draft(outcome)
             account = self._accounts[EXIT_HEAD if outcome.steps else TEXT]
-            account.drafted(outcome, expected)
+            self.pauses += account.drafted(outcome)
             if account.paused:  # the trial after the pause is not judged by the load before it
                 (self._draft if outcome.steps else self._verify).forget()
         for account in self._accounts.values():
@@ -170,28 +166,29 @@ class Guard:
         self._plain.append(seconds)
         if len(self._plain) >= PROBE - 1:
             self._plain_step = median(self._plain)
-            for outcome, taken in self._recent:
-                self._compare(outcome, taken)
+            for outcome in self._recent:
+                self._compare(outcome)
             self._recent.clear()
             self._pace.clear()
             self._drafts_since = 0
 
-    def _measure_draft(self, outcome: RoundOutcome, seconds: float) -> None:
+    def _measure_draft(self, outcome: RoundOutcome) -> None:
+        draft, verify = self._draft.medians, self._verify.medians
         self._behind_draft = True
         self._drafts_since += 1
-        if self._drafts_since <= NEAR or outcome.steps not in self._draft or outcome.nodes not in self._verify:
-            self._compare(outcome, seconds)
-        self._recent.append((outcome, seconds))
-        usual = self._plain_step * (self._draft[outcome.steps] + self._verify[outcome.nodes])
-        self._pace.append(seconds / usual)
+        if self._drafts_since <= NEAR or outcome.steps not in draft or outcome.nodes not in verify:
+            self._compare(outcome)
+        self._recent.append(outcome)
+        usual = self._plain_step * (draft[outcome.steps] + verify[outcome.nodes])
+        self._pace.append(outcome.seconds / usual)
         changed = len(self._pace) == 2 * NEAR and not 1 / SLOWER < median(self._pace) < SLOWER
         if changed or self._drafts_since >= self._interval:
             self._probing = PROBE
             self._interval = FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
 
-    def _compare(self, outcome: RoundOutcome, seconds: float) -> None:
+    def _compare(self, outcome: RoundOutcome) -> None:
         """Note the price of a drafting round that is close to plain ones."""
+        drafting = outcome.draft_seconds if outcome.steps else 0.0
         if outcome.steps:
-            self._draft.add(outcome.steps, outcome.draft_seconds / self._plain_step)
-            seconds -= outcome.draft_seconds
-        self._verify.add(outcome.nodes, seconds / self._plain_step)
+            self._draft.add(outcome.steps, drafting / self._plain_step)
+        self._verify.add(outcome.nodes, (outcome.seconds - drafting) / self._plain_step)

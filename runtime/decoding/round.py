@@ -3,20 +3,21 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import isnan
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
-
-import numpy as np
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN
+from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
 from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT, Guard
 from eesd.runtime.decoding.samplers import AcceptResult
-from eesd.runtime.decoding.text_drafter import NOTHING, TextDrafter, TextProposal
+from eesd.runtime.decoding.text_drafter import NOTHING, TextProposal
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
 
 if TYPE_CHECKING:
@@ -36,10 +37,10 @@ class RoundResult:
         finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None: call ``step`` again.
         from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
         rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
-        outcome: What was judged, also behind the end of the text: what all that learn are told.
+        outcome: What was judged, also behind the end of the text: the observers of the round get it.
         levels: Deepest level that was verified, of tokens from the draft or from the text.
         drafting: Whether the round was allowed to draft.
-        draft_seconds, seconds: Time in the draft engine, and of the whole round.
+        draft_seconds: Time in the draft engine.
     """
 
     tokens: list[int]
@@ -51,7 +52,6 @@ class RoundResult:
     levels: int = field(compare=False)
     drafting: bool = field(compare=False)
     draft_seconds: float = field(compare=False)
-    seconds: float = field(compare=False)
 
 
 @dataclass(frozen=True)
@@ -72,26 +72,33 @@ class Drafting:
 
     Attributes:
         drafter: How the exit head drafts; None: not at all.
-        text: How the text drafts; None: not at all.
+        text: Says how much of what the text proposes is verified; None: the text does not draft.
         guard: Pauses a drafter that loses time; None: no drafter is paused.
         value: What rounds cost and are worth, which controller, budget and text rule share; None: nothing needs it.
         fixed: Whether every round must draft and verify the same, because tokens depend on it: with rejection sampling.
     """
 
     drafter: Drafter | None = None
-    text: TextDrafter | None = None
+    text: TextRule | None = None
     guard: Guard | None = None
     value: RoundValue | None = None
     fixed: bool = False
 
+    @cached_property
+    def rules(self) -> list[Controller | TreeBudget | TextRule]:
+        """Controller, budget and text rule, as far as there are any."""
+        of_head = (self.drafter.controller, self.drafter.budget) if self.drafter is not None else ()
+        return [rule for rule in (*of_head, self.text) if rule is not None]
+
+    @cached_property
+    def observers(self) -> list[RoundValue | Controller | TreeBudget | TextRule | Guard]:
+        """All that learn from each committed round, in this order: the rules share the value."""
+        return [one for one in (self.value, *self.rules, self.guard) if one is not None]
+
     def begin_request(self) -> None:
-        """Tell all that learn that another text begins."""
-        if self.drafter is not None:
-            self.drafter.controller.begin_request()
-            if self.drafter.budget is not None:
-                self.drafter.budget.begin_request()
-        if self.text is not None:
-            self.text.rule.begin_request()
+        """Tell the rules that another text begins."""
+        for rule in self.rules:
+            rule.begin_request()
 
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         """Whether the guard lets this drafter draft now; see :meth:`Guard.allows`."""
@@ -113,7 +120,6 @@ class Round:
         started: Time at which the round began, in seconds.
         most_depth: Levels that may be drafted.
         most_nodes: Nodes that may be verified besides the root.
-        copied: Tokens of the text that the draft begins with.
         length: Draft steps, if the controller knows them; None: it is asked after each.
         wants_more: Whether another draft step is wanted.
         draft_seconds: Time in the draft engine.
@@ -131,7 +137,6 @@ class Round:
     started: float = 0.0
     most_depth: int = 0
     most_nodes: int = 0
-    copied: int = 0
     length: int | None = None
     wants_more: bool = False
     draft_seconds: float = 0.0
@@ -161,18 +166,11 @@ class Round:
         self.proposal = proposal = self._proposal(self.drafting.text, self.most_depth)
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
         self.tree = DraftTree(session.tokens[-1], self.most_nodes, width, budget, session.engines.in_place)
-        copied = self.copied = self._copied() if proposal.tokens else 0
-        if copied:
+        if proposal.tokens and (copied := self._copied()):
             self.tree.follow_text(proposal.tokens[:copied])
-        if drafter is None:
-            return
-        if not copied:
+        elif drafter is not None:
             self.length = drafter.controller.begin_round(width)
             self.wants_more = self.length != 0
-        elif proposal.steps and budget is None and copied < self.most_depth and not drafter.engine.chooses:
-            # Plans of drafts take one node a call, so devices draft where nothing is copied.
-            self.wants_more = drafter.controller.begin_after_text(width, proposal.values[:copied])
-            self.tree.frontier = self.tree.nodes[-1:]
 
     def next_draft(self) -> Call:
         """The call of the next draft step."""
@@ -182,7 +180,7 @@ class Round:
         if not tree.steps:
             session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
         session.drafted_to = max(session.drafted_to, len(session.tokens) - 1 + len(tree.nodes))
-        first = tree.frontier[0].index if tree.steps else 0  # the first step also reads tokens of the text
+        first = tree.frontier[0].index
         call = session.call(tree.nodes, first)
         if self.drafter.engine.chooses:
             return call._replace(choose=session.sampler.chooser(tree.nodes[first:], tree.branching))
@@ -196,8 +194,6 @@ class Round:
         assert drafter is not None
         chain, steps = drafter.engine.draft_chain, self.length or drafter.controller.steps_at_once
         if chain is None or not steps or drafter.tree_width > 1 or not session.sampler.proposes_top_tokens:
-            return False
-        if self.copied and not tree.steps:  # the first step also reads tokens of the text
             return False
         session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
         started, last = time.perf_counter(), tree.frontier[0]
@@ -213,8 +209,7 @@ class Round:
         assert self.drafter is not None
         tree, controller = self.tree, self.drafter.controller
         self.draft_seconds += seconds
-        first = 0 if tree.steps else tree.frontier[0].index
-        for row in range(first, first + levels):
+        for row in range(levels):
             step = self._grow(tree, outputs, row)
             ends = step is None or tree.frontier[0].depth >= self.most_depth or tree.is_full
             self.wants_more = not ends and step is not None and controller.keep_drafting(step)
@@ -244,7 +239,7 @@ class Round:
             seconds: Of this call.
         """
         session = self.session
-        tree, nodes, tokens = self.tree, self.nodes, session.tokens
+        tree, tokens = self.tree, session.tokens
         session.drafted_to = 0  # verify wrote their slots
         path, bonus = session.sampler.accept(tree.root, outputs)
         if session.engines.in_place:
@@ -253,52 +248,49 @@ class Round:
             session.kv_cache.compact(len(tokens), [len(tokens) - 1 + node.index for node in path])
 
         chosen = [*[node.token for node in path], bonus]
-        outcome = RoundOutcome(
-            steps=tree.steps,
-            draft_seconds=self.drafted_at - self.started,
-            depth=max([0, *[node.depth - self.copied for node in nodes if not node.from_text]]),
-            nodes=len(nodes) - 1,
-            verify_seconds=seconds,
-            accepted=len(path),
-            num_expanded=sum([node.expanded for node in path]),
-            copied=self.copied if tree.steps else 0,
-            first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
-        )
+        outcome = self._outcome(path, chosen, seconds)
         result = self._result(outcome, path, chosen)
         committed_at, stats = time.perf_counter(), session.stats.with_round(result)
         # The commit: one statement behind everything that may raise. No signal is handled within it.
         session.tokens, session.stats, session.finish_reason = [*tokens, *result.tokens], stats, result.finish_reason
 
-        self._learn(outcome, chosen)
+        guard = self.drafting.guard
+        pauses = guard.pauses if guard is not None else 0
+        for one in self.drafting.observers:  # also if they were not allowed to draft or to copy
+            one.observe(outcome)
+        if guard is not None:
+            session.stats.guard_pauses += guard.pauses - pauses
         session.stats.host_seconds += time.perf_counter() - committed_at
         if session.observer is not None:
             session.observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
         return result
 
-    def _learn(self, outcome: RoundOutcome, chosen: Sequence[int]) -> None:
-        """Tell all that decide about a committed round, also if they were not allowed to draft or to copy."""
-        drafter, text, guard = self.drafting.drafter, self.drafting.text, self.drafting.guard
-        proposal = self.proposal
-        expected = 1 + sum(proposal.values[: outcome.nodes])
-        if self.drafting.value is not None:  # before the rules that share it
-            self.drafting.value.observe(outcome)
-        if drafter is not None:
-            if outcome.steps:
-                expected = drafter.controller.expected_tokens(outcome)
-            drafter.controller.observe(outcome)
-            if drafter.budget is not None:
-                drafter.budget.observe(self.tree.labels(chosen), outcome)
-        if text is not None:
-            pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
-            right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
-            judged = min(right + 1, len(proposal.tokens), len(chosen))
-            text.rule.observe(proposal.steps, right, judged, outcome)
-        if guard is not None:
-            pauses = guard.pauses
-            guard.record(outcome, expected, time.perf_counter() - self.started)
-            self.session.stats.guard_pauses += guard.pauses - pauses
+    def _outcome(self, path: Sequence[Node], chosen: Sequence[int], seconds: float) -> RoundOutcome:
+        """What the accepted ``path`` and the ``chosen`` tokens say of the round, whose verify call took ``seconds``."""
+        tree, nodes, proposal, drafter = self.tree, self.nodes, self.proposal, self.drafting.drafter
+        depth = max([node.depth for node in nodes if not node.from_text])
+        expected: float | None = 1 + sum(proposal.values[: len(nodes) - 1])
+        if drafter is not None and tree.steps:
+            expected = drafter.controller.expected_tokens(depth)
+        pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
+        right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
+        return RoundOutcome(
+            steps=tree.steps,
+            draft_seconds=self.drafted_at - self.started,
+            depth=depth,
+            nodes=len(nodes) - 1,
+            verify_seconds=seconds,
+            accepted=len(path),
+            num_expanded=sum([node.expanded for node in path]),
+            first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
+            expected=len(chosen) if expected is None else expected,
+            seconds=time.perf_counter() - self.started,
+            labels=tree.labels(chosen) if drafter is not None and drafter.budget is not None else (),
+            proposed=proposal.steps[: min(right + 1, len(chosen))],
+            right=right,
+        )
 
-    def _add_text(self, text: TextDrafter, joins: bool) -> None:
+    def _add_text(self, text: TextRule, joins: bool) -> None:
         """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
         tree = self.tree
         if joins:
@@ -309,9 +301,9 @@ class Round:
         if joins:
             tree.join_text(best, behind.tokens, behind.chances)
         else:
-            tree.follow_text(behind.tokens[: text.rule.count_behind(behind.values, len(tree.nodes) - 1)])
+            tree.follow_text(behind.tokens[: text.count_behind(behind.values, len(tree.nodes) - 1)])
 
-    def _proposal(self, text: TextDrafter | None, most: int) -> TextProposal:
+    def _proposal(self, text: TextRule | None, most: int) -> TextProposal:
         """What must follow the root, or what the text proposes, at most ``most`` tokens: they are judged in every round, also
         where they are not verified."""
         session = self.session
@@ -326,7 +318,7 @@ class Round:
             return len(proposal.tokens)  # nothing else may follow
         if text is None:
             return 0
-        count = text.rule.count(proposal.values, self.drafter is not None)
+        count = text.count(proposal.values, self.drafter is not None)
         return count if self.drafting.allows(TEXT, sum(proposal.values[:count])) else 0
 
     def _max_depth(self) -> int:
@@ -341,7 +333,7 @@ class Round:
         numbers propose nothing, and so end the draft."""
         first = tree.frontier[0].index - row
         told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
-        if told is not None and np.isnan(told).any():
+        if told is not None and isnan(told.min()):
             return tree.grow([[] for _ in tree.frontier])
         propose, count = self.session.sampler.propose, tree.branching
         return tree.grow([propose(node, outputs, node.index - first, count) for node in tree.frontier])
@@ -362,7 +354,6 @@ class Round:
             levels=max([node.depth for node in self.nodes]),
             drafting=self.drafter is not None or len(self.nodes) > 1,
             draft_seconds=self.draft_seconds,
-            seconds=time.perf_counter() - self.started,
         )
 
 
@@ -386,9 +377,9 @@ class Policy:
         """The rounds that draft another level, after ``depth`` levels. An empty list ends all drafts."""
         return [current for current in rounds if current.wants_more]
 
-    def share(self, rounds: Sequence[Round]) -> Share | None:
+    def shares(self, rounds: Sequence[Round]) -> Sequence[Share | None]:
         """What of each draft is verified, except where drafting is fixed; None: what is worth it for a request alone."""
-        return None
+        return [None] * len(rounds)
 
     def drafted(self, rounds: int, seconds: float) -> None:
         """Learn that a draft call took ``seconds``, for so many ``rounds`` together."""
@@ -401,7 +392,7 @@ class Policy:
         Args:
             rounds: All.
             calls: Of the rounds that did not fail before.
-            seconds: Before the verify call, and from there on.
+            seconds: Of drafting, and of the rest of the round.
             prompts: Of the pieces of prompts that ran with it.
         """
 
@@ -424,9 +415,11 @@ def run_round(
     rounds = [Round(session, drafting) for session, drafting in zip(sessions, policy.begin(sessions), strict=True)]
     for current in rounds:
         _alone(current, current.begin)
+    began = time.perf_counter()
     draft(rounds, policy)
-    share = policy.share(rounds)
-    calls = [call for current in rounds if (call := _alone(current, current.complete, share))]
+    drafting = time.perf_counter() - began
+    shares = zip(rounds, policy.shares(rounds), strict=True)
+    calls = [call for current, share in shares if (call := _alone(current, current.complete, share))]
     planned = [current for current in rounds if current.error is None]
     called = time.perf_counter()
     every = [*calls, *[piece.call for piece in pieces]]
@@ -436,7 +429,7 @@ def run_round(
         current.result = _alone(current, current.commit, output, seconds)
     for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
         _alone(piece, piece.session.add_piece, piece.call, output, seconds)
-    policy.verified(rounds, calls, (called - started, time.perf_counter() - called), every[len(calls) :])
+    policy.verified(rounds, calls, (drafting, time.perf_counter() - started - drafting), every[len(calls) :])
     return rounds
 
 

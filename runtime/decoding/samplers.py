@@ -10,9 +10,8 @@ the tree and says which path is accepted and which token comes after it, the bon
   else it draws from the normalised positive part of p - q. A tree proposes the most likely tokens of q and accepts child x with
   probability p(x); else it removes x from p, renormalises, and tries the next sibling.
 
-Where logits are on a device, all three choose there, the same tokens (:mod:`~eesd.runtime.decoding.device_sampler`,
-:mod:`~eesd.runtime.decoding.device_rejection`). Constraints, a logit bias, and
-penalties that count are applied on the host.
+Where logits are on a device, the first two choose there, the same tokens (:mod:`~eesd.runtime.decoding.device_sampler`).
+Constraints, a logit bias, penalties that count, and rejection sampling fetch the logits to the host.
 
 With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals are chosen among columns;
 noise and penalty are those of their tokens.
@@ -42,7 +41,6 @@ from eesd.runtime.decoding.sampling import (
 from eesd.runtime.engines.base import Choose, Logits, StepOutputs, most_likely
 
 if TYPE_CHECKING:
-    from eesd.runtime.decoding.device_rejection import DeviceRejection
     from eesd.runtime.decoding.device_sampler import DeviceSampler
 
 
@@ -170,8 +168,6 @@ class SpecSampler:
 class _Deterministic(SpecSampler):
     """Walks the tree along the verifier's own tokens, which do not depend on what was drafted."""
 
-    _vocab_size = 0
-    """V, for noise."""
     _device: "DeviceSampler | None" = None
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
@@ -180,7 +176,7 @@ class _Deterministic(SpecSampler):
         if self._device is None:
             from eesd.runtime.decoding.device_sampler import DeviceSampler
 
-            self._device = DeviceSampler(self._sampling, self._vocab_size, self._columns)
+            self._device = DeviceSampler(self._sampling, self._columns)
         return self._device.chooser(self._tokens, [node.path() for node in nodes], count)
 
     def _chosen(self, found: Vector, count: int) -> list[Proposal]:
@@ -194,7 +190,7 @@ class _Deterministic(SpecSampler):
         while True:
             chosen, certain = (0, 0) if outputs.chosen is None else outputs.chosen[node.index]
             token = int(chosen) if certain else self._target(node, outputs)
-            right = [child for child in node.children if child.token == token]
+            right = [child for child in node.candidates if child.token == token and child.index >= 0]
             if not right:
                 return AcceptResult(path, token)
             node = right[0]
@@ -235,7 +231,6 @@ class Coupled(_Deterministic):
         self, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
     ) -> None:
         super().__init__(sampling, columns, allowed)
-        self._vocab_size = vocab_size
         self._noise = GumbelNoise(sampling.seed or 0, vocab_size)
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
@@ -259,34 +254,13 @@ class Coupled(_Deterministic):
 class Rejection(SpecSampler):
     """A round's random numbers depend on the seed and the root's position alone: a cancelled round leaves no trace."""
 
-    _device: "DeviceRejection | None" = None
-
     def begin_round(self, tokens: Sequence[int]) -> None:
         super().begin_round(tokens)
         self._random = philox(self._sampling.seed or 0, 1, len(tokens))
-        self._numbers: list[float] = []
-        """Uniform numbers, of which so many are used."""
-        self._used = 0
         self._sampled: dict[Node, Vector] = {}
         """q, by column, after each node whose only child was sampled from it."""
-        if self._device is not None:
-            self._device.begin_round()
-
-    def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        if self._allowed is not None or self._sampling.reweighs:
-            return None
-        if self._device is None:
-            from eesd.runtime.decoding.device_rejection import DeviceRejection
-
-            self._device = DeviceRejection(self._sampling, self._columns)
-        if count:
-            return self._device.proposing(self._tokens, nodes, count, self._ahead(len(nodes)))
-        return self._device.judging(self._tokens, nodes, self._ahead)
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
-        if outputs.chosen is not None and outputs.chosen[row, 2, 0]:
-            self._used += count == 1
-            return self._chosen(outputs.chosen[row], count)
         logprobs = self._drafted(outputs.logits[row], node)
         if logprobs is None:
             return []
@@ -296,20 +270,11 @@ class Rejection(SpecSampler):
         column = self._draw(q)
         return self._proposals([column], logprobs, [float(logprobs[column])], _margins(logprobs, [column]))
 
-    def _chosen(self, found: Vector, count: int) -> list[Proposal]:
-        """The proposals that a device chose: its columns and their log-probabilities, one more than asked for."""
-        columns, logprobs, _ = found[:, found[1] > -np.inf]
-        return self._ranked(columns, logprobs, logprobs, logprobs)[:count]
-
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
         path: list[Node] = []
         while True:
-            rank, token, certain = (0, 0, 0) if outputs.chosen is None else map(int, outputs.chosen[node.index])
-            if certain:
-                self._used += (rank if rank >= 0 else len(node.children)) + 1
-            else:
-                rank, token = self._judge(node, outputs.logits[node.index])
+            rank, token = self._judge(node, outputs.logits[node.index])
             if rank < 0:
                 return AcceptResult(path, token)
             node = node.children[rank]
@@ -318,37 +283,18 @@ class Rejection(SpecSampler):
     def _judge(self, node: Node, logits: Logits) -> tuple[int, int]:
         """Of the node's children the accepted one; -1 and the token behind the node if there is none."""
         p = np.exp(warp(self._adjusted(logits, node), self._sampling))
-        drafted = self._q(node)
+        drafted = self._sampled.get(node)
         q = None if drafted is None else self._columns.spread(drafted, len(p))
         for rank, child in enumerate(node.children):
             token = child.token
-            if self._number() < (p[token] if q is None else p[token] / q[token]):
+            if self._random.random() < (p[token] if q is None else p[token] / q[token]):
                 return rank, token
             p = np.maximum(p - q, 0) if q is not None else np.where(np.arange(len(p)) == token, 0.0, p)
             p /= p.sum()
         return -1, self._draw(p)
 
-    def _q(self, node: Node) -> Vector | None:
-        """q, by column, behind a node whose only child was sampled from it."""
-        if node not in self._sampled and self._device is not None and (logits := self._device.draft_logits(node)) is not None:
-            self._sampled[node] = np.exp(warp(self._adjusted(logits, node, self._columns), self._sampling))
-        return self._sampled.get(node)
-
     def _draw(self, probabilities: Vector) -> int:
         """An index with the given probabilities, by inversion."""
         cumulative = np.cumsum(probabilities)
-        index = int(np.searchsorted(cumulative, self._number() * cumulative[-1], side="right"))
+        index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
         return min(index, len(probabilities) - 1)
-
-    def _number(self) -> float:
-        """The next uniform number."""
-        (number,) = self._ahead(1)
-        self._used += 1
-        return number
-
-    def _ahead(self, count: int) -> list[float]:
-        """The next uniform numbers, which stay unused."""
-        missing = self._used + count - len(self._numbers)
-        if missing > 0:
-            self._numbers += self._random.random(missing).tolist()
-        return self._numbers[self._used : self._used + count]

@@ -77,7 +77,7 @@ class Stats:
         stats.rounds += 1
         stats.draft_seconds += result.draft_seconds
         stats.verify_seconds += outcome.verify_seconds
-        stats.host_seconds += result.seconds - result.draft_seconds - outcome.verify_seconds
+        stats.host_seconds += outcome.seconds - result.draft_seconds - outcome.verify_seconds
         stats.drafting_rounds += result.drafting
         stats.text_rounds += outcome.nodes > 0 and not outcome.steps
         stats.draft_steps += outcome.steps

@@ -1,54 +1,144 @@
-"""Drafts from the text itself: what followed when its end occurred before, here or in an earlier output."""
+"""Drafts from the text itself: what followed when its end occurred before.
+
+An online suffix automaton (Blumer et al. 1985) finds the places, and counts them. A state stands for all substrings that end at
+the same places. Its suffix link leads to the longest suffix that also ends elsewhere. So the link of the whole text's state is
+the longest suffix that occurred before.
+"""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
-from eesd.controllers.text_rule import TextRule, TextStep
-from eesd.runtime.decoding.suffix import LONGEST_CONTEXT, Continuation, SuffixAutomaton
+from eesd.controllers import TextStep
+from eesd.controllers.text_rule import TextRule
 
 LEAST_VALUE = 0.05
 """Chance of its path below which a token is not proposed."""
-SEPARATOR = -1
-"""Stands between outputs; no token has this id."""
+COUNTED_LINKS = 32
+"""States whose occurrences a token counts. Only very repetitive texts have longer chains of suffix links; there, short matches
+are counted too low."""
 
 
-class PastOutputs:
-    """Automata over the last outputs of a process, at most ``capacity`` tokens of them.
+class Match(NamedTuple):
+    """A suffix of the text that occurred before.
 
-    An automaton forgets nothing, so there are two: when the younger has half of the tokens, the elder is dropped.
+    Attributes:
+        state: Its state in the automaton.
+        length: Its tokens.
     """
 
-    def __init__(self, capacity: int) -> None:
-        self._half = capacity // 2
-        self._elder, self._younger = SuffixAutomaton(), SuffixAutomaton()
+    state: int
+    length: int
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens kept, separators included."""
-        return self._elder.num_tokens + self._younger.num_tokens
 
-    def add(self, tokens: Sequence[int]) -> None:
-        """Keep an output, of a very long one the end."""
-        kept = [*tokens[-(self._half - 1) :], SEPARATOR] if self._half > 1 else []
-        elder, younger = self._elder, self._younger
-        if younger.num_tokens + len(kept) > self._half:
-            elder, younger = younger, SuffixAutomaton()
-        self._elder, self._younger = elder, SuffixAutomaton()  # an interrupt may leave a damaged automaton, so it is not kept
-        for token in kept:
-            younger.extend(token)
-        self._elder, self._younger = elder, younger
+class Continuation(NamedTuple):
+    """A token that followed a match before.
 
-    def continuations(self, text: Sequence[int], longer_than: int) -> Iterator[Continuation]:
-        """What followed the longest match of the text's end; nothing if none is ``longer_than`` so many tokens."""
-        matches = [(automaton.find(text), automaton) for automaton in (self._younger, self._elder)]
-        match, automaton = max(matches, key=lambda found: found[0].length)
-        if match.length > longer_than:
-            for following in automaton.continuations(match):
-                if following.token == SEPARATOR:
-                    return
-                yield following
+    Attributes:
+        token: Its id.
+        step: What the rule is told of it.
+    """
+
+    token: int
+    step: TextStep
+
+
+class SuffixAutomaton:
+    """All substrings of a text that grows at its end, in about three words of memory and amortised O(1) steps a token.
+
+    ``extend`` must not be broken off; after an exception that came from outside make a new automaton.
+    """
+
+    def __init__(self) -> None:
+        self._next: list[dict[int, int]] = [{}]
+        self._link = [-1]
+        self._length = [0]
+        self._count = [0]
+        """Occurrences of each state's strings."""
+        self._latest = [0]
+        """Where the last of them ended."""
+        self._last = 0
+        self.num_tokens = 0
+
+    def extend(self, token: int) -> None:
+        """Append a token."""
+        self.num_tokens += 1
+        current = self._new_state(self.num_tokens, {}, 0, 0)
+        state = self._last
+        while state >= 0 and token not in self._next[state]:
+            self._next[state][token] = current
+            state = self._link[state]
+        self._link[current] = self._suffix(state, token) if state >= 0 else 0
+        self._last = current
+        self._count_occurrence(current)
+
+    def _suffix(self, state: int, token: int) -> int:
+        """The state of the longest string of ``state`` and ``token``. If it is in a longer one's state, it gets its own."""
+        found = self._next[state][token]
+        if self._length[found] == self._length[state] + 1:
+            return found
+        clone = self._new_state(self._length[state] + 1, dict(self._next[found]), self._count[found], self._latest[found])
+        self._link[clone], self._link[found] = self._link[found], clone
+        while state >= 0 and self._next[state].get(token) == found:
+            self._next[state][token] = clone
+            state = self._link[state]
+        return clone
+
+    def _new_state(self, length: int, transitions: dict[int, int], count: int, latest: int) -> int:
+        self._next.append(transitions)
+        self._link.append(0)
+        self._length.append(length)
+        self._count.append(count)
+        self._latest.append(latest)
+        return len(self._next) - 1
+
+    def _count_occurrence(self, state: int) -> None:
+        """Another occurrence of a state's strings, and so of all their suffixes, ends at the text's end."""
+        for _ in range(COUNTED_LINKS):
+            if state <= 0:
+                return
+            self._count[state] += 1
+            self._latest[state] = self.num_tokens
+            state = self._link[state]
+
+    def repeated(self) -> Match:
+        """The longest suffix of the text that occurred before; of length 0 if there is none."""
+        state = self._link[self._last] if self._last else 0
+        return Match(state, self._length[state])
+
+    def follow(self, match: Match, tokens: Sequence[int]) -> Match:
+        """The longest suffix of a match and of ``tokens`` behind it that occurs in this text."""
+        state, length = match
+        for token in tokens:
+            while state and token not in self._next[state]:
+                state = self._link[state]
+                length = self._length[state]
+            if token in self._next[state]:
+                state, length = self._next[state][token], length + 1
+        return Match(state, length)
+
+    def continuations(self, match: Match) -> Iterator[Continuation]:
+        """What followed a match before: the token that did so most often, then what followed both, and so on.
+
+        Among equally frequent tokens the latest is chosen. Where the text ends, its longest suffix that occurred before is
+        continued: a repetition goes on without end. The path ends where nothing that is left of the match was continued.
+        """
+        state, length = match
+        while True:
+            while length and not self._next[state]:
+                state = self._link[state]
+                length = self._length[state]
+            if not length:
+                return
+            count, latest = self._count, self._latest
+            following = self._next[state]
+            if len(following) == 1:
+                [(token, chosen)] = following.items()
+                of = count[chosen]
+            else:
+                token, chosen = max(following.items(), key=lambda item: (count[item[1]], latest[item[1]]))
+                of = sum(count[other] for other in following.values())
+            yield Continuation(token, TextStep(length, count[chosen], of))
+            state, length = chosen, length + 1
 
 
 class TextProposal(NamedTuple):
@@ -70,27 +160,19 @@ class TextProposal(NamedTuple):
 NOTHING = TextProposal([], [], [], [])
 
 
-@dataclass(frozen=True)
-class TextDrafter:
-    """What sessions share to draft from the text: the rule, and past outputs (None: look at nothing but the text)."""
-
-    rule: TextRule
-    past: PastOutputs | None
-
-
 class TextIndex:
     """The automaton over one session's tokens."""
 
     def __init__(self) -> None:
         self._automaton: SuffixAutomaton | None = None
 
-    def propose(self, tokens: Sequence[int], most: int, drafter: TextDrafter, drafted: Sequence[int] = ()) -> TextProposal:
+    def propose(self, tokens: Sequence[int], most: int, rule: TextRule, drafted: Sequence[int] = ()) -> TextProposal:
         """At most ``most`` tokens that may follow ``tokens``, which begin with the last call's, and what is drafted."""
-        continuations, past = self._continuations(tokens, drafted, drafter.past)
+        automaton = self._extended(tokens)
+        continuations = automaton.continuations(automaton.follow(automaton.repeated(), drafted))
         found, value = TextProposal([], [], [], []), 1.0
-        for _, (token, length, times, of) in zip(range(most), continuations, strict=False):
-            step = TextStep(length, times, of, past)
-            chance = drafter.rule.chance(step)
+        for _, (token, step) in zip(range(most), continuations, strict=False):
+            chance = rule.chance(step)
             value *= chance
             if value < LEAST_VALUE:
                 break
@@ -99,19 +181,6 @@ class TextIndex:
             found.chances.append(chance)
             found.values.append(value)
         return found
-
-    def _continuations(
-        self, tokens: Sequence[int], drafted: Sequence[int], past: PastOutputs | None
-    ) -> tuple[Iterator[Continuation], bool]:
-        """What followed the longest match, and whether it is one in the past."""
-        automaton = self._extended(tokens)
-        match = automaton.follow(automaton.repeated(), drafted)
-        if past is not None:
-            following = past.continuations([*tokens[-LONGEST_CONTEXT:], *drafted], match.length)
-            first = next(following, None)
-            if first is not None:
-                return chain([first], following), True
-        return automaton.continuations(match), False
 
     def _extended(self, tokens: Sequence[int]) -> SuffixAutomaton:
         """The automaton over all tokens. An interrupt may leave a damaged one, so it is kept only when it is complete."""

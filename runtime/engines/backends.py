@@ -9,20 +9,20 @@ from typing import NamedTuple
 
 from eesd.common.checks import check_choice, check_flag, check_integer
 from eesd.common.errors import EESDError
-from eesd.common.machine import cores, installed, ranks, torch_sees_gpu
+from eesd.common.machine import cores, installed, nvidia_driver, ranks, torch_sees_gpu
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Engine
+from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 MAX_THREADS = 1024
 """More is taken for a typing error: the engines would start that many threads."""
 ACTIVATIONS = ("int8", "float32")
 """What quantized weights are multiplied by on the CPU."""
-KV_CACHE_DTYPES = ("float32", "float16")
-"""Element types of the KV cache on the CPU."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 """What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one may be installed."""
 FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
+NO_GPU = "torch is missing or sees no GPU: install a build of torch for the driver's CUDA (pytorch.org), or update the driver"
 
 
 class Engines(NamedTuple):
@@ -32,10 +32,7 @@ class Engines(NamedTuple):
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
         notice: What the user should know about how this machine runs the directory; empty if there is nothing.
-        exact: Whether calls of every number of rows give the same bits here, by construction or as a check found; None: it was
-            not checked.
-        int8_activations: Whether verify rounds activations to int8. Where a tree's nodes have other last bits than a chain's,
-            this may change a logit by a whole int8 step.
+        exact: True: calls of every number of rows give the same bits, by construction. None: not known.
         exact_trees: Whether a tree's nodes have the bits of their path as a chain.
         in_place: Whether only logits of nodes count that are in the slot that they would have in a chain.
         last_positions: The last positions whose tokens one kernel of verify computes, ascending. No round shall reach beyond
@@ -46,7 +43,6 @@ class Engines(NamedTuple):
     draft: Engine | None
     notice: str = ""
     exact: bool | None = None
-    int8_activations: bool = False
     exact_trees: bool = False
     in_place: bool = False
     last_positions: tuple[int, ...] = ()
@@ -66,7 +62,7 @@ class EngineOptions:
             batch the longest row decides.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. None: int8, by blocks of 32.
             Weights of 16 and 32 bits are always multiplied by float32.
-        kv_cache_dtype: ``float32`` or ``float16``: the KV cache on the CPU. None: float32.
+        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. None: float32.
 
     Raises:
         EESDError: A value has another type, or is unknown or out of range.
@@ -115,8 +111,7 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
             f"them, not {options.backend}; choose the backend torch, or start one process."
         )
     engines = BACKENDS[options.backend](directory, manifest, options)
-    cuts = (engines.int8_activations or options.exact is True) and not engines.exact_trees
-    return engines._replace(in_place=cuts)
+    return engines._replace(in_place=options.exact is True and not engines.exact_trees)
 
 
 def default_threads() -> int:
@@ -147,18 +142,21 @@ def onnxruntime_problem() -> str:
 
 def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
     """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` for a
-    16-bit directory where ONNX Runtime's own operators would have to run it."""
+    16-bit directory where ONNX Runtime's own operators would have to run it. A notice tells of a GPU that torch cannot use."""
     if torch_sees_gpu():
         return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, options)
     from eesd.runtime.engines.operators import missing
 
     if manifest.dtype == "float32" or not missing():
-        return _open_ort(directory, manifest, options)
-    notice = (
-        f"This project's operators cannot run here, so torch runs the {manifest.dtype} engines: slowly. Export with "
-        "--dtype float32, or install a C++ compiler, and then eesd again."
-    )
-    return _open_torch(directory, manifest, options)._replace(notice=notice)
+        engines = _open_ort(directory, manifest, options)
+    else:
+        notice = (
+            f"This project's operators cannot run here, so torch runs the {manifest.dtype} engines: slowly. Export with "
+            "--dtype float32, or install a C++ compiler, and then eesd again."
+        )
+        engines = _open_torch(directory, manifest, options)._replace(notice=notice)
+    unused = f"There is an NVIDIA driver, and the CPU runs the engines, because {NO_GPU}. {engines.notice}"
+    return engines._replace(notice=unused.strip()) if nvidia_driver() else engines
 
 
 def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
@@ -177,8 +175,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
         options.refuse_choices("ort without this project's operators")
         from eesd.runtime.engines.ort_engine import open_on_cpu
 
-        engines = Engines(*open_on_cpu(directory, manifest, options.engine_threads, options.draft))
-        return engines._replace(notice=f"{lacking} {engines.notice}".strip())
+        return Engines(*open_on_cpu(directory, manifest, options.engine_threads, options.draft), notice=lacking)
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
@@ -190,8 +187,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if options.draft else None
     # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
-    quantized = manifest.quantization.layers or manifest.quantization.head or manifest.quantization.tensors
-    return Engines(verify, drafter, exact=True, int8_activations=int8 and bool(quantized), exact_trees=True)
+    return Engines(verify, drafter, exact=True, exact_trees=True)
 
 
 def _open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
@@ -210,12 +206,14 @@ def _open_tensorrt(directory: Path, manifest: Manifest, options: EngineOptions) 
     from eesd.runtime.engines.trt_plans import PlanDirectory
 
     plans = PlanDirectory(directory, manifest)
+    if not torch_sees_gpu():
+        raise EESDError(f"Plans run in memory of torch, and {NO_GPU}.")
     try:
         from eesd.runtime.engines.trt_engine import open_tensorrt
     except ImportError as error:
         raise EESDError(f"The tensorrt backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
     verify, drafter = open_tensorrt(manifest, plans, options.draft, exact=options.exact)
-    return Engines(verify, drafter, last_positions=verify.last_positions)
+    return Engines(verify, drafter, plans.notice, last_positions=verify.last_positions)
 
 
 BACKENDS: dict[str, Callable[[Path, Manifest, EngineOptions], Engines]] = {

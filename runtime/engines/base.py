@@ -1,6 +1,7 @@
 """What the decoder needs from an engine and from a KV cache, whatever runs them."""
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -66,13 +67,13 @@ def most_likely(logits: Logits) -> int:
         EESDError: A logit is NaN, or infinitely large.
     """
     token = int(logits.argmax())  # NumPy finds a NaN first
-    check_largest(logits[token])
+    check_largest(logits.item(token))
     return token
 
 
-def check_largest(logit: np.floating[Any]) -> None:
+def check_largest(logit: float) -> None:
     """Raise :class:`EESDError` if the largest of some logits is NaN, or infinitely large: no token may be chosen from them."""
-    if not logit < np.inf:
+    if not logit < inf:
         raise EESDError(
             "The model's logits are no finite numbers, so no token can be chosen; check its weights, and with 16-bit engines "
             "export with --dtype float32."

@@ -1,11 +1,12 @@
 """KV caches of the CPU engine: memory that is reserved once, in tiles that its attention reads without a copy.
 
-A sequence has one piece of memory, [L+E, 2, KV, S, width], of float32 or float16. Keys lie in tiles of 16 slots, [S / 16,
-width, 16], so that scores need no sums across lanes; values in slots, [S, width]. ``width`` is the size of a head, rounded up
-to a multiple of 16. Pages come when they are written, and are given back when a long text ends.
+A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, as ``runtime/operators/SPECIFICATION.md`` lays them
+out: float32, float16, or 8-bit levels with a float32 scale for each row of a head. Pages come when they are written, and are
+given back when a long text ends.
 """
 
 import mmap
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
 from eesd.runtime.engines.base import Values
 
+KV_CACHE_DTYPES = ("float32", "float16", "int8")
+"""In the order of ``Cells`` in ``runtime/operators/kernels.h``."""
 TILE = 16
 """Slots whose keys lie in one tile."""
 KEPT = 64 << 20
@@ -33,7 +36,7 @@ class CpuKVCache:
 
     Args:
         manifest: Of the engine directory.
-        dtype: ``float32``, or ``float16``, to which attention rounds what it writes.
+        dtype: In :data:`KV_CACHE_DTYPES`; attention rounds what it writes.
 
     Attributes:
         address: Of the memory; a multiple of 4096.
@@ -49,19 +52,24 @@ class CpuKVCache:
         geometry = manifest.geometry
         self.dtype = np.dtype(dtype)
         self.slots, self.limit = slots_of(manifest), manifest.max_seq_len
-        self.slot_bytes = 2 * self.dtype.itemsize * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
-        self._head_dim, self._width = geometry.head_dim, -(-geometry.head_dim // TILE) * TILE
-        self._shape = (manifest.num_caches, 2, geometry.num_kv_heads, self.slots * self._width)
-        size = int(np.prod(self._shape)) * self.dtype.itemsize
+        pair, scale = (2, 4) if dtype == "int8" else (1, 0)  # cells side by side, and bytes of a row's scale
+        size, width = geometry.head_dim, -(-geometry.head_dim // TILE) * TILE
+        self.slot_bytes = 2 * manifest.num_caches * geometry.num_kv_heads * (size * self.dtype.itemsize + scale)
+        tiles = self.slots // TILE
+        shape, scales_at = (manifest.num_caches, 2, geometry.num_kv_heads), TILE * width * self.dtype.itemsize
+        self._tile_bytes = prod(shape) * (scales_at + TILE * scale)
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if hasattr(mmap, "MADV_DONTNEED") else 0)
         try:
-            self._map = mmap.mmap(-1, size, flags=flags)
+            self._map = mmap.mmap(-1, tiles * self._tile_bytes, flags=flags)
         except (OSError, ValueError, OverflowError):
-            raise EESDError(f"There are no {size >> 20} MiB of addresses for a cache of {self.slots} slots.") from None
-        memory = np.frombuffer(self._map, self.dtype).reshape(self._shape)
+            mebibytes = tiles * self._tile_bytes >> 20
+            raise EESDError(f"There are no {mebibytes} MiB of addresses for a cache of {self.slots} slots.") from None
+        memory = np.frombuffer(self._map, np.int8).reshape(*shape, tiles, -1)
         self.address = int(memory.ctypes.data)
-        self._keys = memory[:, 0].reshape(*self._shape[:1], self._shape[2], self.slots // TILE, self._width, TILE)
-        self._values = memory[:, 1].reshape(*self._shape[:1], self._shape[2], self.slots, self._width)
+        keys, values = np.moveaxis(memory[..., :scales_at].view(self.dtype), 1, 0)
+        self._keys = keys.reshape(*keys.shape[:3], width // pair, TILE, pair)[..., : size // pair, :, :]
+        self._values = values.reshape(*keys.shape[:3], TILE // pair, width, pair)[..., :size, :]
+        self._scales = memory[..., scales_at:].reshape(*shape, tiles, TILE, scale)
         self._used = 0
 
     def reserve(self, slots: int) -> None:
@@ -70,8 +78,7 @@ class CpuKVCache:
         self._used = max(self._used, slots)
 
     def reset(self) -> None:
-        per_slot = self.dtype.itemsize * int(np.prod(self._shape)) // self.slots
-        if self._used * per_slot > KEPT and hasattr(self._map, "madvise"):
+        if self._used * self._tile_bytes > KEPT * TILE and hasattr(self._map, "madvise"):
             self._map.madvise(mmap.MADV_DONTNEED)
         self._used = 0
 
@@ -83,20 +90,28 @@ class CpuKVCache:
 
     def read(self, index: int) -> tuple[Values, Values]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy."""
-        every = self._gather(np.arange(self.slots), slice(index, index + 1))
-        return every[0, 0][None].copy(), every[0, 1][None].copy()
+        [found] = self._gather(np.arange(self.slots), slice(index, index + 1))
+        if self._scales.shape[-1]:
+            found = found[..., :-4] * np.ascontiguousarray(found[..., -4:]).view(np.float32)
+        return found[0][None].copy(), found[1][None].copy()
 
     def values(self, start: int, stop: int) -> Values:
-        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``."""
+        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. Of int8, 4 bytes follow: each row's scale."""
         return self._gather(np.arange(start, stop))
 
     def fill(self, start: int, values: NDArray[Any]) -> None:
-        count = values.shape[3]
-        slots = np.arange(start, start + count)
-        # An index array beside a slice: NumPy puts the slots first.
-        self._keys[:, :, slots // TILE, : self._head_dim, slots % TILE] = values[:, 0].transpose(2, 0, 1, 3)
-        self._values[:, :, start : start + count, : self._head_dim] = values[:, 1]
+        size, pair = self._values.shape[-2:]
+        tiles, rows = np.divmod(np.arange(start, start + values.shape[3]), TILE)
+        # Index arrays beside slices: NumPy puts the slots first.
+        keys, own = values[..., :size].transpose(1, 3, 0, 2, 4)
+        self._keys[:, :, tiles, :, rows] = keys.reshape(*keys.shape[:3], size // pair, pair)
+        self._values[:, :, tiles, rows // pair, :, rows % pair] = own
+        self._scales[..., tiles, rows, :] = values[..., size:]
 
     def _gather(self, slots: NDArray[np.intp], layers: slice = slice(None)) -> Values:
-        keys = self._keys[layers, :, slots // TILE, : self._head_dim, slots % TILE].transpose(1, 2, 0, 3)
-        return np.stack((keys, self._values[layers][:, :, slots, : self._head_dim]), 1)
+        size, pair = self._values.shape[-2:]
+        tiles, rows = np.divmod(slots, TILE)
+        keys = self._keys[layers, :, tiles, :, rows]
+        values = self._values[layers, :, tiles, rows // pair, :, rows % pair]
+        found = np.stack((keys.reshape(*keys.shape[:3], size), values)).transpose(2, 0, 3, 1, 4)
+        return np.concatenate((found, self._scales[layers][..., tiles, rows, :].view(self.dtype)), -1)

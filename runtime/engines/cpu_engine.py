@@ -4,9 +4,8 @@ A call takes any tokens of any sequences. Each has its own cache, position, slot
 that it gets alone: nothing is padded, and no token waits for another one's text.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,9 @@ from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.operators import buffer, make_session
-from eesd.runtime.engines.recent import Recent
 
 MOST_CALLS = 64
-"""Shapes of calls that stay bound."""
-MOST_KEPT = 64
-"""Tokens of the largest call that stays bound. Prompts have many lengths."""
+"""Shapes of calls that stay bound. Of more, the one that was not used for longest is forgotten."""
 
 
 @dataclass
@@ -90,19 +86,18 @@ class CpuEngine:
             threads: CPU threads.
             int8_activations: Whether products with levels round activations to 8 bits, by blocks of 32.
             kernels: Name of the kernels; "" for the fastest ones.
-            kv_cache_dtype: Of the caches: ``float32`` or ``float16``.
+            kv_cache_dtype: Of the caches: ``float32``, ``float16`` or ``int8``.
 
         Raises:
             EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the kernels.
         """
         self.manifest, self._dtype = manifest, np.dtype(kv_cache_dtype)
-        float16 = kv_cache_dtype == "float16"
         self.stages = [
-            (graph, make_session(build / graph.file, threads, int8_activations, kernels, float16)) for graph in stages
+            (graph, make_session(build / graph.file, threads, int8_activations, kernels, kv_cache_dtype)) for graph in stages
         ]
         self._is_draft = stages[0] == manifest.draft
         self._results = ResultMemory()
-        self._bound = Recent[tuple[int, int, int], _Bound](MOST_CALLS)
+        self._bound: dict[tuple[int, int, int], _Bound] = {}
 
     def new_kv_caches(self, count: int = 1) -> Sequence[CpuKVCache]:
         return [CpuKVCache(self.manifest, self._dtype.name) for _ in range(count)]
@@ -122,14 +117,14 @@ class CpuEngine:
         """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass, whatever the calls are."""
         ids, numbers, logit_rows, trees = list[int](), list[int](), list[int](), list[tuple[int, list[list[int]]]]()
         for call in calls:
-            if not (count := len(call.tokens)):
-                raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
-            paths = [] if call.tree_mask is None else _paths(call)
-            if paths:
-                trees.append((len(ids), paths))
-            if call.logits:
-                logit_rows += range(len(ids), len(ids) + count)
+            start, paths = len(ids), [] if call.tree_mask is None else _paths(call)
             ids += call.tokens
+            if len(ids) == start:
+                raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
+            if paths:
+                trees.append((start, paths))
+            if call.logits:
+                logit_rows += range(start, len(ids))
             numbers += _numbers(call, paths, self._dtype)
         longest = max([len(path) for _, paths in trees for path in paths], default=1)
         bound = self._bound_for(len(ids), longest, len(logit_rows))
@@ -143,9 +138,12 @@ class CpuEngine:
         return _outputs(calls, bound.results, self._is_draft)
 
     def _bound_for(self, tokens: int, path: int, logit_rows: int) -> _Bound:
-        if tokens > MOST_KEPT:
-            return self._bind(tokens, path, logit_rows)
-        return self._bound.get((tokens, path, logit_rows), lambda: self._bind(tokens, path, logit_rows))
+        key = tokens, path, logit_rows
+        kept = self._bound.pop(key, None)
+        bound = self._bound[key] = kept or self._bind(*key)  # the last one used is the last one
+        if len(self._bound) > MOST_CALLS:
+            del self._bound[next(iter(self._bound))]
+        return bound
 
     def _bind(self, tokens: int, path: int, logit_rows: int) -> _Bound:
         """Make the buffers of a pass, and bind them.
@@ -191,17 +189,16 @@ def _paths(call: Call) -> list[list[int]]:
     return paths
 
 
-def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> Iterator[int]:
+def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[int]:
     """What a pass is told of the tokens of a call, five numbers each. A chain has no ``paths``."""
     kv_cache = call.kv_cache
     assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
     address, slots = kv_cache.address, range(call.slot, call.slot + len(call.tokens))
     if not paths:
-        rows = [(address, position, slot, slot + 1, 0) for position, slot in zip(call.positions, slots, strict=True)]
-    else:
-        before, placed = call.context_len, zip(call.positions, slots, paths, strict=True)
-        rows = [(address, position, slot, before, len(path)) for position, slot, path in placed]
-    return chain.from_iterable(rows)
+        placed = zip(call.positions, slots, strict=True)
+        return [number for position, slot in placed for number in (address, position, slot, slot + 1, 0)]
+    before, at = call.context_len, zip(call.positions, slots, paths, strict=True)
+    return [number for position, slot, path in at for number in (address, position, slot, before, len(path))]
 
 
 def _outputs(calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool) -> list[StepOutputs]:

@@ -50,16 +50,22 @@ class DeviceMemory:
             grow: Begin with few slots, and follow the longest text. Otherwise all ``gpu_slots`` of the manifest are allocated.
             slots: First number of slots of memory that grows.
             spare: Of memory that grows, the slots behind those that tokens may use, for nodes that only fill a call.
-            given: A tensor for each shard, which the caller owns. Default: allocate with torch.
+            given: A tensor for each shard, or [2, B, KV, S, D] for each layer, which the caller owns. Default: allocate with
+                torch.
 
         Raises:
-            EESDError: The memory does not fit the GPU, or ``given`` does not have its shape, type and device.
+            EESDError: The memory does not fit the GPU, or ``given`` does not have its number, shape, type and device.
         """
         self.rows, self.fixed, self.limit, self.version = rows, not grow, manifest.max_seq_len, 0
-        self.streams = streams
         self._dtype: torch.dtype = getattr(torch, manifest.dtype)
-        self._given = given
         layers = [stage.caches for stage in manifest.verify]
+        if given and given[0].dim() == 5:
+            streams = [stream for stream, group in zip(streams, layers, strict=True) for _ in group]
+            layers = [(layer,) for group in layers for layer in group]
+            given = [buffer[None] for buffer in given]
+        if given and len(given) != len(layers):
+            raise EESDError(f"{len(given)} tensors are given as kv_cache, and these engines need {len(layers)} of their shape.")
+        self.streams, self._given = streams, given
         self._places = {layer: (shard, at) for shard, group in enumerate(layers) for at, layer in enumerate(group)}
         self._first = min(slots, self.limit) if grow else self.limit
         self._spare = spare if grow else manifest.gpu_slots - self.limit

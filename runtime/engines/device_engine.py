@@ -2,7 +2,8 @@
 
 Calls of a round over caches of one memory run as one. On a GPU that has all rows of the memory, so that what is captured in
 CUDA graphs does not change. Exact engines give it one node count and all slots, so one kernel computes a row, whatever runs
-beside it; others as few as its longest row needs.
+beside it; others as few as its longest row needs. Where a row's states do not depend on how many rows there are, an exact
+call of one sequence has few nodes, too, and the LM head alone computes as many rows as ever.
 
 The order of a call:
 
@@ -38,7 +39,6 @@ from eesd.model.decoder import KV
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, Choose, KVCache, StepOutputs, Work
 from eesd.runtime.engines.device import ALIGNMENT, DeviceStream, StageRunner, StepInputs
 from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
-from eesd.runtime.engines.recent import Recent
 
 LOGGER = logging.getLogger(__name__)
 BUCKETS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -51,7 +51,8 @@ LARGEST_LEVEL = 8
 STRIDE = ALIGNMENT // 8
 """Inputs in one int64 buffer begin at multiples of this many elements."""
 MOST_STEPS = 256
-"""Calls over a memory that stay prepared. On the CPU, where rows come and go, each has a mask, B x n x S, of its own."""
+"""Calls over a memory that stay prepared. Of more, the one that was not used for longest is dropped: on the CPU, where rows
+come and go, each has a mask, B x n x S, of its own."""
 
 
 def has_one_count(manifest: Manifest, exact: bool | None) -> bool:
@@ -92,6 +93,7 @@ class DeviceEngine:
         exact: Whether rows of a batch cannot change each other's logits: their calls have one node count and read whole caches.
             Otherwise a call has the smallest of :attr:`row_buckets`, and reads the fewest slots, that hold its longest row.
         on_warm_up: Called with each graph after :meth:`prepare`.
+        least_logits: The least number of rows that the LM head computes for a sequence in a round.
         cuda_graphs: Whether calls over memory that is new to the engine use CUDA graphs. It has no effect on the CPU.
         chooses: Whether sessions let the device choose tokens, instead of copying logits. Default: on a GPU.
     """
@@ -106,6 +108,7 @@ class DeviceEngine:
     prefill_chunk: int
     exact: bool
     on_warm_up: Callable[[GraphInfo], None]
+    least_logits: int = 0
     cuda_graphs: bool = True
     chooses: bool = field(init=False)
     _prepared: "WeakKeyDictionary[DeviceMemory, _Prepared]" = field(init=False, default_factory=WeakKeyDictionary)
@@ -160,7 +163,9 @@ class DeviceEngine:
         """The buckets of calls over memory of several rows."""
         most = self.manifest.max_tree_nodes + 1
         few = {most, *(count for count in ROW_BUCKETS if 2 * count <= most)}
-        return self.buckets if self.exact else tuple(count for count in self.buckets if count in few)
+        if self.exact:
+            return self.buckets if self.is_draft else tuple(count for count in self.buckets if count >= most)
+        return tuple(count for count in self.buckets if count in few)
 
     def _of_prompts(self) -> "DeviceEngine":
         """This engine for prompts beside rows, which need no smaller calls than a round's."""
@@ -345,12 +350,17 @@ class DeviceEngine:
         prepared, largest_round = self._prepared_over(memory), self.padded(self.manifest.max_tree_nodes + 1)
         reused = count in self.buckets if self.buckets else count <= largest_round
 
-        def make() -> ForwardStep:
+        key = first, rows, count, slots, only_caches
+        step = prepared.steps.pop(key, None)
+        if step is None:
             width, pool = largest_round if count <= largest_round else 0, prepared.pool if reused else None
             layer = partial(memory.layer, first=first, rows=rows)
-            return ForwardStep(self, layer, count, width, 1 if only_caches else count, pool, slots)
-
-        return prepared.steps.get((first, rows, count, slots, only_caches), make) if reused else make()
+            step = ForwardStep(self, layer, count, width, 1 if only_caches else max(count, self.least_logits), pool, slots)
+        if reused:
+            prepared.steps[key] = step  # the last one used is the last one
+            if len(prepared.steps) > MOST_STEPS:
+                del prepared.steps[next(iter(prepared.steps))]
+        return step
 
 
 @dataclass
@@ -367,7 +377,7 @@ class _Prepared:
 
     pool: object
     version: int
-    steps: "Recent[tuple[int, int, int, int, bool], ForwardStep]" = field(default_factory=lambda: Recent(MOST_STEPS))
+    steps: "dict[tuple[int, int, int, int, bool], ForwardStep]" = field(default_factory=dict)
     loops: "dict[tuple[int, int], DraftLoop]" = field(default_factory=dict)
     staging: DeviceKVCache | None = None
 
@@ -407,6 +417,7 @@ def make_engines(
     slots: tuple[tuple[int, ...], tuple[int, ...]] = ((), ()),
     prefill_chunk: int | None = None,
     exact: bool | None = None,
+    by_rows: bool = False,
     on_warm_up: Callable[[GraphInfo], None] = lambda _: None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Build the engines of an engine directory from stage runners.
@@ -424,6 +435,8 @@ def make_engines(
         prefill_chunk: Tokens of the prompt that one call takes at most. Default: the manifest's ``gpu_prefill_chunk`` if calls
             are padded, else 128, or the slots of the cache if fewer.
         exact: Of padded calls, see :func:`buckets_for`. The draft's calls have as few nodes as possible.
+        by_rows: Whether a row's states in verify do not depend on how many rows a call has. Then exact calls of one sequence
+            have as few nodes as the others, and the LM head alone computes the rows of the largest round.
         on_warm_up: See :class:`DeviceEngine`.
 
     Returns:
@@ -438,10 +451,11 @@ def make_engines(
         exact=not pad or has_one_count(manifest, exact),
         on_warm_up=on_warm_up,
     )
-    rounds = buckets_for(manifest, chunk, exact) if pad else ()
+    rounds = buckets_for(manifest, chunk, exact=False if by_rows else exact) if pad else ()
     levels = (1,) if one_by_one else buckets_for(manifest, chunk, exact=False) if pad else ()
     drafter = engine([draft], is_draft=True, buckets=levels, slots=slots[1], multiple=1) if draft else None
-    return engine(verify, is_draft=False, buckets=rounds, slots=slots[0], multiple=multiple), drafter
+    least = manifest.max_tree_nodes + 1 if by_rows else 0
+    return engine(verify, is_draft=False, buckets=rounds, slots=slots[0], multiple=multiple, least_logits=least), drafter
 
 
 def active_streams(stages: Sequence[StageRunner]) -> ExitStack:
@@ -634,7 +648,7 @@ class _StageStep:
             host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
             count: n.
             width: Columns of the tree mask; 0: a call for chains only.
-            logit_rows: R; the last nodes get logits.
+            logit_rows: R; the last nodes get logits. Of more than there are nodes, the others are the last node's.
             slots: Attention reads so many of the first slots; 0: all.
             hidden: Memory for the previous stage's hidden state [B, n, hidden]; None: this stage takes the tokens.
             pool: Memory pool for its CUDA graph; None: do not capture.
@@ -647,7 +661,8 @@ class _StageStep:
         mask = _mask(stage, caches, count, slots)
         self._mask = AttentionMask(mask, views.slot, views.context_len, views.tree_mask if width else None)
         self.x = views.tokens if hidden is None else hidden
-        self._rows = torch.arange(count - logit_rows, count, device=device)  # a prepared call keeps addresses, not memory
+        # A prepared call keeps addresses, not memory.
+        self._rows = torch.arange(max(count - logit_rows, 0), max(count, logit_rows), device=device).clamp_max(count - 1)
         inputs = StepInputs(self.x, views.positions, views.slot, mask, self._rows, caches)
         self._call = stage.prepare(inputs)
         self.results: list[Tensor] = []

@@ -15,10 +15,12 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError, reason, refused
+from eesd.common.machine import available_memory
+from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 DOMAIN = "eesd"
-LIBRARY = Path(__file__).with_name("libeesd_operators.so")
-KERNELS = ("avx512", "avx2", "neon", "scalar")
+LIBRARY = Path(__file__).with_name("libeesd_operators" + (".dll" if platform.system() == "Windows" else ".so"))
+KERNELS = ("avx512", "avx2vnni", "avx2", "i8mm", "neon", "scalar")
 """Kernels by name, the fastest ones first."""
 MISSING = (
     "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 times slower, and in float32. "
@@ -38,7 +40,7 @@ def _library() -> Any:
     except OSError:
         return None
     library.eesd_configure.restype = ctypes.c_char_p
-    library.eesd_configure.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int]
+    library.eesd_configure.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     return library
 
 
@@ -57,29 +59,24 @@ def fastest() -> str:
 def supported() -> list[str]:
     """Names of the kernels that this processor supports, the fastest ones first."""
     with _making:
-        return [name for name in KERNELS if _library().eesd_configure(name.encode(), 1, True, False) is not None]
+        return [name for name in KERNELS if _library().eesd_configure(name.encode(), 1, True, 0, 0) is not None]
 
 
-def configure(kernels: str, threads: int, int8_activations: bool, float16_caches: bool = False) -> str:
+def configure(kernels: str, threads: int, int8_activations: bool, kv_cache_dtype: str = "float32") -> str:
     """Set what the nodes of the next session take. Returns the name of the kernels.
 
     Raises:
         EESDError: This processor does not support them.
     """
     with _making:
-        name = _library().eesd_configure(kernels.encode(), threads, int8_activations, float16_caches)
+        cells, most_copied = KV_CACHE_DTYPES.index(kv_cache_dtype), available_memory() // 4
+        name = _library().eesd_configure(kernels.encode(), threads, int8_activations, cells, most_copied)
     if name is None:
         raise EESDError(f"This processor does not support the kernels {kernels!r}; choose from {', '.join(supported())}.")
     return str(name.decode())
 
 
-def make_session(
-    graph: Path,
-    threads: int,
-    int8_activations: bool,
-    kernels: str = "",
-    float16_caches: bool = False,
-) -> Any:
+def make_session(graph: Path, threads: int, int8_activations: bool, kernels: str = "", kv_cache_dtype: str = "float32") -> Any:
     """Load a graph with operators of this project into an ONNX Runtime session.
 
     Args:
@@ -87,7 +84,7 @@ def make_session(
         threads: CPU threads of the session.
         int8_activations: Whether products with levels round activations to 8 bits.
         kernels: A name in :data:`KERNELS`; "" for the fastest ones.
-        float16_caches: Whether attention reads and writes caches of float16, and not of float32.
+        kv_cache_dtype: Of the caches that attention reads and writes, in :data:`KV_CACHE_DTYPES`.
 
     Raises:
         EESDError: The graph cannot be loaded, or the processor does not support the kernels.
@@ -101,7 +98,7 @@ def make_session(
     # Draft and verify alternate: threads that went on spinning behind a call would take the cores from the other session's.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:
-        configure(kernels, threads, int8_activations, float16_caches)
+        configure(kernels, threads, int8_activations, kv_cache_dtype)
         remedy = f"run: eesd-build --target cpu --force {graph.parent.parent}"
         with refused(lambda error: f"ONNX Runtime cannot load {graph} ({reason(error)}); {remedy}"):
             options.register_custom_ops_library(str(LIBRARY))

@@ -20,7 +20,6 @@ from eesd.common.errors import EESDError, reason, refused
 from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.common.weights import weights_of
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
-from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.operators import buffer
 
@@ -45,16 +44,6 @@ ORT_TYPES = {
 """Element types by ONNX Runtime's names."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 """Their numbers in ``TensorProto.DataType``. NumPy types do not do, because NumPy has no bfloat16."""
-INT8_ACTIVATIONS = "4"
-"""Accuracy level of MatMulNBits, which rounds activations to int8 in blocks. A difference in the last bit of an activation can
-then become a whole int8 step, so it is for kernels that give a token the same bits in every call."""
-
-INEXACT = (
-    "On this processor ONNX Runtime's logits depend on how many tokens a call has, so it runs quantized weights and "
-    "activations in float32: slower and larger, but drafting does not change tokens."
-)
-"""Notice for a quantized directory."""
-
 LARGEST_FOLDED = "65536"
 """Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part
 of the MatMul that packs the weight, where folding would write a copy of the weight first."""
@@ -79,7 +68,6 @@ class OrtEngine:
         manifest: Manifest,
         stages: Sequence[GraphInfo],
         threads: int,
-        int8_activations: bool = True,
         read: Read = lambda path, _: str(path),
     ) -> None:
         """Load the stages.
@@ -89,7 +77,6 @@ class OrtEngine:
             manifest: Its manifest.
             stages: The stages of verify, or the draft graph.
             threads: CPU threads of each session.
-            int8_activations: Whether products with quantized weights may round activations to int8, which is faster.
             read: How graphs are read.
 
         Raises:
@@ -97,10 +84,7 @@ class OrtEngine:
         """
         self.manifest = manifest
         self._read = read  # the sessions do not keep alive what it gave them
-        self.stages = [
-            (graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS, int8_activations, read))
-            for graph in stages
-        ]
+        self.stages = [(graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS, read)) for graph in stages]
 
     def new_kv_caches(self, count: int = 1) -> Sequence[HostKVCache]:
         return [HostKVCache(self.manifest) for _ in range(count)]
@@ -136,14 +120,8 @@ class OrtEngine:
         return StepOutputs(*(result[0] for result in results)) if call.logits else NO_OUTPUTS
 
 
-def open_on_cpu(
-    directory: Path, manifest: Manifest, threads: int, draft: bool
-) -> tuple[OrtEngine, OrtEngine | None, str, bool | None, bool]:
-    """Load the engines of a directory on the CPU.
-
-    Returns:
-        The verify engine; the draft engine; a notice; whether calls of every number of rows give the same bits (None: it was
-        not checked); whether verify rounds activations to int8, which it does only where a check finds equal bits.
+def open_on_cpu(directory: Path, manifest: Manifest, threads: int, draft: bool) -> tuple[OrtEngine, OrtEngine | None]:
+    """Load the verify engine of a directory on the CPU, and the draft engine.
 
     Raises:
         EESDError: The directory has 16-bit engines, or ONNX Runtime cannot load them.
@@ -153,17 +131,8 @@ def open_on_cpu(
             f"ONNX Runtime's own operators run float32 engines on the CPU, and {directory} has {manifest.dtype} ones; export "
             "with --dtype float32, choose the backend torch, or install a C++ compiler, and then eesd again."
         )
-    load = partial(OrtEngine, directory, manifest, manifest.verify, threads)
-    verify, exact, notice, quantization = load(), None, "", manifest.quantization
-    int8_activations = bool(quantization.layers or quantization.head) and not quantization.in_float32_only
-    if int8_activations:
-        exact = int8_activations = Exactness(manifest).check_quickly(verify)
-    if exact is False:
-        del verify
-        verify, notice = load(int8_activations=False), INEXACT
-        exact = Exactness(manifest).check_quickly(verify)
-    drafter = OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None
-    return verify, drafter, notice, exact, int8_activations
+    verify = OrtEngine(directory, manifest, manifest.verify, threads)
+    return verify, OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None
 
 
 def _run_stage(graph: GraphInfo, session: Any, given: dict[str, NDArray[Any]], kv_cache: HostKVCache) -> list[NDArray[Any]]:
@@ -269,7 +238,6 @@ def load_session(
     graph: GraphInfo,
     threads: int,
     providers: Sequence[Any],
-    int8_activations: bool = True,
     read: Read = lambda path, _: str(path),
 ) -> Any:
     """Load a graph into an ONNX Runtime session.
@@ -280,14 +248,14 @@ def load_session(
         graph: The graph.
         threads: CPU threads of the session.
         providers: Execution providers.
-        int8_activations, read: See :class:`OrtEngine`.
+        read: See :class:`OrtEngine`.
 
     Raises:
         EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
             the manifest says.
     """
     path = directory / graph.file
-    options = _options(manifest, graph, threads, int8_activations)
+    options = _options(manifest, graph, threads)
     model = read(path, options)
     with refused(lambda error: f"ONNX Runtime cannot load {path} ({reason(error)}); export again."):
         session = ort.InferenceSession(model, options, providers=providers)
@@ -300,22 +268,18 @@ def load_session(
     return session
 
 
-def _options(manifest: Manifest, graph: GraphInfo, threads: int, int8_activations: bool) -> ort.SessionOptions:
+def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionOptions:
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 4  # what it logs below that, it also raises
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
-    used = {weight.quantization for weight in weights_of(manifest, graph).values()} - {None}
-    quantized = [one for one in used if one is not None]
-    # MatMulNBits has neither minimums nor levels that are no integers.
-    fused = any(not one.minimums for one in quantized) and all(one.integers for one in quantized)
-    if int8_activations and not manifest.quantization.tensors and (fused or not used):
-        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", INT8_ACTIVATIONS)
-        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
-    else:  # weights become float32 at load time: MatMulNBits rounds by the number of rows on some processors, at every level
+    if any(weight.quantization for weight in weights_of(manifest, graph).values()):
+        # They become float32 when the graph is loaded: on some processors MatMulNBits rounds by the number of rows.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+    else:
+        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
     return options
 
 

@@ -44,7 +44,7 @@ LEAVING = 60.0
 """Seconds that rank 0 waits for the others to end."""
 FIRST = 4096
 """Bytes of an order's first message, which holds all of it but for prompts and keys and values."""
-ORDERS, PARTS, LIFE = range(3)
+ORDERS, PARTS = range(2)
 """Tags of messages."""
 NUMPY = "numpy._core.multiarray"
 READ = {
@@ -71,6 +71,7 @@ class Team:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can connect
         try:
             dist.init_process_group("gloo", timeout=PATIENCE)
+            self._life = dist.new_group(backend="gloo")  # an interrupt in a message may break the connection of all others
             self._sums = dist.new_group(backend="nccl") if device.type == "cuda" else None
         except (ValueError, RuntimeError) as error:
             raise EESDError(f"The ranks do not find each other ({str(error)[:200]}); start them with torchrun.") from None
@@ -82,11 +83,11 @@ class Team:
 
     @property
     def split(self) -> Split:
-        return Split(self.ranks, (self.rank,), self._add)
+        return Split(self.ranks, self.rank, self._add)
 
-    def _add(self, parts: Sequence[Tensor]) -> Tensor:
+    def _add(self, part: Tensor) -> Tensor:
         """Add the parts of all ranks in their order: each rank gets all of them."""
-        own = parts[0].contiguous()
+        own = part.contiguous()
         if self._sums is None:
             return add_in_order(self._gather(own))
         found = [torch.empty_like(own) for _ in range(self.ranks)]
@@ -161,7 +162,7 @@ class Team:
     def _watch(self, other: int) -> None:
         """Wait until another process ends, or rank 0 says that this one shall."""
         with suppress(RuntimeError):
-            _wait(irecv(torch.empty(1), other, tag=LIFE))
+            _wait(irecv(torch.empty(1), other, self._life))
             self._leaving = True
         if self.rank or not self._leaving:
             self._end(other)
@@ -171,7 +172,7 @@ class Team:
         self._leaving = True
         for other in self._others:
             with suppress(RuntimeError):
-                _wait(isend(torch.empty(1), other, tag=LIFE), timedelta(seconds=LEAVING))
+                _wait(isend(torch.empty(1), other, self._life), timedelta(seconds=LEAVING))
         self._end_sums()
         for watch in self._watches:
             watch.join(LEAVING)

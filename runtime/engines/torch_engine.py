@@ -1,7 +1,6 @@
 """The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the engine directory's own element type."""
 
 import os
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from eesd.model.decoder import Inputs
 from eesd.model.feed_forward import EVEN_ROWS
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Split
+from eesd.runtime.engines.base import Call, Logits
 from eesd.runtime.engines.device import DeviceStream, PreparedCall, ResultMemory, StepInputs, device_streams
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make_engines
@@ -95,7 +95,7 @@ def open_torch(
         draft: Whether to load the draft engine.
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
         exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
-        split: This process's part of the weights. None: all of them.
+        split: The rank that this process is. None: it has all weights.
         kernels: See :func:`~eesd.runtime.engines.torch_weights.load_modules`.
 
     Returns:
@@ -105,8 +105,7 @@ def open_torch(
         EESDError: Graphs, weights and manifest do not fit each other, the GPU has too little memory, or ranks cannot have equal
             parts.
     """
-    if split is not None:
-        manifest.on_rank(split.ranks)  # refuses what cannot be split
+    own = manifest if split is None else manifest.on_rank(split.ranks)
     streams = device_streams(len(manifest.verify), device)
     on_gpu = streams[0].on_gpu
     if not on_gpu:
@@ -120,10 +119,29 @@ def open_torch(
     first = stages[0]
     drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
     spare = manifest.max_tree_nodes + ROWS
-    kept = manifest if split is None else replace(manifest, geometry=split.in_process(manifest.geometry))
-    make_memory = partial(DeviceMemory, kept, streams, grow=not on_gpu, spare=spare)
+    make_memory = partial(DeviceMemory, own, streams, grow=not on_gpu, spare=spare)
     slots = first_slots(manifest.gpu_slots) if several else ()
-    return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, slots=(slots, slots), exact=exact)
+    engines = partial(make_engines, manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, slots=(slots, slots))
+    # Ranks add their parts in an order that may depend on how many rows there are.
+    if on_gpu and not several and split is None and all(stage.by_rows for stage in stages):
+        found = engines(exact=exact, by_rows=True)
+        if has_equal_rows(found[0]):
+            return found
+    return engines(exact=exact)
+
+
+def has_equal_rows(verify: DeviceEngine) -> bool:
+    """Whether the last calls of a round's nodes have the bits of a call of all of them, for each smaller bucket."""
+    [kv_cache] = verify.new_kv_caches()
+    count = verify.manifest.max_tree_nodes + 1
+    tokens = [place % verify.manifest.geometry.vocab_size for place in range(count)]
+    kv_cache.reserve(count)
+
+    def logits(start: int) -> Logits:
+        return verify.forward([Call(kv_cache, tokens[start:], range(start, count), start)])[0].logits.copy()
+
+    every = logits(0)
+    return all(logits(count - few).tobytes() == every[-few:].tobytes() for few in verify.buckets if few < count)
 
 
 def open_team(

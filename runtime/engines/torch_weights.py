@@ -18,21 +18,23 @@ import numpy as np
 import torch
 from onnx import TensorProto
 from onnx.external_data_helper import ExternalDataInfo
-from torch import Tensor, nn
+from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.quantization import DRAFT, EXIT_HEAD, LEVELS, LM_HEAD, Quantization, parts_of
 from eesd.common.terminal import notice
 from eesd.common.weights import (
+    DEEP,
     FACTOR,
+    INPUTS,
     MINIMUMS,
-    OUTPUTS,
     ROTARY_TABLES,
     SCALES,
     ZEROS,
     StoredWeight,
     part_shapes,
+    read_graph,
     split_side,
     weights_of,
 )
@@ -40,10 +42,9 @@ from eesd.model.decoder import Decoder
 from eesd.model.eagle import make_head
 from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
-from eesd.model.parallel import Split, split_blocks
+from eesd.model.parallel import Split, add_parts
 from eesd.model.quantized import Quantized, dequantize, part_of
 from eesd.runtime.engines.device import explain_out_of_memory
-from eesd.runtime.engines.graph_file import read_graph
 from eesd.runtime.engines.torch_quantized import (
     TYPES,
     ComputedBefore,
@@ -61,30 +62,8 @@ class Levels:
     stored: Quantized
     quantization: Quantization
 
-    def part(self, side: int | None, outputs: Sequence[int], split: Split) -> "Levels":
-        """The part of the only rank in this process. ``outputs`` are those of each layer in a packed weight."""
-        [rank] = split.own
-        blocks, width = self.stored.scales.shape
-        ranges, rows = [slice(0, width)], slice(0, blocks)
-        if side is None:
-            return self
-        if side == OUTPUTS:
-            ranges = _ranges(outputs, rank, split.ranks)
-        else:
-            [rows] = _ranges([blocks], rank, split.ranks)
-        return Levels(part_of(self.stored, self.quantization.weights, rows, ranges), self.quantization)
-
     def to(self, device: torch.device) -> QuantizedWeight:
         return arranged(self.stored, self.quantization, device)
-
-
-def _ranges(sizes: Sequence[int], rank: int, ranks: int) -> list[slice]:
-    """A rank's share of each of several ranges, which lie one behind the other."""
-    begins = [sum(sizes[:index]) for index in range(len(sizes))]
-    return [
-        slice(begin + size * rank // ranks, begin + size * (rank + 1) // ranks)
-        for begin, size in zip(begins, sizes, strict=True)
-    ]
 
 
 Weights = dict[str, Tensor | QuantizedWeight]
@@ -99,11 +78,13 @@ class StageModules:
         verify: The stage of verify.
         draft: The draft, over the same weights; only on the device of the first stage.
         rotary_tables: cos and sin, each [S, D/2].
+        by_rows: Whether a row's states in verify do not depend on how many rows a call has.
     """
 
     verify: Verify
     draft: Draft | None
     rotary_tables: tuple[Tensor, Tensor]
+    by_rows: bool
 
 
 def load_modules(
@@ -129,7 +110,8 @@ def load_modules(
         EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
     """
     if kernels is None:
-        kernels = (split is None or len(split.own) == 1) and has_kernels(manifest, devices[0])
+        kernels = has_kernels(manifest, devices[0])
+    own = manifest if split is None else manifest.on_rank(split.ranks)
     draft_vocab = [DRAFT_VOCAB_FILE] if manifest.exit_head.draft_vocab else []
     files = _map_files(directory, (WEIGHTS_FILE, *draft_vocab, *manifest.linked))
     stages = []
@@ -138,21 +120,24 @@ def load_modules(
         graphs = [graph, manifest.draft] if with_draft else [graph]
         with _explain_mismatch(directory):
             stored = _load_weights(directory, manifest, graphs, files, kernels, split)
-        weights = _moved(stored, device, split)
+        with explain_out_of_memory("The weights"):
+            weights = {name: weight.to(device) for name, weight in stored.items()}
         del stored  # dequantized weights
         with _explain_mismatch(directory):
-            verifier, *drafter = (_make_modules(manifest, weights, of, split) for of in graphs)
+            verifier, *drafter = (_make_modules(own, weights, weights_of(manifest, of)) for of in graphs)
         if split is not None:
-            split_blocks((verifier, *drafter), split)
-            _move([module for pair in (verifier, *drafter) for module in pair], device)
+            for modules in (verifier, *drafter):
+                add_parts(*modules, split.add)
         verify = Verify(*verifier, manifest.stage_layers[number]).eval()
         drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
+        by_rows = False
         if kernels:
-            from eesd.runtime.engines.torch_fused import fuse
+            from eesd.runtime.engines.torch_fused import computes_by_rows, fuse
 
             fuse(verify, *drafting)
+            by_rows = computes_by_rows(verify)
         cos, sin = (_tensor(weights[name]).to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
-        stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin)))
+        stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin), by_rows))
     return stages
 
 
@@ -168,35 +153,10 @@ def has_kernels(manifest: Manifest, device: torch.device) -> bool:
     return fault is None
 
 
-def _moved(weights: dict[str, Tensor | Levels], device: torch.device, split: Split | None) -> Weights:
-    """Weights on a device; tensors of which ranks will have parts on the CPU."""
-    where = device if split is None else torch.device("cpu")
-    with explain_out_of_memory("The weights"):
-        return {name: weight.to(where if isinstance(weight, Tensor) else device) for name, weight in weights.items()}
-
-
 def _tensor(weight: Tensor | QuantizedWeight) -> Tensor:
     """A weight that is never quantized."""
     assert isinstance(weight, Tensor)
     return weight
-
-
-def _move(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """Move parameters and buffers that are there: a draft has only some layers. What modules share, they share there, too."""
-    moved: dict[tuple[int, torch.Size], Tensor] = {}
-
-    def there(value: Tensor) -> Tensor:
-        key = (value.data_ptr(), value.shape)  # all values are there before one is moved, so each has an address of its own
-        if key not in moved:
-            found = value.to(device)
-            moved[key] = nn.Parameter(found, requires_grad=False) if isinstance(value, nn.Parameter) else found
-        return moved[key]
-
-    with explain_out_of_memory("The weights"):
-        for part in (part for module in modules for part in module.modules()):
-            for name, value in [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]:
-                if not value.is_meta:
-                    setattr(part, name, there(value))
 
 
 @contextmanager
@@ -208,23 +168,24 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
         raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
 
 
-def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo, split: Split | None) -> tuple[Decoder, ExitHead]:
+def _make_modules(manifest: Manifest, weights: Weights, names: Iterable[str]) -> tuple[Decoder, ExitHead]:
     """Make the modules of a graph with its weights. Parameters without a weight stay on the meta device.
 
-    Of a model that will be split, quantized weights are this process's part already.
+    Args:
+        manifest: The manifest, on a rank that of the rank.
+        weights: By name.
+        names: The weights of the graph.
     """
     with torch.device("meta"):
         decoder = Decoder(manifest.geometry)
         head = make_head(manifest.geometry, manifest.exit_head, manifest.max_seq_len)
-    used = {name.removeprefix(DRAFT): weights[name] for name in weights_of(manifest, graph)}
+    used = {name.removeprefix(DRAFT): weights[name] for name in names}
     own: dict[str, Tensor] = {}
     for name, weight in used.items():
         if isinstance(weight, QuantizedWeight):
             bias = used.get(name.removesuffix("weight") + "bias")
-            part = manifest if split is None else manifest.on_rank(split.ranks)
-            outputs = _outputs(name, weight.scales.shape[1], part)
-            bias = None if bias is None else _own_bias(name, _tensor(bias), manifest, split)
-            layer = QuantizedLinear(weight, None if bias is None else bias.to(weight.levels.device), outputs[0])
+            outputs = _outputs(name, weight.scales.shape[1], manifest)
+            layer = QuantizedLinear(weight, None if bias is None else _tensor(bias), outputs[0])
             _set_quantized(decoder, head, name, layer, outputs[1:])
         else:
             own |= _unpacked(name, weight, manifest)
@@ -234,17 +195,6 @@ def _make_modules(manifest: Manifest, weights: Weights, graph: GraphInfo, split:
     for module in (decoder, head):
         module.requires_grad_(False)
     return decoder, head
-
-
-def _own_bias(name: str, bias: Tensor, manifest: Manifest, split: Split | None) -> Tensor | None:
-    """What this process adds of the bias beside a quantized weight. Behind a split input it is the first rank's."""
-    side = None if split is None else split_side(name)
-    if split is None or side is None:
-        return bias
-    [rank] = split.own
-    if side == OUTPUTS:
-        return torch.cat([bias[some] for some in _ranges(_outputs(name, len(bias), manifest), rank, split.ranks)])
-    return None if rank else bias
 
 
 def _set_quantized(decoder: Decoder, head: ExitHead, name: str, layer: QuantizedLinear, others_outputs: Sequence[int]) -> None:
@@ -294,12 +244,28 @@ def _load_weights(
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
                 as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
                 found = _load_weight(as_stored, stored, files, kernels and as_stored.keeps_levels(ranks))
-                if split is not None and isinstance(found, Levels):
-                    found = found.part(split_side(name), _outputs(name, weight.shape[0], manifest), split)
-                weights[name] = found
+                weights[name] = found if split is None else _own_part(weight, found, manifest, split)
         if not stored.keys() <= {name for weight in expected.values() for name in weight.tensors}:
             raise ValueError("a weight that is not in the manifest")
     return weights
+
+
+def _own_part(weight: StoredWeight, found: Tensor | Levels, manifest: Manifest, split: Split) -> Tensor | Levels:
+    """What this rank has of a weight or a bias. A bias of a layer whose input is split is the first rank's."""
+    name, side = weight.name, split_side(weight.name)
+    if side is None:
+        return found
+    if side == INPUTS and isinstance(found, Tensor) and found.ndim == 1:
+        return torch.zeros_like(found) if split.rank else found
+    size = weight.shape[side]
+    sizes = [size // 2] * 2 if name.startswith(DEEP) else [size] if side == INPUTS else _outputs(name, size, manifest)
+    shares = split.ranges(sizes)
+    if isinstance(found, Tensor):
+        return torch.cat([found.narrow(side, share.start, share.stop - share.start) for share in shares], side)
+    blocks, outputs = found.stored.scales.shape
+    [rows] = split.ranges([blocks]) if side == INPUTS else [slice(0, blocks)]
+    columns = [slice(0, outputs)] if side == INPUTS else shares
+    return Levels(part_of(found.stored, found.quantization.weights, rows, columns), found.quantization)
 
 
 def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor]:

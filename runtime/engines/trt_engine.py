@@ -89,8 +89,10 @@ def _check(accepted: bool, graph: GraphInfo, count: int) -> None:
         raise EESDError(f"The plan of {graph.file} takes no call of {count} nodes; build it again with: eesd-build --force.")
 
 
-KVMemory = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
-"""A tensor for each stage of verify, or a function that makes them."""
+Tensors = Tensor | Sequence[Tensor]
+KVMemory = Tensors | Callable[[int], Tensors]
+"""Memory for one sequence, see :class:`~eesd.runtime.engines.device_cache.DeviceMemory`, or a function that makes it for a
+number of sequences. Where there is one tensor, it need not be in a list."""
 
 
 class EngineSource(Protocol):
@@ -136,8 +138,8 @@ def open_tensorrt(
         draft: Whether to load the draft engine.
         streams: The stream of each stage of verify. Stages on one GPU share its stream. Default: the stages are spread over the
             GPUs.
-        kv_memory: Memory for the KV cache of one sequence, see :class:`~eesd.runtime.engines.device_cache.DeviceMemory`, or a
-            function that makes it for each session that is open beside others. Default: allocate with torch.
+        kv_memory: Memory for the KV cache of one sequence, or a function that makes it for each session that is open beside
+            others, and for the rows of a batch. Default: allocate with torch.
         scratch: Memory that execution contexts work in, one for all stages or one for each. Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
@@ -203,8 +205,14 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
 def _memory_maker(
     manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, given: KVMemory
 ) -> Callable[[int], DeviceMemory]:
-    """Makes the KV caches of open sessions, each in memory of its own, and those of a batch, in memory of torch."""
+    """Makes the KV caches of open sessions, each in memory of its own, and those of a batch."""
     unused = [] if callable(given) else [given]
+
+    def lent(rows: int, tensors: Tensors) -> DeviceMemory:
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise EESDError("The kv_cache given must be tensors of torch; see docs/embedding.md for memory of other libraries.")
+        return DeviceMemory(manifest, streams, rows, given=tensors)
 
     def make(rows: int) -> DeviceMemory:
         if rows > 1 and rows > source.max_batch:
@@ -212,15 +220,17 @@ def _memory_maker(
                 f"The plans take {source.max_batch} rows in a call, and the batch may have {rows}; build them with: eesd-build "
                 f"--batch {rows}, or start with max_rows {source.max_batch}."
             )
-        if rows > 1 or not given:
-            return DeviceMemory(manifest, streams, rows)
         if callable(given):
-            return DeviceMemory(manifest, streams, given=given())
+            return lent(rows, given(rows))
+        if len(given) == 0:
+            return DeviceMemory(manifest, streams, rows)
+        if rows > 1:
+            raise EESDError(f"The kv_cache given is for one sequence; for {rows} rows give a function that makes memory.")
         if not unused:
             raise EESDError(
                 "The kv_cache given belongs to another open session; close that first, or give a function that makes memory."
             )
-        return DeviceMemory(manifest, streams, given=unused.pop())
+        return lent(1, unused.pop())
 
     return make
 

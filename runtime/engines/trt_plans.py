@@ -12,9 +12,10 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.common.machine import compute_capability, nvidia_driver
+from eesd.common.machine import nvidia_driver
+from eesd.common.machine_report import compute_capability
 from eesd.common.manifest import GraphInfo, Manifest, PlanInfo
-from eesd.common.quantization import FP4, FP8, Quantizations
+from eesd.common.quantization import BITS, FP4, FP8, Quantizations
 
 LOGGER = logging.getLogger("eesd.tensorrt")
 LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints errors to stderr
@@ -50,8 +51,15 @@ class PlanDirectory:
         self._check_profiles()
         _check_gpu(directory, manifest, self._plans[0])
         self._errors: list[str] = []
-        self._runtime = self.trt.Runtime(make_logger(self.trt, self._errors))
+        self._runtime = create(self._plans[0].flavour, "Runtime", make_logger(self.trt, self._errors), self._errors)
         self._kernel_caches: dict[str, Any] = {}
+
+    @property
+    def notice(self) -> str:
+        """A line on the kernels that TensorRT-RTX has not compiled yet; empty if there are none."""
+        if not hasattr(self.trt, "IRuntimeCache") or all(self._kernel_file(graph).exists() for graph in self._manifest.graphs):
+            return ""
+        return "TensorRT-RTX compiles kernels before the first text, which may take minutes; the next start reads them."
 
     @property
     def prefill_chunk(self) -> int:
@@ -79,7 +87,7 @@ class PlanDirectory:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             engine = self._runtime.deserialize_cuda_engine(plan)
         if engine is None:
-            reason = self._errors[0].splitlines()[0][:300] if self._errors else "it does not say why"
+            reason = first_error(self._errors)
             remedy = "update the NVIDIA driver" if "driver" in reason else _rebuild(self._directory)
             raise EESDError(f"{self._plans[0].flavour} cannot load {path} ({reason}); {remedy}.")
         if not matches_graph(engine, graph):
@@ -196,6 +204,25 @@ def make_logger(trt: Any, errors: list[str]) -> Any:
     return Logger()
 
 
+def first_error(errors: list[str]) -> str:
+    """The first line of the first message that a logger of :func:`make_logger` got."""
+    return errors[0].splitlines()[0][:300] if errors else "it does not say why"
+
+
+def create(flavour: str, name: str, logger: Any, errors: list[str]) -> Any:
+    """Make TensorRT's ``Builder`` or ``Runtime``. Raises :class:`EESDError` where the library gives none: CUDA does not work.
+
+    Its Python bindings then raise a TypeError without a reason.
+    """
+    try:
+        return getattr(importlib.import_module(FLAVOURS[flavour]), name)(logger)
+    except TypeError:
+        raise EESDError(
+            f"{flavour} {library_version(flavour)} gives no {name} here ({first_error(errors)}); update the NVIDIA driver, or "
+            "install a version for the driver's CUDA."
+        ) from None
+
+
 def library_version(flavour: str) -> str:
     """Version of the installed library.
 
@@ -269,7 +296,10 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
     For exactly one node, attention reads the caches where they are; for a range it copies them in every call. But it has no
     such attention for long caches, and for exactly one node it writes int8 weights out as 16-bit ones in every call.
     """
-    return max_seq_len <= LONG_CACHE and not quantization.drafts_with_int8
+    own = quantization.draft
+    copies = own is not None and BITS[own.weights] < BITS["int8"]  # of all that verify has in int8
+    int8 = not copies and any(one.weights == "int8" for one in quantization.used)
+    return max_seq_len <= LONG_CACHE and not int8
 
 
 def attended_slots(manifest: Manifest, graph: GraphInfo) -> tuple[int, ...]:

@@ -4,19 +4,33 @@
 
 constexpr int64_t TILES = CHUNK / 16;
 constexpr int64_t QUERIES = 48;  // queries whose scores over a chunk are kept at once
+constexpr float MOST = 32767;    // level of the largest number of a query, or of a chunk's weights, that is multiplied by levels
+
+// What cells are multiplied by, and the sums. Levels of 8 bits are multiplied by levels of 16 bits, two of them at a time: integers
+// that 32 bits hold, 127 MOST MAX_WIDTH < 2^31, so their order does not matter.
+template <typename Cell> struct Kind {
+  using Factor = float;
+  using Sum = Floats;
+};
+template <> struct Kind<int8_t> {
+  using Factor = int16_t;
+  using Sum = Bytes;
+};
 static inline Floats load_cells(const float *p) { return load(p); }
 static inline Floats load_cells(const uint16_t *p) { return load_float16(p); }
+static inline Words load_cells(const int8_t *p) { return load_words(p); }
+static inline Floats add_products(Floats sum, Floats cells, const float *x) { return fma(cells, all(*x), sum); }
+static inline Bytes add_products(Bytes sum, Words cells, const int16_t *x) { return dot(sum, cells, x); }
+// A sum that goes on from `out`, or a new one of integers.
+static inline void begin(Floats &sum, const float *out) { sum = load(out); }
+static inline void begin(Bytes &sum, const float *) { sum = all_sums(0); }
+static inline Floats ended(Floats sum, float) { return sum; }
+static inline Floats ended(Bytes sum, float scale) { return mul(to_floats(sum), all(scale)); }
 
-template <int N> struct Number {
-  static constexpr int value = N;
-};
-
-// work(Number<count>) for a count from 1 to Most.
-template <int Most, typename Work> static void with_number(int64_t count, const Work &work) {
-  if constexpr (Most > 1) {
-    if (count < Most) return with_number<Most - 1>(count, work);
-  }
-  work(Number<Most>{});
+// Scores of sums: times the query's factor, and of levels times the scales of the keys.
+static inline Floats scored(Floats sum, const void *, int64_t, float factor) { return mul(sum, all(factor)); }
+static inline Floats scored(Bytes sum, const int8_t *keys, int64_t width, float factor) {
+  return mul(to_floats(sum), mul(load(scales_of(keys, width)), all(factor)));
 }
 
 // work(first, Number) for blocks of 0 to count - 1 that hold at most so many, and about the same number each.
@@ -40,37 +54,74 @@ static void rotate(const float *x, const float *cos, const float *sin, int64_t h
   }
 }
 
-template <typename Cell> static Cell round_to(float x);
-template <> float round_to<float>(float x) { return x; }
-template <> uint16_t round_to<uint16_t>(float x) { return half_of(x); }
+// Normalize a head, if there is a norm, and rotate it.
+static void turn(const Attention &job, const float *x, const float *norm, const float *cos, const float *sin, float *y) {
+  float normed[MAX_WIDTH];
+  if (norm && !job.norms_last) normalize(x, norm, job.epsilon, job.head_dim, normed);
+  rotate(norm && !job.norms_last ? normed : x, cos, sin, job.head_dim / 2, y);
+  if (norm && job.norms_last) normalize(y, norm, job.epsilon, job.head_dim, y);
+}
+
+// Round a row to levels, its largest number to `most` or -most, and zeros behind it to a multiple of 16. Returns their scale: NaN,
+// with levels of 0, where a number is not finite.
+static float round_levels(const float *x, int64_t size, float most, int16_t *levels) {
+  float rounded[MAX_WIDTH];
+  const auto part = [&](int64_t i) { return load_some(x + i, least(16, size - i)); };
+  Floats largest = all(0), sum = all(0);
+  for (int64_t i = 0; i < size; i += 16) largest = larger(absolute(part(i)), largest);
+  const float m = largest_lane(largest), inverse = m >= 0x1p-100f ? most / m : 0;
+  for (int64_t i = 0; i < size; i += 16) {
+    const Floats level = nearest(mul(part(i), all(inverse)));
+    sum = add(sum, level);
+    store(rounded + i, level);
+  }
+  const float added = add_lanes(sum);
+  const bool finite = added == added;  // NaN is not; infinity times its inverse, 0, is NaN
+  for (int64_t i = 0; i < (size + 15) / 16 * 16; i++) levels[i] = finite ? (int16_t)rounded[i] : 0;
+  return finite ? m / most : __builtin_nanf("");
+}
+
+// Write a row into the cells of a slot in a tile; at(d) is where.
+template <typename Cell, typename At> static void write_row(const Attention &job, const float *x, Cell *tile, int64_t slot, const At &at) {
+  int16_t levels[MAX_WIDTH];
+  if constexpr (PAIR<Cell> == 2) scales_of(tile, job.width)[slot % 16] = round_levels(x, job.head_dim, 127, levels);
+  for (int64_t d = 0; d < job.head_dim; d++) {
+    if constexpr (PAIR<Cell> == 2) tile[at(d)] = (int8_t)levels[d];
+    else if constexpr (sizeof(Cell) == 2) tile[at(d)] = half_of(x[d]);
+    else tile[at(d)] = x[d];
+  }
+}
+
+// A query beside levels is [width] levels of 16 bits, and its scale times that of all scores.
+static void write_query(const Attention &job, const float *x, float *q) {
+  if (job.cells == LEVELS) q[job.width / 2] = job.scale * round_levels(x, job.head_dim, MOST, reinterpret_cast<int16_t *>(q));
+  else memcpy(q, x, job.head_dim * sizeof(float));
+}
 
 // Rotate queries and keys, and write keys and values into the cache.
 template <typename Cell> static void write_cells(const Attention &job, int64_t first_token, int64_t last_token) {
-  const int64_t size = job.head_dim, half = size / 2, width = job.width;
-  float head[MAX_WIDTH], normed[MAX_WIDTH];
+  const int64_t size = job.head_dim, half = size / 2;
+  float head[MAX_WIDTH];
   for (int64_t t = first_token; t < last_token; t++) {
     const Token &token = job.tokens[t];
     const float *x = job.qkv + t * (job.heads + 2 * job.kv_heads) * size;
     const float *cos = job.cos ? job.cos + token.position * half : nullptr, *sin = job.sin ? job.sin + token.position * half : nullptr;
+    const int64_t slot = token.slot, tile = slot / 16 * tile_of<Cell>(job.width);
     for (int64_t h = 0; h < job.heads; h++, x += size) {
-      if (job.q_norm) normalize(x, job.q_norm, job.epsilon, size, normed);
-      rotate(job.q_norm ? normed : x, cos, sin, half, job.q + (t * job.heads + h) * width);
+      turn(job, x, job.q_norm, cos, sin, head);
+      write_query(job, head, job.q + (t * job.heads + h) * job.width);
     }
     for (int64_t h = 0; h < job.kv_heads; h++, x += size) {
-      if (job.k_norm) normalize(x, job.k_norm, job.epsilon, size, normed);
-      rotate(job.k_norm ? normed : x, cos, sin, half, head);
-      Cell *key = job.keys<Cell>(token, h) + token.slot / 16 * width * 16 + token.slot % 16;
-      for (int64_t d = 0; d < size; d++) key[d * 16] = round_to<Cell>(head[d]);
+      turn(job, x, job.k_norm, cos, sin, head);
+      write_row(job, head, job.keys<Cell>(token, h) + tile, slot, [&](int64_t d) { return key_at<Cell>(slot, d); });
     }
-    for (int64_t h = 0; h < job.kv_heads; h++, x += size) {
-      Cell *value = job.values<Cell>(token, h) + token.slot * width;
-      for (int64_t d = 0; d < size; d++) value[d] = round_to<Cell>(x[d]);
-    }
+    for (int64_t h = 0; h < job.kv_heads; h++, x += size)
+      write_row(job, x, job.values<Cell>(token, h) + tile, slot, [&](int64_t d) { return value_at<Cell>(slot, d, job.width); });
   }
 }
 
 static void write(const Attention &job, int64_t first_token, int64_t last_token) {
-  (job.float16 ? write_cells<uint16_t> : write_cells<float>)(job, first_token, last_token);
+  with_cells(job.cells, [&](auto cell) { write_cells<decltype(cell)>(job, first_token, last_token); });
 }
 
 // The keys and values of a chunk's positions by tiles: those of the cache, or copies where a path is part of the tile. Keys are
@@ -80,29 +131,38 @@ template <typename Cell> struct Tiles {
   const Cell *next;  // keys of the next chunk, which are fetched in time
 };
 
+// Copy a slot's row from a tile of keys and one of values to a place in two others.
+template <typename Cell>
+static void copy_row(const Cell *keys, const Cell *values, int64_t slot, int64_t width, Cell *key, Cell *value, int64_t place) {
+  for (int64_t d = 0; d < width; d++) key[key_at<Cell>(place, d)] = keys[key_at<Cell>(slot, d)];
+  for (int64_t d = 0; d < width; d++) value[value_at<Cell>(place, d, width)] = values[value_at<Cell>(slot, d, width)];
+  if (PAIR<Cell> == 1) return;
+  scales_of(key, width)[place % 16] = scales_of(keys, width)[slot % 16];
+  scales_of(value, width)[place % 16] = scales_of(values, width)[slot % 16];
+}
+
 template <typename Cell>
 static void find_tiles(const Attention &job, const Token &token, int64_t kv, int64_t start, Cell *copies, Tiles<Cell> *tiles) {
   const Cell *keys = job.keys<Cell>(token, kv), *values = job.values<Cell>(token, kv);
-  const int64_t width = job.width;
+  const int64_t size = tile_of<Cell>(job.width);
   for (int64_t i = 0; i < TILES && start + i * 16 < token.seen(); i++) {
-    const int64_t first = start + i * 16;
-    if (!token.path_length || first + 16 <= token.context) {
-      tiles->keys[i] = keys + first / 16 * width * 16;
-      tiles->values[i] = values + first * width;
-      continue;
+    const int64_t first = start + i * 16, end = least(first + 16, token.seen());
+    tiles->keys[i] = keys + first / 16 * size;
+    tiles->values[i] = values + first / 16 * size;
+    if (!token.path_length || first + 16 <= token.context) continue;
+    Cell *key = copies + i * 2 * size, *value = key + size;
+    if (first < token.context) {
+      memcpy(key, tiles->keys[i], size * sizeof(Cell));
+      memcpy(value, tiles->values[i], size * sizeof(Cell));
     }
-    Cell *key = copies + i * 32 * width, *value = key + 16 * width;
-    for (int64_t j = 0; j < 16; j++) {
-      const int64_t position = first + j < token.seen() ? first + j : token.seen() - 1;
-      const int64_t slot = position < token.context ? position : token.path[position - token.context];
-      const Cell *from = keys + slot / 16 * width * 16 + slot % 16;
-      for (int64_t d = 0; d < width; d++) key[d * 16 + j] = from[d * 16];
-      memcpy(value + j * width, values + slot * width, width * sizeof(Cell));
+    for (int64_t place = first < token.context ? token.context : first; place < end; place++) {
+      const int64_t slot = token.path[place - token.context], tile = slot / 16 * size;
+      copy_row(keys + tile, values + tile, slot, job.width, key, value, place);
     }
     tiles->keys[i] = key;
     tiles->values[i] = value;
   }
-  tiles->next = keys + (start + (start + CHUNK < token.context ? CHUNK : 0)) * width;
+  tiles->next = keys + (start + (start + CHUNK < token.context ? CHUNK : 0)) / 16 * size;
   for (int64_t i = 1; i < TILES; i++)
     if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
@@ -114,63 +174,80 @@ template <typename Cell> struct Ahead {
   void fetch(int64_t vector) const { prefetch(from + vector * step); }
 };
 
-// The part of `vectors` vectors that is fetched while `some` queries behind the first ones of `count` read as many.
+// The part of some tiles that is fetched while `some` queries behind the first ones of `count` read as many.
 template <typename Cell>
-static Ahead<Cell> share_of(const Cell *from, int64_t vectors, int64_t first, int64_t some, int64_t count) {
-  return {from + vectors * 16 * first / count, 16 * some / count};
+static Ahead<Cell> share_of(const Attention &job, const Cell *from, int64_t tiles, int64_t first, int64_t some, int64_t count) {
+  const int64_t cells = tiles * tile_of<Cell>(job.width), vectors = tiles * job.width / PAIR<Cell>;
+  return {from + cells * first / count, cells * some / (count * vectors)};
 }
 
-// Scores of Q queries with the keys of some tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., then times the scale.
+// A query over one chunk: the positions of the chunk that it sees, `first` to `seen` - 1, and where its part [2 + width] goes.
+struct Query {
+  const float *q;
+  int64_t first, seen;
+  float *part;
+};
+
+// Scores of Q queries with the keys of some tiles: score = fma(key[d], query[d], score), d = 0, 1, ..., or the sum of products of
+// levels; then times the scale.
 template <int Q, typename Cell>
-static void score_tiles(const Cell *const *keys, const float *const *queries, int64_t size, float scale, float *scores,
-                        const Ahead<Cell> &ahead) {
-  Floats sum[Q][KEY_TILES];
+static void score_tiles(const Attention &job, const Cell *const *keys, const Query *queries, float *scores, const Ahead<Cell> &ahead) {
+  using Factor = typename Kind<Cell>::Factor;
+  constexpr int64_t p = PAIR<Cell>;
+  const int64_t vectors = job.head_dim / p;
+  typename Kind<Cell>::Sum sum[Q][KEY_TILES];
+  const float zeros[16] = {0};
   for (int q = 0; q < Q; q++)
-    for (int t = 0; t < KEY_TILES; t++) sum[q][t] = all(0);
-  for (int64_t d = 0; d < size; d++) {
-    Floats key[KEY_TILES];
+    for (int t = 0; t < KEY_TILES; t++) begin(sum[q][t], zeros);
+  for (int64_t i = 0; i < vectors; i++) {
+    decltype(load_cells(*keys)) key[KEY_TILES];
     for (int t = 0; t < KEY_TILES; t++) {
-      key[t] = load_cells(keys[t] + d * 16);
-      ahead.fetch(t * size + d);
+      key[t] = load_cells(keys[t] + i * 16 * p);
+      ahead.fetch(t * vectors + i);
     }
-    for (int q = 0; q < Q; q++) {
-      const Floats value = all(queries[q][d]);
-      for (int t = 0; t < KEY_TILES; t++) sum[q][t] = fma(key[t], value, sum[q][t]);
-    }
+    for (int q = 0; q < Q; q++)
+      for (int t = 0; t < KEY_TILES; t++)
+        sum[q][t] = add_products(sum[q][t], key[t], reinterpret_cast<const Factor *>(queries[q].q) + i * p);
   }
-  for (int q = 0; q < Q; q++)
-    for (int t = 0; t < KEY_TILES; t++) store(scores + q * CHUNK + t * 16, mul(sum[q][t], all(scale)));
+  for (int q = 0; q < Q; q++) {
+    const float factor = job.cells == LEVELS ? queries[q].q[job.width / 2] : job.scale;
+    for (int t = 0; t < KEY_TILES; t++) store(scores + q * CHUNK + t * 16, scored(sum[q][t], keys[t], job.width, factor));
+  }
 }
 
-// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, of Q queries and V vectors of values.
+// out = fma(weight[j], value[j], out) for the positions j from `first` to `last` - 1, of Q queries and V vectors of values. Of
+// levels: the sum of products, times a scale of each query.
 template <int Q, int V, typename Cell>
-static void add_values(const Cell *const *values, int64_t width, int64_t first, int64_t last, const float *weights,
-                       float *const *out, int64_t d, const Ahead<Cell> &ahead) {
-  Floats sum[Q][V];
+static void add_values(const Cell *const *values, int64_t width, int64_t first, int64_t last,
+                       const typename Kind<Cell>::Factor *weights, const float *scales, float *const *out, int64_t d,
+                       const Ahead<Cell> &ahead) {
+  constexpr int64_t p = PAIR<Cell>;
+  typename Kind<Cell>::Sum sum[Q][V];
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) sum[q][v] = load(out[q] + d + 16 * v);
+    for (int v = 0; v < V; v++) begin(sum[q][v], out[q] + d + 16 * v);
   for (int64_t start = first, stop; start < last; start = stop) {  // of a tile
     stop = least(start / 16 * 16 + 16, last);
-    const Cell *value = values[start / 16] + start % 16 * width + d;
-    for (int64_t j = start; j < stop; j++, value += width) {
+    const Cell *value = values[start / 16] + start % 16 * width + d * p;
+    for (int64_t j = start; j < stop; j += p, value += width * p) {
       for (int v = 0; v < V; v++) {
-        const Floats part = load_cells(value + 16 * v);
-        ahead.fetch((d / 16 + v) * CHUNK + j);
-        for (int q = 0; q < Q; q++) sum[q][v] = fma(all(weights[q * CHUNK + j]), part, sum[q][v]);
+        const auto part = load_cells(value + 16 * v * p);
+        ahead.fetch(((d / 16 + v) * CHUNK + j) / p);
+        for (int q = 0; q < Q; q++) sum[q][v] = add_products(sum[q][v], part, weights + q * CHUNK + j);
       }
     }
   }
   for (int q = 0; q < Q; q++)
-    for (int v = 0; v < V; v++) store(out[q] + d + 16 * v, sum[q][v]);
+    for (int v = 0; v < V; v++) store(out[q] + d + 16 * v, ended(sum[q][v], scales[q]));
 }
 
 template <int Q, typename Cell>
-static void add_all_values(const Tiles<Cell> &tiles, int64_t width, int64_t first, int64_t last, const float *weights,
-                           float *const *out, const Ahead<Cell> &ahead) {
+static void add_all_values(const Tiles<Cell> &tiles, int64_t width, int64_t first, int64_t last,
+                           const typename Kind<Cell>::Factor *weights, const float *scales, float *const *out,
+                           const Ahead<Cell> &ahead) {
   constexpr int V = vectors_beside(Q);
   int64_t d = 0;
-  for (; d + 16 * V <= width; d += 16 * V) add_values<Q, V>(tiles.values, width, first, last, weights, out, d, ahead);
-  for (; d < width; d += 16) add_values<Q, 1>(tiles.values, width, first, last, weights, out, d, ahead);
+  for (; d + 16 * V <= width; d += 16 * V) add_values<Q, V>(tiles.values, width, first, last, weights, scales, out, d, ahead);
+  for (; d < width; d += 16) add_values<Q, 1>(tiles.values, width, first, last, weights, scales, out, d, ahead);
 }
 
 // Scores that are large become the cap: s = cap - 2 cap / (exp(2 s / cap) + 1), which is cap tanh(s / cap).
@@ -181,21 +258,33 @@ static void limit(float *scores, int64_t end, float cap) {
   }
 }
 
+// Set what is not from `first` to `seen` - 1.
+static void leave(float *scores, int64_t first, int64_t seen, float value) {
+  for (int64_t j = 0; j < first; j++) scores[j] = value;
+  for (int64_t j = seen; j < (seen + 15) / 16 * 16; j++) scores[j] = value;
+}
+
 // The softmax weights of a query over the positions `first` to `seen` - 1 of a chunk, in place of the scores. Gives the maximum
 // and the sum.
 static void weigh(float *scores, int64_t first, int64_t seen, float *result) {
-  const int64_t end = (seen + 15) / 16 * 16;
-  for (int64_t j = 0; j < first; j++) scores[j] = -3e38f;
-  for (int64_t j = seen; j < end; j++) scores[j] = -3e38f;
+  leave(scores, first, seen, -3e38f);
   Floats most = load(scores);
-  for (int64_t j = 16; j < end; j += 16) most = larger(load(scores + j), most);
+  for (int64_t j = 16; j < seen; j += 16) most = larger(load(scores + j), most);
   result[0] = largest_lane(most);
-  for (int64_t j = 0; j < end; j += 16) store(scores + j, exponential(sub(load(scores + j), all(result[0]))));
-  for (int64_t j = 0; j < first; j++) scores[j] = 0;
-  for (int64_t j = seen; j < end; j++) scores[j] = 0;
+  for (int64_t j = 0; j < seen; j += 16) store(scores + j, exponential(sub(load(scores + j), all(result[0]))));
+  leave(scores, first, seen, 0);
   Floats sum = load(scores);
-  for (int64_t j = 16; j < end; j += 16) sum = add(sum, load(scores + j));
+  for (int64_t j = 16; j < seen; j += 16) sum = add(sum, load(scores + j));
   result[1] = add_lanes(sum);
+}
+
+// The weights of a query, times the scales of values, as levels, and 0 for further positions. Returns their scale.
+static float weigh_levels(const Tiles<int8_t> &tiles, int64_t width, const Query &query, float *weights, int16_t *levels) {
+  for (int64_t j = 0; j < query.seen; j += 16)
+    store(weights + j, mul(load(weights + j), load(scales_of(tiles.values[j / 16], width))));
+  leave(weights, query.first, query.seen, 0);
+  memset(levels, 0, CHUNK * sizeof(int16_t));
+  return round_levels(weights, (query.seen + 15) / 16 * 16, MOST, levels);
 }
 
 // Add a chunk's part [2 + width] to that of the chunks before it.
@@ -211,42 +300,40 @@ static void merge(float *part, const float *chunk, int64_t width) {
     store(part + d, fma(load(part + d), old_factor, mul(load(chunk + d), factor)));
 }
 
-// A query over one chunk: the positions of the chunk that it sees, `first` to `seen` - 1, and where its part [2 + width] goes.
-struct Query {
-  const float *q;
-  int64_t first, seen;
-  float *part;
-};
-
 // Scores, weights and sums of values, of queries with the same tiles.
 template <typename Cell>
 static void attend_chunk(const Attention &job, const Tiles<Cell> &tiles, const Query *queries, int64_t count) {
-  float scores[QUERIES * CHUNK];
-  const float *q[QUERIES];
+  constexpr bool levels = PAIR<Cell> > 1;
+  float scores[QUERIES * CHUNK], scales[QUERIES];
+  int16_t rounded[levels ? QUERIES * CHUNK : 1];
   float *out[QUERIES];
   int64_t most = 0;
   for (int64_t i = 0; i < count; i++) {
-    q[i] = queries[i].q;
     out[i] = queries[i].part + 2;
     most = queries[i].seen > most ? queries[i].seen : most;
   }
   for (int64_t tile = 0; tile * 16 < most; tile += KEY_TILES)
     in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
-      const Ahead<Cell> ahead = share_of(tiles.values[tile], job.width * KEY_TILES, i, number.value, count);
-      score_tiles<number.value>(tiles.keys + tile, q + i, job.head_dim, job.scale, scores + i * CHUNK + tile * 16, ahead);
+      const Ahead<Cell> ahead = share_of(job, tiles.values[tile], KEY_TILES, i, number.value, count);
+      score_tiles<number.value>(job, tiles.keys + tile, queries + i, scores + i * CHUNK + tile * 16, ahead);
     });
   for (int64_t i = 0; i < count; i++) {
     if (job.cap > 0) limit(scores + i * CHUNK, (queries[i].seen + 15) / 16 * 16, job.cap);
     weigh(scores + i * CHUNK, queries[i].first, queries[i].seen, queries[i].part);
+    if constexpr (levels) scales[i] = weigh_levels(tiles, job.width, queries[i], scores + i * CHUNK, rounded + i * CHUNK);
     for (int64_t d = 0; d < job.width; d += 16) store(out[i] + d, all(0));
   }
+  const typename Kind<Cell>::Factor *factors;
+  if constexpr (levels) factors = rounded;
+  else factors = scores;
   in_blocks<QUERY_BLOCK>(count, [&](int64_t i, auto number) {
-    int64_t fewest = CHUNK;
-    for (int64_t n = i; n < i + number.value; n++) fewest = least(fewest, queries[n].seen);
-    const Ahead<Cell> ahead = share_of(tiles.next, job.width * TILES, i, number.value, count);
-    add_all_values<number.value>(tiles, job.width, 0, fewest, scores + i * CHUNK, out + i, ahead);
-    for (int64_t n = i; n < i + number.value; n++)  // the positions that not all of them see
-      add_all_values<1>(tiles, job.width, fewest, queries[n].seen, scores + n * CHUNK, out + n, ahead);
+    int64_t shared = queries[i].seen;  // of levels, further ones have weights of 0
+    for (int64_t n = i + 1; n < i + number.value; n++)
+      shared = (queries[n].seen < shared) != levels ? queries[n].seen : shared;
+    const Ahead<Cell> ahead = share_of(job, tiles.next, TILES, i, number.value, count);
+    add_all_values<number.value>(tiles, job.width, 0, shared, factors + i * CHUNK, scales + i, out + i, ahead);
+    for (int64_t n = i; !levels && n < i + number.value; n++)  // the positions that not all of them see
+      add_all_values<1>(tiles, job.width, shared, queries[n].seen, factors + n * CHUNK, scales + n, out + n, ahead);
   });
 }
 
@@ -259,7 +346,7 @@ static void attend_tokens(const Attention &job, int64_t first, int64_t last, int
     if (job.tokens[t].seen() > longest->seen()) longest = job.tokens + t;
   if (longest->seen() <= start) return;
   Tiles<Cell> tiles = {};
-  Cell copies[TILES * 32 * MAX_WIDTH];
+  alignas(64) Cell copies[TILES * 2 * (16 * MAX_WIDTH + 64)];
   float scratch[QUERIES * (2 + MAX_WIDTH)];
   find_tiles(job, *longest, kv, start, copies, &tiles);
   const bool folds = job.chunks == 1 && chunk > 0;
@@ -301,7 +388,7 @@ static void attend_cells(const Attention &job, int64_t first_token, int64_t last
 
 static void attend(const Attention &job, int64_t first_token, int64_t last_token, int64_t kv, int64_t first_chunk,
                    int64_t last_chunk) {
-  (job.float16 ? attend_cells<uint16_t> : attend_cells<float>)(job, first_token, last_token, kv, first_chunk, last_chunk);
+  with_cells(job.cells, [&](auto cell) { attend_cells<decltype(cell)>(job, first_token, last_token, kv, first_chunk, last_chunk); });
 }
 
 static void finish(const Attention &job, int64_t first_token, int64_t last_token) {

@@ -27,8 +27,6 @@ static void combine(const Combination &job, int64_t first_row, int64_t last_row)
       for (int64_t i = row * job.used; i < (row + 1) * job.used; i++)
         sum = fma(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count), sum);
       if (job.residual) sum = add(sum, load_some(job.residual + row * job.columns + column, count));
-      float lane[16];
-      store(lane, sum);
-      for (int64_t i = 0; i < count; i++) job.y[row * job.columns + column + i] = lane[i];
+      store_some(job.y + row * job.columns + column, count, sum);
     }
 }

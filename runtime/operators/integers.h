@@ -6,20 +6,21 @@ template <Format format, bool fine, bool minimums, int P, int M>
 static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
   const int64_t blocks = w.inputs / BLOCK;
+  const Blocks place = w.blocks();
   Floats sum[M][P];
   for (int m = 0; m < M; m++)
     for (int i = 0; i < P; i++) sum[m][i] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
     Bytes levels[P][8];
     for (int i = 0; i < P; i++) {
-      const uint8_t *p = panels[i] + w.block_at(b), *lower = lower_plane<format>(panels + i, b);
-      fetch_ahead<format, M>(p, lower);
+      const uint8_t *p = panels[i] + place.at(b), *lower = lower_plane<format>(panels + i, b);
+      fetch_ahead<format>(p, lower);
       load_levels<format>(p, lower, levels[i]);
     }
     for (int h = 0; h < halves; h++) {
       Floats scale[P], minimum[P];
       for (int i = 0; i < P; i++) {
-        const uint8_t *scales = panels[i] + w.block_at(b) + LEVEL_BYTES<format>, *factors = panels[i] + w.factors_at(b);
+        const uint8_t *scales = panels[i] + place.at(b) + LEVEL_BYTES<format>, *factors = panels[i] + place.factors_at(b);
         scale[i] = load_scales(w, scales, h, factors);
         if (minimums) minimum[i] = load_minimums(w, scales, h, factors);
       }

@@ -18,6 +18,13 @@ constexpr int64_t MAX_WIDTH = 512;  // of a head
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };
 enum Scales { NARROW, WIDE, SPLIT };  // float16, float32; or int8, times a float16 for 256 inputs
 
+// Where in a panel a block is, and the factors of its scales.
+struct Blocks {
+  int64_t bytes, factor_bytes;
+  [[gnu::always_inline]] int64_t at(int64_t block) const { return block * bytes + (block / SUPER + 1) * factor_bytes; }
+  [[gnu::always_inline]] int64_t factors_at(int64_t block) const { return block / SUPER * (SUPER * bytes + factor_bytes); }
+};
+
 // A weight [inputs, outputs] in panels of 16 columns. Of levels, a block of a panel holds 32 inputs, then scales, then minimums.
 // Before 8 blocks with split scales are their factors of scales, then of minimums.
 struct Matrix {
@@ -50,9 +57,7 @@ struct Matrix {
   // Of two planes, where the lower one of a panel is; of everything, where it ends.
   [[gnu::always_inline]] int64_t lower_at(int64_t panel) const { return panels() * panel_bytes() + panel * (inputs / BLOCK) * HALF; }
   [[gnu::always_inline]] int64_t bytes() const { return lower_at(has_planes() ? panels() : 0); }
-  // Where in a panel a block is, and the factors of its scales.
-  [[gnu::always_inline]] int64_t block_at(int64_t block) const { return block * block_bytes() + (block / SUPER + 1) * factor_bytes(); }
-  [[gnu::always_inline]] int64_t factors_at(int64_t block) const { return block / SUPER * (SUPER * block_bytes() + factor_bytes()); }
+  [[gnu::always_inline]] Blocks blocks() const { return {block_bytes(), factor_bytes()}; }
 };
 
 // A float16 as float32.
@@ -130,26 +135,48 @@ struct Token {
   int64_t seen() const { return context + path_length; }
 };
 
-// One layer's attention over caches [layers, 2, kv_heads, slots, width], whose keys lie in tiles [slots / 16, width, 16].
+// What caches hold: float32, float16, or levels of 8 bits with a scale for each row of a head.
+enum Cells : int { FLOATS, HALVES, LEVELS };
+
+// work(cell) with a cell of the type that caches have.
+template <typename Work> static inline void with_cells(Cells cells, const Work &work) {
+  if (cells == FLOATS) work(float());
+  else if (cells == HALVES) work(uint16_t());
+  else work(int8_t());
+}
+
+// A tile holds the cells of 16 slots; behind levels are the scales of the slots, float32. Keys are [width / p, 16, p], values
+// [16 / p, width, p], where p is 2 for levels: two numbers that are multiplied at once lie side by side.
+template <typename Cell> constexpr int64_t PAIR = sizeof(Cell) == 1 ? 2 : 1;
+template <typename Cell> static inline int64_t tile_of(int64_t width) { return 16 * width + (sizeof(Cell) == 1 ? 64 : 0); }
+template <typename Cell> static inline int64_t key_at(int64_t slot, int64_t d) {
+  return (d / PAIR<Cell> * 16 + slot % 16) * PAIR<Cell> + d % PAIR<Cell>;
+}
+template <typename Cell> static inline int64_t value_at(int64_t slot, int64_t d, int64_t width) {
+  return (slot % 16 / PAIR<Cell> * width + d) * PAIR<Cell> + slot % PAIR<Cell>;
+}
+template <typename Cell> static inline float *scales_of(Cell *tile, int64_t width) { return (float *)(tile + 16 * width); }
+
+// One layer's attention over caches [layers, 2, kv_heads, slots / 16] of tiles, which hold keys or values of 16 slots.
 struct Attention {
   const Token *tokens;
   int64_t heads, kv_heads, head_dim, width, slots, layer;  // width: head_dim, rounded up to a multiple of 16
-  bool float16;                                            // of caches; otherwise float32
+  Cells cells;
   bool hides_first;                                        // whether only the first token of a text sees itself
+  bool norms_last;                                         // whether heads are normalized after they are rotated
   float scale, cap, epsilon;                               // cap: of scores, or 0
   int64_t window;                                          // places that a token sees, or 0 for all
   const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], null: heads are not rotated; [head_dim] or null
   const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
-  float *q;                                  // [tokens, heads, width]
+  float *q;                                  // [tokens, heads, width]; beside levels see write_query
   float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values
   int64_t chunks;                            // 1 if a unit of work covers all chunks of its tokens
   float *y;                                  // [tokens, heads head_dim]
 
-  // Cell: float, or uint16_t for float16.
   template <typename Cell> Cell *keys(const Token &t, int64_t kv) const {
-    return static_cast<Cell *>(t.cache) + (layer * 2 * kv_heads + kv) * slots * width;
+    return static_cast<Cell *>(t.cache) + (layer * 2 * kv_heads + kv) * (slots / 16) * tile_of<Cell>(width);
   }
-  template <typename Cell> Cell *values(const Token &t, int64_t kv) const { return keys<Cell>(t, kv) + kv_heads * slots * width; }
+  template <typename Cell> Cell *values(const Token &t, int64_t kv) const { return keys<Cell>(t, kv + kv_heads); }
   float *part(int64_t token, int64_t head, int64_t chunk) const {
     return partial + ((token * heads + head) * chunks + chunk) * (2 + width);
   }
@@ -192,6 +219,6 @@ struct Kernels {
   void (*combine)(const Combination &, int64_t first_row, int64_t last_row);
 };
 
-extern const Kernels avx512_kernels, avx2_kernels, neon_kernels, scalar_kernels;
+extern const Kernels avx512_kernels, avx2vnni_kernels, avx2_kernels, i8mm_kernels, neon_kernels, scalar_kernels;
 
 }  // namespace eesd

@@ -8,9 +8,8 @@ template <Format format> static inline const uint8_t *lower_plane(const uint8_t 
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// Of a product of M rows.
-template <Format format, int M> static inline void fetch_ahead(const uint8_t *block, const uint8_t *lower) {
-  if (M <= STREAMING) return;
+// What is read soon: of one row, too, since the processor fetches by itself no further than a page of 4 KB.
+template <Format format> static inline void fetch_ahead(const uint8_t *block, const uint8_t *lower) {
   for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) fetch_levels(block + AHEAD + i);
   for (int64_t i = 0; format == PLANES && i < HALF; i += 64) fetch_levels(lower + AHEAD + i);
 }

@@ -1,9 +1,11 @@
 // The operators of the domain `eesd`, and how ONNX Runtime registers them. docs/operators.md describes their inputs.
+#include "pages.h"
 #include "session.h"
 
 #include <string.h>
 
 #include <algorithm>
+#include <cmath>
 
 namespace eesd {
 namespace {
@@ -17,7 +19,8 @@ struct Settings {
   const Kernels *kernels = nullptr;
   int64_t threads = 1;
   bool int8 = true;
-  bool float16_caches = false;
+  Cells cells = FLOATS;
+  int64_t most_copied = 0;
 } settings;
 
 int64_t positive(const Node &node, const char *name) {
@@ -27,17 +30,21 @@ int64_t positive(const Node &node, const char *name) {
 }
 
 // A packed weight. The attribute `matrices` describes each by 7 numbers: the members of Matrix behind its data, in order.
-std::vector<Matrix> read_matrices(const Node &node, size_t first_input) {
+struct Weights : std::vector<Matrix> {
+  std::vector<Pages> pages;  // kept as long as they are read
+};
+Weights read_matrices(const Node &node, size_t first_input) {
   const std::vector<int64_t> numbers = node.integers("matrices");
   check(!numbers.empty() && numbers.size() % 7 == 0, "matrices needs 7 numbers for each weight");
-  std::vector<Matrix> matrices;
+  Weights matrices;
   for (size_t i = 0; i < numbers.size(); i += 7) {
     const int64_t *n = &numbers[i];
     check(n[0] >= FLOAT32 && n[0] <= UPPER && n[1] > 0 && n[1] < LIMIT && n[2] > 0 && n[2] < LIMIT, "a weight has no such size");
     check(n[3] >= 0 && n[3] <= 255, "the level of 0 is out of range");
     check(n[5] >= NARROW && n[5] <= SPLIT, "there are no such scales");
     const Tensor data = node.constant(first_input + i / 7);
-    const Matrix matrix = {static_cast<const uint8_t *>(data.data), static_cast<Format>(n[0]), n[1], n[2],
+    const uint8_t *const bytes = in_large_pages(static_cast<const uint8_t *>(data.data), settings.most_copied, matrices.pages);
+    const Matrix matrix = {bytes, static_cast<Format>(n[0]), n[1], n[2],
                            static_cast<int32_t>(n[3]), n[4] != 0, static_cast<Scales>(n[5]), n[6] != 0};
     check(!matrix.minimums || matrix.zero == 0, "a weight has either a level of 0 or minimums");
     check(!matrix.has_planes() || (!matrix.fine && !matrix.minimums), "two planes have a scale for 32 inputs and no minimums");
@@ -62,7 +69,7 @@ float weight_at(const Matrix &w, int64_t k, int64_t column) {
     return value;
   }
   if (w.format == FLOAT16) return float_of(*narrow);
-  const uint8_t *block = panel + w.block_at(k / BLOCK), *scales = block + w.level_bytes();
+  const uint8_t *block = panel + w.blocks().at(k / BLOCK), *scales = block + w.level_bytes();
   const int64_t i = k % BLOCK, group = i / 4, byte = c * 4 + i % 4;
   int32_t level;
   if (w.format == BITS8) {
@@ -75,7 +82,7 @@ float weight_at(const Matrix &w, int64_t k, int64_t column) {
       level = level << 4 | (w.data[w.lower_at(column / PANEL) + k / BLOCK * HALF + group % 4 * 64 + byte] >> (group / 4 * 4) & 15);
   }
   const int64_t halves = w.fine ? 2 : 1, at = (w.fine ? i / 16 : 0) * PANEL + c;
-  const uint16_t *factors = reinterpret_cast<const uint16_t *>(panel + w.factors_at(k / BLOCK));
+  const uint16_t *factors = reinterpret_cast<const uint16_t *>(panel + w.blocks().factors_at(k / BLOCK));
   const auto scale_at = [&](int64_t index, int64_t factor) {
     if (w.scales == WIDE) return reinterpret_cast<const float *>(scales)[index];
     if (w.scales == NARROW) return float_of(reinterpret_cast<const uint16_t *>(scales)[index]);
@@ -108,7 +115,7 @@ class Embed {
 
  private:
   const Settings settings_ = settings;
-  std::vector<Matrix> table_;
+  Weights table_;
 };
 
 // Memory for the activations of some rows of so many inputs, made ready for products.
@@ -192,7 +199,7 @@ class Multiply {
   float epsilon_;
   Gating gating_;
   bool levels_ = false;
-  std::vector<Matrix> parts_;
+  Weights parts_;
   int64_t inputs_, outputs_ = 0, columns_ = 0, panels_ = 0;
   const float *norm_, *bias_;
 };
@@ -297,7 +304,7 @@ class Mixture {
   Gating gating_;
   int64_t used_;
   bool normed_;
-  std::vector<Matrix> parts_;
+  Weights parts_;
   int64_t experts_;
   const float *norm_;
 };
@@ -316,6 +323,7 @@ class Attend {
     job_.slots = positive(node, "slots");
     job_.layer = node.integer("layer");
     job_.hides_first = node.integer("hides_first", 0) != 0;
+    job_.norms_last = node.integer("norms_last", 0) != 0;
     job_.scale = node.real("scale");
     job_.cap = node.real("cap");
     job_.window = node.integer("window");
@@ -338,7 +346,7 @@ class Attend {
     const std::vector<Token> tokens = read_tokens(rows, paths);
     const int64_t count = static_cast<int64_t>(tokens.size()), values = job.heads * job.head_dim;
     check(qkv.type == ort::FLOAT && qkv.size() == count * (values + 2 * job.kv_heads * job.head_dim), "qkv has another size");
-    job.float16 = settings_.float16_caches;
+    job.cells = settings_.cells;
     job.tokens = tokens.data();
     job.qkv = qkv.floats();
     job.y = call.output<float>(0, {count, values});
@@ -440,28 +448,52 @@ class DeepCache {
   }
 
   void put(const float *state, void *cache, int64_t slot) const {
-    if (float16_) cells<uint16_t>(cache, slot, [&](uint16_t &cell, int64_t i) { cell = half_of(state[i]); });
-    else cells<float>(cache, slot, [&](float &cell, int64_t i) { cell = state[i]; });
+    rows(cache, slot, [&](int64_t i, int64_t count, float *scale, const auto &cell) {
+      float most = 0, sum = 0;
+      for (int64_t d = 0; d < count; d++) most = std::max(most, std::fabs(state[i + d])), sum += state[i + d] * 0;
+      const float inverse = most >= 0x1p-100f ? 127 / most : 0;
+      if (scale) {
+        uint32_t bits;
+        const float exact = most / 127 + sum;  // NaN where a number is not finite
+        memcpy(&bits, &exact, 4);
+        bits &= ~255u;  // 127 times the scale is exact, so that a carried state has the same levels and scale again
+        memcpy(scale, &bits, 4);
+      }
+      for (int64_t d = 0; d < count; d++) {
+        auto &own = cell(d);
+        if constexpr (sizeof own == 4) own = state[i + d];
+        else if constexpr (sizeof own == 2) own = half_of(state[i + d]);
+        else own = sum == 0 ? static_cast<int8_t>(std::nearbyint(state[i + d] * inverse)) : 0;
+      }
+    });
   }
 
   void get(void *cache, int64_t slot, float *state) const {
-    if (float16_) cells<uint16_t>(cache, slot, [&](uint16_t &cell, int64_t i) { state[i] = float_of(cell); });
-    else cells<float>(cache, slot, [&](float &cell, int64_t i) { state[i] = cell; });
+    rows(cache, slot, [&](int64_t i, int64_t count, const float *scale, const auto &cell) {
+      for (int64_t d = 0; d < count; d++) {
+        if constexpr (sizeof cell(d) == 2) state[i + d] = float_of(cell(d));
+        else state[i + d] = scale ? static_cast<float>(cell(d)) * *scale : static_cast<float>(cell(d));
+      }
+    });
   }
 
  private:
-  // work(cell, i) for the numbers i of a slot's state.
-  template <typename Cell, typename Work> void cells(void *cache, int64_t slot, const Work &work) const {
-    const int64_t width = (head_dim_ + 15) / 16 * 16, head = slots_ * width;
-    for (int64_t i = 0, h = 2 * layer_ * kv_heads_; i < size_; h++) {  // h: a head of keys or of values, of all layers
-      const bool is_key = h / kv_heads_ % 2 == 0;
-      Cell *first = static_cast<Cell *>(cache) + h * head + (is_key ? slot / 16 * width * 16 + slot % 16 : slot * width);
-      for (int64_t d = 0; d < head_dim_ && i < size_; d++, i++) work(first[is_key ? d * 16 : d], i);
-    }
+  // work(i, count, scale or null, cell) for the rows of a slot's state: cell(d) holds number i + d, for d from 0 to count - 1.
+  template <typename Work> void rows(void *cache, int64_t slot, const Work &work) const {
+    const int64_t width = (head_dim_ + 15) / 16 * 16;
+    with_cells(cells_, [&](auto of) {
+      using Cell = decltype(of);
+      for (int64_t i = 0, h = 2 * layer_ * kv_heads_; i < size_; h++, i += head_dim_) {  // h: of keys or of values, of all layers
+        const bool is_key = h / kv_heads_ % 2 == 0;
+        Cell *tile = static_cast<Cell *>(cache) + (h * slots_ + slot) / 16 * tile_of<Cell>(width);
+        work(i, std::min(head_dim_, size_ - i), sizeof of == 1 ? scales_of(tile, width) + slot % 16 : nullptr,
+             [&](int64_t d) -> Cell & { return tile[is_key ? key_at<Cell>(slot, d) : value_at<Cell>(slot, d, width)]; });
+      }
+    });
   }
 
   int64_t kv_heads_, head_dim_, slots_, layer_, size_;
-  const bool float16_ = settings.float16_caches;
+  const Cells cells_ = settings.cells;
 };
 
 // states [T, size], tokens [T, 5] int64 -> [T, 0]. Writes each state into the slot of its token.
@@ -612,7 +644,7 @@ template <typename Operator> const ort::CustomOp *custom_op() {
   return &op;
 }
 
-const Kernels *const all_kernels[] = {&avx512_kernels, &avx2_kernels, &neon_kernels, &scalar_kernels};
+const Kernels *const all_kernels[] = {&avx512_kernels, &avx2vnni_kernels, &avx2_kernels, &i8mm_kernels, &neon_kernels, &scalar_kernels};
 
 // The kernels with this name, or if it is empty the fastest ones; null: this processor does not support them.
 const Kernels *find_kernels(const char *name) {
@@ -624,19 +656,24 @@ const Kernels *find_kernels(const char *name) {
 }  // namespace
 }  // namespace eesd
 
+#ifdef _WIN32
+#define EESD_EXPORT __declspec(dllexport)
+#else
+#define EESD_EXPORT __attribute__((visibility("default")))
+#endif
+
 extern "C" {
 
 // Choose what the nodes of the sessions take that are made from now on: the kernels (a name, or "" for the fastest ones), the
-// threads of the session, whether activations are rounded to 8 bits where weights are levels, and whether caches are float16 and
-// not float32. Returns the kernels' name; null if this processor does not support them.
-__attribute__((visibility("default"))) const char *eesd_configure(const char *name, int64_t threads, int int8,
-                                                                  int float16_caches) {
+// threads of the session, whether activations are rounded to 8 bits where weights are levels, and a number of Cells. Files of weights
+// of at most so many bytes are copied to large pages. Returns the kernels' name; null if this processor does not support them.
+EESD_EXPORT const char *eesd_configure(const char *name, int64_t threads, int int8, int cells, int64_t most_copied) {
   const eesd::Kernels *found = eesd::find_kernels(name);
-  if (found) eesd::settings = {found, threads < 1 ? 1 : threads, int8 != 0, float16_caches != 0};
+  if (found) eesd::settings = {found, threads < 1 ? 1 : threads, int8 != 0, static_cast<eesd::Cells>(cells), most_copied};
   return found ? found->name : nullptr;
 }
 
-__attribute__((visibility("default"))) ort::Status *RegisterCustomOps(ort::Options *options, const ort::ApiBase *base) {
+EESD_EXPORT ort::Status *RegisterCustomOps(ort::Options *options, const ort::ApiBase *base) {
   eesd::table = base->get_table(ort::VERSION);
   if (!eesd::table) return nullptr;  // an older ONNX Runtime, which then does not know the operators
   if (!eesd::settings.kernels) return eesd::status_of("eesd_configure has chosen no kernels");

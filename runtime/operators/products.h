@@ -3,6 +3,7 @@
 constexpr int64_t ROW_BYTES = 1 << 17;    // of activations, which stay in the cache while panels pass
 constexpr int64_t FLOATS_AHEAD = 1 << 12;  // bytes: a page, beyond which the processor does not fetch by itself
 constexpr int ONE_STREAM = 5;              // rows up to which a thread reads 16-bit weights of one panel at a time
+constexpr int ONE_STREAM_OF_LEVELS = 3;    // the same for levels
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -38,13 +39,14 @@ template <Format format, bool fine, int M>
 static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const Activations &a, int64_t row, float *out) {
   constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
   const int64_t blocks = w.inputs / BLOCK;
+  const Blocks place = w.blocks();
   const auto value = [&](Floats q) { return format == UPPER ? from_upper(w, q, 1) : sub(q, all((float)w.zero)); };
   Floats sum[M];
   for (int m = 0; m < M; m++) sum[m] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = *panel + w.block_at(b), *scales = p + LEVEL_BYTES<format>, *factors = *panel + w.factors_at(b);
+    const uint8_t *p = *panel + place.at(b), *scales = p + LEVEL_BYTES<format>, *factors = *panel + place.factors_at(b);
     const uint8_t *lower = lower_plane<format>(panel, b);
-    fetch_ahead<format, M>(p, lower);
+    fetch_ahead<format>(p, lower);
     Bytes levels[8];
     load_levels<format>(p, lower, levels);
     for (int h = 0; h < halves; h++) {
@@ -112,32 +114,19 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (w[0]->format == FLOAT32) return multiply_two<FLOAT32, M>(at, count, x, inputs, out);
   if (w[0]->format == FLOAT16) return multiply_two<FLOAT16, M>(at, count, x, inputs, out);
   if (w[0]->format == BFLOAT16) return multiply_two<BFLOAT16, M>(at, count, x, inputs, out);
-  if (EESD_PANELS == 2 && M > STREAMING && count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
+  if (EESD_PANELS == 2 && M > ONE_STREAM_OF_LEVELS && count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
   multiply_panels<1, M>(*w[0], at, a, row, out);
   if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }
 
-using MultiplyRows = void (*)(const Matrix *const[2], const int64_t[2], int, const Activations &, int64_t, float *);
-static const MultiplyRows multiply_some[] = {
-    nullptr, multiply_rows<1>, multiply_rows<2>, multiply_rows<3>, multiply_rows<4>,
-#if EESD_ROWS > 4
-    multiply_rows<5>, multiply_rows<6>,
-#endif
-#if EESD_ROWS > 6
-    multiply_rows<7>, multiply_rows<8>,
-#endif
-};
-
-// Write rows of a panel's results where they belong.
-static void put(const Product &job, int64_t row, int rows, int64_t column, int64_t columns, const float *out) {
+// Write rows of a panel's results where they belong. The bias of a gate was added before.
+static void put(const Product &job, int64_t row, int64_t rows, int64_t column, int64_t columns, const float *out) {
   for (int m = 0; m < rows; m++) {
     const int64_t at = (row + m) * job.outputs + column;
-    for (int64_t i = 0; i < columns; i++) {
-      float value = out[m * 2 * PANEL + i];
-      if (job.bias) value += job.bias[column + i];
-      if (job.residual) value += job.residual[at + i];
-      job.y[at + i] = value;
-    }
+    Floats values = load(out + m * 2 * PANEL);
+    if (job.bias && !job.gating) values = add(values, load_some(job.bias + column, columns));
+    if (job.residual) values = add(values, load_some(job.residual + at, columns));
+    store_some(job.y + at, columns, values);
   }
 }
 
@@ -149,7 +138,7 @@ static inline Floats activated(Floats g, Gating gating) {
 }
 
 // Gate and up beside each other become silu(gate) up, in the place of the gate.
-static void gate(const Product &job, int rows, int64_t column, int64_t columns, float *out) {
+static void gate(const Product &job, int64_t rows, int64_t column, int64_t columns, float *out) {
   for (int m = 0; m < rows; m++, out += 2 * PANEL) {
     Floats g = load(out), u = load(out + PANEL);
     if (job.bias) {
@@ -160,24 +149,18 @@ static void gate(const Product &job, int rows, int64_t column, int64_t columns, 
   }
 }
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // A panel, or two side by side, of all rows of a block.
 static void multiply_block(const Product &job, const Matrix *const w[2], const int64_t panels[2], int count, int64_t offset,
                             int64_t first_row, int64_t last_row) {
   float out[EESD_ROWS * 2 * PANEL];
-  for (int64_t row = first_row; row < last_row; row += EESD_ROWS) {
-    const int rows = (int)least(EESD_ROWS, last_row - row);
-    multiply_some[rows](w, panels, count, job.a, row, out);
+  for (int64_t row = first_row, rows; row < last_row; row += rows) {
+    const int64_t left = last_row - row, tiles = (left + EESD_ROWS - 1) / EESD_ROWS;
+    rows = (left + tiles - 1) / tiles;
+    with_number<EESD_ROWS>(rows, [&](auto number) { multiply_rows<number.value>(w, panels, count, job.a, row, out); });
     const int64_t column = panels[0] * PANEL, columns = least(PANEL, w[0]->outputs - column);
-    if (job.gating) {
-      const Product plain = {nullptr, 0, APART, job.a, nullptr, job.residual, job.y, job.rows, job.outputs};
-      gate(job, rows, column, columns, out);
-      put(plain, row, rows, column, columns, out);
-      continue;
-    }
+    if (job.gating) gate(job, rows, column, columns, out);
     put(job, row, rows, offset + column, columns, out);
-    if (count == 2) put(job, row, rows, offset + column + PANEL, least(PANEL, w[0]->outputs - column - PANEL), out + PANEL);
+    if (count == 2 && !job.gating) put(job, row, rows, offset + column + PANEL, least(PANEL, w[0]->outputs - column - PANEL), out + PANEL);
   }
 }
 

@@ -1,10 +1,33 @@
 // Activations: root mean square norm, rounding to 8 bits, and the functions of a row that other kernels need.
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+template <int N> struct Number {
+  static constexpr int value = N;
+};
+
+// work(Number<count>) for a count from 1 to Most.
+template <int Most, typename Work> static void with_number(int64_t count, const Work &work) {
+  if constexpr (Most > 1) {
+    if (count < Most) return with_number<Most - 1>(count, work);
+  }
+  work(Number<Most>{});
+}
+
 // Sixteen values of which only the first `count` are there; the others are 0.
 static inline Floats load_some(const float *p, int64_t count) {
+  if (count == 16) return load(p);
   float lane[16] = {0};
   for (int64_t i = 0; i < count; i++) lane[i] = p[i];
   return load(lane);
+}
+
+// Write the first `count` of sixteen values.
+static inline void store_some(float *p, int64_t count, Floats values) {
+  if (count == 16) return store(p, values);
+  float lane[16];
+  store(lane, values);
+  for (int64_t i = 0; i < count; i++) p[i] = lane[i];
 }
 
 // e^a, with an error of about 1 ulp, for a from -87 to 88; outside of it, that of the nearer end (Cephes, expf).
@@ -25,13 +48,12 @@ static inline Floats exponential(Floats a) {
 
 // y = x / rms(x) * weight, of one row. x and y may be the same.
 static inline void normalize(const float *x, const float *weight, float epsilon, int64_t size, float *y) {
+  const auto part = [size](const float *p, int64_t i) { return load_some(p + i, least(16, size - i)); };
   Floats squares = all(0);
-  int64_t i = 0;
-  for (; i + 16 <= size; i += 16) squares = fma(load(x + i), load(x + i), squares);
-  if (i < size) squares = fma(load_some(x + i, size - i), load_some(x + i, size - i), squares);
+  for (int64_t i = 0; i < size; i += 16) squares = fma(part(x, i), part(x, i), squares);
   const float factor = 1.f / __builtin_sqrtf(add_lanes(squares) / (float)size + epsilon);
-  for (i = 0; i + 16 <= size; i += 16) store(y + i, mul(mul(load(x + i), all(factor)), load(weight + i)));
-  for (; i < size; i++) y[i] = x[i] * factor * weight[i];
+  for (int64_t i = 0; i < size; i += 16)
+    store_some(y + i, least(16, size - i), mul(mul(part(x, i), all(factor)), part(weight, i)));
 }
 
 // Blocks of 32 of one row in 8 bits: the largest becomes level 127 or -127. Where it is so small that 127 divided by it could be

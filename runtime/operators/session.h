@@ -3,9 +3,8 @@
 #include "kernels.h"
 #include "ort_abi.h"
 
-#include <stdlib.h>
-
 #include <initializer_list>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -152,12 +151,13 @@ class Scratch {
     thread_local struct Memory {
       void *data = nullptr;
       size_t bytes = 0;
-      ~Memory() { free(data); }
+      ~Memory() { release(); }
+      void release() { ::operator delete(data, std::align_val_t(64)); }
     } memory;
     if (memory.bytes < bytes) {
-      free(memory.data);
+      memory.release();
       memory.bytes = bytes;
-      memory.data = aligned_alloc(64, (bytes + 63) / 64 * 64);
+      memory.data = ::operator new(bytes, std::align_val_t(64), std::nothrow);
       if (!memory.data) memory.bytes = 0;
       check(memory.data, "there is not enough memory for a call of this size");
     }

@@ -1,13 +1,13 @@
 // Sixteen lanes in two registers: AVX2 with FMA and F16C.
 
+#define EESD_INTEGERS "integers_groups.h"
 #define EESD_ROWS 6
 #define EESD_PANELS 1
 #define EESD_SUMS 4
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 6, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries <= 3 ? 2 : 1; }
-constexpr int64_t AHEAD = 2048;
-constexpr int STREAMING = 2;
+constexpr int64_t AHEAD = 6144;
 
 struct Floats { __m256 a, b; };
 struct Bytes { __m256i a, b; };
@@ -104,23 +104,52 @@ static inline Four all_fours(const int8_t *x) {
   memcpy(&four, x, 4);
   return {_mm256_set1_epi32(four)};
 }
+// Keeps the compiler from adding up later, for which it would need memory.
+static inline void keep_order(Bytes &x) { asm("" : "+x"(x.a), "+x"(x.b)); }
+#ifdef EESD_DOT
+template <bool wide> static inline Bytes dot(Bytes x, Bytes levels, Four four) {
+  return {EESD_DOT(x.a, levels.a, four.v), EESD_DOT(x.b, levels.b, four.v)};
+}
+#else
 // Unsigned levels times signed activations, two products added in 16 bits; sums of these; and two of them added in 32 bits.
 static inline Bytes multiply_pairs(Bytes levels, Four four) {
   return {_mm256_maddubs_epi16(levels.a, four.v), _mm256_maddubs_epi16(levels.b, four.v)};
 }
 static inline Bytes add_pairs(Bytes x, Bytes y) { return BOTH(_mm256_add_epi16); }
-// Keeps the compiler from adding up later, for which it would need memory.
-static inline void keep_order(Bytes &x) { asm("" : "+x"(x.a), "+x"(x.b)); }
 static inline Bytes join_pairs(Bytes x) {
   const __m256i ones = _mm256_set1_epi16(1);
   return {_mm256_madd_epi16(x.a, ones), _mm256_madd_epi16(x.b, ones)};
 }
+#endif
 static inline Bytes shift_sums(Bytes x, int shift) { return {_mm256_slli_epi32(x.a, shift), _mm256_slli_epi32(x.b, shift)}; }
+struct Words { __m256i a, b; };
+static inline Words load_words(const int8_t *p) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p)), _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)p + 1))};
+}
+static inline Bytes dot(Bytes sums, Words levels, const int16_t *two) {
+  int32_t both;
+  memcpy(&both, two, 4);
+  const __m256i x = _mm256_set1_epi32(both);
+#ifdef EESD_DOT
+  return {_mm256_dpwssd_epi32(sums.a, levels.a, x), _mm256_dpwssd_epi32(sums.b, levels.b, x)};
+#else
+  return add_sums(sums, {_mm256_madd_epi16(levels.a, x), _mm256_madd_epi16(levels.b, x)});
+#endif
+}
 static inline Floats level(Bytes x, int k) {
   const __m256i m = _mm256_set1_epi32(255);
   return {_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.a, 8 * k), m)),
           _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.b, 8 * k), m))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-static inline void fetch_levels(const void *p) { prefetch(p); }
+static inline void fetch_levels(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
+static bool supported() {
+#if defined __AVX512VNNI__
+  if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) return false;
+#elif defined EESD_DOT
+  unsigned own[4] = {};
+  if (!__get_cpuid_count(7, 1, own, own + 1, own + 2, own + 3) || !(own[0] >> 4 & 1)) return false;  // AVX-VNNI
+#endif
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
 #undef BOTH

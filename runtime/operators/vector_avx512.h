@@ -1,13 +1,13 @@
 // Sixteen lanes in one register: AVX-512 with VNNI.
 
+#define EESD_INTEGERS "integers.h"
 #define EESD_ROWS 8
 #define EESD_PANELS 2
 #define EESD_SUMS 16
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 8, KEY_TILES = 2;
 constexpr int vectors_beside(int queries) { return queries <= 4 ? 4 : 2; }
-constexpr int64_t AHEAD = 32768;
-constexpr int STREAMING = 3;
+constexpr int64_t AHEAD = 16384;
 
 struct Floats { __m512 v; };
 struct Bytes { __m512i v; };
@@ -85,9 +85,20 @@ static inline Four all_fours(const int8_t *x) {
 template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
   return {_mm512_dpbusd_epi32(sums.v, levels.v, four.v)};
 }
+struct Words { __m512i v; };
+static inline Words load_words(const int8_t *p) { return {_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)p))}; }
+static inline Bytes dot(Bytes sums, Words levels, const int16_t *two) {
+  int32_t both;
+  memcpy(&both, two, 4);
+  return {_mm512_dpwssd_epi32(sums.v, levels.v, _mm512_set1_epi32(both))};
+}
 static inline Floats level(Bytes a, int k) {
   const __m512i at = _mm512_add_epi32(_mm512_set4_epi32(12, 8, 4, 0), _mm512_set1_epi32((int)0x80808000 + k));  // of 128 bits
   return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(a.v, at))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
 static inline void fetch_levels(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
+static bool supported() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}

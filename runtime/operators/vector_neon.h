@@ -1,13 +1,17 @@
 // Sixteen lanes in four registers: NEON of AArch64 with dot products (ARMv8.2).
 
+#define EESD_INTEGERS "integers_groups.h"
+#define EESD_DOT
+#ifndef EESD_PAIRS
+#define EESD_PAIRS 0
+#endif
 #define EESD_ROWS 4
-#define EESD_PANELS 2
+#define EESD_PANELS 1
 #define EESD_SUMS 8
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
 constexpr int64_t AHEAD = 2048;
-constexpr int STREAMING = 0;
 
 #define EACH for (int i = 0; i < 4; i++)
 
@@ -98,13 +102,52 @@ static inline Four all_fours(const int8_t *x) {
   memcpy(&four, x, 4);
   return {vreinterpretq_s8_s32(vdupq_n_s32(four))};
 }
-// sdot takes signed levels, which those up to 127 are, too; larger ones are multiplied by halves.
 template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four) {
+#if EESD_PAIRS
+  EACH sums.v[i] = bytes(vusdotq_s32(ints(sums.v[i]), levels.v[i], four.v));
+#else  // sdot takes signed levels, which those up to 127 are, too; larger ones are multiplied by halves
   const Bytes low = wide ? low_bits(levels, 0, 15) : levels, high = low_bits(levels, 4, 15);
   EACH {
     int32x4_t sum = vdotq_s32(ints(sums.v[i]), vreinterpretq_s8_u8(low.v[i]), four.v);
     if (wide) sum = vaddq_s32(sum, vshlq_n_s32(vdotq_s32(vdupq_n_s32(0), vreinterpretq_s8_u8(high.v[i]), four.v), 4));
     sums.v[i] = bytes(sum);
+  }
+#endif
+  return sums;
+}
+static inline Bytes shift_sums(Bytes x, int shift) { EACH x.v[i] = bytes(vshlq_s32(ints(x.v[i]), vdupq_n_s32(shift))); return x; }
+#if EESD_PAIRS
+// Eight levels of a column, of two groups: in `first` those of the columns 0, 1, 4, 5, ..., in `second` of 2, 3, 6, 7, ...
+static inline void interleave(Bytes &first, Bytes &second) {
+  EACH {
+    const uint32x4_t a = vreinterpretq_u32_u8(first.v[i]), b = vreinterpretq_u32_u8(second.v[i]);
+    first.v[i] = vreinterpretq_u8_u32(vzip1q_u32(a, b)), second.v[i] = vreinterpretq_u8_u32(vzip2q_u32(a, b));
+  }
+}
+// Eight products of each column with two rows. A register has the sums of two columns with both.
+static inline void dot_pair(Bytes sums[2], Bytes first, Bytes second, const int8_t *x, int64_t stride) {
+  const int8x16_t rows = vcombine_s8(vld1_s8(x), vld1_s8(x + stride));
+  EACH sums[0].v[i] = bytes(vusmmlaq_s32(ints(sums[0].v[i]), first.v[i], rows));
+  EACH sums[1].v[i] = bytes(vusmmlaq_s32(ints(sums[1].v[i]), second.v[i], rows));
+}
+static inline void split_pair(Bytes sums[2]) {
+  EACH {
+    const int32x4_t a = ints(sums[0].v[i]), b = ints(sums[1].v[i]);
+    sums[0].v[i] = bytes(vuzp1q_s32(a, b)), sums[1].v[i] = bytes(vuzp2q_s32(a, b));
+  }
+}
+#endif
+struct Words { int16x8_t v[2][2]; };  // of each half of the lanes, the first level and the second one
+static inline Words load_words(const int8_t *p) {
+  const int8x16x2_t both = vld2q_s8(p);
+  Words r;
+  for (int k = 0; k < 2; k++) r.v[0][k] = vmovl_s8(vget_low_s8(both.val[k])), r.v[1][k] = vmovl_s8(vget_high_s8(both.val[k]));
+  return r;
+}
+static inline Bytes dot(Bytes sums, Words levels, const int16_t *two) {
+  EACH for (int k = 0; k < 2; k++) {
+    const int16x8_t half = levels.v[i / 2][k];
+    sums.v[i] = bytes(vmlal_n_s16(ints(sums.v[i]), i % 2 ? vget_high_s16(half) : vget_low_s16(half), two[k]));
   }
   return sums;
 }
@@ -115,4 +158,16 @@ static inline Floats level(Bytes a, int k) {
 }
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
 static inline void fetch_levels(const void *p) { prefetch(p); }
+static bool supported() {
+#if defined __linux__
+  return (EESD_PAIRS ? getauxval(AT_HWCAP2) >> 13 & 1 : getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP2_I8MM, HWCAP_ASIMDDP
+#elif defined __APPLE__
+  int found = !EESD_PAIRS;  // Apple's processors all have dot products
+  size_t size = sizeof found;
+  if (EESD_PAIRS) sysctlbyname("hw.optional.arm.FEAT_I8MM", &found, &size, nullptr, 0);
+  return found != 0;
+#else
+  return IsProcessorFeaturePresent(EESD_PAIRS ? 66 : 43) != 0;  // PF_ARM_V82_I8MM_..., PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE
+#endif
+}
 #undef EACH

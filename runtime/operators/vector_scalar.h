@@ -1,16 +1,14 @@
 // Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
 
-// What a kernel holds in registers at most:
+// How products of levels add up, and what a kernel holds in registers at most:
+#define EESD_INTEGERS "integers.h"
 #define EESD_ROWS 4   /* rows */
 #define EESD_PANELS 2 /* panels of levels */
 #define EESD_SUMS 8   /* sums of rows and two panels of floats */
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 2 : 1; }
-// Levels are fetched so many bytes before they are needed. For so few rows the processor itself is better at it, if it reads
-// straight on, one panel behind the other. So it is with floats.
-constexpr int64_t AHEAD = 0;
-constexpr int STREAMING = 0;
+constexpr int64_t AHEAD = 0;  // levels are fetched so many bytes before they are needed
 
 struct Floats {
   float lane[16];
@@ -97,8 +95,18 @@ template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four
   EACH for (int k = 0; k < 4; k++) sums.lane[i] += levels.byte[4 * i + k] * four.x[k];
   return sums;
 }
+// Two signed levels of each lane, and sums + these times two numbers.
+struct Words {
+  int16_t word[32];
+};
+static inline Words load_words(const int8_t *p) { Words r; for (int i = 0; i < 32; i++) r.word[i] = p[i]; return r; }
+static inline Bytes dot(Bytes sums, Words levels, const int16_t *two) {
+  EACH for (int k = 0; k < 2; k++) sums.lane[i] += levels.word[2 * i + k] * two[k];
+  return sums;
+}
 // The k-th of the four levels of each column.
 static inline Floats level(Bytes a, int k) { Floats r; EACH r.lane[i] = (float)a.byte[4 * i + k]; return r; }
 static inline void prefetch(const void *) {}
 static inline void fetch_levels(const void *) {}
+static bool supported() { return true; }
 #undef EACH

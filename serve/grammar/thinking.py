@@ -1,6 +1,6 @@
 """What a model thinks, told apart from its answer: ``<think>...</think>`` in front, as Qwen3, DeepSeek and SmolLM3 write it."""
 
-from eesd.runtime.text import TextCodec
+from eesd.runtime.text import TextCodec, overlap
 
 BEGIN, END = "<think>", "</think>"
 BLANKS = " \t\r\n"
@@ -40,8 +40,7 @@ class ThinkParser:
             if mark:
                 self._held, self._state = rest, "end"
             else:  # neither what may be the mark, nor blanks that may stand before it
-                kept = next((n for n in range(len(END) - 1, 0, -1) if thought.endswith(END[:n])), 0)
-                sure = thought if last else thought[: len(thought) - kept].rstrip(BLANKS)
+                sure = thought if last else thought[: len(thought) - overlap(thought, END)].rstrip(BLANKS)
                 thought, self._held = sure, thought[len(sure) :]
             thought = thought.rstrip(BLANKS) if mark else thought
         if self._state == "end" and (rest := self._held.lstrip(BLANKS)):

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from eesd.runtime.text import overlap
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -175,7 +177,7 @@ class ToolParser:
         """Tell content, but neither what may begin a call, nor blanks that may stand before one."""
         begin = self._format.begin
         at = self._text.find(begin) if begin and self.calls < self._most else -1
-        sure = at if at >= 0 else len(self._text) - _overlap(self._text, begin)
+        sure = at if at >= 0 else len(self._text) - overlap(self._text, begin)
         content = self._text[:sure].rstrip(BLANKS)
         if at >= 0:
             after = at + len(begin)
@@ -256,11 +258,6 @@ class ToolParser:
         content = self._raw + self._text[:end]
         self._text, self._raw, self._state = self._text[end:], "", self._content
         yield from [ToolDelta(content)] if content else []
-
-
-def _overlap(text: str, begin: str) -> int:
-    """Length of the longest end of ``text`` that begins ``begin``, which is not in it."""
-    return next((n for n in range(min(len(text), len(begin)), 0, -1) if text.endswith(begin[:n])), 0)
 
 
 def _parsed(text: str) -> Any:

@@ -20,7 +20,7 @@ PREFIX = "EESD_SERVE_"
 """Of the variables that give options, as for ``eesd-serve``."""
 ELSEWHERE = (
     *("model", *EXPORT_OPTIONS, "cache_dir"),  # every node needs the engine directory before
-    *("host", "port", "send_timeout", "drain_seconds", "log_format", "log_rounds", "triton_repo"),  # Ray has its own
+    *("host", "port", "send_timeout", "drain_seconds", "log_format", "triton_repo"),  # Ray has its own
     *("threads", "max_queue"),  # follow from num_cpus and max_rows
 )
 """Options of ``eesd-serve`` that are none on Ray."""

@@ -68,7 +68,7 @@ class RemoteService:
         plain_content: bool = False,
     ) -> None:
         manifest = load_manifest(engine_dir)
-        sampling = models_sampling(engine_dir) if generation_config == "auto" else GREEDY
+        sampling = models_sampling(manifest) if generation_config == "auto" else GREEDY
         self.llm = LLM(engine_dir, manifest, cast(Engines, None), None, sampling, plain_content=plain_content)
         self._stream, self._lost, self._most = stream, lost, max_requests
         self.longest = manifest.max_seq_len if longest is None else longest

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from eesd.runtime.request import Request as Request
     from eesd.runtime.request import TokenLogprob as TokenLogprob
     from eesd.runtime.request import Update as Update
-    from eesd.runtime.round_log import log_rounds as log_rounds
     from eesd.runtime.session import Session as Session
 
 __version__ = "0.1.0"
@@ -38,7 +37,6 @@ _NAMES = {
     "eesd.runtime.session": ["Session"],
     "eesd.runtime.decoding.stats": ["Stats"],
     "eesd.runtime.llm": ["LLM", "Completion", "Piece", "Speculation", "load"],
-    "eesd.runtime.round_log": ["log_rounds"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 
@@ -60,7 +58,6 @@ __all__ = [  # a list of constants, which type checkers understand
     "Update",
     "__version__",
     "load",
-    "log_rounds",
     "make_constraint",
 ]
 

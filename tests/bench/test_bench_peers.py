@@ -4,6 +4,9 @@ import ast
 import json
 import re
 import sys
+from contextlib import closing
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +20,14 @@ from eesd.bench.tools.peers.contestants import PEERS, WORKERS, Contestant, Peer,
 from eesd.bench.tools.peers.convert import Work
 from eesd.bench.tools.peers.measure import Comparison, Options
 from eesd.bench.tools.peers.passes import Passes
-from eesd.bench.tools.peers.process import PeerError, busy_threads, started
+from eesd.bench.tools.peers.process import PeerError, Process, busy_threads
 from eesd.bench.tools.peers.quality import compare
 from eesd.bench.tools.peers.results import Load, Prompt, Quality, Result, Run
 from eesd.bench.tools.peers.table import markdown
 from eesd.bench.tools.peers.texts import choose_prompts
 from eesd.bench.tools.peers.workers.ort_genai_peer import nearest
 from eesd.bench.tools.results import main as draw
+from eesd.runtime.engines import operators
 from eesd.runtime.llm import load
 
 FEW = ("--short", 2, "--short-tokens", 8, "--long", 1, "--long-tokens", 24, "-n", 6, "--processes", 1, "--threads", 1)
@@ -118,7 +122,7 @@ def test_eesd_decodes_as_it_does_alone_and_is_reported(engine: Path, work: Path,
     text = tmp_path / "held.txt"
     text.write_text("some other words that nobody has seen " * 3)
     options = ("--prompts", tmp_path / "prompts.jsonl", "--quality-text", text, "--window", 32)
-    done = succeed(main, "run", "--work", work, "--eesd", f"F32={engine}", "-o", output, *options, *FEW)
+    done = succeed(main, "run", "--work", work, "--eesd", "F32", engine, "-o", output, *options, *FEW)
 
     result = Result.load(output)
     assert result.complete and not result.skipped
@@ -273,8 +277,7 @@ def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--eesd", "F32"), ("--eesd 'F32'", "NAME=PATH")),
-        (("--eesd", "small=plans"), ("'small'", "Q4_0-small")),
+        (("--eesd", "small", "."), ("'small'", "Q4_0-small")),
         (("--only", "rwkv*"), ("--only 'rwkv*'", "EESD F32")),
         (("--short-tokens", 500), ("0 texts of at least 500 tokens", "3 wanted")),
         (("--short", 0, "--long", 0), ("nothing to measure",)),
@@ -288,14 +291,14 @@ def test_bad_input_is_refused_in_one_sentence(
 ) -> None:
     few = () if "--short-tokens" in options else ("--short-tokens", 8)
     base = ("--work", work, "-o", tmp_path / "r.json", "--prompts", tmp_path / "prompts.jsonl", "--short", 3, "--long", 0, *few)
-    assert_refused(run(main, "run", *base, "--eesd", f"F32={engine}", *options), *words)
+    assert_refused(run(main, "run", *base, "--eesd", "F32", engine, *options), *words)
     assert not (tmp_path / "r.json").exists()
 
 
 def test_results_are_neither_overwritten_nor_mixed_nor_misread(work: Path, engine: Path, tmp_path: Path) -> None:
     assert_refused(run(main, "run", "--work", tmp_path / "empty"), "work.json is missing", "convert")
     result = tmp_path / "r.json"
-    base = ("--work", work, "-o", result, "--prompts", tmp_path / "prompts.jsonl", "--eesd", f"F32={engine}", *FEW)
+    base = ("--work", work, "-o", result, "--prompts", tmp_path / "prompts.jsonl", "--eesd", "F32", engine, *FEW)
     comparison([], result).run([])
     before = result.read_bytes()
     assert_refused(run(main, "run", *base), "--resume", "--overwrite")
@@ -330,7 +333,7 @@ def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
     assert "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in table
     assert "**Incomplete**" not in table
     result.save(tmp_path / "peers.json")
-    succeed(draw, tmp_path / "peers.json", "-o", tmp_path / "results.md", "--no-plots")
+    succeed(draw, tmp_path / "peers.json", "-o", tmp_path / "results.md")
     report = (tmp_path / "results.md").read_text()
     assert "\n## EESD against other runtimes: m\n" in report and "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in report
 
@@ -346,7 +349,7 @@ class Fake:
     filled = 0
 
     def prefill(self, tokens, start):
-        assert start == self.filled
+        assert start in (0, self.filled)
         self.filled = start + len(tokens)
         return 0.5
 
@@ -368,30 +371,39 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     only = ("--only", "EESD gguf", "--exit-layer", 1, "--max-seq-len", 64)
     succeed(main, "convert", "--model", file, "-o", work, *only)
     record = Work.load(work)
-    record.made["llama.cpp gguf"] = {}
+    record.made |= {"llama.cpp gguf": {}, "ik_llama.cpp gguf": {}}
     record.save(work)
     (tmp_path / "fake.py").write_text(LLAMA_CPP)
-    monkeypatch.setitem(PEERS, "llama.cpp", Peer(str(tmp_path / "fake.py"), ()))
-    monkeypatch.setattr("eesd.bench.tools.shapes.MEMORY_BYTES", 1 << 20)
-    sizes = ("--rows", "1 3", "--behind", "20 10", "--repeats", 3, "--threads", 1)
-    done = succeed(main, "passes", "--work", work, "-o", output, *sizes)
+    for name in ("llama.cpp", "ik_llama.cpp"):
+        monkeypatch.setitem(PEERS, name, replace(PEERS[name], worker=str(tmp_path / "fake.py")))
+    kernels = operators.supported()[:2] if not operators.missing() else []
+    sizes = ("--rows", "3", "--behind", "20 10", "--prompt", 16, "--repeats", 3, "--threads", "1")
+    done = succeed(main, "passes", "--work", work, "-o", output, *sizes, "--kernels", " ".join(kernels))
     found = Passes.load(output)
-    shapes = {(p.contestant, p.behind, p.rows) for p in found.passes}
-    assert shapes == {(f"{peer} gguf", n, rows) for peer in ("EESD", "llama.cpp") for n in (10, 20) for rows in (1, 3)}
-    assert all(len(p.seconds) == 4 and min(p.seconds) > 0 for p in found.passes)
-    assert {p.cache_bytes for p in found.passes if p.peer == "llama.cpp"} == {10_000, 20_000}
+    own = [f"EESD gguf, {name}" for name in kernels] or ["EESD gguf"]
+    names = [*own, "llama.cpp gguf", "ik_llama.cpp gguf", "ik_llama.cpp gguf, rtr"]
+    assert {(p.contestant, p.behind, p.rows) for p in found.passes} == {
+        *product(names, (10, 20), (1, 3)),
+        *product(names, (0,), (16,)),
+        *product(("memory",), (10, 20), (0,)),
+    }
+    assert all(len(p.seconds) == (4 if p.behind else 3) and min(p.seconds) > 0 for p in found.passes)
     blocks = 3 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512)
     norms, table = 4 * 256 * 7, len(gguf_files.VOCABULARY) * 256
-    assert found.weights == {"gguf": blocks // 32 * 18 + table // 32 * 18 + norms}
+    weights = blocks // 32 * 18 + table // 32 * 18 + norms
+    assert found.sizes == {"gguf": [weights, blocks]}
+    assert {p.bytes - weights for p in found.passes if p.contestant == names[-1]} == {0, 10_000, 20_000}
+    assert {*found.peaks} == {"1"} and all(most > 1e6 for most in found.peaks["1"].values())
 
-    found.bandwidth["gguf"] = 1e6
-    found.save(output)
-    succeed(draw, output, "-o", tmp_path / "results.md", "--no-plots")
-    row = next(line for line in (tmp_path / "results.md").read_text().splitlines() if line.startswith("| gguf |"))
+    second = [p if p.contestant != "memory" else replace(p, seconds=[p.bytes / 1e6]) for p in found.passes]
+    replace(found, passes=second, peaks={"1": {"avx2": blocks * 64.0}}).save(output)
+    succeed(draw, output, "-o", tmp_path / "results.md")
+    report = (tmp_path / "results.md").read_text()
+    row = next(line for line in report.splitlines() if line.startswith("| 10 | ik_llama.cpp gguf, rtr |"))
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
-    share = (found.weights["gguf"] + 10_000) / 1e6
-    assert cells[3] == "10" and cells[5] == "1000.00" and cells[8] == f"{share:.0%}" and cells[-1] == "3.00"
-    assert "EESD gguf, 3 behind 20: " in done.stdout and "| gguf |" in done.stdout
+    assert cells[2] == "1000.00" and cells[6] == f"{(weights + 10_000) / 1e6:.0%}" and cells[-1] == "3.00"
+    assert re.search(r"\| llama.cpp gguf \| 500 \| \*\*[\d.]+\*\* \(.*\) \| 50% \|", report)
+    assert f"{own[-1]}, 1 threads, 3 after 20: " in done.stdout
     assert_refused(run(main, "passes", "--work", work, "--rows", "1 x"), "--rows '1 x'", "positive integers")
 
 
@@ -411,7 +423,7 @@ def test_batches_are_measured_and_their_tokens_compared(engine: Path, work: Path
         for one in by.values():
             assert len(one["each"]) == 2 and one["tokens_per_second"] > 0
             assert 0 < one["first_token_seconds"]["p50"] <= one["first_token_seconds"]["p99"]
-    succeed(draw, output, "-o", tmp_path / "results.md", "--no-plots")
+    succeed(draw, output, "-o", tmp_path / "results.md")
     report = (tmp_path / "results.md").read_text()
     row = next(line for line in report.splitlines() if line.startswith("| EESD, never |"))
     assert row in found.output and row.endswith("| 100% |")
@@ -457,7 +469,7 @@ def test_workers_need_nothing_of_eesd() -> None:
         top = {n for node in tree.body for n in _imported(node)}
         everywhere = {n for node in ast.walk(tree) for n in _imported(node)}
         assert top <= {*sys.stdlib_module_names} | ({"numpy"} if path.name == "eesd_peer.py" else set()), path
-        assert "eesd" not in everywhere or path.name in ("eesd_peer.py", "eesd_batch.py")
+        assert "eesd" not in everywhere or path.name == "eesd_peer.py"
 
 
 def _imported(node: ast.AST) -> set[str]:
@@ -468,7 +480,7 @@ def _imported(node: ast.AST) -> set[str]:
 
 def test_who_gives_no_answer_is_ended(fakes: dict[str, Contestant], tmp_path: Path) -> None:
     (tmp_path / "hangs").write_text("2")
-    with started(sys.executable, fakes["hangs"].worker, 1, 600) as process:
+    with closing(Process(sys.executable, fakes["hangs"].worker, 1, 600)) as process:
         process.ask("load", path=str(tmp_path), options={"variant": "hangs"})
         process.seconds = 0.1
         with pytest.raises(PeerError, match="generate: no answer within 0 seconds"):
@@ -476,7 +488,7 @@ def test_who_gives_no_answer_is_ended(fakes: dict[str, Contestant], tmp_path: Pa
 
 
 def test_a_process_ends_with_its_block(fakes: dict[str, Contestant]) -> None:
-    with started(sys.executable, fakes["sound"].worker, 1, 30) as process:
+    with closing(Process(sys.executable, fakes["sound"].worker, 1, 30)) as process:
         assert process.ask("hello")["package"] == "pytest"
         assert process.memory()["peak_bytes"] > 1_000_000
     assert process.memory() == {}

@@ -54,7 +54,7 @@ def rows(comparison: Comparison) -> dict[str, Row]:
 
 
 def test_every_comparison_is_saved_and_reported(recorded: Path) -> None:
-    assert listing(recorded) == ["report", "report.md", "simulation.json", "trace.npz", "tuning.npz"]
+    assert listing(recorded) == ["report.md", "simulation.json", "trace.npz", "tuning.npz"]
     found = Simulation.load(recorded / "simulation.json")
     assert [comparison.name for comparison in found.replays] == ["measured", "70b"]
     assert found.prompts == {"count": 2, "list": 2} and found.tuning_prompts == {"count": 1, "list": 1}
@@ -63,16 +63,13 @@ def test_every_comparison_is_saved_and_reported(recorded: Path) -> None:
     for comparison in found.replays:
         assert [row.controller for row in comparison.rows] == CONTROLLERS
         assert all(row.by_task.keys() == {"count", "list"} for row in comparison.rows)
-        assert all(curve.tokens[0] == 1 and curve.tokens[-1] == 4 * 16 for curve in comparison.regret)
     report = (recorded / "report.md").read_text()
-    plots = [f"replay-1-regret-{name}.png" for name in ("70b", "measured")]
-    assert listing(recorded / "report") == plots and all(f"(report/{name})" in report for name in plots)
     assert "| prompts | 4 (count, list) |" in report and "| 16 new tokens, greedy |" in report
 
 
 def test_replaying_recorded_traces_without_an_engine_gives_the_same_decisions(recorded: Path, tmp_path: Path) -> None:
     """Speeds differ only by the controllers' own time, which is measured again."""
-    assert replay_recorded(recorded, tmp_path / "out", "--no-plots").exit_code == 0
+    assert replay_recorded(recorded, tmp_path / "out").exit_code == 0
     first, again = (Simulation.load(path / "simulation.json") for path in (recorded, tmp_path / "out"))
     assert again.origin == first.origin and again.options == first.options
     for one, other in zip(first.replays, again.replays, strict=True):
@@ -93,10 +90,10 @@ def test_traces_are_float16_and_cover_exactly_what_a_request_may_draft(recorded:
 
 
 def test_coupled_sampling_is_replayed(engine: Path, prompts: str, tmp_path: Path) -> None:
-    options = ("--sampling", "coupled", "--temperature", 0.9, "--no-plots", "--costs", "7b", *FEW)
+    options = ("--sampling", "coupled", "--temperature", 0.9, "--costs", "8b", *FEW)
     finished = succeed(main, "simulate", "--engine-dir", engine, "--task", prompts, "--output", tmp_path / "out", *options)
     assert "coupled at temperature 0.9" in finished.stdout
-    assert [comparison.name for comparison in Simulation.load(tmp_path / "out/simulation.json").replays] == ["7b"]
+    assert [comparison.name for comparison in Simulation.load(tmp_path / "out/simulation.json").replays] == ["8b"]
 
 
 @pytest.mark.parametrize(
@@ -155,17 +152,11 @@ def test_damaged_simulations_are_refused(recorded: Path, change: dict[str, objec
         Simulation.load(path)
 
 
-def test_a_saved_simulation_loads_and_saves_unchanged(recorded: Path, tmp_path: Path) -> None:
-    Simulation.load(recorded / "simulation.json").save(tmp_path / "again.json")
-    assert (tmp_path / "again.json").read_bytes() == (recorded / "simulation.json").read_bytes()
-
-
 def test_a_report_of_a_simulation_and_a_measurement_is_the_same_each_time(recorded: Path, tmp_path: Path) -> None:
     measured = Path(__file__).parent.parent / "data/bench_result.json"
     for name in ("a", "b"):
         succeed(main, "report", recorded / "simulation.json", measured, "--output", tmp_path / name / "results.md")
     report = (tmp_path / "a/results.md").read_text()
     assert report.index("## Speed") < report.index("## Replayed traces")
-    for file in ("results.md", *(f"results/replay-1-regret-{name}.png" for name in ("70b", "measured"))):
-        data = (tmp_path / "a" / file).read_bytes()
-        assert data == (tmp_path / "b" / file).read_bytes() and len(data) < 150_000
+    assert "drafting runs gave the tokens of plain decoding." in report
+    assert report == (tmp_path / "b/results.md").read_text()

@@ -9,10 +9,10 @@ import pytest
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 
-from eesd.bench.replay.costs import COST_MODELS, CallCosts, CostModel
+from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.tools.results import main as draw
 from eesd.bench.tools.spec_bench import choose, main, read_questions
-from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, repriced, speedup
+from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, speedup
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.cpu_engine import CpuEngine
 
@@ -55,7 +55,7 @@ def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, qu
     assert_refused(run(main, *options), "--resume")
     assert_refused(run(main, *options, "--resume", "-n", 13), "other options")
     report = tmp_path / "results.md"
-    succeed(draw, output, "-o", report, "--no-plots")
+    succeed(draw, output, "-o", report)
     assert "## Spec-Bench" in report.read_text()
 
 
@@ -114,9 +114,9 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
 ) -> None:
     output = tmp_path / "spec.json"
     options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
-    options += ("--method", "exit,fixed:k=2", "--method", "both,tree=2", "--costs", "13b")
+    options += ("--method", "exit,fixed:k=2", "--method", "both,tree=2", "--costs", "8b")
     shown = succeed(main, *options).stdout
-    costs, answers = COST_MODELS["13b"], Result.load(output).answers
+    costs, answers = COST_MODELS["8b"], Result.load(output).answers
     for answer in answers:
         rounds = sum(costs.calls.round_cost(steps, nodes) * count for steps, nodes, count in answer.rounds)
         assert answer.decode_seconds == pytest.approx(rounds * costs.plain_seconds) and answer.equal
@@ -124,7 +124,7 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
     own = [answer for answer in answers if answer.method == "exit,fixed:k=2"]
     ratio = speedup([(plain[answer.question], answer) for answer in own], lambda answer: answer.decode_seconds)
     assert f"| **{ratio.shown(unit='x', bold=False)}" in shown
-    assert ", at the costs of another device\n" in shown and costs.name in shown and "at 70B costs" not in shown
+    assert ", at the costs of another device\n" in shown and costs.name in shown
     monkeypatch.setattr(CpuEngine, "draft_chain", print)
     assert_refused(run(main, *options, "--overwrite"), "GPU", "--backend ort")
 
@@ -174,7 +174,7 @@ def answer(method: str, rounds: list[list[int]], seconds: float, tokens: int = 1
     return Answer("e", "greedy", method, 1, tokens, rounds, 1.0, seconds, 0, True)
 
 
-def test_speed_ups_compare_sums_and_rounds_are_priced_by_their_shape() -> None:
+def test_speed_ups_compare_sums() -> None:
     pairs = [
         (answer(PLAIN, [], 6.0), answer("exit", [[2, 2, 3]], 3.0)),
         (answer(PLAIN, [], 2.0), answer("exit", [[0, 4, 2]], 1.0)),
@@ -183,5 +183,3 @@ def test_speed_ups_compare_sums_and_rounds_are_priced_by_their_shape() -> None:
     assert interval.median == interval.low == interval.high == 2.0
     uneven = speedup([pairs[0], (answer(PLAIN, [], 3.0), answer("exit", [], 3.0))], lambda one: one.decode_seconds)
     assert uneven.median == 1.5 and uneven.low == 1.0 and uneven.high == 2.0
-    costs = CostModel("", CallCosts({1: 0.5}, {1: 1.0, 5: 3.0}), 1.0)
-    assert repriced(pairs, costs) == pytest.approx(24 / (3 * (1.0 + 2.0) + 2 * 3.0))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.command import assert_refused, listing, run, succeed
+from support.command import assert_refused, run, succeed
 
 from eesd.bench.cli import main
 from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
@@ -94,12 +94,6 @@ def test_without_tuning_the_best_fixed_length_in_hindsight_is_taken() -> None:
     assert best_fixed_lengths(result) == {("m", "greedy", 1): "fixed:k=4"}
 
 
-def test_a_saved_result_loads_unchanged(tmp_path: Path) -> None:
-    first = Result.load(EXAMPLE)
-    first.save(tmp_path / "again.json")
-    assert Result.load(tmp_path / "again.json") == first
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [({"schema": 99}, "schema 99"), ({"runs": [{}]}, "damaged"), ({"extra": 1}, "damaged")],
@@ -112,19 +106,10 @@ def test_damaged_results_are_refused(change: dict[str, object], words: str, tmp_
         Result.load(path)
 
 
-def test_a_report_generated_twice_has_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        succeed(main, "report", EXAMPLE, "--output", tmp_path / name / "results.md")
-    report = (tmp_path / "a/results.md").read_text()
-    assert report == (tmp_path / "b/results.md").read_text()
-    assert "drafting runs gave the tokens of plain decoding." in report and listing(tmp_path / "a") == ["results.md"]
-
-
 def test_docs_show_the_results_in_bench_results(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent.parent
     succeed(draw, root / "bench/results", "--output", tmp_path / "results.md")
     assert (tmp_path / "results.md").read_text() == (root / "docs/results.md").read_text(), "generate docs/results.md again"
-    assert listing(tmp_path / "results") == listing(root / "docs/results")
 
 
 def test_reports_of_other_files_are_refused(tmp_path: Path) -> None:

@@ -230,9 +230,9 @@ def test_expects_what_the_calibration_says() -> None:
         teach(controller, outcome(steps, steps))
     controller.begin_round(1)
     depth = drafted_by(controller, 0.8, longest=64)
-    found = controller.expected_tokens(outcome(depth, 0))
+    found = controller.expected_tokens(depth)
     assert depth > 1 and found == pytest.approx(sum(0.8**k for k in range(depth + 1)), rel=0.1)
-    assert controller.expected_tokens(outcome(0, 0)) == 1
+    assert controller.expected_tokens(0) == 1 and controller.expected_tokens(depth + 1) is None
 
 
 def test_drafts_longer_when_drafting_is_cheaper() -> None:

@@ -1,10 +1,8 @@
 """The guard: with made-up seconds, and in sessions whose clock only the engines move."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from support.harness import Harness, Wrapped, finish, generated
+from support.harness import Harness, finish, generated, timed
 
 from eesd.bench.replay.replay import chain_outcome
 from eesd.controllers import RoundOutcome, make_controller
@@ -12,6 +10,10 @@ from eesd.runtime.decoding.guard import ALLOWANCE, EXIT_HEAD, FIRST_INTERVAL, MO
 from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
+
+
+def note(guard: Guard, outcome: RoundOutcome, expected: float, seconds: float) -> None:
+    guard.observe(outcome._replace(expected=expected, seconds=seconds))
 
 
 def drafting(tokens: int, draft_seconds: float, verify_seconds: float = 1.0) -> RoundOutcome:
@@ -33,10 +35,10 @@ def play(
     drafted = []
     for _ in range(rounds):
         if guard.allows(EXIT_HEAD):
-            guard.record(drafting(tokens, seconds - plain), tokens if expected is None else expected, seconds)
+            note(guard, drafting(tokens, seconds - plain), tokens if expected is None else expected, seconds)
             drafted.append(True)
         else:
-            guard.record(chain_outcome(0, 0, 0.0, plain), 1, plain)
+            note(guard, chain_outcome(0, 0, 0.0, plain), 1, plain)
             drafted.append(False)
     return drafted
 
@@ -86,7 +88,7 @@ def test_stops_when_tokens_are_no_longer_accepted() -> None:
 def test_does_not_judge_before_it_knows_plain_decoding() -> None:
     guard = Guard()
     for _ in range(50):
-        guard.record(drafting(1, 100.0), 1, 101.0)
+        note(guard, drafting(1, 100.0), 1, 101.0)
     assert guard.pauses == 0 and not guard.allows(EXIT_HEAD) and not guard.allows(TEXT), "it asks for a probe"
 
 
@@ -97,9 +99,9 @@ def test_stalls_do_not_stop_it() -> None:
     for number in range(2000):
         stall = 4.0 if number == PROBE or random.random() < 0.12 else 0.0
         if guard.allows(EXIT_HEAD):
-            guard.record(drafting(2, 0.5 + stall), 2, 1.6 + stall)
+            note(guard, drafting(2, 0.5 + stall), 2, 1.6 + stall)
         else:
-            guard.record(chain_outcome(0, 0, 0.0, 1.0 + stall), 1, 1.0 + stall)
+            note(guard, chain_outcome(0, 0, 0.0, 1.0 + stall), 1, 1.0 + stall)
         drafted.append(guard.allows(EXIT_HEAD))
     assert np.mean(drafted) > 0.9
 
@@ -114,10 +116,10 @@ def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
         for _ in range(40):
             if guard.allows(EXIT_HEAD):
                 seconds = 1.6 * (times if drafted < slowed else 1)
-                guard.record(drafting(tokens if not drafted else 3, seconds - 1), 2.8, seconds)
+                note(guard, drafting(tokens if not drafted else 3, seconds - 1), 2.8, seconds)
                 drafted += 1
             else:
-                guard.record(chain_outcome(0, 0, 0.0, 1.0), 1, 1.0)
+                note(guard, chain_outcome(0, 0, 0.0, 1.0), 1, 1.0)
         assert guard.pauses == 0 and drafted >= 30
 
 
@@ -128,9 +130,9 @@ def test_bad_luck_does_not_stop_it() -> None:
     for _ in range(4000):
         drafted.append(guard.allows(EXIT_HEAD))
         if drafted[-1]:
-            guard.record(drafting(int(random.choice([1, 3])), 0.7), 2, 1.7)
+            note(guard, drafting(int(random.choice([1, 3])), 0.7), 2, 1.7)
         else:
-            guard.record(chain_outcome(0, 0, 0.0, 1.0), 1, 1.0)
+            note(guard, chain_outcome(0, 0, 0.0, 1.0), 1, 1.0)
     assert np.mean(drafted) > 0.9
 
 
@@ -153,12 +155,12 @@ def test_an_exit_head_that_does_not_pay_cannot_spend_what_the_text_gains() -> No
     guard, drafts = Guard(), 0
     for number in range(1000):
         if number % 2 and guard.allows(TEXT):
-            guard.record(copied(5), 5, 1.2)
+            note(guard, copied(5), 5, 1.2)
         elif guard.allows(EXIT_HEAD):
-            guard.record(drafting(1, 1.0), 1, 2.0)
+            note(guard, drafting(1, 1.0), 1, 2.0)
             drafts += 1
         else:
-            guard.record(chain_outcome(0, 0, 0.0, 1.0), 1, 1.0)
+            note(guard, chain_outcome(0, 0, 0.0, 1.0), 1, 1.0)
     assert guard.allows(TEXT) or guard.allows(EXIT_HEAD) or drafts
     assert drafts < 2 + 2 * STAKE + ALLOWANCE * 3000
 
@@ -168,10 +170,10 @@ def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
     guard = Guard()
     play(guard, PROBE, 1.0)
     while guard.allows(EXIT_HEAD):
-        guard.record(drafting(1, 1.0), 1, 2.0)
+        note(guard, drafting(1, 1.0), 1, 2.0)
     rounds = 0
     while not guard.allows(EXIT_HEAD):
-        guard.record(copied(5) if guard.allows(TEXT) else chain_outcome(0, 0, 0.0, 1.0), 5 if guard.allows(TEXT) else 1, 1.0)
+        note(guard, copied(5) if guard.allows(TEXT) else chain_outcome(0, 0, 0.0, 1.0), 5 if guard.allows(TEXT) else 1, 1.0)
         rounds += 1
     assert rounds < 200
 
@@ -182,31 +184,19 @@ def test_a_pause_does_not_hold_back_what_is_sure() -> None:
     assert not guard.allows(TEXT, SURE)
     play(guard, PROBE, 1.0)
     for seconds in (20.0, *[3.0] * (PATIENCE - 1)):
-        guard.record(copied(1), 2, seconds)
+        note(guard, copied(1), 2, seconds)
     assert not guard.allows(TEXT) and not guard.allows(TEXT, SURE - 0.01)
     rounds = 0
     while not guard.allows(TEXT):
         assert guard.allows(TEXT, SURE)
-        guard.record(copied(5), 5, 2.0)
+        note(guard, copied(5), 5, 2.0)
         rounds += 1
     assert rounds < 8, "it earns its account back"
 
 
 def timed_session(harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard) -> Session:
-    """A session whose clock moves by ``draft_seconds`` for a draft call and by one for a verify call."""
-    clock = SimpleNamespace(now=0.0)
-    stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
-    for part in ("decoding.round", "session"):
-        monkeypatch.setattr(f"eesd.runtime.{part}.time", stands)
-
-    def passing(seconds: float) -> Wrapped:
-        return Wrapped(
-            workspace.verify if seconds == 1 else workspace.draft, lambda *_: setattr(clock, "now", clock.now + seconds)
-        )
-
-    workspace = harness.workspace()
-    timed = type(workspace)(workspace.kv_cache, passing(1), passing(draft_seconds))
-    return harness.session([5, 9, 3], None, make_controller("fixed:k=3"), new_tokens=200, guard=guard, workspace=timed)
+    workspace = timed(monkeypatch, harness.workspace(), draft_seconds)
+    return harness.session([5, 9, 3], None, make_controller("fixed:k=3"), new_tokens=200, guard=guard, workspace=workspace)
 
 
 def test_slow_drafting_is_paused_and_the_statistics_say_so(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from eesd.controllers import RoundOutcome
-from eesd.controllers.text_rule import FIRST_DRAFTS, FIRST_NODES, SIZES, TextRule, TextStep, combined
+from eesd.controllers import RoundOutcome, TextStep
+from eesd.controllers.text_rule import FIRST_DRAFTS, FIRST_NODES, SIZES, TextRule, combined
 
 pytestmark = pytest.mark.fast
 
 PLAIN, NODE, DRAFT = 1.0, 0.05, 0.2
-STEP = TextStep(length=2, times=1, of=1, past=False)
+STEP = TextStep(length=2, times=1, of=1)
 
 
 def round_of(rule: TextRule, steps: Sequence[TextStep], right: int, nodes: int = 0, drafts: int = 0, accepted: int = 0) -> None:
@@ -23,9 +23,11 @@ def round_of(rule: TextRule, steps: Sequence[TextStep], right: int, nodes: int =
         verify_seconds=PLAIN + NODE * nodes,
         accepted=accepted,
         num_expanded=min(accepted, drafts),
+        proposed=steps[: right + 1],
+        right=right,
     )
     rule.value.observe(outcome)
-    rule.observe(steps, right, min(right + 1, len(steps)), outcome)
+    rule.observe(outcome)
 
 
 def taught(rights: Sequence[int], nodes: Sequence[int] = (0, 4, 1, 8), step: TextStep = STEP) -> TextRule:
@@ -42,7 +44,6 @@ def test_more_evidence_means_a_better_chance() -> None:
     lengths = [rule.chance(STEP._replace(length=n)) for n in (1, 2, 4, 8, 16, 32, 64)]
     assert lengths[:6] == sorted(set(lengths)) and lengths[5] == lengths[6] < 1
     assert rule.chance(STEP._replace(times=4, of=4)) > rule.chance(STEP) > rule.chance(STEP._replace(of=5))
-    assert rule.chance(STEP) > rule.chance(STEP._replace(past=True))
 
 
 def test_chances_become_those_of_the_text() -> None:

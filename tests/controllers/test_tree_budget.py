@@ -4,13 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.command import slow_but
 from support.harness import Harness, finish
 from support.lossless_checks import PROMPTS, SAMPLINGS, check_cache, check_joint, check_same_tokens, drafted
 
-from eesd.controllers import DraftStep, RoundOutcome, make_controller
+from eesd.controllers import DraftStep, RoundOutcome, SiblingLabel, make_controller
 from eesd.controllers.calibration import features, sigmoid
 from eesd.controllers.fixed import Fixed
-from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, SiblingLabel, TreeBudget
+from eesd.controllers.tree_budget import COVERED, FIRST_SIZES, TreeBudget
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import Sampling
@@ -41,7 +42,7 @@ def outcome(steps: int, accepted: int, nodes: int) -> RoundOutcome:
 
 def observe(budget: TreeBudget, labels: list[SiblingLabel], round: RoundOutcome) -> None:
     budget.value.observe(round)
-    budget.observe(labels, round)
+    budget.observe(round._replace(labels=labels))
 
 
 def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
@@ -69,10 +70,10 @@ def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, name:
     check_cache(harness, PROMPTS[2], SAMPLINGS[name], make_controller("fixed:k=4"), width, TreeBudget())
 
 
-@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("width", slow_but([1, 2], 2))
 def test_rejection_sampling_follows_the_verifier(five_token_harness: Harness, width: int) -> None:
     sampling = Sampling(temperature=1.0, method="rejection")
-    check_joint(five_token_harness, [3], sampling, make_controller("fixed:k=2"), width, 2500, TreeBudget())
+    check_joint(five_token_harness, [3], sampling, make_controller("fixed:k=2"), width, budget=TreeBudget())
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])

@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file, save_file
 from support import gguf_files
-from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
+from support.command import assert_refused, export_engine, run, succeed
 from support.distilling import SMALL, distill, read_losses, read_metrics
 from support.engine_dirs import edit_manifest
 from support.gguf_files import Spec
@@ -27,10 +26,8 @@ from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main
 from eesd.distill.continuing import TorchWriter, Writer, Writing, continue_prompts
 from eesd.distill.data import Rows, batch_indices, read_prompts, read_rows, split_documents
-from eesd.distill.device_writer import DeviceWriter
-from eesd.distill.engine_teacher import EngineTeacher
-from eesd.distill.engine_writer import EngineWriter
 from eesd.distill.generate import without_echo
+from eesd.distill.own_engine import EngineTeacher, EngineWriter
 from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
 from eesd.distill.trainer import LATE
@@ -38,8 +35,6 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation
 from eesd.runtime.text import TextCodec
-
-SHARDED = str(Path(__file__).parent.parent / "support/sharded.py")
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +52,6 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     assert [line["step"] for line in validations] == [0, 60]
     assert validations[1]["tokens_per_round"] > 1.1 * validations[0]["tokens_per_round"]
     assert validations[1]["acceptance"][0] > validations[0]["acceptance"][0] + 0.05
-    assert (trained / "curves.png").stat().st_size > 1000
 
 
 @pytest.mark.parametrize(
@@ -78,14 +72,6 @@ def test_an_echo_at_the_end_of_own_text_is_left_out(written: list[int], kept: in
     """Three times the same, and 16 tokens more than once at least; what comes before, and the prompt, stay."""
     prompt = [4] * 50
     assert without_echo([*prompt, *written], 50) == [*prompt, *written[:kept]]
-
-
-def test_a_head_has_a_card_in_the_form_that_hubs_read(trained: Path) -> None:
-    """With the acceptance of the weights as they are stored, which are rounded."""
-    _, metadata, card = (trained / "README.md").read_text().split("---\n", 2)
-    assert yaml.safe_load(metadata) == {"library_name": "eesd", "tags": ["speculative-decoding", "exit-head"]}
-    shown = float(card.split(" drafts: ")[1].split()[0])
-    assert shown == pytest.approx(read_metrics(trained)[-1]["acceptance"][0], abs=0.02)
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -261,19 +247,10 @@ def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None
     assert [file.stat().st_mtime_ns for file in files] == before
 
 
-def test_a_model_without_a_chat_template_writes_no_prompts(learner: Path, tmp_path: Path) -> None:
-    model = shutil.copytree(learner, tmp_path / "model")
-    add_tokenizer(model, template=None)
-    arguments = ("--model", model, "--exit-layer", 1, "--self-prompt", 8, "-o", tmp_path / "out", *SMALL, "--steps", 1)
-    assert_refused(run(main, *arguments), "chat template")
-
-
-@pytest.fixture(params=["torch", "operators", "device"])
+@pytest.fixture(params=["torch", "operators"])
 def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Writer:
     """All ways to write text."""
     checkpoint = Checkpoint(learner)
-    if request.param == "device":
-        return DeviceWriter(checkpoint.decoder())
     if request.param == "torch":
         return TorchWriter(checkpoint.decoder())
     needs_operators()
@@ -419,14 +396,11 @@ def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("program", [("-m", "eesd.distill.cli"), (SHARDED,)], ids=["copies", "fsdp"])
-def test_two_processes_have_the_losses_of_one_process(
-    learner: Path, own_rows: Path, tmp_path: Path, program: tuple[str, ...]
-) -> None:
+def test_two_processes_have_the_losses_of_one_process(learner: Path, own_rows: Path, tmp_path: Path) -> None:
     """Two processes with batches of two rows, stopped and resumed, compared with one process over the same rows."""
     arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL]
     arguments += ["--batch", 2, "--accumulate", 2, "--steps", 8]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "eesd.distill.cli"]
     command += [*map(str, arguments), "-o", str(tmp_path / "two"), "--offline", str(tmp_path / "cache")]
     first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
     assert first.stdout is not None

@@ -1,26 +1,16 @@
-"""What distillation does on GPUs only, on the CPU: whole passes, the k largest logits, and choosing tokens on the device."""
+"""What distillation does on GPUs only, on the CPU: whole passes, and the k largest logits."""
 
-import importlib.util
-import json
-import subprocess
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from eesd.distill import teacher as teacher_module
-from eesd.distill.continuing import TorchWriter, Writing, continue_prompts, sample
-from eesd.distill.device_writer import DeviceWriter, chosen_tokens
 from eesd.distill.teacher import Teacher, full_sequence_inputs, largest
 from eesd.model.checkpoint import Checkpoint
-
-KERNEL = Path(__file__).parent.parent / "support/decode_kernel.py"
-NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "mistral", "qwen3-bias"])
@@ -57,40 +47,3 @@ def test_the_largest_logits_are_those_of_topk(vocabulary: int) -> None:
     logits[0, :64] += 20  # all in one block
     for found, expected in zip(largest(logits, 8), logits.topk(8), strict=True):
         assert torch.equal(found, expected)
-
-
-def test_tokens_are_chosen_as_on_the_host() -> None:
-    generator = torch.Generator().manual_seed(0)
-    logits = 4 * torch.randn(400, 201, generator=generator)
-    temperatures = torch.tensor([0.0, 0.7, 1.0, 1e-3] * 100)
-    random = [np.random.default_rng(row) if temperature else None for row, temperature in enumerate(temperatures.tolist())]
-    drawn = [np.random.default_rng(row).random() if one else 0.0 for row, one in enumerate(random)]
-    uniforms = torch.tensor(drawn, dtype=torch.float64)
-    expected = [sample(row, float(at), one) for row, at, one in zip(logits.numpy(), temperatures, random, strict=True)]
-    assert chosen_tokens(logits, temperatures, uniforms).tolist() == expected
-
-
-@pytest.mark.parametrize("family", ["llama-bias", "mistral", "qwen3-bias"])
-def test_a_gpus_writer_writes_what_torch_writes(family: str, family_dir: Callable[[str], Path]) -> None:
-    """With biases and norms of queries and keys, too."""
-    decoder = Checkpoint(family_dir(family)).decoder()
-    prompts, limits = [[5, 6, 7], [9], [10] * 30, [8, 9, 4]], [40, 3, 50, 20]
-    writing = Writing(prompts, limits, [0.0, 0.0, 0.7, 1.0], np.random.default_rng, (2,), 2)
-    assert continue_prompts(DeviceWriter(decoder), writing) == continue_prompts(TorchWriter(decoder), writing)
-
-
-def of_kernel(what: str) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, KERNEL, what], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-@NEEDS_TRITON
-def test_the_kernel_attends_as_torch_does() -> None:
-    assert max(of_kernel("interpreted").values()) < 1e-5
-
-
-@NEEDS_TRITON
-def test_the_kernel_compiles_for_gpus() -> None:
-    assert 0 < max(of_kernel("compiled").values()) < 99 << 10

@@ -5,6 +5,7 @@ Where torch sees a GPU, choices from given logits are made there; elsewhere, and
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from support.device_choices import COMMITTED, DEVICE, OPTIONS, no_logits, on_device, random_logits
 from support.harness import Harness
 from support.lossless_checks import DRAFT_VOCAB
 
@@ -21,7 +21,7 @@ import eesd
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
-from eesd.runtime.decoding import device_noise, device_sampler
+from eesd.runtime.decoding import device_sampler
 from eesd.runtime.decoding.draft_tree import Node, Proposal
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import GumbelNoise, Sampling
@@ -31,6 +31,17 @@ from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import LLM, Speculation
 
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+COMMITTED = [3, 1, 4, 1, 5, 6, 2]
+OPTIONS = st.builds(
+    Sampling,
+    temperature=st.sampled_from([0.0, 1e-300, 0.05, 0.7, 1.0, 5.0, 99.0]),
+    top_k=st.sampled_from([0, 1, 3, 40, 2**63 - 1]),
+    top_p=st.sampled_from([1.0, 0.999, 0.9, 0.5, 1e-12]),
+    min_p=st.sampled_from([0.0, 0.1, 0.9]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.6]),
+    seed=st.sampled_from([0, 7, 2**63 - 1]),
+)
 SAMPLINGS = {
     "penalty": Sampling(repetition_penalty=1.3),
     "coupled": Sampling(temperature=0.9, seed=4),
@@ -38,10 +49,28 @@ SAMPLINGS = {
 }
 
 
-@pytest.fixture
-def one_position(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is made for one position at a time, which is faster on a CPU where few are used."""
-    monkeypatch.setattr(device_noise, "BLOCK", 1)
+NEEDS_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+ON_DEVICE = SAMPLINGS if find_spec("triton") else {"penalty": SAMPLINGS["penalty"]}
+"""Without Triton the host makes the noise."""
+
+
+def no_logits() -> NDArray[np.float32]:
+    raise AssertionError("the host asked for logits")
+
+
+def random_logits(seed: int, rows: int, size: int, narrow: bool) -> NDArray[np.float32]:
+    """With ``narrow`` they are rounded to bfloat16, as logits of 16-bit engines are, so many are equal."""
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (rows, size)).astype(np.float32))
+    found: NDArray[np.float32] = (logits.bfloat16().float() if narrow else logits).numpy()
+    return found
+
+
+def on_device(sampler: Any, nodes: list[Node], logits: NDArray[np.float32], count: int) -> NDArray[np.float64]:
+    """What the sampler's work for a device makes of the logits."""
+    choose = sampler.chooser(nodes, count)
+    with torch.inference_mode():
+        chosen: NDArray[np.float64] = choose(torch.from_numpy(logits).to(DEVICE)).cpu().numpy()
+    return chosen
 
 
 def chain(tokens: list[int]) -> list[Node]:
@@ -68,31 +97,34 @@ def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
     return certain
 
 
+@NEEDS_TRITON
 @settings(derandomize=True, deadline=None, max_examples=30)
 @given(
-    seed=st.one_of(st.integers(0, 2**63 - 1), st.sampled_from([0, 2**63 - 1])),
-    first=st.integers(0, 2**33),
+    seed=st.one_of(st.integers(0, 2**63 - 1), st.sampled_from([0, 1, 2**63 - 1])),
+    positions=st.lists(st.integers(0, 2**33), min_size=1, max_size=3),
     size=st.integers(1, 50),
+    whole=st.booleans(),
 )
-def test_random_bits_are_those_of_the_host(seed: int, first: int, size: int) -> None:
-    bits = device_noise.random_bits(seed, first, 3, size, DEVICE)
-    for row, position in zip(bits.cpu().numpy(), range(first, first + 3), strict=True):
-        raw = np.random.Philox(key=[seed, 0], counter=[0, 0, position, 0]).random_raw(size)
-        assert np.array_equal(row, (raw >> np.uint64(12)).astype(np.int64))
+def test_noise_is_that_of_the_host(seed: int, positions: list[int], size: int, whole: bool) -> None:
+    """With a column for each token, and for every third."""
+    from eesd.runtime.decoding.device_noise import noisy_best
+
+    scores, tokens = (
+        torch.zeros((len(positions), size), dtype=torch.float64, device=DEVICE),
+        np.arange(size) * (1 if whole else 3),
+    )
+    places, own = (device_sampler.to_device(values, DEVICE) for values in (positions, tokens))
+    values, columns = noisy_best(scores, seed, places, None if whole else own, size)
+    for row, position in enumerate(positions):
+        noise = GumbelNoise(seed, 3 * size).at(position)[tokens]
+        best = np.argsort(-noise, kind="stable")
+        assert columns[row].tolist() == best.tolist()
+        np.testing.assert_allclose(values[row].cpu().numpy(), noise[best], rtol=1e-12, atol=1e-13)
 
 
-def test_noise_is_that_of_the_host_at_every_position() -> None:
-    """Positions are asked for in an order that crosses blocks, as rounds do."""
-    device, host = device_noise.DeviceNoise(11, 1000, DEVICE), GumbelNoise(11, 1000)
-    for positions in ([14], [15], [16, 17], [14, 15, 16, 17, 17], [40], [33, 16]):
-        rows = device.rows(positions, first=min(positions)).cpu().numpy()
-        for row, position in zip(rows, positions, strict=True):
-            np.testing.assert_allclose(row, host.at(position), rtol=1e-12, atol=1e-13)
-
-
-@pytest.mark.usefixtures("one_position")
+@NEEDS_TRITON
 def test_the_verifiers_tokens_are_those_of_the_host() -> None:
-    @settings(derandomize=True, deadline=None, max_examples=400)
+    @settings(derandomize=True, deadline=None, max_examples=200)
     @given(options=OPTIONS, seed=st.integers(0, 10**6), size=st.sampled_from([7, 97, 4096]), narrow=st.booleans())
     def check(options: Sampling, seed: int, size: int, narrow: bool) -> None:
         if not options.greedy or options.repetition_penalty != 1:
@@ -103,14 +135,13 @@ def test_the_verifiers_tokens_are_those_of_the_host() -> None:
     assert sum(counts) > 0.98 * 3 * len(counts), "the host should hardly ever have to choose"
 
 
-@pytest.mark.usefixtures("one_position")
 @pytest.mark.parametrize("narrow", [False, True])
 def test_a_large_vocabulary_changes_nothing(narrow: bool) -> None:
-    for seed, sampling in enumerate(SAMPLINGS.values()):
+    for seed, sampling in enumerate(ON_DEVICE.values()):
         assert check_targets(sampling, random_logits(seed, 2, 128_000, narrow)) == 2
 
 
-@pytest.mark.usefixtures("one_position")
+@NEEDS_TRITON
 def test_what_rounding_could_decide_is_left_to_the_host() -> None:
     """Of four equal tokens, a nucleus of one half holds two or three, as the last bit of a sum says."""
     logits = np.full((2, 4), -30, np.float32)
@@ -119,7 +150,7 @@ def test_what_rounding_could_decide_is_left_to_the_host() -> None:
     assert 0 < sum(certain) < 80
 
 
-@pytest.mark.usefixtures("one_position")
+@NEEDS_TRITON
 def test_scores_that_nearly_tie_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sampler, "NEAR", 0.5)
     certain = [check_targets(Sampling(temperature=1.0, seed=seed), random_logits(seed, 2, 97, False)) for seed in range(40)]
@@ -127,8 +158,9 @@ def test_scores_that_nearly_tie_are_left_to_the_host(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("sampling", [Sampling(temperature=1.0, top_p=0.9), Sampling(repetition_penalty=1.3)])
-@pytest.mark.usefixtures("one_position")
+@pytest.mark.parametrize(
+    "sampling", [pytest.param(Sampling(temperature=1.0, top_p=0.9), marks=NEEDS_TRITON), Sampling(repetition_penalty=1.3)]
+)
 def test_logits_that_are_not_finite_are_left_to_the_host(sampling: Sampling, value: float) -> None:
     """The host refuses them."""
     sampler, nodes = make_sampler(sampling, 97), chain([])
@@ -161,9 +193,8 @@ def check_drafts(sampling: Sampling, columns: DraftColumns, seed: int) -> None:
                 assert close(device.propose(node, StepOutputs(no_logits, chosen=chosen), row, count), theirs)
 
 
-@pytest.mark.usefixtures("one_position")
 @pytest.mark.parametrize("columns", [WHOLE, DraftColumns(DRAFT_VOCAB)], ids=["whole", "draft vocabulary"])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", ON_DEVICE)
 def test_drafts_are_those_of_the_host(name: str, columns: DraftColumns) -> None:
     for seed in range(20):
         check_drafts(replace(SAMPLINGS[name], seed=seed), columns, seed)
@@ -171,11 +202,10 @@ def test_drafts_are_those_of_the_host(name: str, columns: DraftColumns) -> None:
 
 def test_plain_greedy_and_constraints_do_not_choose_there() -> None:
     """The first gets the best token from the engine anyway; the others choose on the host."""
-    everything = lambda _: None  # noqa: E731
     for sampler in (
         make_sampler(Sampling(), 97),
-        make_sampler(Sampling(temperature=1.0), 97, allowed=everything),
-        make_sampler(Sampling(temperature=1.0, method="rejection"), 97, allowed=everything),
+        make_sampler(Sampling(temperature=1.0), 97, allowed=lambda _: None),
+        make_sampler(Sampling(temperature=1.0, method="rejection"), 97),
     ):
         assert sampler.chooser(chain([]), 0) is None
 
@@ -204,12 +234,9 @@ def choosing_llm(harness: Harness, speculation: Speculation | None) -> LLM:
 DRAFTING = {
     "none": None,
     "default": Speculation(),
-    "budget": Speculation(tree=1, guard=False, drafter="exit"),
     "wide budget": Speculation("cost-aware-ts", 3, guard=False),
     "fixed": Speculation("fixed:k=4", guard=False),
     "tree": Speculation("calibration-ts", 2, guard=False, drafter="exit"),
-    "beta-ts": Speculation("beta-ts", 3, guard=False, drafter="exit"),
-    "calibration-ts": Speculation("calibration-ts", guard=False),
 }
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]
 
@@ -220,46 +247,26 @@ PROMPT = [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]
 def test_generations_are_those_of_the_host(harness: Harness, reduced_harness: Harness, drafting: str, reduced: bool) -> None:
     used = reduced_harness if reduced else harness
     plain, llm = eesd.load(used.directory, "ort", speculation=None, threads=1), choosing_llm(used, DRAFTING[drafting])
-    for name, sampling in SAMPLINGS.items():
-        expected = plain.generate(PROMPT, sampling, max_new_tokens=60, ignore_eos=True)
-        made = llm.generate(PROMPT, sampling, max_new_tokens=60, ignore_eos=True)
+    for name, sampling in ON_DEVICE.items():
+        expected = plain.generate(PROMPT, sampling, max_new_tokens=30, ignore_eos=True)
+        made = llm.generate(PROMPT, sampling, max_new_tokens=30, ignore_eos=True)
         assert made.tokens == expected.tokens, name
-        assert llm.generate(PROMPT, sampling, max_new_tokens=60, draft=False, ignore_eos=True).tokens == expected.tokens
+        assert llm.generate(PROMPT, sampling, max_new_tokens=30, draft=False, ignore_eos=True).tokens == expected.tokens
 
 
-def test_uncertain_choices_do_not_change_a_generation(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "value"), [("NEAR", 0.3), ("NEAR", np.inf), ("makes_noise", lambda _: False)])
+def test_choices_of_the_host_do_not_change_a_generation(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
+) -> None:
+    monkeypatch.setattr(device_sampler, name, value)
     expected = eesd.load(harness.directory, "ort", speculation=None, threads=1)
     llm = choosing_llm(harness, Speculation("fixed:k=4", guard=False))
-    for near in (0.3, np.inf):
-        monkeypatch.setattr(device_sampler, "NEAR", near)
-        for sampling in SAMPLINGS.values():
-            tokens = expected.generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True).tokens
-            assert llm.generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True).tokens == tokens
+    for sampling in SAMPLINGS.values():
+        tokens = expected.generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True).tokens
+        assert llm.generate(PROMPT, sampling, max_new_tokens=40, ignore_eos=True).tokens == tokens
 
 
-REJECTING = {
-    "none": None,
-    "fixed": Speculation("fixed:k=4", guard=False, drafter="exit"),
-    "tree": Speculation("calibration-ts", 2, guard=False, drafter="exit"),
-}
-"""Ways of drafting that do not depend on how long calls take: with rejection sampling the draft decides which tokens come."""
-
-
-@pytest.mark.usefixtures("without_logits")
-@pytest.mark.parametrize("drafting", REJECTING)
-@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "draft vocabulary"])
-def test_rejection_sampling_chooses_as_the_host(
-    harness: Harness, reduced_harness: Harness, drafting: str, reduced: bool
-) -> None:
-    """The seed decides, so the tokens are those of another engine that drafts alike."""
-    used, speculation = reduced_harness if reduced else harness, REJECTING[drafting]
-    expected = eesd.load(used.directory, "ort", speculation=speculation, threads=1)
-    llm = choosing_llm(used, speculation)
-    for sampling in (Sampling(temperature=1.0, method="rejection", seed=3), replace(SAMPLINGS["filtered"], method="rejection")):
-        made = llm.generate(PROMPT, sampling, max_new_tokens=60, ignore_eos=True)
-        assert made.tokens == expected.generate(PROMPT, sampling, max_new_tokens=60, ignore_eos=True).tokens
-
-
+@NEEDS_TRITON
 def test_an_observer_still_sees_logits(harness: Harness) -> None:
     llm, seen = choosing_llm(harness, Speculation("fixed:k=4", guard=False)), []
     llm.observer = lambda tokens, logits: seen.append(logits.shape[0] == len(tokens))
@@ -268,9 +275,11 @@ def test_an_observer_still_sees_logits(harness: Harness) -> None:
 
 
 def noise_of_the_root(patch: pytest.MonkeyPatch) -> None:
-    original = device_noise.DeviceNoise.rows
+    original = device_sampler.DeviceSampler._noisiest
     patch.setattr(
-        device_noise.DeviceNoise, "rows", lambda self, positions, first: original(self, [first] * len(positions), first)
+        device_sampler.DeviceSampler,
+        "_noisiest",
+        lambda self, logits, positions, count: original(self, logits, positions[:1] * len(positions), count),
     )
 
 
@@ -285,16 +294,17 @@ def committed_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 
 def noise_by_column(patch: pytest.MonkeyPatch) -> None:
-    original = device_sampler.DeviceSampler._noise_for
+    original = device_sampler.DeviceSampler.__init__
 
-    def of_first_tokens(self: Any, logits: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return original(self, logits.new_empty((len(logits), self._vocab_size)), *rest)[:, : logits.shape[1]]
+    def init(self: Any, *given: Any) -> None:
+        original(self, *given)
+        self._tokens = {DEVICE: None}
 
-    patch.setattr(device_sampler.DeviceSampler, "_noise_for", of_first_tokens)
+    patch.setattr(device_sampler.DeviceSampler, "__init__", init)
 
 
+@NEEDS_TRITON
 @pytest.mark.parametrize("mistake", [noise_of_the_root, paths_forgotten, committed_forgotten, noise_by_column])
-@pytest.mark.usefixtures("one_position")
 def test_a_mistake_is_noticed(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
         mistake(patch)

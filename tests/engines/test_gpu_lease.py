@@ -61,6 +61,7 @@ def lease(output: Path, *options: object, **environment: str) -> list[dict[str, 
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path) -> None:
     (tmp_path / "bad_steps.py").write_text(BAD)
     steps, output = ("--steps", "bad_steps"), tmp_path / "out"

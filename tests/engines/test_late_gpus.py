@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support import fake_tensorrt, late_gpus
+from support.command import slow_but
 from support.device_tensors import on_devices
 from support.fake_cuda import Machine, install
 from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wrong
@@ -26,7 +26,7 @@ Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 
 
 @pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1000, 1010))])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", slow_but([*SETTINGS], *late_gpus.QUICK))
 def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, first: int) -> None:
     """With a new LLM now and then, because work is captured once."""
     setting = SETTINGS[name]
@@ -34,22 +34,7 @@ def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, 
         assert wrong(planned(setting), machine, llm, range(first, first + 5)) == []
 
 
-@pytest.mark.parametrize("name", [name for name, setting in SETTINGS.items() if not setting.few_slots])
-def test_rejection_sampling_does_not_depend_on_it_either(planned: Planned, name: str) -> None:
-    """The draft's probabilities stay on its GPU until verify has judged. What is drafted must not depend on clocks here.
-    Over few slots some rounds draft less than on the host, and so draw other tokens."""
-    speculation = replace(SETTINGS[name].speculation, drafter="exit")
-    setting, sampling = replace(SETTINGS[name], speculation=speculation), Sampling(temperature=0.9, seed=4, method="rejection")
-    host = eesd.load(planned(setting), "ort", speculation=speculation, threads=1, activations="float32")
-    expected = [host.generate(prompt, sampling, max_new_tokens=12, ignore_eos=True).tokens for prompt in PROMPTS]
-    with late_llm(planned(setting), setting, seed=0) as (machine, llm):
-        for seed in range(3):
-            machine.reseed(seed)
-            made = llm.generate(PROMPTS[seed], sampling, max_new_tokens=12, ignore_eos=True)
-            assert made.tokens == expected[seed]
-
-
-@pytest.mark.parametrize("name", ["chain", "chain by torch"])
+@pytest.mark.parametrize("name", slow_but(["chain", "chain by torch"], "chain"))
 def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, name: str) -> None:
     """So that drafting is not compared only with what is padded for its sake."""
     setting = SETTINGS[name]
@@ -82,7 +67,7 @@ def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: s
     assert len(prompt) + len(expected) == 96
 
 
-@pytest.mark.parametrize("name", ["chain", "chain by torch", "chain in 3 stages on 3 GPUs"])
+@pytest.mark.parametrize("name", slow_but(["chain", "chain by torch", "chain in 3 stages on 3 GPUs"], "chain"))
 @pytest.mark.parametrize("pieces", [0, 5, 40])
 def test_a_capture_that_fails_inside_costs_speed_and_no_token(
     planned: Planned, name: str, pieces: int, caplog: pytest.LogCaptureFixture
@@ -111,7 +96,7 @@ def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name:
                 assert session.tokens[len(prompt) :] == late_gpus.expected(directory)[number, 0]
 
 
-@pytest.mark.parametrize("name", ["chain", "chain by torch", "tree in 3 stages on 2 GPUs by torch"])
+@pytest.mark.parametrize("name", slow_but(["chain", "chain by torch", "tree in 3 stages on 2 GPUs by torch"], "chain"))
 def test_threads_with_a_model_each_do_not_disturb_each_other(
     planned: Planned, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,19 +1,21 @@
-"""A model whose weights are split over ranks: in processes of their own, and all in one."""
+"""A model whose weights are split over ranks: processes, or threads of one."""
 
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from hashlib import sha256
 from pathlib import Path
+from threading import Barrier, Thread
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from support import team_member, tiny_models
-from support.command import assert_refused, export_engine, run, succeed
+from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.deep_heads import deep_head
 from support.family_grid import SMALL, FamilyCase
 from support.started_ranks import codes, started
@@ -23,8 +25,7 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
 from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.parallel import Split
-from eesd.runtime.engines import backends
+from eesd.model.parallel import Split, add_in_order
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.engines.torch_weights import load_modules
@@ -42,6 +43,7 @@ CASES = [
     FamilyCase("qwen3_moe", SIZES | EXPERTS, 2),
     FamilyCase("gemma2", SIZES | WINDOWS | {"attn_logit_softcapping": 2.0}, 2),
     FamilyCase("gemma3_text", SIZES | WINDOWS, 3),
+    FamilyCase("hunyuan_v1_dense", SIZES, 1),
 ]
 
 
@@ -65,14 +67,42 @@ def directory(export: Callable[..., Path]) -> Path:
     return export("--quantize-draft", "none")
 
 
-def in_one_process(directory: Path, output: Path, ranks: int, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What ranks get that are all in this process; 1: a model that is not split."""
-    split = Split(ranks, tuple(range(ranks))) if ranks > 1 else None
+def in_one_process(
+    plans: Path, ranks: int, speculation: Speculation | None = None, prompt: Sequence[int] = PROMPT
+) -> tuple[Any, list[int]]:
+    """The logits of a prompt, and tokens, of ranks that are threads of this process; 1: of a model that is not split."""
+    manifest, parts, meeting = load_manifest(plans), dict[int, torch.Tensor](), Barrier(ranks)
+    found = dict[int, tuple[Any, list[int]]]()
 
-    def open_split(directory: Path, manifest: Any, options: backends.EngineOptions) -> Engines:
-        return Engines(*open_torch(directory, manifest, 1, options.draft, "cpu", split=split))
+    def add(rank: int, part: torch.Tensor) -> torch.Tensor:
+        parts[rank] = part
+        meeting.wait(60)
+        total = add_in_order([parts[rank] for rank in range(ranks)])
+        meeting.wait(60)
+        return total
 
-    monkeypatch.setitem(backends.BACKENDS, "torch", open_split)
+    def decode(rank: int) -> None:
+        split = Split(ranks, rank, partial(add, rank)) if ranks > 1 else None
+        engines = Engines(*open_torch(plans, manifest, 1, True, "cpu", split=split))
+        llm = LLM(plans, manifest, engines, speculation)
+        llm.budget = None  # goes by the clock
+        with llm.session(prompt, max_new_tokens=1) as session:
+            logits = session.peek().copy()
+        found[rank] = logits, llm.generate(prompt, max_new_tokens=16, ignore_eos=True).tokens
+
+    threads = [Thread(target=decode, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for logits, tokens in found.values():
+        assert (logits == found[0][0]).all() and tokens == found[0][1], "all ranks have the same sums"
+    return found[0]
+
+
+def whole(directory: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What a process with all weights gets."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
     team_member.main(directory, output)
     found: dict[str, Any] = json.loads(output.read_text())
     return found
@@ -96,48 +126,39 @@ def in_processes(directory: Path, output: Path, ranks: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4")), (2, WHOLE)])
-def test_ranks_in_processes_have_the_bits_and_tokens_of_ranks_in_one(
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    slow_but([(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4")), (2, WHOLE)], (2, WHOLE)),
+)
+def test_ranks_have_the_tokens_of_one_process(
     export: Callable[..., Path], tmp_path: Path, ranks: int, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chains, trees, sampling, kept prompts; the logits bit for bit. A model that is not split has the same tokens, with
-    quantized weights, too."""
+    """Chains, trees, sampling, kept prompts; of quantized weights, too. Logits have the bits of ranks that are threads."""
     directory = export(*options)
     found = in_processes(directory, tmp_path / "several.json", ranks)
-    assert found == in_one_process(directory, tmp_path / "one.json", ranks, monkeypatch)
     assert found["drafting differs"] == 0 and found["chain, tokens a round"] > 1
-    whole = in_one_process(directory, tmp_path / "whole.json", 1, monkeypatch)
-    assert {name: found[name] for name in team_member.WAYS} == {name: whole[name] for name in team_member.WAYS}
+    expected = whole(directory, tmp_path / "whole.json", monkeypatch)
+    assert {name: found[name] for name in team_member.WAYS} == {name: expected[name] for name in team_member.WAYS}
+    logits, _ = in_one_process(directory, ranks, prompt=team_member.PROMPTS[1])
+    assert found["logits"] == sha256(logits.tobytes()).hexdigest()
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-bias", "llama-bias"])
-def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, family: str) -> None:
-    """Biases count once, and norms of heads are on every rank."""
-    plans = export_engine(family_dir(family), tmp_path / "plans", "--dtype", "float32", "--quantize-draft", "none")
-    manifest, logits = load_manifest(plans), []
-    for split in (None, Split(manifest.geometry.num_kv_heads, tuple(range(manifest.geometry.num_kv_heads)))):
-        engines = Engines(*open_torch(plans, manifest, 1, True, "cpu", split=split))
-        llm = LLM(plans, manifest, engines, None)
-        with llm.session([5, 9, 3, 17], max_new_tokens=1) as session:
-            logits.append(session.peek().copy())
-    np.testing.assert_allclose(logits[1], logits[0], atol=1e-4)
-    assert logits[0].std() > 0.01
+FAMILIES = [*CASES, "qwen2", "qwen3-bias", "llama-bias"]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model_type)
-def test_ranks_share_models_with_other_parts(case: FamilyCase, tmp_path: Path) -> None:
-    """Experts; windows, norms behind, and caps: the logits of a prompt, and tokens with trees of drafts."""
+@pytest.mark.parametrize("case", FAMILIES, ids=lambda case: getattr(case, "model_type", case))
+def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, case: FamilyCase | str) -> None:
+    """Logits of a prompt, and tokens with trees of drafts, are those of one process.
+
+    Biases count once; norms of heads are on every rank; experts; windows, norms behind, and caps; norms after the rotation.
+    """
     options = ("--exit-layer", 1, "--dtype", "float32", "--quantize-draft", "none", "--max-seq-len", 64, "--max-tree-nodes", 8)
-    plans = export_engine(case.write(tmp_path / "model"), tmp_path / "plans", *options)
-    manifest, found = load_manifest(plans), []
-    for split in (None, Split(2, (0, 1))):
-        engines = Engines(*open_torch(plans, manifest, 1, True, "cpu", split=split))
-        llm = LLM(plans, manifest, engines, Speculation("fixed:k=3", 2, guard=False, drafter="exit"))
-        with llm.session(PROMPT, max_new_tokens=1) as session:
-            logits = session.peek().copy()
-        found.append((logits, llm.generate(PROMPT, max_new_tokens=16, ignore_eos=True).tokens))
-    np.testing.assert_allclose(found[1][0], found[0][0], atol=1e-4)
-    assert found[0][0].std() > 0.01 and found[0][1] == found[1][1]
+    model = family_dir(case) if isinstance(case, str) else case.write(tmp_path / "model")
+    plans = export_engine(model, tmp_path / "plans", *options)
+    speculation = Speculation("fixed:k=3", 2, guard=False, drafter="exit")
+    (expected, tokens), (logits, split_tokens) = (in_one_process(plans, ranks, speculation) for ranks in (1, 2))
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    assert expected.std() > 0.01 and split_tokens == tokens
 
 
 def test_models_that_no_rank_can_have_a_part_of_are_refused(tmp_path: Path) -> None:
@@ -157,7 +178,7 @@ def test_a_rank_has_the_bytes_that_inspect_says(export: Callable[..., Path], opt
     directory = export(*options)
     manifest = load_manifest(directory)
     [estimated] = json.loads(succeed(inspect_main, directory, "--memory", "--parallel", 2, "--json").stdout)["devices"]
-    [stage] = load_modules(directory, manifest, [torch.device("cpu")], True, Split(2, (1,)))
+    [stage] = load_modules(directory, manifest, [torch.device("cpu")], True, Split(2, 1, torch.clone))
     assert stage.draft is not None
     tensors = [*stage.rotary_tables, *stage.verify.parameters(), *stage.draft.parameters()]
     found = {(one.data_ptr(), one.shape): one.nbytes for one in tensors if not one.is_meta}
@@ -171,7 +192,7 @@ def test_ranks_that_do_not_divide_the_model_are_refused(directory: Path) -> None
     manifest = load_manifest(directory)
     words = "3 ranks do not divide the model's 4 key-value heads"
     with pytest.raises(EESDError, match=words):
-        open_torch(directory, manifest, 1, True, "cpu", split=Split(3, (0,)))
+        open_torch(directory, manifest, 1, True, "cpu", split=Split(3, 0, torch.clone))
     for options in (("--memory",), ("--predict", "h100")):
         assert_refused(run(inspect_main, directory, *options, "--parallel", 3), words)
     assert_refused(run(inspect_main, directory, "--parallel", 2), "add --memory or --predict")

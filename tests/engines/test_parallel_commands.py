@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from support.command import assert_refused, export_engine, run, succeed
+from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.serving import eventually
 from support.started_ranks import codes, started
 
@@ -24,6 +24,7 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 LOST = "error: Rank {} has ended; see what it printed, and start all again.\n"
 
 
+@pytest.mark.slow
 def test_torchrun_prints_the_text_of_one_process(engine: Path) -> None:
     """Once. Standard input is rank 0's."""
     options = ("--engine-dir", engine, "-n", COUNT, "--json")
@@ -46,7 +47,7 @@ def serving(engine: Path, folder: Path) -> Iterator[tuple[list["subprocess.Popen
         yield ranks, found[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", slow_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_server_ends_with_its_ranks(engine: Path, tmp_path: Path, number: signal.Signals) -> None:
     """All get the signal, as from torchrun or a terminal. The request that runs is finished, with the tokens of one process."""
     body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True}
@@ -65,6 +66,7 @@ def test_a_server_ends_with_its_ranks(engine: Path, tmp_path: Path, number: sign
     assert "Traceback" not in (tmp_path / "0.err").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_server_that_loses_a_rank_ends_with_one_sentence(engine: Path, tmp_path: Path, lost: int) -> None:
     """Also while no request runs."""
@@ -75,6 +77,7 @@ def test_a_server_that_loses_a_rank_ends_with_one_sentence(engine: Path, tmp_pat
     assert (tmp_path / f"{1 - lost}.err").read_text() == before + LOST.format(lost)
 
 
+@pytest.mark.slow
 def test_interrupted_in_the_middle_all_ranks_end(engine: Path, tmp_path: Path) -> None:
     options = ("--engine-dir", engine, "-n", 10**6, "--ignore-eos", "--backend", "torch", *["-p", PROMPT] * 1000)
     with started(tmp_path, "-m", "eesd.runtime.cli", *options) as ranks:

@@ -22,7 +22,6 @@ from eesd.common.manifest import WEIGHTS_FILE, Manifest, load_manifest
 from eesd.common.quantization import UNQUANTIZED
 from eesd.controllers import make_controller
 from eesd.export.cli import main as export_main
-from eesd.export.engine_dir import untrained_head
 from eesd.export.inspect import main as inspect_main
 from eesd.export.memory import split_layers
 from eesd.model.checkpoint import Checkpoint
@@ -167,11 +166,6 @@ def test_no_other_split_has_less_on_its_fullest_device(tmp_path: Path, tied: boo
         others = [[b - a for a, b in pairwise(border)] for border in borders]
         assert chosen in others
         assert max(device_bytes(checkpoint, chosen)) == min(max(device_bytes(checkpoint, counts)) for counts in others)
-
-
-def test_one_stage_has_all_layers(family_dir: Callable[[str], Path]) -> None:
-    checkpoint = Checkpoint(family_dir("qwen2"))
-    assert split_layers(checkpoint.geometry, untrained_head(checkpoint, 2).config, "float32", UNQUANTIZED, 1) == [range(3)]
 
 
 @pytest.mark.parametrize(("layer", "stages"), [(1, 4), (2, 3), (1, 1000)])

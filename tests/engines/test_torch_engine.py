@@ -4,7 +4,6 @@ Where torch sees a GPU, all tests but those of host memory also run there.
 """
 
 import gc
-import json
 import os
 import shutil
 import subprocess
@@ -21,7 +20,7 @@ import pytest
 import torch
 from onnxruntime import get_available_providers
 from support import tiny_models
-from support.command import assert_one_line, assert_refused, run, succeed
+from support.command import assert_one_line, assert_refused, run
 from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
 from support.harness import Harness
 from support.no_torch import BLOCK
@@ -35,14 +34,13 @@ from eesd.common.manifest import WEIGHTS_FILE, load_manifest
 from eesd.controllers import DraftStep
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.model.graphs import Draft
-from eesd.runtime import doctor
 from eesd.runtime.cli import main
 from eesd.runtime.compare import first_divergence
 from eesd.runtime.decoding.draft_tree import Node, tree_mask
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Engine, KVCache, StepOutputs
-from eesd.runtime.engines.device import device_streams, explain_out_of_memory
+from eesd.runtime.engines.device import device_streams
 from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.ort_engine import OrtEngine, open_on_device
@@ -312,17 +310,6 @@ def test_cache_on_the_cpu_grows_with_its_contents(harness: Harness) -> None:
     assert kv_cache.memory.slots == 16 and kv_cache.memory.version == 2
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_cache_on_a_gpu_keeps_its_memory(harness: Harness) -> None:
-    """CUDA graphs have captured its address."""
-    kv_cache = small_cache(harness, "cuda")
-    address = kv_cache.memory.shards[0].data_ptr()
-    kv_cache.reserve(384)
-    kv_cache.reset()
-    assert kv_cache.memory.slots == 384 and kv_cache.memory.version == 0 and kv_cache.memory.shards[0].data_ptr() == address
-    assert (kv_cache.memory.shards[0][..., :16, :] == torch.arange(16.0, device="cuda")[:, None]).all()
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_compaction_moves_accepted_slots_together(harness: Harness, device: str) -> None:
     kv_cache = small_cache(harness, device)
@@ -372,18 +359,6 @@ def test_engines_write_to_their_own_layers_of_the_shared_cache(harness: Harness)
     assert not kv_cache.memory.shards[0][..., ROWS:, :].any()  # verify's calls are padded
 
 
-def test_logits_are_fetched_once_when_first_used() -> None:
-    fetched: list[int] = []
-
-    def fetch() -> np.ndarray[Any, np.dtype[np.float32]]:
-        fetched.append(1)
-        return np.zeros((1, 5), np.float32)
-
-    outputs = StepOutputs(fetch, None, None)
-    assert not fetched
-    assert outputs.logits is outputs.logits and len(fetched) == 1
-
-
 def cut_hidden_size(directory: Path) -> None:
     edit_manifest(directory, "geometry/hidden_size", 16)
 
@@ -419,16 +394,6 @@ def test_unknown_backend_lists_the_known_ones(engine: Path) -> None:
         eesd.load(engine, "jax")
 
 
-def test_out_of_memory_error_names_what_did_not_fit() -> None:
-    with pytest.raises(EESDError, match="The weights do not fit the GPU"), explain_out_of_memory("The weights"):
-        raise torch.OutOfMemoryError
-
-
-def test_eesd_run_prints_the_same_text_with_torch_and_ort(engine: Path) -> None:
-    options = ("--engine-dir", engine, "-p", "for i in range", "-n", 30, "--no-stats", "--threads", 1)
-    assert succeed(main, *options, "--backend", "torch").stdout == succeed(main, *options, "--backend", "ort").stdout
-
-
 def test_missing_torch_error_says_what_to_install(engine: Path) -> None:
     code = BLOCK + "from eesd.runtime.cli import main\nmain()"
     arguments = ["--engine-dir", str(engine), "-p", "hello", "--backend", "torch"]
@@ -453,13 +418,3 @@ def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(engine: Path
         [sys.executable, "-c", LOAD, str(engine)], env=os.environ | {"PATH": path}, capture_output=True, text=True
     )
     assert done.stdout == f"{driver}\n", done.stderr
-
-
-def test_doctor_says_whether_the_torch_engine_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    jobs = json.loads(succeed(doctor.main, "--json").stdout)["jobs"]
-    assert jobs["run on the CPU (torch)"] == "yes, engines of every type"
-    assert jobs["run on a GPU (torch)"].startswith("yes" if torch.cuda.is_available() else "no: ")
-    monkeypatch.setattr(doctor, "installed", lambda name: None if name == "safetensors" else "1.0")
-    jobs = json.loads(succeed(doctor.main, "--json").stdout)["jobs"]
-    lacking = "no: safetensors missing; pip install 'eesd[torch]'"
-    assert jobs["run on the CPU (torch)"] == jobs["run on a GPU (torch)"] == lacking

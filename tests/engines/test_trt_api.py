@@ -101,14 +101,6 @@ def test_the_fake_refuses_what_the_real_library_refuses(version: str) -> None:
     assert (context._scratch, context._scratch_size) == (256, 1)
 
 
-def test_names_of_one_flavour_are_missing_in_the_other() -> None:
-    for version in ALL:
-        trt, is_rtx = fake.module(FLAVOUR[version], version), FLAVOUR[version] == "tensorrt-rtx"
-        assert hasattr(trt, "IRuntimeCache") == hasattr(trt, "DynamicShapesKernelSpecializationStrategy") == is_rtx
-        assert hasattr(trt.IExecutionContext(None, None), "is_stream_capturable") == is_rtx
-        assert hasattr(trt.IRuntimeConfig(), "create_runtime_cache") == is_rtx
-
-
 def names_used() -> set[tuple[str, ...]]:
     """What the code takes from a module of TensorRT, as in ``trt.BuilderFlag.REFIT``: the names behind ``trt``."""
     found = set()

@@ -31,13 +31,15 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
 from eesd.export.build import main as build_main
 from eesd.runtime import embed
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
 from eesd.runtime.cli import main
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import Host, open_host_engines
-from eesd.runtime.engines import device, trt_engine, trt_plans
+from eesd.runtime.engines import backends, device, trt_engine, trt_plans
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.device import DeviceStream
-from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine
+from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.trt_plans import first_slots
 from eesd.runtime.llm import LLM, Speculation
 
@@ -267,31 +269,6 @@ def test_first_slots_are_aligned_parts_of_all_slots(slots: int, expected: tuple[
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_plan_of_other_slots_is_refused(staged: Callable[[int], Path], tmp_path: Path) -> None:
-    """The nodes that pad a round would have no room after the text."""
-    directory = shutil.copytree(staged(1), tmp_path / "plans")
-    plan = directory / "verify.plan"
-    plan.write_text(plan.read_text().replace('"slots": 112', '"slots":  96'))
-    words = ("plan of verify.onnx is for caches of 96 slots, and its calls need 112", "eesd-build --force")
-    assert_refused(run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words)
-
-
-@pytest.mark.usefixtures("installed")
-def test_chain_of_known_length_is_drafted_without_waiting_for_the_host(
-    staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("fixed:k=5", guard=False))
-    waits: list[int] = []
-    monkeypatch.setattr(DeviceStream, "synchronize", lambda _: waits.append(1))
-    with llm.session(PROMPTS[0], max_new_tokens=30) as session:
-        session.step()  # prepares the chain, which waits once more
-        waits.clear()
-        session.step()
-        assert session.stats.draft_steps >= 6
-    assert len(waits) == 2, "one for the chain, one for verify"
-
-
-@pytest.mark.usefixtures("installed")
 def test_compiled_kernels_are_saved_for_the_next_start(
     staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -304,7 +281,8 @@ def test_compiled_kernels_are_saved_for_the_next_start(
         llm.generate(PROMPTS[0], max_new_tokens=5)
         return [made[0]._config._cache for made in contexts_of(llm).values()]  # type: ignore[union-attr, misc]
 
-    assert not any(cache._loaded for cache in caches())
+    assert "TensorRT-RTX compiles kernels before the first text" in eesd.load(directory, "tensorrt").engines.notice
+    assert not any(cache._loaded for cache in caches()) and not eesd.load(directory, "tensorrt").engines.notice
     saved = {path.name: path.read_bytes() for path in directory.glob("*.kernels")}
     assert saved.keys() == {"draft.kernels", "verify.kernels"} and b"0:13" in saved["verify.kernels"]
     assert all(cache._loaded for cache in caches())
@@ -369,7 +347,7 @@ def test_open_sessions_never_share_the_memory_of_the_host(staged: Callable[[int]
             pass
     llm.generate(PROMPTS[1], max_new_tokens=5)  # the memory is free again
 
-    llm = embedded(directory, replace(host, kv_cache=lambda: kv_memory(directory)))
+    llm = embedded(directory, replace(host, kv_cache=lambda _: kv_memory(directory)))
     with ExitStack() as stack:
         opened = [llm.session(prompt, max_new_tokens=20, ignore_eos=True) for prompt in PROMPTS]
         sessions = [stack.enter_context(session) for session in opened]
@@ -476,7 +454,7 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
         for engine in llm.engines[:2]:
             engine.prepare(kv_caches)
             [prepared] = engine._prepared.values()
-            found += [weakref.ref(step) for step in [*prepared.steps._values.values(), *prepared.loops.values()]]
+            found += [weakref.ref(step) for step in [*prepared.steps.values(), *prepared.loops.values()]]
         assert len(found) > 3
         del kv_caches, prepared
         assert not any(reference() for reference in found)
@@ -484,32 +462,38 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
         gc.enable()
 
 
-def test_a_call_that_cannot_be_captured_runs_without_a_graph(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def refuse(*_: object, **__: object) -> Any:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
-    monkeypatch.setattr(torch.cuda, "graph", refuse)
-    runs: list[bool] = []
-    graph = CapturedGraph(CPU, pool=object())
-    for _ in range(2):
-        graph.run(lambda: runs.append(gc.isenabled()))
-    assert not graph.needs_capture and runs == [True, True, True] and gc.isenabled()
-    assert "without a CUDA graph" in caplog.text and "not permitted" in caplog.text
-
-
 @pytest.mark.parametrize("stages", [1, 2])
 def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(staged: Callable[[int], Path], stages: int) -> None:
-    """It does not look for a TensorRT library: none is installed here."""
+    """It does not look for a TensorRT library: none is installed here. The memory may be a buffer for each layer."""
     directory = staged(stages)
-    host = host_of(directory)
-    memory = [shard.fill_(np.nan) for shard in kv_memory(directory)]
-    llm = embedded(directory, replace(host, kv_cache=memory))
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
-    assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
-    assert all(shard.any() for shard in memory), "the cache is not in the host's memory"
+    for split in (lambda shards: shards if stages > 1 else shards[0], lambda shards: [layer for s in shards for layer in s]):
+        memory = [shard.fill_(np.nan) for shard in kv_memory(directory)]
+        llm = embedded(directory, replace(host_of(directory), kv_cache=split(memory)))
+        assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
+        assert all(shard.any() for shard in memory), "the cache is not in the host's memory"
+
+
+def test_a_service_runs_in_the_rows_that_the_host_lends(staged: Callable[[int], Path], tmp_path: Path) -> None:
+    directory = shutil.copytree(staged(1), tmp_path / "plans")
+    fake.write_plans(directory, batch=2)
+    lent: list[tuple[int, torch.Tensor]] = []
+
+    def lend(rows: int) -> list[torch.Tensor]:
+        [memory] = kv_memory(directory)
+        memory = memory.expand(-1, -1, rows, -1, -1, -1).contiguous()
+        lent.append((rows, memory))
+        return [memory]
+
+    llm = embedded(directory, replace(host_of(directory), kv_cache=lend))
+    service = Service(llm, BatchOptions(max_rows=2))
+    found = service.generate(llm.request(PROMPTS[2], max_new_tokens=20, ignore_eos=True)).tokens
+    service.close()
+    assert [rows for rows, _ in lent] == [2, 1] and all(memory.any() for _, memory in lent)
+    assert found == llm.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True).tokens
+    llm = embedded(directory, replace(host_of(directory), kv_cache=kv_memory(directory)))
+    with pytest.raises(EESDError, match="kv_cache given is for one sequence; for 2 rows give a function"):
+        Service(llm, BatchOptions(max_rows=2))
 
 
 def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable[[int], Path]) -> None:
@@ -523,8 +507,20 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
-    with pytest.raises(EESDError, match=r"kv_cache given is \[3\] of torch.float32 on cpu at .* \[5, 2, 1, 2, 112, 8\]"):
-        opened(kv_cache=[torch.zeros(3)]).verify.new_kv_caches()
+    (fine,) = kv_memory(directory)  # memory of another library begins a tensor of its own, wherever it lies
+    odd = torch.from_numpy(np.zeros(fine.numel() + 1, np.float32)[1:]).view(fine.shape)
+    for memory, words in (
+        ([torch.zeros(3)], r"kv_cache given is \[3\] of torch.float32 on cpu at .* \[5, 2, 1, 2, 112, 8\]"),
+        ([fine, fine], "2 tensors are given as kv_cache, and these engines need 1"),
+        ([*fine][1:], "4 tensors are given as kv_cache, and these engines need 5"),
+        (fine.numpy(), "kv_cache given must be tensors of torch"),
+        ([odd], r"kv_cache given is .* at a multiple of 256 bytes"),
+    ):
+        with pytest.raises(EESDError, match=words):
+            opened(kv_cache=memory).verify.new_kv_caches()
+    context = host.make_context(host.verify[0])
+    with pytest.raises(EESDError, match="make_context gave a context that is in use already"):
+        opened(make_context=lambda _: context).verify.prepare(opened().verify.new_kv_caches())
     with pytest.raises(EESDError, match="5 bytes of scratch memory are given, and these engines need 4096"):
         opened(scratch=torch.zeros(5, dtype=torch.uint8))
     with pytest.raises(EESDError, match="There are 1 stages of verify, and 2 tensors of scratch memory are given"):
@@ -534,15 +530,8 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable
             opened(scratch=scratch)
 
 
-def test_memory_at_an_odd_address_is_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of another library begins a tensor of its own, wherever it lies."""
-    directory = staged(1)
-    host, (memory,) = host_of(directory), kv_memory(directory)
-    odd = torch.from_numpy(np.zeros(memory.numel() + 1, np.float32)[1:]).view(memory.shape)
-    assert odd.storage_offset() == 0
-    with pytest.raises(EESDError, match=r"kv_cache given is .* at a multiple of 256 bytes"):
-        embedded(directory, replace(host, kv_cache=[odd])).generate(PROMPTS[0], max_new_tokens=2)
-    llm = embedded(directory, host)
+def test_inputs_at_an_odd_address_are_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = embedded(staged(1), host_of(staged(1)))
     monkeypatch.setattr(device, "HOST_ALIGNMENT", 1 << 40)
     with pytest.raises(EESDError, match="TensorRT needs input_ids aligned"):
         llm.generate(PROMPTS[0], max_new_tokens=2)
@@ -553,32 +542,44 @@ def stream_of(handle: int, gpu: int = 0) -> Any:
     return SimpleNamespace(cuda_stream=handle, device_index=gpu)
 
 
-def test_streams_that_cannot_do_are_refused(staged: Callable[[int], Path]) -> None:
+def test_streams_that_cannot_do_are_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The default stream cannot be captured, and nothing would order two streams of one device."""
     directory = staged(3)
     host, first, second = host_of(directory), stream_of(16), stream_of(32, gpu=1)
-    for handle in (0, 1):
+    for stream in (stream_of(0), stream_of(1), 0):
         with pytest.raises(EESDError, match="is the default stream"):
-            embed.embed(directory, replace(host, stream=stream_of(handle)), Speculation())
+            embed.embed(directory, replace(host, stream=stream), Speculation())
+    with pytest.raises(EESDError, match=r"is a str; give a torch\.cuda\.Stream, or the int of a cudaStream_t"):
+        embed.stage_streams(replace(host, stream=["16", "16", "16"]), 3)  # type: ignore[list-item]
     with pytest.raises(EESDError, match="has 3 stages of verify, and 2 streams are given"):
         embed.embed(directory, replace(host, stream=[first, second]), Speculation())
     with pytest.raises(EESDError, match="on one device must share its stream"):
         embed.embed(directory, replace(host, stream=[first, second, stream_of(48, gpu=1)]), Speculation())
     assert [place.device.index for place in embed.stage_streams(replace(host, stream=[first, second, second]), 3)] == [0, 1, 1]
-    assert [place.handle for place in embed.stage_streams(replace(host, stream=first), 3)] == [16, 16, 16]
+    monkeypatch.setattr(torch.cuda, "ExternalStream", stream_of)
+    for lent in (first, 16):
+        assert [place.handle for place in embed.stage_streams(replace(host, stream=lent), 3)] == [16, 16, 16]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 def test_real_library_without_a_driver_ends_in_one_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real TensorRT-RTX cannot load a real plan without CUDA, and prints much more than one line about it."""
-    pytest.importorskip("tensorrt_rtx")
+    real = pytest.importorskip("tensorrt_rtx")
     model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0, head_dim=32)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
     succeed(build_main, directory, "--target", "tensorrt-rtx", "--prefill-chunk", 32)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
     monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
-    result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
-    assert_refused(result, "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver")
+    options = ("--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
+    assert_refused(run(main, *options), "torch is missing or sees no GPU", "update the driver")
+    monkeypatch.setattr(backends, "nvidia_driver", lambda: True)
+    assert "an NVIDIA driver, and the CPU runs the engines" in run(main, *options[:-2]).stderr
+    monkeypatch.setattr(backends, "torch_sees_gpu", lambda: True)
+    assert_refused(run(main, *options), "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver")
+    monkeypatch.setattr(real, "Runtime", len)  # a TypeError, as of pybind11 where the library returns a null pointer
+    assert_refused(run(main, *options), "tensorrt-rtx", "gives no Runtime here", "update the NVIDIA driver")
+    monkeypatch.setattr(real, "Builder", len)
+    assert_refused(run(build_main, directory, "--force"), "gives no Builder here", "update the NVIDIA driver")
 
 
 def truncate(directory: Path) -> None:
@@ -589,6 +590,12 @@ def truncate(directory: Path) -> None:
 def spoil(directory: Path) -> None:
     plan = directory / "verify.plan"
     plan.write_bytes(b"x" * plan.stat().st_size)
+
+
+def shorten(directory: Path) -> None:
+    """The nodes that pad a round would have no room after the text."""
+    plan = directory / "verify.plan"
+    plan.write_text(plan.read_text().replace('"slots": 112', '"slots":  96'))
 
 
 def swap(directory: Path) -> None:
@@ -615,6 +622,7 @@ def change_plans(**values: Any) -> Callable[[Path], None]:
         (lambda d: (d / "verify.plan").unlink(), ("verify.plan is missing", "build it with: eesd-build")),
         (truncate, ("verify.plan has", "where the manifest says", "eesd-build --force")),
         (spoil, ("tensorrt cannot load", "verify.plan (Magic tag does not match)", "eesd-build --force")),
+        (shorten, ("plan of verify.onnx is for caches of 96 slots, and its calls need 112", "eesd-build --force")),
         (swap, ("verify.plan is not the plan of verify.onnx", "eesd-build --force")),
         (change_plans(version="1.0"), ("built by tensorrt 1.0 and 99.1 is installed", "eesd-build --force")),
         (change_plans(compute_capabilities=["8.6", "12.0"]), ("for compute capability 8.6, 12.0 and this GPU has 8.9",)),
@@ -631,49 +639,30 @@ def test_unusable_plans_are_refused_with_a_remedy(
     assert_refused(run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words)
 
 
-@pytest.mark.parametrize("gpu", ["9.0", "10.0"])
 @pytest.mark.usefixtures("installed")
-def test_plans_of_tensorrt_rtx_are_refused_on_data_centre_gpus(
-    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: str
-) -> None:
-    directory = shutil.copytree(staged(1), tmp_path / "plans")
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: gpu)
-    fake.write_plans(directory, "tensorrt-rtx")
-    result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
-    assert_refused(result, f"tensorrt-rtx 99.1 has no kernels for compute capability {gpu}", "eesd-build --target tensorrt")
-    trt_plans.PlanDirectory(directory, fake.write_plans(directory, "tensorrt", capabilities=(gpu,)))
-
-
-@pytest.mark.usefixtures("installed")
-def test_bfloat16_plans_are_refused_on_turing(
+def test_plans_are_refused_on_gpus_without_kernels_for_them(
     staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """TensorRT-RTX has none for data centres, and Turing none for bfloat16."""
     directory = shutil.copytree(staged(1), tmp_path / "plans")
-    monkeypatch.setattr(trt_plans, "compute_capability", lambda: "7.5")
-    fake.write_plans(directory, "tensorrt-rtx")
-    manifest = load_manifest(directory)
-    trt_plans.PlanDirectory(directory, manifest)
+    for gpu in ("9.0", "10.0", "7.5"):
+        monkeypatch.setattr(trt_plans, "compute_capability", lambda gpu=gpu: gpu)
+        manifest = fake.write_plans(directory, "tensorrt-rtx")
+        if gpu != "7.5":
+            result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
+            assert_refused(result, f"tensorrt-rtx 99.1 has no kernels for compute capability {gpu}", "--target tensorrt")
+            manifest = fake.write_plans(directory, "tensorrt", capabilities=(gpu,))
+        trt_plans.PlanDirectory(directory, manifest)
     with pytest.raises(EESDError, match=r"no kernels for bfloat16 on GPUs .* 7\.5; export with --dtype float16"):
         trt_plans.PlanDirectory(directory, replace(manifest, dtype="bfloat16"))
 
 
-@pytest.mark.usefixtures("installed")
-def test_eesd_run_prints_the_same_text_with_tensorrt_and_ort(engine_copy: Path) -> None:
-    options = ("--engine-dir", engine_copy, "-p", "for i in range", "-n", 30, "--no-stats")
+def test_a_missing_driver_or_library_is_named(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.write_plans(engine_copy)
-    assert succeed(main, *options, "--backend", "tensorrt").stdout == succeed(main, *options, "--backend", "ort").stdout
-
-
-def test_missing_library_error_says_what_to_install(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.write_plans(engine_copy)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
-    assert_refused(result, "need tensorrt; install it with: pip install 'eesd[tensorrt]'")
-
-
-@pytest.mark.usefixtures("installed")
-def test_missing_driver_error_names_other_backends(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.write_plans(engine_copy)
+    command = ("--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
+    with monkeypatch.context() as absent:
+        absent.setattr(importlib.util, "find_spec", lambda _: None)
+        assert_refused(run(main, *command), "need tensorrt; install it with: pip install 'eesd[tensorrt]'")
+    fake.install(monkeypatch)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
-    result = run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
-    assert_refused(result, "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")
+    assert_refused(run(main, *command), "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")

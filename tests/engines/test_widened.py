@@ -13,8 +13,8 @@ from support.without_operators import needs_operators, without_operators
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE, load_manifest
-from eesd.export.cpu.widened import reference
 from eesd.export.parity import compare_engines
+from eesd.export.widened import reference
 from eesd.runtime.cli import main
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import EngineOptions, open_engines

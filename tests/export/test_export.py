@@ -183,13 +183,6 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
         assert np.array_equal(found[0], found[1]), (batch, nodes)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_engines_generate_the_tokens_of_transformers(
-    exported: Callable[[str], Path], family_dir: FamilyDir, family: str
-) -> None:
-    assert_generates_as_transformers(exported(family), family_dir(family))
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_16_bit_engines_have_16_bit_weights_and_caches(
     exported: Callable[[str], Path], family_dir: FamilyDir, tmp_path: Path, dtype: str

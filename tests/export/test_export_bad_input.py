@@ -140,17 +140,6 @@ def test_packed_weights_are_part_of_the_directory(text_model: Path, engine_copy:
 
 
 @needs_operators()
-@pytest.mark.parametrize("name", ["cpu-mine/", "{packed}/notes.txt", "{packed}/src/", "cpu-0123456789abcdef"])
-def test_what_only_looks_like_packed_weights_is_kept(text_model: Path, engine_copy: Path, name: str) -> None:
-    packed = next(engine_copy.glob("cpu-*")).name
-    path = engine_copy / name.format(packed=packed)
-    path.mkdir() if name.endswith("/") else path.write_text("mine")
-    other = path.relative_to(engine_copy).parts[0]
-    assert_refused(export_to(engine_copy, text_model), "also holds", other, "another --output")
-    assert path.exists()
-
-
-@needs_operators()
 def test_weights_that_cannot_be_packed_do_not_fail_the_export(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

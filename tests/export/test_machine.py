@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eesd.common import machine
+from eesd.common import machine_report
 
 pytestmark = pytest.mark.fast
 
@@ -34,7 +34,7 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_gpu_is_the_first_that_cuda_sees(monkeypatch: pytest.MonkeyPatch, visible: str | None, found: str | None) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert machine.compute_capability() == found
+    assert machine_report.compute_capability() == found
 
 
 @pytest.mark.usefixtures("driver")
@@ -42,11 +42,11 @@ def test_torch_is_asked_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) ->
     """It knows the order in which CUDA numbers the GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: {0: (12, 0)}[device])
-    assert machine.compute_capability() == "9.0"
+    assert machine_report.compute_capability() == "9.0"
     monkeypatch.setitem(sys.modules, "torch", torch)
-    assert machine.compute_capability() == "12.0"
+    assert machine_report.compute_capability() == "12.0"
 
 
 def test_a_driver_without_gpus_has_no_compute_capability(driver: Path) -> None:
     driver.write_text("#!/bin/sh\necho No devices were found\n")
-    assert machine.compute_capability() is None
+    assert machine_report.compute_capability() is None

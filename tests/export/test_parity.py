@@ -1,6 +1,7 @@
 """``eesd-build --check`` detects engines that differ from their graphs; ``eesd-export --layers`` exports the first layers."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -127,16 +128,15 @@ def narrow(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
     return export_engine(family_dir("llama2"), tmp_path_factory.mktemp("narrow") / "plans", "--link-weights")
 
 
-def torch_engines(broken_weight: str | None = None) -> Callable[..., Engines]:
-    """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a GPU."""
+def torch_engines(spoil: Callable[[Any], object] = lambda _: None) -> Callable[..., Engines]:
+    """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a GPU, and spoils a stage."""
 
     def opened(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
-        assert options.backend == "tensorrt" and all((directory / plan.file).exists() for plan in manifest.plans.values())
-        engines = open_engines(directory, manifest, replace(options, backend="torch"))
-        if broken_weight:
-            parameter = engines.verify.stages[0].module.get_parameter(broken_weight)  # type: ignore[attr-defined]
-            parameter.data = torch.zeros_like(parameter)
-        return engines
+        assert all((directory / plan.file).exists() for plan in manifest.plans.values())
+        engines: Any = open_engines(directory, manifest, replace(options, backend="torch"))
+        if options.backend == "tensorrt":
+            spoil(engines.verify.stages[0])
+        return engines  # type: ignore[no-any-return]
 
     return opened
 
@@ -147,11 +147,24 @@ def test_check_without_a_gpu_reports_that_it_was_skipped(narrow: Path, monkeypat
     assert "not checked: there is no NVIDIA GPU here" in result.stderr and "cosine" not in result.stdout
 
 
-def test_check_with_a_gpu_detects_a_broken_weight(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
+    narrow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first difference is named: here of the texts that are longer than those of the graphs."""
     monkeypatch.setattr(build_cli, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(build_cli, "open_engines", torch_engines())
     result = succeed(build_main, narrow, "--check")
-    assert result.stdout.count("cosine 0.999") + result.stdout.count("cosine 1.000") == 6 and not result.stderr
-    monkeypatch.setattr(build_cli, "open_engines", torch_engines("model.layers.1.mlp.down_proj.weight"))
-    result = run(build_main, narrow, "--check")
-    assert result.exit_code == 2 and "do not compute what their graphs compute" in result.stderr
+    assert result.stdout.count("cosine 0.999") + result.stdout.count("cosine 1.000") == 10 and not result.stderr
+
+    def spoil_weight(stage: Any) -> None:
+        parameter = stage.module.get_parameter("model.layers.1.mlp.down_proj.weight")
+        parameter.data = torch.zeros_like(parameter)
+
+    def spoil_late_positions(stage: Any) -> None:
+        stage._rotary_tables[0][100:] = 0
+
+    for spoil, equal in ((spoil_weight, 0), (spoil_late_positions, 6)):
+        monkeypatch.setattr(build_cli, "open_engines", torch_engines(spoil))
+        result = run(build_main, narrow, "--check")
+        assert result.exit_code == 2 and "graphs compute (verify logits after 222 tokens)" in result.stderr
+        assert sum(float(cosine) > 0.9999 for cosine in re.findall(r"cosine (\S+)", result.stdout)) >= equal

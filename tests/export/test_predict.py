@@ -2,21 +2,21 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import pytest
+from lease.engines import llama, made_up
 from support.bundled import EXAMPLE
 from support.command import assert_refused, export_engine, run, succeed
 from support.engine_dirs import trained_head
-from support.shaped_manifests import shaped_manifest
-from support.synthetic import LLAMA_70B
 
+from eesd.bench.replay.costs import COST_MODELS
+from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.manifest import Manifest, load_manifest
-from eesd.common.quantization import BLOCK, UNQUANTIZED, Quantization, Quantizations
+from eesd.common.quantization import UNQUANTIZED, Quantization, Quantizations
 from eesd.common.weights import ROTARY_TABLES, weights_of
 from eesd.export import predict
 from eesd.export.cli import main as export_main
@@ -24,17 +24,49 @@ from eesd.export.inspect import main
 from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.export.outline import outlined
 from eesd.export.predict import GPUS, Hardware, Prediction, bytes_of_pass, call_seconds, operations_of_node
-from eesd.model.config import load_config
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "predict.md"
 RANKS = PAGE.parent / "parallel.md"
-SIMPLE = Hardware("simple", 1e9, 1e12, 1e9, attained=0.5, attained_operations=0.25, launch=1e-3, host=10.0)
-INT4 = Quantizations(*[Quantization("int4", BLOCK)] * 3)
-LLAMA_3_8B = {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-TABLES = {
-    "8B, float16": (LLAMA_3_8B | {"num_attention_heads": 32, "num_key_value_heads": 8}, UNQUANTIZED, 1),
-    "70B, int4": ({}, INT4, 1),
-}
+LEASE = Path(__file__).parents[2] / "bench/results/lease-h200.jsonl"
+SIMPLE = Hardware("simple", 1e9, 1e12, 1e9, attained=0.5, attained_operations=0.25, launch=1e-3, host=10.0, node=0.5)
+INT4 = Quantization("int4", 32)
+
+
+LLAMA_3_8B = llama(32, 4096, 14336, 32, 8, 128256)
+QUARTER = ExitConfig(4, own_lm_head=True, draft_vocab=32064, deep=())
+"""A head as ``eesd-distill`` makes it."""
+
+
+def shaped(geometry: Geometry, exit_head: ExitConfig = QUARTER, quantization: Quantizations = UNQUANTIZED) -> Manifest:
+    """A manifest in bfloat16 with 4096 slots."""
+    return replace(made_up(geometry, exit_head, "bfloat16", 4096, 32), quantization=quantization)
+
+
+def test_the_constants_give_the_times_that_the_h200_measured() -> None:
+    """Of whole passes, and of products with fewer bits, which are slower than their bytes."""
+    lines = {line["step"]: line["found"] for line in map(json.loads, LEASE.read_text().splitlines())}
+    measured, manifest = lines["passes of 4096 slots"]["graphs"], shaped(replace(LLAMA_3_8B, num_layers=8))
+    found = predict.predict(manifest, GPUS["h200"], manifest.gpu_slots)
+    calls = {"draft": found.draft} | {f"verify {nodes}": found.verify[nodes - 1] for nodes in (1, 2, 8, 33)}
+    assert {name: 1e3 * seconds for name, seconds in calls.items()} == pytest.approx(
+        {name: measured[name] for name in calls}, rel=0.065
+    )
+    for weights, kernels in (("int8", 8), ("int4", 4)):
+        products = lines["quantized products"]["milliseconds of a block"]
+        ratios = [products[weights][rows] / products["bfloat16"][rows] for rows in ("1", "33")]
+        assert predict.LEVELS_TAKE[kernels] == pytest.approx(ratios, abs=0.006)
+        quantized = shaped(LLAMA_3_8B, quantization=Quantizations(*[Quantization(weights, 32)] * 3))
+        blocks = [predict.predict(m, GPUS["h200"], 4096).verify for m in (shaped(LLAMA_3_8B), quantized)]
+        assert [blocks[1][0] / blocks[0][0], blocks[1][32] / blocks[0][32]] == pytest.approx(ratios, abs=0.07)
+
+
+def test_cost_models_of_gpus_are_predictions() -> None:
+    large = llama(80, 8192, 28672, 64, 8, 128256)
+    for name, geometry, draft in (("8b", LLAMA_3_8B, None), ("8b-exported", LLAMA_3_8B, INT4), ("70b", large, INT4)):
+        found = predict.predict(shaped(geometry, quantization=Quantizations(draft=draft)), GPUS["h200"], 4096)
+        costs, plain = COST_MODELS[name], found.verify[0]
+        given = [costs.plain_seconds, costs.calls.draft_cost(1), costs.calls.verify_cost(33)]
+        assert given == pytest.approx([plain, found.draft / plain, found.verify[32] / plain], rel=2e-3)
 
 
 @pytest.mark.parametrize(("own", "draft"), [(False, "none"), (False, "int4"), (True, "none")])
@@ -51,21 +83,17 @@ def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     assert bytes_of_pass(manifest, manifest.draft, 0) == stored - (own or draft == "int4") * table
 
 
-@pytest.fixture(scope="module")
-def staged(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Manifest:
-    """The text model in two stages."""
-    return load_manifest(export_engine(text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2))
-
-
 def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Path) -> None:
     manifest = load_manifest(engine)
     graph, layers = manifest.verify[0], manifest.geometry.num_layers
     nbytes, operations = bytes_of_pass(manifest, graph, 20), operations_of_node(manifest, graph)
-    kernels = (12 * layers + 10) * 1e-3
-    assert call_seconds(manifest, (graph,), SIMPLE, 20, 3) == pytest.approx(10 + nbytes / 0.5e9 + kernels)
+    others = (13 * layers + 27) * 1e-3 + 2 * layers * 0.5
+    assert call_seconds(manifest, (graph,), SIMPLE, 20, 3) == pytest.approx(10 + nbytes / 0.5e9 + others)
+    stages = predict.predict(replace(manifest, verify=(graph, graph)), SIMPLE, 20).verify[2]
+    assert stages == pytest.approx(10 + 2 * (nbytes / 0.5e9 + others)), "the host waits once"
     slow = replace(SIMPLE, operations=1e6)
-    assert call_seconds(manifest, (graph,), slow, 20, 3) == pytest.approx(10 + 3 * operations / 0.25e6 + kernels)
-    drafting = (12 * (manifest.exit_head.layer + manifest.exit_head.blocks) + 10) * 1e-3
+    assert call_seconds(manifest, (graph,), slow, 20, 3) == pytest.approx(10 + 3 * operations / 0.25e6 + others)
+    drafting = (13 * (manifest.exit_head.layer + manifest.exit_head.blocks) + 27) * 1e-3
     reading = bytes_of_pass(manifest, manifest.draft, 20) / 0.5e9
     assert predict.predict(manifest, SIMPLE, 20).draft == pytest.approx(10 + reading + drafting)
 
@@ -77,12 +105,6 @@ def test_operations_are_two_for_each_weight_of_a_product(engine: Path) -> None:
     hidden, heads, kv_heads = geometry.hidden_size, geometry.num_heads, geometry.num_kv_heads
     block = hidden * (2 * heads + 2 * kv_heads) * geometry.head_dim + 3 * hidden * geometry.intermediate_size
     assert operations_of_node(manifest, manifest.draft) == 2 * (blocks * block + hidden * geometry.vocab_size)
-
-
-def test_stages_run_one_after_another_and_the_host_waits_once(staged: Manifest) -> None:
-    first, second = ((stage,) for stage in staged.verify)
-    both = predict.predict(staged, SIMPLE, 50).verify[4]
-    assert both == pytest.approx(sum(call_seconds(staged, stage, SIMPLE, 50, 5) for stage in (first, second)) - 10)
 
 
 def test_speed_up_is_tokens_over_cost() -> None:
@@ -114,10 +136,11 @@ def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
         expected = predict.predict(load_manifest(engine), GPUS["l4"], slots, manifest.gpu_slots)
         assert found == {"gpu": "l4", "slots": slots, "ranks": 1} | json.loads(json.dumps(expected.to_dict()))
     assert_refused(run(main, engine, "--text-tokens", 5), "add --predict")
+    assert_refused(run(main, engine, "--predict", "h100", "--batch", 2), "add --memory")
 
 
 def test_a_model_is_predicted_before_its_export(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """From config.json alone, with the draft that the export would choose: all layers in 4 bits."""
+    """From config.json alone, with the draft that the export would choose: all layers in 4 bits, or the head of the model."""
     model, plans = family_dir("qwen2"), tmp_path / "plans"
     succeed(export_main, "--model", model, "--no-check", "-o", plans)
     (tmp_path / "config").mkdir()
@@ -126,7 +149,9 @@ def test_a_model_is_predicted_before_its_export(family_dir: Callable[[str], Path
         exported = json.loads(succeed(main, plans, *options, "--json").stdout)
         assert json.loads(succeed(main, "--model", tmp_path / "config", *options, "--json").stdout) == exported
     shown = succeed(main, "--model", tmp_path / "config", "--predict", "h100")
-    assert "not measured" in shown.stderr and "% of verify 1)" in shown.stdout
+    assert "no whole model and no plan was measured" in shown.stdout and "% of verify 1)" in shown.stdout
+    found = outlined(str(EXAMPLE / "model"))
+    assert (found.exit_head.blocks, found.quantization.draft) == (1, None) and found.exit_head.trained
     assert_refused(run(main, "--model", tmp_path / "config"), "--model is for --predict and --memory")
     assert_refused(run(main, plans, "--model", model, "--memory"), "either an engine directory or --model")
     (tmp_path / "config/config.json").write_text(
@@ -144,11 +169,6 @@ def test_a_draft_that_reads_half_of_8_bits_is_predicted_so(family_dir: Callable[
     assert verify - draft == sum(prod(one.shape) for one in weights.values()) // 2 > 0.3 * verify
     [device] = estimate_memory(manifest, 1)
     assert device.shared_weights > 0.9 * device.draft_weights
-
-
-def test_a_model_with_a_head_is_predicted_with_it() -> None:
-    found = outlined(str(EXAMPLE / "model"))
-    assert (found.exit_head.blocks, found.quantization.draft) == (1, None) and found.exit_head.trained
 
 
 def test_a_directory_without_a_draft_is_predicted_with_drafts_of_the_text(
@@ -169,10 +189,6 @@ def test_a_model_that_does_not_fit_is_predicted_with_a_notice(engine: Path, monk
     assert not succeed(main, engine, "--predict", "h100").stderr
 
 
-def test_prediction_options_are_refused_apart(engine: Path) -> None:
-    assert_refused(run(main, engine, "--predict", "h100", "--batch", 2), "add --memory")
-
-
 def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
     manifest = load_manifest(engine)
     graph, geometry, slots = manifest.verify[0], manifest.geometry, 20
@@ -188,40 +204,27 @@ def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
     sums = 2 * geometry.num_layers * (0.25 + received + 2 * 1e-3)
     assert predict.sum_seconds(manifest, graph, linked, 3, 3) == pytest.approx(sums)
     found = call_seconds(manifest, (graph,), linked, slots, 3, 2) - predict.sum_seconds(manifest, graph, linked, 3, 2)
-    kernels = (12 * geometry.num_layers + 10) * 1e-3
-    assert found == pytest.approx(10 + predict.TELLING + two / 0.5e9 + kernels)
+    others = (13 * geometry.num_layers + 27) * 1e-3 + 2 * geometry.num_layers * linked.node
+    assert found == pytest.approx(10 + predict.TELLING + two / 0.5e9 + others)
 
 
-def test_page_on_ranks_shows_predictions_and_memory(staged: Manifest, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
-    manifest = shaped_manifest(load_config(tmp_path).geometry, staged, UNQUANTIZED, 1)
+def test_page_on_ranks_shows_predictions_and_memory() -> None:
+    manifest = shaped(llama(80, 8192, 28672, 64, 8, 32000), ExitConfig(4))
     for ranks in (1, 2, 4, 8):
         memory = format_bytes(estimate_memory(manifest, 1, ranks)[0].total)
-        assert f"| {ranks} | {memory} | {row(manifest, GPUS['h100'], ranks)} |\n" in RANKS.read_text()
+        found = predict.predict(manifest, GPUS["h100"], 4096, ranks=ranks)
+        times = (f"{1e3 * seconds:.2f}" for seconds in (found.draft, found.verify[0], found.verify[32]))
+        assert f"| {ranks} | {memory} | {' | '.join(times)} |\n" in RANKS.read_text()
 
 
-def rows(manifest: Manifest) -> Iterator[str]:
-    """The rows of a table of docs/predict.md."""
-    for gpu in GPUS.values():
-        yield f"| {gpu.name} | {row(manifest, gpu)} |"
-
-
-def row(manifest: Manifest, gpu: Hardware, ranks: int = 1) -> str:
+def test_page_shows_the_predictions() -> None:
     """Milliseconds, and the best speed-ups."""
-    found = predict.predict(manifest, gpu, manifest.max_seq_len, ranks=ranks)
-    times = [found.draft, *(found.verify[nodes - 1] for nodes in (1, 5, 17, 33))]
-    lengths = {acceptance: found.best_length(acceptance) for acceptance in (0.6, 0.7, 0.8, 0.9)}
-    cells = [f"{seconds * 1e3:.2f}" for seconds in times]
-    cells += [f"{found.speed_up(acceptance, length):.2f} ({length})" for acceptance, length in lengths.items()]
-    return " | ".join(cells)
-
-
-@pytest.mark.parametrize("title", TABLES)
-def test_page_shows_the_predictions(staged: Manifest, tmp_path: Path, title: str) -> None:
-    sizes, quantization, stages = TABLES[title]
-    config: dict[str, Any] = LLAMA_70B | sizes
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    manifest = shaped_manifest(load_config(tmp_path).geometry, staged, quantization, stages)
-    _, after = PAGE.read_text().split(f"### {title}\n")
-    table = [line for line in after.split("###")[0].splitlines() if line.startswith("| ")][1:]
-    assert table == list(rows(manifest))
+    manifest = shaped(LLAMA_3_8B, ExitConfig(4))
+    _, after = PAGE.read_text().split("## Other GPUs\n")
+    table = [line for line in after.splitlines() if line.startswith("| ")][1:]
+    for line, gpu in zip(table, GPUS.values(), strict=True):
+        found = predict.predict(manifest, gpu, 4096)
+        cells = [f"{1e3 * s:.2f}" for s in (found.draft, *(found.verify[nodes - 1] for nodes in (1, 5, 17, 33)))]
+        lengths = {acceptance: found.best_length(acceptance) for acceptance in (0.6, 0.7, 0.8, 0.9)}
+        cells += [f"{found.speed_up(acceptance, length):.2f} ({length})" for acceptance, length in lengths.items()]
+        assert line == f"| {gpu.name} | {' | '.join(cells)} |"

@@ -11,7 +11,7 @@ import pytest
 from support import fake_tensorrt as fake
 from support.command import assert_refused, run, succeed
 
-from eesd.common import machine
+from eesd.common import machine, machine_report
 from eesd.runtime import doctor
 from eesd.runtime.cli import main
 from eesd.runtime.engines.trt_plans import FLAVOURS, library_version
@@ -64,7 +64,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, fake.module(flavour))
     monkeypatch.setattr(machine, "nvidia_driver", lambda: True)
     monkeypatch.setattr(machine, "torch_sees_gpu", lambda: True)
-    monkeypatch.setattr(machine, "compute_capability", lambda: "9.0")
+    monkeypatch.setattr(machine_report, "compute_capability", lambda: "9.0")
 
 
 @pytest.mark.usefixtures("gpu")
@@ -78,7 +78,7 @@ def test_the_doctor_looks_at_each_backend_apart(monkeypatch: pytest.MonkeyPatch)
     assert [found[row] for row in GPU_ROWS] == ["yes", "no: it has no kernels for compute capability 9.0; use tensorrt"]
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
-    monkeypatch.setattr(machine, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(machine_report, "compute_capability", lambda: "8.9")
     found = jobs()
     assert found["run on a GPU (ort)"].startswith("yes") and [found[row] for row in GPU_ROWS] == ["yes", "yes"]
 

@@ -1,13 +1,15 @@
 """Torch engines of any shape with random weights, made on the device: nothing is written, and nothing is read."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
-from eesd.common.manifest import FORMAT_VERSION, GraphInfo, Manifest
+from eesd.common.manifest import FORMAT_VERSION, GraphInfo, Manifest, SamplingDefaults
 from eesd.common.quantization import Quantizations
 from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead
@@ -17,9 +19,14 @@ from eesd.runtime.engines.device import DeviceStream, device_streams
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner
+from eesd.runtime.engines.torch_quantized import PANEL, WORDS, ComputedBefore, QuantizedLinear, QuantizedWeight
 from eesd.runtime.engines.torch_weights import has_kernels
 
 TOP_K = 8
+BLOCK = 32
+"""Inputs that share a scale."""
+JOINT = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj mlp.up_proj", "mlp.down_proj")
+"""Layers of a block. Layers in one string read the same input, and become one product."""
 
 
 def llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int) -> Geometry:
@@ -59,6 +66,7 @@ def made_up(geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, n
         draft_top_k=TOP_K,
         bos_token_id=None,
         eos_token_ids=(),
+        sampling=SamplingDefaults(),
         draft=GraphInfo("draft.onnx", tuple(draft_caches(geometry, exit_head)), (), ()),
         verify=(GraphInfo("verify.onnx", own, (), ()),),
         files={},
@@ -69,7 +77,7 @@ def made_up(geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, n
 
 
 def random_engines(
-    manifest: Manifest, device: str, exact: bool | None = None, fused: bool | None = None
+    manifest: Manifest, device: str, exact: bool | None = None, fused: bool | None = None, levels: str = ""
 ) -> tuple[DeviceEngine, DeviceEngine]:
     """Verify and draft of a manifest, with random weights.
 
@@ -77,7 +85,8 @@ def random_engines(
         manifest: What :func:`made_up` makes.
         device: Torch device.
         exact: As in ``open_engines``: whether all rounds have one node count.
-        fused: Whether blocks run the kernels of ``torch_block_kernels.py``. None: on a GPU, where they can.
+        fused: Whether blocks run the kernels of ``torch_fused.py``. None: on a GPU, where they can.
+        levels: ``draft`` or ``both``: which engine has 4-bit weights in its blocks and its LM head.
     """
     dtype: torch.dtype = getattr(torch, manifest.dtype)
     (stream,) = device_streams(1, device)
@@ -88,7 +97,10 @@ def random_engines(
     if head.draft_vocab is not None:
         head.draft_vocab.copy_(torch.arange(len(head.draft_vocab)))
     _fill([*decoder.named_parameters(), *head.named_parameters()])
-    of_verify, of_draft = Verify(decoder, head), Draft(decoder, head, TOP_K)
+    drafting = deepcopy(decoder) if levels == "draft" else decoder
+    if levels:
+        _quantize(drafting)
+    of_verify, of_draft = Verify(decoder, head), Draft(drafting, head, TOP_K)
     if fused is None:
         fused = has_kernels(manifest, stream.device)
     if fused:
@@ -116,6 +128,25 @@ def _runner(
     module: Draft | Verify, graph: GraphInfo, tables: tuple[torch.Tensor, torch.Tensor], stream: DeviceStream
 ) -> TorchStageRunner:
     return TorchStageRunner(module.eval(), graph, tables, stream)
+
+
+def _quantize(decoder: Decoder) -> None:
+    """Random levels of 4 bits in the place of the weights of blocks and LM head. Layers that read one input become one."""
+    indices = range(len(decoder.model.layers))
+    blocks = [[f"model.layers.{index}.{name}" for name in joint.split()] for index in indices for joint in JOINT]
+    for first, *others in (["lm_head"], *blocks):
+        layers: list[Any] = [decoder.get_submodule(name) for name in (first, *others)]
+        decoder.set_submodule(first, _quantized(layers))
+        for name, layer in zip(others, layers[1:], strict=True):
+            decoder.set_submodule(name, ComputedBefore(layer.out_features))
+
+
+def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
+    weight, inputs, outputs = layers[0].weight, layers[0].in_features, sum(layer.out_features for layer in layers)
+    shape = -(-outputs // PANEL), -(-inputs // (8 * WORDS)), PANEL, WORDS
+    levels = torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=weight.device)
+    scales = torch.full((inputs // BLOCK, outputs), 0.2 * inputs**-0.5, dtype=weight.dtype, device=weight.device)
+    return QuantizedLinear(QuantizedWeight(levels, scales, None, None, 4, 8), None, layers[0].out_features)
 
 
 def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -1,7 +1,6 @@
 """Whether a GPU computes what the CPU computes, and whether drafting changes a token there."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,7 @@ def logits_of(engine: DeviceEngine) -> Any:
     return np.concatenate(parts)
 
 
-def tokens_in(dtype: str) -> Callable[[Lease], dict[str, Any]]:
-    """The step that checks bits and tokens in one element type."""
-    return partial(_tokens_in, dtype)
-
-
-def _tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
+def tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
     """Of the bundled model: the bits of all kinds of calls, and the tokens of all ways to draft, a long text among them."""
     directory = exported(lease, dtype)
     manifest = load_manifest(directory)

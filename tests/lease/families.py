@@ -1,16 +1,12 @@
 """Models and heads with parts of their own on the device: the CPU's logits, and no other tokens with drafts than without."""
 
-import json
-import shutil
 from typing import Any
 
 import numpy as np
-from support import tiny_models
-from support.eagle_heads import write_head
 from support.family_grid import OPTIONS, family_cases
 
 from eesd.common.manifest import load_manifest
-from eesd.export.engine_dir import Head, eagle_head, export, untrained_head
+from eesd.export.engine_dir import Head, export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.torch_engine import open_torch
@@ -30,16 +26,6 @@ def families(lease: Lease) -> dict[str, Any]:
         checkpoint = Checkpoint(model)
         found[kind] = _judged(lease, checkpoint, untrained_head(checkpoint, 1), kind)
     return found
-
-
-def eagle(lease: Lease) -> dict[str, Any]:
-    """A random Llama with a random EAGLE-3 head."""
-    shutil.rmtree(lease.output / "eagle-head", ignore_errors=True)
-    model = tiny_models.build(lease.output / "eagle", 97, layers=5, damping=1.0, seed=0, head_dim=16, kv_heads=1)
-    config = json.loads((model / "config.json").read_text())
-    head = write_head(lease.output / "eagle-head", config, "specforge", draft_vocab=60, num_attention_heads=2)
-    checkpoint = Checkpoint(model)
-    return {"eagle": _judged(lease, checkpoint, eagle_head(checkpoint, head), "eagle")}
 
 
 def _judged(lease: Lease, checkpoint: Checkpoint, head: Head, name: str) -> dict[str, Any]:

@@ -15,9 +15,12 @@ from eesd.runtime.engines.torch_quantized import arranged, product
 from lease import Lease
 from lease.machine import seconds_of
 
-SHAPES = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-"""Inputs and outputs of the packed layers of a block of Llama 3 8B. Even at 4 bits they are more than a GPU's caches hold."""
-ROWS = (1, 8, 33)
+SHAPES = {
+    "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
+    "70B": ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
+}
+"""Inputs and outputs of the packed layers of a block of Llama 3. Even at 4 bits they are more than a GPU's caches hold."""
+ROWS = (1, 8, 16, 33)
 BLOCK = 32
 
 
@@ -39,9 +42,10 @@ def products(lease: Lease) -> dict[str, Any]:
 
 def _timed(lease: Lease) -> dict[str, dict[str, float]]:
     timed: dict[str, dict[str, float]] = {}
-    for kind in ("bfloat16", "int8", "int4"):
-        layers = [_layer(kind, *shape, lease.device) for shape in SHAPES]
-        timed[kind] = {str(rows): 1e3 * _seconds(layers, rows, lease) for rows in ROWS}
+    for model, shapes in SHAPES.items():
+        for kind in ("bfloat16", "int8", "int4"):
+            layers = [_layer(kind, *shape, lease.device) for shape in shapes]
+            timed[f"{model}, {kind}"] = {str(rows): 1e3 * _seconds(layers, rows, lease) for rows in ROWS}
     return timed
 
 

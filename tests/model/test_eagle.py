@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, run, succeed
 from support.eagle_heads import LAYOUTS, Reference, train, write_head
-from support.lossless_checks import check_kept_prefixes
+from support.lossless_checks import HEADS_DRAFT, check_drafting, check_kept_prefixes
 from support.on_cache import OnCache, both_on_cache
 from transformers import AutoModelForCausalLM
 
-from eesd import BatchOptions, EESDError, Sampling, Service
+from eesd import BatchOptions, EESDError, Service
 from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
@@ -25,7 +25,7 @@ from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.llm import Speculation, load
 
 TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
-LAYERS = {"safeailab": (2, 3, 4), "specforge": (1, 2, 4), "speculators": (1, 2, 4)}
+LAYERS = {"safeailab": (2, 3, 4), "specforge": (1, 2, 4), "speculators": (1, 2, 4), "eagle-3.1": (1, 2, 4)}
 """Where states are read of a model of seven layers: what the layouts say, or without that the default."""
 COMMAND = ("--max-seq-len", 256, "--quantize-draft", "none", "--no-check")
 
@@ -43,20 +43,15 @@ def config_of(model: Path) -> dict[str, Any]:
     return found
 
 
-def tables_of(model: Path) -> torch.Tensor:
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    table: torch.Tensor = reference.model.embed_tokens.weight.detach()
-    return table
-
-
 @pytest.fixture(scope="module", params=LAYOUTS)
 def exported(request: pytest.FixtureRequest, model: Path) -> Path:
-    """A head and its engines; two of three layouts have a draft vocabulary, and one brings the model's embedding table."""
+    """A head and its engines; all layouts but one have a draft vocabulary, and one brings the model's embedding table."""
     path: Path = model.parent / request.param
     if path.exists():
         return path
     more: dict[str, Any] = {} if request.param == "safeailab" else {"draft_vocab": 60}
-    more |= {"embeddings": tables_of(model).bfloat16()} if request.param == "speculators" else {"num_attention_heads": 2}
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    more |= {"embeddings": table.bfloat16()} if request.param == "speculators" else {"num_attention_heads": 2}
     write_head(path / "head", config_of(model), request.param, seed=len(request.param), **more)
     succeed(export_main, "--model", model, "--exit-head", path / "head", "--output", path / "plans", *COMMAND)
     return path
@@ -115,23 +110,9 @@ ONE = pytest.mark.parametrize("exported", ["specforge"], indirect=True)
 
 @ONE
 @pytest.mark.parametrize("backend", ["ort", "torch"])
-@pytest.mark.parametrize(
-    "speculation",
-    [
-        Speculation("fixed:k=3", guard=False, drafter="exit"),
-        Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
-        Speculation(tree=2),
-        Speculation(),
-    ],
-)
+@pytest.mark.parametrize("speculation", HEADS_DRAFT)
 def test_drafting_changes_no_token(exported: Path, backend: str, speculation: Speculation) -> None:
-    llm = load(exported / "plans", backend, threads=1)
-    for prompt in (TEXT[:6], [9]):
-        for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-            asked: dict[str, Any] = {"max_new_tokens": 40, "sampling": sampling, "ignore_eos": True}
-            plain = llm.with_speculation(None).generate(prompt, **asked)
-            found = llm.with_speculation(speculation).generate(prompt, **asked)
-            assert found.tokens == plain.tokens
+    check_drafting(load(exported / "plans", backend, threads=1), speculation, (TEXT[:6], [9]))
 
 
 def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) -> None:
@@ -196,12 +177,12 @@ def test_kept_prefixes_hold_the_states(exported: Path, backend: str) -> None:
 
 
 @ONE
-def test_a_4_bit_draft_with_a_16_bit_cache(exported: Path, model: Path, tmp_path: Path) -> None:
+def test_a_4_bit_draft_with_an_8_bit_cache(exported: Path, model: Path, tmp_path: Path) -> None:
     command = ("--model", model, "--exit-head", exported / "head", "--output", tmp_path / "plans")
     output = succeed(export_main, *command, "--max-seq-len", 128, "--check").output
     assert "EAGLE-3 over the layers" in output and "uint4 draft" in output
     assert "EAGLE-3" in succeed(inspect_main, tmp_path / "plans").output
-    llm = load(tmp_path / "plans", "ort", threads=1, kv_cache_dtype="float16")
+    llm = load(tmp_path / "plans", "ort", threads=1, kv_cache_dtype="int8")
     drafting = llm.with_speculation(Speculation("fixed:k=3", guard=False, drafter="exit"))
     plain, found = (
         one.generate(TEXT[:5], max_new_tokens=30, ignore_eos=True) for one in (llm.with_speculation(None), drafting)
@@ -233,7 +214,10 @@ def edited(head: Path, directory: Path, **changes: Any) -> Path:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"num_hidden_layers": 2}, "several blocks"),
-    ({"norm_before_fc": True}, "norm_before_fc"),
+    ({"norm_before_fc": True}, "input_norm.weight of shape [96]"),
+    ({"fc_norm": True}, "fc_norm.0.weight of shape [32]"),
+    ({"fc_norm": True, "norm_before_fc": True}, "exclude each other"),
+    ({"norm_after_fc": True}, "norm_after_fc"),
     ({"hidden_act": "gelu"}, "silu"),
     ({"head_dim": 16, "num_attention_heads": 2}, "head_dim is 16"),
     ({"num_key_value_heads": 4}, "num_kv_heads is 4"),

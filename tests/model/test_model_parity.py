@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_checkpoints import FAMILIES, LLAMA3_ORIGINAL, randomise
+from support.tiny_checkpoints import FAMILIES, randomise
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -72,16 +72,10 @@ def prompt_pass(decoder: Decoder, tokens: Tensor, slots: int) -> tuple[Tensor, l
     return logits, caches
 
 
-def test_prompt_has_the_logits_of_transformers(pair: Pair) -> None:
-    tokens = random_tokens(2, 24)
-    expected = pair.expected(tokens)
-    assert expected.std() > 0.5, "logits near zero would always agree"
-    assert_close(prompt_pass(pair.decoder, tokens, slots=31)[0], expected)
-
-
 def test_cached_steps_have_the_logits_of_transformers(pair: Pair) -> None:
     tokens = random_tokens(2, 20)
     expected = pair.expected(tokens)
+    assert expected.std() > 0.5, "logits near zero would always agree"
     logits, caches = prompt_pass(pair.decoder, tokens[:, :13], slots=22)
     assert_close(logits, expected[:, :13])
     for step in range(13, 20):
@@ -133,12 +127,6 @@ def test_every_path_of_a_token_tree_has_the_logits_of_its_chain(pair: Pair) -> N
         for row, start in enumerate(starts):
             chain = torch.cat([prompts[row, :start], tree[row, path]])
             assert_close(logits[row, path], pair.expected(chain[None])[0, start:])
-
-
-def test_llama3_scaling_beyond_the_original_positions(family_dir: Callable[[str], Path]) -> None:
-    pair = load_pair(family_dir("llama3"))
-    tokens = random_tokens(1, LLAMA3_ORIGINAL + 32)
-    assert_close(prompt_pass(pair.decoder, tokens, slots=100)[0], pair.expected(tokens))
 
 
 def test_sliding_window_equals_full_attention_up_to_the_limit(family_dir: Callable[[str], Path]) -> None:
@@ -195,11 +183,6 @@ def assert_same_caches(actual: list[KV], expected: list[KV]) -> None:
         assert expected_keys.abs().sum() > 0
         torch.testing.assert_close(keys, expected_keys, rtol=0, atol=2e-5)
         torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-5)
-
-
-def test_draft_uses_the_caches_before_the_exit_and_of_the_exit_blocks(graphs: Graphs) -> None:
-    layers, blocks = graphs.decoder.geometry.num_layers, graphs.draft.exit_head.exit_config.blocks
-    assert graphs.used == [0, layers, layers + 1][: 1 + blocks]
 
 
 def test_verify_computes_the_logits_and_caches_of_the_decoder(graphs: Graphs) -> None:
@@ -266,15 +249,3 @@ def test_untrained_draft_computes_the_model_without_its_middle_layers(
     pair.reference.model.layers = nn.ModuleList([layers[0], *layers[-blocks:]])
     pair.reference.config.num_hidden_layers = 1 + blocks
     assert_close(logits, pair.expected(tokens))
-
-
-def test_own_lm_head_replaces_the_base_models(family_dir: Callable[[str], Path]) -> None:
-    decoder = load_pair(family_dir("qwen3")).decoder
-    head = made_head(decoder, ExitConfig(layer=2, own_lm_head=True)).requires_grad_(False).eval()
-    assert head.lm_head is not None
-    head.lm_head.weight.mul_(3)
-    tokens, caches = random_tokens(1, 5), empty_caches(decoder.geometry, 1, 6, 3)
-    inputs = causal_inputs(decoder.geometry, 1, 5, 6)
-    tripled = Draft(decoder, head, top_k=1)(tokens, inputs, caches)[0]
-    head.lm_head = None
-    torch.testing.assert_close(tripled, 3 * Draft(decoder, head, top_k=1)(tokens, inputs, caches)[0])

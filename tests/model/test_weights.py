@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from eesd.common.geometry import ExitConfig, Experts, Geometry, RopeScaling, draft_caches, exit_caches
-from eesd.common.quantization import EXIT_HEAD, LM_HEAD, Quantization, Quantizations, Shape, parts_of
+from eesd.common.quantization import LM_HEAD, Quantization, Quantizations, Shape, parts_of
 from eesd.common.weights import (
     EMBEDDINGS,
     ROTARY_TABLES,
@@ -28,6 +28,7 @@ from eesd.model.exit_head import ExitHead, initial_names
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
+from eesd.runtime.engines.trt_plans import LONG_CACHE, one_node_is_faster
 
 pytestmark = pytest.mark.fast
 
@@ -124,11 +125,6 @@ def test_graph_shapes_are_the_parameters_that_draft_and_verify_use(
             assert graph_shapes(geometry, config, SLOTS, layers, draft=False, packed=False) == used
 
 
-def test_prefix_of_exit_head_weights_is_the_name_of_the_module() -> None:
-    head = ExitHead(LLAMA, ExitConfig(1))
-    assert dict(Draft(Decoder(LLAMA), head, 1).named_children())[EXIT_HEAD.removesuffix(".")] is head
-
-
 def test_packed_weights_have_the_rows_of_their_parts() -> None:
     config = ExitConfig(1)
     apart = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False, packed=False)
@@ -155,8 +151,8 @@ INT8, INT4 = Quantization("int8", 32), Quantization("int4", 32)
         (Quantizations(draft=INT8), True),
     ],
 )
-def test_a_draft_has_int8_weights_unless_it_has_smaller_copies(quantization: Quantizations, drafts_with_int8: bool) -> None:
-    assert quantization.drafts_with_int8 == drafts_with_int8
+def test_one_node_is_not_faster_where_the_draft_has_int8_weights(quantization: Quantizations, drafts_with_int8: bool) -> None:
+    assert one_node_is_faster(LONG_CACHE, quantization) != drafts_with_int8
 
 
 def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:

@@ -50,7 +50,8 @@ static void compare(const char *what, const char *kernel, Exact<float> &found, E
     }
 }
 
-static const Kernels *const every[] = {&scalar_kernels, &avx2_kernels, &avx512_kernels, &neon_kernels};
+static const Kernels *const every[] = {&scalar_kernels, &avx2_kernels, &avx2vnni_kernels, &avx512_kernels,
+                                      &neon_kernels, &i8mm_kernels};
 
 static void fill_weight(const Matrix &w, Exact<uint8_t> &data) {
   for (int64_t i = 0; i < data.size; i++) data.get()[i] = (uint8_t)(int32_t)(noise() * 128);
@@ -73,8 +74,8 @@ static void fill_weight(const Matrix &w, Exact<uint8_t> &data) {
   const int64_t panels = w.panels(), behind = w.block_bytes() - w.level_bytes();
   for (int64_t panel = 0; panel < panels; panel++)
     for (int64_t block = 0; block < w.inputs / BLOCK; block++) {
-      uint8_t *p = data.get() + panel * w.panel_bytes(), *scales = p + w.block_at(block) + w.level_bytes();
-      if (w.scales == SPLIT) halves(p + w.factors_at(block), w.factor_bytes() / 2);
+      uint8_t *p = data.get() + panel * w.panel_bytes(), *scales = p + w.blocks().at(block) + w.level_bytes();
+      if (w.scales == SPLIT) halves(p + w.blocks().factors_at(block), w.factor_bytes() / 2);
       if (w.scales == NARROW) halves(scales, behind / 2);
       for (int64_t i = 0; w.scales == WIDE && i < behind; i += 4) {
         const float wide = noise() * 0.01f;
@@ -125,7 +126,7 @@ static void check_product(Format format, bool fine, Scales scale, bool minimums,
 
 // A chain behind a context, then a tree in other slots with the same paths.
 static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, int64_t context, int64_t count,
-                            bool float16, float cap = 0, int64_t window = 0) {
+                            Cells cells, float cap = 0, int64_t window = 0) {
   if (left_out()) return;
   const int64_t width = (head_dim + 15) / 16 * 16, slots = (context + 3 * count + 16) / 16 * 16, all = context + count;
   Exact<float> qkv(all * (heads + 2 * kv_heads) * head_dim), cos(slots * head_dim / 2), sin(slots * head_dim / 2), norm(head_dim);
@@ -134,13 +135,13 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
   for (const Kernels *kernels : every) {
     if (!kernels->supported()) continue;
     for (int split = 0; split < 2; split++) {
-      Exact<char> cache(2 * kv_heads * slots * width * (float16 ? 2 : 4) + 64);
+      Exact<char> cache(2 * kv_heads * slots * (cells == LEVELS ? width + 4 : width * (cells == HALVES ? 2 : 4)) + 64);
       void *aligned = (void *)(((uintptr_t)cache.get() + 63) / 64 * 64);
       std::vector<Token> tokens;
       for (int64_t t = 0; t < all; t++) tokens.push_back({aligned, t, t, t + 1, nullptr, 0});
       Attention job = {};
       job.heads = heads, job.kv_heads = kv_heads, job.head_dim = head_dim, job.width = width, job.slots = slots;
-      job.float16 = float16;
+      job.cells = cells;
       job.cap = cap, job.window = window;
       job.scale = 0.2f, job.epsilon = 1e-5f, job.cos = cos.get(), job.sin = sin.get();
       job.q_norm = job.k_norm = norm.get(), job.qkv = qkv.get(), job.tokens = tokens.data();
@@ -167,8 +168,8 @@ static void check_attention(int64_t heads, int64_t kv_heads, int64_t head_dim, i
       for (int64_t kv = 0; kv < kv_heads; kv++) kernels->attend(job, 0, count, kv, 0, chunks);
       kernels->finish(job, 0, count);
       char what[120];
-      snprintf(what, sizeof what, "attention %d/%d heads of %d, context %d, %d tokens, split %d, float16 %d", (int)heads,
-               (int)kv_heads, (int)head_dim, (int)context, (int)count, split, float16);
+      snprintf(what, sizeof what, "attention %d/%d heads of %d, context %d, %d tokens, split %d, cells %d", (int)heads,
+               (int)kv_heads, (int)head_dim, (int)context, (int)count, split, cells);
       if (kernels == every[0] && !split) add(chain.get(), chain.size * 4), expected = std::move(chain);
       else compare(what, kernels->name, chain, expected);
       compare(what, "a tree", tree, expected);
@@ -246,8 +247,8 @@ int main(int count, char **arguments) {
   for (const auto &shape : shapes)
     for (int64_t context : {0, 1, 15, 16, 63, 65, 127, 129, 200})
       for (int64_t count : {1, 5, 18})
-        check_attention(shape[0], shape[1], shape[2], context, count, (context + count) % 2);
-  for (int64_t context : {5, 127, 200}) check_attention(4, 2, 64, context, 5, 0, 2.f, 100);
+        check_attention(shape[0], shape[1], shape[2], context, count, (Cells)((context + count) % 3));
+  for (int64_t context : {5, 127, 200}) check_attention(4, 2, 64, context, 5, context % 2 ? LEVELS : FLOATS, 2.f, 100);
   for (int64_t columns : {1, 15, 64, 65, 200, 1000})
     for (int64_t k : {1, 4, 8, 70})
       if (k <= columns) check_top(3, columns, k);

@@ -1,5 +1,6 @@
-// AVX-512 on processors with AVX2: included before kernels_avx512.cpp, SIMDe's functions take the place of the instructions.
+// AVX-512 and AVX-VNNI on processors with AVX2: included before kernels.cpp, SIMDe's functions take the place of the instructions.
 // Functions that SIMDe 0.7.4 lacks, or that have other bits there, are here as two halves of 256 bits or as loops over lanes.
+#include <cpuid.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -60,3 +61,4 @@ static inline __m512 cvtph_ps(__m256i a) {
 #define _mm512_cvtepu16_epi32 emulated::each<uint16_t, int32_t, __m512i>
 #define _mm512_extractf32x8_ps emulated::half<__m256>
 #define __builtin_cpu_supports(feature) 1
+#define __get_cpuid_count(leaf, index, a, b, c, d) (*(a) = 16)  // AVX-VNNI

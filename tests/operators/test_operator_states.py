@@ -8,9 +8,11 @@ import pytest
 from numpy.typing import NDArray
 from onnx import TensorProto
 from support.operators import UNWRITTEN, Cache, one_node
+from support.specification import round_rows
 
 from eesd.common.errors import EESDError
 from eesd.runtime.engines import operators
+from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 from eesd.runtime.engines.operators import make_session
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
@@ -18,11 +20,11 @@ SLOTS, LAYERS, LAYER = 48, 3, 1
 SHAPES = [(1, 16), (3, 20), (2, 64), (3, 2)]
 
 
-def session(path: Path, kind: str, kv_heads: int, head_dim: int, float16: bool = False, **changes: int) -> Any:
+def session(path: Path, kind: str, kv_heads: int, head_dim: int, dtype: str = "float32", **changes: int) -> Any:
     inputs = [("states", TensorProto.FLOAT)] if kind == "WriteState" else []
     attributes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS, "layer": LAYER} | changes
     one_node(path, kind, [*inputs, ("tokens", TensorProto.INT64)], **attributes)
-    return make_session(path, 1, True, "", float16)
+    return make_session(path, 1, True, "", dtype)
 
 
 def tokens(*places: tuple[Cache, int]) -> NDArray[np.int64]:
@@ -30,31 +32,36 @@ def tokens(*places: tuple[Cache, int]) -> NDArray[np.int64]:
 
 
 def state_at(cache: Cache, slot: int, head_dim: int) -> NDArray[np.float32]:
-    keys = cache.keys[LAYER, :, slot // 16, :head_dim, slot % 16]
-    found: NDArray[np.float32] = np.concatenate([keys.ravel(), cache.values[LAYER, :, slot, :head_dim].ravel()]).astype(
-        np.float32
-    )
-    return found
+    keys, values = cache.rows(LAYER, slot, head_dim)
+    return np.concatenate([keys.ravel(), values.ravel()])
 
 
-@pytest.mark.parametrize("float16", [False, True])
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
 @pytest.mark.parametrize(("kv_heads", "head_dim"), SHAPES)
-def test_states_are_written_and_carried(tmp_path: Path, kv_heads: int, head_dim: int, float16: bool) -> None:
+def test_states_are_written_and_carried(tmp_path: Path, kv_heads: int, head_dim: int, dtype: str) -> None:
     """Of two sequences in one call: a state behind a prompt is that of every drafted token, and nothing else is touched."""
-    write, carry = (session(tmp_path / kind, kind, kv_heads, head_dim, float16) for kind in ("WriteState", "CarryState"))
-    one, other = (Cache(LAYERS, kv_heads, SLOTS, head_dim, float16) for _ in range(2))
+    write, carry = (session(tmp_path / kind, kind, kv_heads, head_dim, dtype=dtype) for kind in ("WriteState", "CarryState"))
+    one, other = (Cache(LAYERS, kv_heads, SLOTS, head_dim, dtype) for _ in range(2))
     states = np.random.default_rng(head_dim).standard_normal((4, 2 * kv_heads * head_dim)).astype(np.float32)
     written = tokens((one, 15), (one, 16), (other, 30), (one, 17))
     assert write.run(None, {"states": states, "tokens": written})[0].shape == (4, 0)
-    expected = states.astype(np.float16).astype(np.float32) if float16 else states
+    if dtype == "int8":
+        levels, scales = round_rows(states.reshape(-1, head_dim), 127)
+        expected = (
+            (levels * (scales.view(np.uint32) & ~np.uint32(255)).view(np.float32)[:, None])
+            .astype(np.float32)
+            .reshape(states.shape)
+        )
+    else:
+        expected = states.astype(dtype).astype(np.float32)
     for (cache, slot), state in zip(((one, 15), (one, 16), (other, 30), (one, 17)), expected, strict=True):
         np.testing.assert_array_equal(state_at(cache, slot, head_dim), state)
-    assert (state_at(one, 14, head_dim) == np.float32(UNWRITTEN)).all() and (
-        state_at(one, 18, head_dim) == np.float32(UNWRITTEN)
+    np.testing.assert_array_equal(state_at(one, 14, head_dim), state_at(one, 18, head_dim))
+    layers = one.array.reshape(LAYERS, -1)
+    assert (
+        np.delete(layers, LAYER, 0)
+        == np.delete(Cache(LAYERS, kv_heads, SLOTS, head_dim, dtype).array.reshape(layers.shape), LAYER, 0)
     ).all()
-    other_layers = [layer for layer in range(LAYERS) if layer != LAYER]
-    untouched = np.concatenate([one.keys[other_layers].ravel(), one.values[other_layers].ravel()])
-    assert ((untouched == 0) | (untouched == one.array.dtype.type(UNWRITTEN))).all()
 
     drafted = ((one, 17), (one, 18), (one, 19), (other, 31), (other, 0))  # the root is in slot 17: the state is that of slot 16
     [found] = carry.run(None, {"tokens": tokens(*drafted)})
@@ -73,7 +80,7 @@ def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: 
     inputs = [("tokens", TensorProto.INT64), ("paths", TensorProto.INT32)]
     sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS, "layer": LAYER, "size": size}
     one_node(tmp_path / "read", "ParentState", inputs, **sizes)
-    read = make_session(tmp_path / "read", 1, True, "", False)
+    read = make_session(tmp_path / "read", 1, True)
     cache = Cache(LAYER + -(-size // 32), kv_heads, SLOTS, head_dim)
     states = np.random.default_rng(size).standard_normal((6, size)).astype(np.float32)
     write.run(None, {"states": states, "tokens": tokens(*((cache, slot) for slot in range(6)))})
@@ -112,4 +119,4 @@ def test_bad_attributes_are_refused(tmp_path: Path, changes: dict[str, int]) -> 
     sizes = {"kv_heads": 2, "head_dim": 16} | changes
     kv_heads, head_dim = sizes.pop("kv_heads"), sizes.pop("head_dim")
     with pytest.raises(EESDError, match="cannot load"):
-        session(tmp_path / "model", "CarryState", kv_heads, head_dim, False, **sizes)
+        session(tmp_path / "model", "CarryState", kv_heads, head_dim, "float32", **sizes)

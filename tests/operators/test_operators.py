@@ -421,9 +421,15 @@ LAYERS = {
     "128": Attention(heads=5, kv_heads=1, head_dim=128),
     "512": Attention(heads=2, kv_heads=1, head_dim=512),
     "norms": Attention(head_dim=20, norms=True, layer=0),
+    "norms after the rotation": Attention(head_dim=20, norms=True, norms_last=True),
     "many heads": Attention(heads=36, kv_heads=1, head_dim=2),
-    "float16": Attention(heads=6, kv_heads=2, head_dim=64, float16=True),
-    "float16, norms, 20": Attention(head_dim=20, norms=True, float16=True),
+    "float16": Attention(heads=6, kv_heads=2, head_dim=64, dtype="float16"),
+    "float16, norms, 20": Attention(head_dim=20, norms=True, dtype="float16"),
+    "int8": Attention(heads=6, kv_heads=2, head_dim=64, dtype="int8"),
+    "int8, norms, 6": Attention(heads=9, kv_heads=1, head_dim=6, norms=True, dtype="int8"),
+    "int8, 512": Attention(heads=2, kv_heads=1, head_dim=512, dtype="int8"),
+    "int8, first hidden": Attention(head_dim=20, hides_first=True, dtype="int8"),
+    "int8, cap, window of 130": Attention(cap=2.0, window=130, dtype="int8"),
     "first hidden": Attention(heads=6, kv_heads=2, head_dim=20, hides_first=True),
     "cap, window of 9": Attention(cap=2.0, window=9),
     "unrotated, window of 130": Attention(rotates=False, window=130),
@@ -436,7 +442,8 @@ def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> N
     path, text = layer.write(tmp_path / "model"), layer.text(300)
     some = [length - 1 for length in BORDERS]
     expected = layer.specified(text, some)
-    np.testing.assert_allclose(expected, layer.in_float64(text, some), rtol=0, atol=2e-2 if layer.float16 else 2e-5)
+    tolerances = {"float32": 2e-5, "float16": 2e-2, "int8": 6e-2}
+    np.testing.assert_allclose(expected, layer.in_float64(text, some), rtol=0, atol=tolerances[layer.dtype])
     first = prefill(layer.session(path, 1, names[0]), text, 300)
     assert_same(first[some], expected)
     for name, threads in [*((name, 1) for name in names[1:]), (names[0], 2), (names[0], 3)]:
@@ -455,7 +462,9 @@ def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[i
 
 
 @pytest.mark.parametrize("context", [*BORDERS[:-1], 290])
-@pytest.mark.parametrize("kind", ["grouped", "MQA, 8", "norms", "64", "float16", "first hidden", "cap, window of 9"])
+@pytest.mark.parametrize(
+    "kind", ["grouped", "MQA, 8", "norms", "64", "float16", "first hidden", "cap, window of 9", "int8", "int8, first hidden"]
+)
 def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[str], kind: str, context: int) -> None:
     layer = LAYERS[kind]
     path, random = layer.write(tmp_path / "model"), np.random.default_rng(context)
@@ -476,7 +485,7 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[s
         assert_same(attend(session, chain(as_chain, context, context + len(own)))[0][-1], found[node - context], node)
 
 
-@pytest.mark.parametrize("kind", ["grouped", "float16"])
+@pytest.mark.parametrize("kind", ["grouped", "float16", "int8"])
 def test_several_sequences_in_a_call(tmp_path: Path, names: list[str], kind: str) -> None:
     layer = LAYERS[kind]
     path, random = layer.write(tmp_path / "model"), np.random.default_rng(0)

@@ -125,13 +125,13 @@ def test_building_in_place_leaves_nothing_stale(checkout: Path, tmp_path: Path) 
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.skipif(not shutil.which("nm"), reason="nm is not installed")
-@pytest.mark.parametrize("name", ["avx512", "avx2"])
+@pytest.mark.parametrize("name", ["avx512", "avx2vnni", "avx2"])
 def test_code_for_some_processors_is_in_no_function_that_others_run(tmp_path: Path, name: str) -> None:
     """The linker keeps one copy of a function of the C++ library that several files have: it may be the one in AVX-512."""
-    code = f"import setup; sys.stdout.write(' '.join(setup.flags_of(setup.Path('kernels_{name}.cpp'))))"
+    code = f"import setup; sys.stdout.write(' '.join(setup.flags_of('{name}', ['c++'])))"
     stub = "import setuptools, sys; setuptools.setup = lambda **_: None; sys.path.insert(0, '')\n"
     flags = subprocess.run([sys.executable, "-c", stub + code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    source = ROOT / "runtime" / "operators" / f"kernels_{name}.cpp"
+    source = ROOT / "runtime" / "operators" / "kernels.cpp"
     subprocess.run(["c++", *flags.split(), "-c", source, "-o", tmp_path / "kernels.o"], check=True)
     symbols = subprocess.run(["nm", tmp_path / "kernels.o"], capture_output=True, text=True, check=True).stdout
     assert not re.findall(r" [WVu] .*", symbols) and f"{name}_kernels" in symbols

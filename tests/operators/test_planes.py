@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Callable
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from safetensors.torch import load_file, save_file
 from support import gguf_files
-from support.command import export_engine
+from support.command import export_engine, slow_but
 from support.on_cache import OnCache
 from support.operators import assert_same
 from support.tiny_checkpoints import FAMILIES, build
@@ -79,8 +80,10 @@ def logits(directory: Path, counts: tuple[int, ...], *of: Any, **options: Any) -
     return np.concatenate(found)
 
 
-@pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "int8"),
+    slow_but([*product(KINDS, (True, False))], ("int8", False), ("int8, tied", True), ("Q8_0, experts", True)),
+)
 def test_verify_has_the_bits_of_another_draft(directory: Directory, kind: str, int8: bool) -> None:
     expected = logits(directory(kind, *LAYER), (1, 2, 5, 33), int8=int8)
     for name in operators.supported():

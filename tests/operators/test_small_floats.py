@@ -21,8 +21,8 @@ from eesd.common.quantization import FP4, FP8
 from eesd.common.weights import FACTOR, SCALES
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
-from eesd.export.cpu.widened import reference
 from eesd.export.inspect import main as inspect_main
+from eesd.export.widened import reference
 from eesd.model.quantize import quantize
 from eesd.model.quantized import dequantize
 from eesd.runtime.cli import main as run_main

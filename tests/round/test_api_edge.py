@@ -1,5 +1,6 @@
 """The edge of the Python API: whatever is passed, it works or it is an EESDError of one sentence."""
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -268,6 +269,7 @@ def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(llm: LLM, rais
     codec = TextCodec(llm.directory)  # without a limit
     message: Any = [{"role": "user", "content": "a"}]
     template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
+    gc.disable()  # an exception in a callback of the collector, such as Hypothesis has one, is ignored
     try:
         for call in (lambda: codec.encode(text), lambda: template.render(message), lambda: llm.generate(PROMPT, **ENDLESS)):
             signal.setitimer(signal.ITIMER_REAL, 0.02)
@@ -276,6 +278,7 @@ def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(llm: LLM, rais
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        gc.enable()
 
 
 ENDLESS: dict[str, Any] = {"max_new_tokens": 10**6, "ignore_eos": True}
@@ -382,9 +385,8 @@ def test_the_tokenizer_is_the_one_that_was_there_at_loading(engine_copy: Path, m
     assert llm.generate([*llm.encode("to be")], max_new_tokens=6).text == expected.text
 
 
-@pytest.mark.parametrize("name", ["manifest.json", "generation_config.json"])
-def test_a_pipe_in_place_of_a_file_is_refused(engine_copy: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_file_is_refused(engine_copy: Path) -> None:
     """Nobody writes to it: reading would never end."""
-    (engine_copy / name).unlink()
-    os.mkfifo(engine_copy / name)
-    refused(lambda: eesd.load(engine_copy), name, "is not a file" if name == "manifest.json" else "bytes")
+    (engine_copy / "manifest.json").unlink()
+    os.mkfifo(engine_copy / "manifest.json")
+    refused(lambda: eesd.load(engine_copy), "manifest.json", "is not a file")

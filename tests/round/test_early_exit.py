@@ -1,7 +1,6 @@
 """Models that were trained to exit early (LayerSkip): their own norm and LM head draft, with every backend, in every way."""
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +9,12 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from support import tiny_models
-from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
+from support.command import add_tokenizer, assert_refused, export_engine, run, slow_but, succeed
 from support.distilling import SMALL
+from support.lossless_checks import HEADS_DRAFT, check_drafting
 from support.on_cache import both_on_cache
 from transformers import AutoModelForCausalLM
 
-from eesd import BatchOptions, Sampling, Service
 from eesd.common.manifest import load_manifest
 from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main as distill_main
@@ -81,40 +80,13 @@ def test_the_draft_is_the_models_own_exit(early: Path, plans: Path, backend: str
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
-@pytest.mark.parametrize(
-    "speculation",
-    [
-        Speculation("fixed:k=4", guard=False, drafter="exit"),
-        Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
-        Speculation(tree=2),
-        Speculation(),
-    ],
-)
-@pytest.mark.parametrize("directory", ["plans", "reduced"])
+@pytest.mark.parametrize("speculation", HEADS_DRAFT)
+@pytest.mark.parametrize("directory", slow_but(["plans", "reduced"], "reduced"))
 def test_drafting_changes_no_token(
     request: pytest.FixtureRequest, directory: str, backend: str, speculation: Speculation
 ) -> None:
-    llm = load(request.getfixturevalue(directory), backend, threads=1)
-    accepted = 0
-    for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
-        plain = llm.with_speculation(None).generate(TEXT[:6], max_new_tokens=40, sampling=sampling, ignore_eos=True)
-        found = llm.with_speculation(speculation).generate(TEXT[:6], max_new_tokens=40, sampling=sampling, ignore_eos=True)
-        assert found.tokens == plain.tokens
-        accepted += found.stats.accepted_tokens
-    if speculation.drafter == "exit":
-        assert accepted > 8
-
-
-def test_a_service_gives_what_a_request_gets_alone(plans: Path) -> None:
-    llm = load(plans, "ort", threads=1)
-    service = Service(llm, BatchOptions(max_rows=3))
-    prompts = [TEXT[:4], TEXT[3:9], TEXT[5:20]]
-    asked = [llm.request(one, max_new_tokens=30, ignore_eos=True) for one in prompts]
-    with ThreadPoolExecutor() as pool:
-        served = list(pool.map(service.generate, asked))
-    service.close()
-    for prompt, one in zip(prompts, served, strict=True):
-        assert one.tokens == llm.with_speculation(None).generate(prompt, max_new_tokens=30, ignore_eos=True).tokens
+    accepted = check_drafting(load(request.getfixturevalue(directory), backend, threads=1), speculation, [TEXT[:6]])
+    assert speculation.drafter != "exit" or accepted > 8
 
 
 def test_stages_share_the_draft(early: Path, plans: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from support.engine_dirs import edit_manifest
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.common.generation_config import GENERATION_CONFIG_FILE, read_generation_config
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.generation_config import GENERATION_CONFIG_FILE, parse_generation_config
 from eesd.runtime.cli import main
 
 QWEN = {
@@ -46,10 +47,8 @@ def sampled(engine_copy: Path) -> Path:
     return with_config(engine_copy, QWEN)
 
 
-def with_config(directory: Path, content: Any) -> Path:
-    write(directory, content)
-    size = (directory / GENERATION_CONFIG_FILE).stat().st_size
-    edit_manifest(directory, f"files/{GENERATION_CONFIG_FILE}", {"size": size, "sha256": "0"})
+def with_config(directory: Path, content: dict[str, Any]) -> Path:
+    edit_manifest(directory, "sampling", asdict(parse_generation_config(content, GENERATION_CONFIG_FILE).sampling))
     return directory
 
 
@@ -77,24 +76,15 @@ def tokens(result: Result) -> list[int]:
     ],
 )
 def test_what_is_read(
-    tmp_path: Path, content: Any, sampling: dict[str, float], eos: tuple[int, ...] | None, not_applied: tuple[str, ...]
+    content: dict[str, Any], sampling: dict[str, float], eos: tuple[int, ...] | None, not_applied: tuple[str, ...]
 ) -> None:
-    config = read_generation_config(write(tmp_path, content))
-    assert config is not None
-    assert (config.sampling, config.eos_token_ids, config.not_applied) == (sampling, eos, not_applied)
-
-
-def test_an_engine_directory_without_one_is_greedy(engine_copy: Path) -> None:
-    edit_manifest(engine_copy, f"files/{GENERATION_CONFIG_FILE}", ...)
-    (engine_copy / GENERATION_CONFIG_FILE).unlink()
-    assert read_generation_config(engine_copy) is None
-    assert eesd.load(engine_copy).default_sampling == eesd.Sampling()
+    config = parse_generation_config(content, GENERATION_CONFIG_FILE)
+    assert (config.sampling.given, config.eos_token_ids, config.sampling.not_applied) == (sampling, eos, not_applied)
 
 
 def test_it_is_exported_with_the_model(text_model: Path, tmp_path: Path) -> None:
     model = write(shutil.copytree(text_model, tmp_path / "model"), QWEN)
     plans = export_engine(model, tmp_path / "plans")
-    assert json.loads((plans / GENERATION_CONFIG_FILE).read_text()) == QWEN
     llm = eesd.load(plans)
     assert llm.default_sampling == eesd.Sampling(0.7, 20, 0.8, repetition_penalty=1.1)
     assert llm.manifest.eos_token_ids == (2, 5)
@@ -111,12 +101,6 @@ def test_options_of_config_json_count_where_there_is_no_such_file(text_model: Pa
     assert eesd.load(plans).default_sampling == eesd.Sampling(repetition_penalty=1.3)
     write(model, {"top_k": 5})
     assert "'no_repeat_ngram_size', 'repetition_penalty'" in Checkpoint(model).config.notices[0]
-
-
-def test_options_that_cannot_be_used_are_refused_by_the_export(text_model: Path, tmp_path: Path) -> None:
-    model = write(shutil.copytree(text_model, tmp_path / "model"), {"top_p": 0, "temperature": 0.7})
-    result = run(export_main, "--model", model, "-o", tmp_path / "plans", "--exit-layer", 1)
-    assert_refused(result, GENERATION_CONFIG_FILE, "top_p is 0", "Correct the file")
 
 
 def test_it_is_the_default_and_shown_in_one_line(sampled: Path) -> None:
@@ -181,9 +165,15 @@ def test_options_that_are_not_applied_are_named(
         ("{", "not valid JSON"),
     ],
 )
-def test_a_damaged_one_is_refused(engine_copy: Path, content: Any, words: str) -> None:
-    directory = with_config(engine_copy, content)
-    assert_refused(run(main, "--engine-dir", directory, "-p", PROMPT), GENERATION_CONFIG_FILE, words)
+def test_a_damaged_one_is_refused_by_the_export(text_model: Path, tmp_path: Path, content: Any, words: str) -> None:
+    model = write(shutil.copytree(text_model, tmp_path / "model"), content)
+    result = run(export_main, "--model", model, "-o", tmp_path / "plans", "--exit-layer", 1)
+    assert_refused(result, GENERATION_CONFIG_FILE, words)
+
+
+def test_damaged_options_of_the_manifest_are_refused(engine_copy: Path) -> None:
+    edit_manifest(engine_copy, "sampling/top_p", 5.0)
+    assert_refused(run(main, "--engine-dir", engine_copy, "-p", PROMPT), "The manifest is damaged", "top_p is 5")
 
 
 JSON = st.recursive(
@@ -195,11 +185,8 @@ JSON = st.recursive(
 
 @settings(max_examples=1000, deadline=None)
 @given(content=st.dictionaries(st.sampled_from([*QWEN, "min_p", "num_beams", "bad_words_ids", "other"]), JSON))
-def test_any_content_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
-    directory = tmp_path_factory.getbasetemp()
+def test_any_content_is_read_or_refused(content: dict[str, Any]) -> None:
     try:
-        config = read_generation_config(write(directory, content))
-        assert config is not None
-        eesd.Sampling(**config.sampling)
+        eesd.Sampling(**parse_generation_config(content, GENERATION_CONFIG_FILE).sampling.given)
     except EESDError as error:
         assert "\n" not in str(error)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from support import tiny_models
 from support.command import export_engine, slow_but
-from support.harness import Harness, PauseUntil, RandomStop, Wrapped, copying
+from support.harness import Harness, PauseUntil, RandomStop, SometimesCopies, Wrapped
 from support.lossless_checks import (
     DRAFT_VOCAB,
     cache_of,
@@ -32,7 +32,6 @@ from support.tracing import traced
 from support.without_operators import needs_operators, without_operators
 
 from eesd.common.draft_vocab import DraftColumns
-from eesd.common.manifest import load_manifest
 from eesd.controllers import make_controller
 from eesd.export import onnx_graph
 from eesd.model import graphs
@@ -46,7 +45,6 @@ from eesd.runtime.decoding.round import Policy, Round
 from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import cpu_engine
-from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.base import Call, Logits, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.exactness import Exactness
@@ -97,7 +95,7 @@ def test_a_mistake_in_rejection_sampling_is_caught(
         mutate(monkeypatch, Rejection, name, old, new)
     for width in widths:
         with caught():
-            check_sampler(width, draws=6000)
+            check_sampler(width, draws=3000)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +111,7 @@ def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
 ) -> None:
     mutate(monkeypatch, owner, name, old, new)
     with caught(), np.errstate(divide="ignore", invalid="ignore"):
-        check_sampler(1, draws=6000, draft_vocab=(1, 3))
+        check_sampler(1, draws=3000, draft_vocab=(1, 3))
 
 
 @pytest.mark.parametrize(
@@ -197,7 +195,7 @@ def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
             id="what the text proposes accepted too often",
         ),
         pytest.param(*NOT_ZEROED[1:], id="the text's token not removed when it was rejected"),
-        pytest.param("drafted = self._q(node)", "drafted = p * 0 + 1", id="rejected text drawn from a residual"),
+        pytest.param("drafted = self._sampled.get(node)", "drafted = p * 0 + 1", id="rejected text drawn from a residual"),
     ],
 )
 def test_a_mistake_with_text_in_rejection_sampling_is_caught(
@@ -205,7 +203,7 @@ def test_a_mistake_with_text_in_rejection_sampling_is_caught(
 ) -> None:
     mutate(monkeypatch, Rejection, "_judge", old, new)
     with caught():
-        check_joint(five_token_harness, REPEATING, REJECTION, None, width=1, draws=2000, text=copying())
+        check_joint(five_token_harness, REPEATING, REJECTION, None, width=1, draws=1000, text=SometimesCopies())
 
 
 @pytest.mark.parametrize(
@@ -221,7 +219,7 @@ def test_a_mistake_with_text_is_caught(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str, behind: bool
 ) -> None:
     mutate(monkeypatch, owner, name, old, new)
-    controller, text = make_controller("fixed:k=2") if behind else None, copying(share=0.0 if behind else 1.0)
+    controller, text = make_controller("fixed:k=2") if behind else None, SometimesCopies(share=0.0 if behind else 1.0)
     with caught():
         check_same_tokens(harness, PROMPT, Sampling(temperature=0.3), controller, width=1, new_tokens=100, text=text)
 
@@ -235,7 +233,6 @@ def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
 @pytest.mark.parametrize("method", slow_but(["coupled", "rejection"], "coupled"))
 def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     options = Sampling(temperature=0.6, top_p=0.7, method=method)
-    check_joint(five_token_harness, [3], options, RandomStop(seed=1), width=1)
     monkeypatch.setattr(samplers, "warp", filters_first)
     with caught():
         check_joint(five_token_harness, [3], options, RandomStop(seed=1), width=1)
@@ -339,12 +336,12 @@ def test_one_changed_bit_of_a_logit_is_caught(harness: Harness, monkeypatch: pyt
         check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=1)
 
 
-def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path, *options: object) -> Path:
+def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
     """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then has a single query."""
     monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
     monkeypatch.setattr(graphs, "fold_mask", lambda inputs, *_: inputs)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
-    return export_engine(model, directory / "plans", "--max-seq-len", 256, *options)
+    return export_engine(model, directory / "plans", "--max-seq-len", 256)
 
 
 def test_attention_over_a_single_query_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,16 +351,6 @@ def test_attention_over_a_single_query_is_caught(tmp_path: Path, monkeypatch: py
     exactness = Exactness(unfolded.manifest)
     exactness.check(OrtEngine(unfolded.directory, unfolded.manifest, unfolded.manifest.verify, threads=1))
     assert "rows" in exactness.chains.kinds and exactness.chains.largest < 1e-4
-
-
-@pytest.mark.parametrize("options", [("int4", "--symmetric"), ("int8",)])
-def test_int8_activations_that_are_not_exact_are_noticed_when_loading(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
-) -> None:
-    directory = export_unfolded(monkeypatch, tmp_path, "--quantize", *options)
-    with without_operators():
-        engines = open_engines(directory, load_manifest(directory), EngineOptions("ort", 1, draft=False))
-    assert not engines.int8_activations and not engines.exact and "float32" in engines.notice
 
 
 def test_unpadded_calls_of_torch_are_caught(harness: Harness) -> None:
@@ -384,7 +371,7 @@ def int8_plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_logits_of_displaced_nodes_are_caught(int8_plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with without_operators():
-        llm = load(int8_plans, "ort", threads=1, speculation=TREE)
+        llm = load(int8_plans, "ort", threads=1, speculation=TREE, exact=True)
     llm.budget = None  # what a budget leaves out depends on the clock
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(decoding_round, "cut_displaced", lambda path, bonus: (path, bonus))

@@ -5,7 +5,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import eesd
 from eesd.common.errors import EESDError
-from eesd.distill.engine_teacher import EngineTeacher
+from eesd.distill.own_engine import EngineTeacher
 from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
@@ -33,6 +33,8 @@ from eesd.model.rotary import rotary_tables
 from eesd.runtime.llm import Speculation
 
 TOLERANCE, PROMPT_TOKENS = 2e-4, 4
+TABLES, THETAS = [name for name in ROPES if name not in ("dynamic", "longrope")], (10000.0, 5e5, 1e6)
+ROTARY = [*product(TABLES, THETAS)]
 
 
 @pytest.fixture(autouse=True)
@@ -45,8 +47,7 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
 
 
-@pytest.mark.parametrize("name", [name for name in ROPES if name not in ("dynamic", "longrope")])
-@pytest.mark.parametrize("theta", [10000.0, 5e5, 1e6])
+@pytest.mark.parametrize(("name", "theta"), slow_but(ROTARY, *zip(TABLES, cycle(THETAS), strict=False)))
 def test_rotary_tables_are_those_of_transformers_to_the_bit(tmp_path: Path, name: str, theta: float) -> None:
     """A frequency that is rounded otherwise is off by thousandths at the last of 131,072 positions."""
     config = LlamaConfig(
@@ -177,7 +178,9 @@ def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: s
 
 @pytest.mark.parametrize(
     ("model_type", "number"),
-    slow_but([(name, number) for name in OPTIONS for number in range(3)], ("olmo2", 1), ("gemma3_text", 1)),
+    slow_but(
+        [(name, number) for name in OPTIONS for number in range(3)], ("olmo2", 1), ("gemma3_text", 1), ("hunyuan_v1_dense", 1)
+    ),
 )
 def test_an_exported_family_generates_the_tokens_of_transformers(tmp_path: Path, model_type: str, number: int) -> None:
     """Drafts from a random head of the family's own blocks, in trees; and without drafts."""

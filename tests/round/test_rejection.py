@@ -25,14 +25,14 @@ def controller(spec: str) -> Controller:
     return RandomStop(seed=1) if spec == "random" else make_controller(spec, seed=1)
 
 
-@pytest.mark.parametrize("spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold", "default"], "default", "random"))
+@pytest.mark.parametrize("spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold", "default"], "default"))
 def test_chains_follow_the_verifiers_distribution(five_token_harness: Harness, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width=1)
 
 
 @pytest.mark.parametrize(
     ("width", "spec"),
-    slow_but([(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")], (2, "fixed:k=2"), (3, "random")),
+    slow_but([(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")], (3, "random")),
 )
 def test_trees_follow_the_verifiers_distribution(five_token_harness: Harness, width: int, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width)
@@ -71,7 +71,7 @@ def test_a_draft_vocabulary_follows_the_verifiers_distribution(reduced_five_toke
 
 
 def test_a_longer_prompt_keeps_the_distribution(five_token_harness: Harness) -> None:
-    check_joint(five_token_harness, [0, 4, 2, 2, 1, 3], PLAIN, controller("fixed:k=2"), width=1, draws=2500)
+    check_joint(five_token_harness, [0, 4, 2, 2, 1, 3], PLAIN, controller("fixed:k=2"), width=1)
 
 
 def test_g_test_knows_a_wrong_distribution() -> None:

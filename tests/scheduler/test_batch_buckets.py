@@ -141,7 +141,7 @@ def test_an_exact_batch_has_one_node_count_and_reads_whole_caches(planned: Path)
     steps, scheduler = late_batch(planned, Setting(1, 1, CHAINS, few_slots=True), 2)
     assert steps.captures == 0
     assert set(steps.verify) == {(3, 13, 0)} and set(steps.draft) == {(3, 1, 0)}
-    assert scheduler.rule.verify_size(2, 3) == (3, 13)
+    assert scheduler.rule.verify_size(2, 3) == (3, 3 * 13)
 
 
 @contextmanager
@@ -203,11 +203,11 @@ def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
         verify, rule = llm.engines.verify, Scheduler(llm, OPTIONS).rule
         kv_caches = verify.new_kv_caches(5)
         assert verify.work([call(llm, kv_caches[0], 60, 3), call(llm, kv_caches[1], 20, 1)]) == (5 * 4, 96, 5)
-        assert [rule.verify_size(2, nodes) for nodes in (1, 2, 3, 5)] == [(5, 1), (5, 2), (5, 4), (5, 13)]
-        assert rule.draft_size(1, 1) == (5, 1)
-        assert rule.verify._cells.keys() == {(5, 1), (5, 2), (5, 4), (5, 13)}
+        assert [rule.verify_size(2, nodes) for nodes in (1, 2, 3, 5)] == [(5, 5), (5, 10), (5, 20), (5, 65)]
+        assert rule.draft_size(1, 1) == (5, 5) and rule.padded
+        assert rule.verify._seen.keys() == {5, 10, 20, 65}
         rule.begin_round(5, 96)
-        assert rule.price(5)(2) == rule.price(5)(3)
+        assert rule.price(2) == rule.price(3)
 
 
 def see_as_the_shortest_row(patch: pytest.MonkeyPatch) -> None:

@@ -206,7 +206,9 @@ def few(count: int) -> list[Request]:
     return [replace(request, max_new_tokens=min(request.max_new_tokens, 12)) for request in given[:count]]
 
 
-@pytest.mark.parametrize(("name", "cuda_graphs"), [("planned", True), ("planned", False), ("planned_whole", True)])
+@pytest.mark.parametrize(
+    ("name", "cuda_graphs"), slow_but([("planned", True), ("planned", False), ("planned_whole", True)], ("planned", True))
+)
 def test_rows_on_a_gpu_whose_work_is_late(name: str, cuda_graphs: bool, request: pytest.FixtureRequest) -> None:
     """With plans, every call has all rows and one node count, is captured once, and keeps the rules of CUDA and TensorRT."""
     planned = request.getfixturevalue(name)

@@ -10,7 +10,7 @@ import pytest
 from numpy.typing import NDArray
 from support import tiny_models
 from support.batches import OPTIONS, SAMPLINGS, alone, requests, run
-from support.command import export_engine
+from support.command import export_engine, slow_but
 from support.harness import Harness
 from support.without_operators import needs_operators, without_operators
 
@@ -97,7 +97,7 @@ def bits(outputs: StepOutputs) -> NDArray[np.uint32]:
 KINDS = ("float32", "bfloat16", "int4", "stages", "qwen3", "llama-bias", "mistral-window", "no groups", "one KV head")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=slow_but(KINDS, "float32", "bfloat16", "int4", "stages", "mistral-window"))
 def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind: str = request.param
     directory = tmp_path_factory.mktemp(kind)

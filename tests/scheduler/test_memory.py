@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lease.engines import llama, made_up
 from rich.console import Console
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, trained_head
-from support.shaped_manifests import shaped_manifest
 from support.synthetic import LLAMA_70B, write_checkpoint
 
+from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import WEIGHTS_FILE, FileInfo, Manifest, load_manifest
 from eesd.common.quantization import BLOCK, Quantization, Quantizations
 from eesd.export import engine_dir
@@ -23,7 +24,6 @@ from eesd.export.inspect import main as inspect_main
 from eesd.export.inspect import memory_table
 from eesd.export.memory import estimate_memory, format_bytes, slot_bytes
 from eesd.export.weights import WeightLayout
-from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.kv_cache import HostKVCache
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "70b.md"
@@ -38,7 +38,7 @@ def estimated(directory: Path, *options: object) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("llama-tied", ("--stages", 3, "--dtype", "bfloat16")),
+        pytest.param("llama-tied", ("--stages", 3, "--dtype", "bfloat16"), marks=pytest.mark.slow),
         ("qwen2", ("--exit-head", "quantized", "--dtype", "float16")),
         pytest.param("llama-bias", ("--stages", 2), marks=pytest.mark.slow),
         pytest.param("qwen3", (), marks=pytest.mark.slow),
@@ -130,21 +130,12 @@ def rendered(manifest: Manifest) -> str:
     return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
 
 
-def test_page_on_70b_shows_the_estimates(checkpoint_70b: Path, staged: Path) -> None:
-    """The estimates for two devices and, in int4, for one."""
-    geometry, small = Checkpoint(checkpoint_70b).geometry, load_manifest(staged)
+def test_page_on_70b_shows_the_estimates_of_one_device_in_int4() -> None:
+    manifest = made_up(llama(80, 8192, 28672, 64, 8, 32000), ExitConfig(4), "float16", 4096, 32)
     levels = Quantization("int4", BLOCK)
-    int4 = shaped_manifest(geometry, small, Quantizations(*[levels] * 3), stages=1)
-    assert rendered(int4) == page("eesd-inspect plans-int4/ --memory")
-    manifest = shaped_manifest(geometry, small, Quantizations(draft=levels), stages=2)
-    assert rendered(manifest) == page("eesd-inspect plans/ --memory")
-    for figure in (
-        f"{slot_bytes(manifest, 81):,} bytes",
-        total_without_sharing(manifest, max),
-        f"{geometry.hidden_size * 2 / 1e3:.0f} KB",
-    ):
-        assert figure in PAGE.read_text()
-    assert total_without_sharing(replace(manifest, dtype="float32"), sum) in PAGE.read_text()
+    assert rendered(replace(manifest, quantization=Quantizations(levels, levels, levels))) == page(
+        "eesd-inspect plans-int4/ --memory"
+    )
 
 
 def total_without_sharing(manifest: Manifest, over_devices: Callable[[list[int]], int]) -> str:
@@ -170,6 +161,11 @@ def test_page_on_70b_shows_the_sizes_of_an_export(
     succeed(export_main, "--model", checkpoint_70b, "-o", directory, *EXPORT_70B)
     shown = succeed(inspect_main, directory, "--memory").stdout
     assert "\n".join(line.rstrip() for line in shown.splitlines()) == page("eesd-inspect plans/ --memory")
-    files = {**load_manifest(directory).files, "model": FileInfo(sum(f.stat().st_size for f in checkpoint_70b.iterdir()), "")}
+    manifest = load_manifest(directory)
+    for figure in (f"{slot_bytes(manifest, 81):,} bytes", f"{manifest.geometry.hidden_size * 2 / 1e3:.0f} KB"):
+        assert figure in PAGE.read_text()
+    for dtype, over_devices in (("float16", max), ("float32", sum)):
+        assert total_without_sharing(replace(manifest, dtype=dtype), over_devices) in PAGE.read_text()
+    files = {**manifest.files, "model": FileInfo(sum(f.stat().st_size for f in checkpoint_70b.iterdir()), "")}
     rows = dict(re.findall(r"^\| `([^`]+)`.*\| ([\d.]+ [GM]B) \|$", PAGE.read_text(), re.MULTILINE))
     assert rows == {name: format_bytes(files[name].size) for name in rows} and WEIGHTS_FILE in rows and "model" in rows

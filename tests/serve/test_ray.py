@@ -158,12 +158,6 @@ def test_a_message_can_open_no_turn(cluster: RayCluster, bundled: Path, tmp_path
     assert tokens == plain.encode(FORGED) and tokens.count(0) == 1
 
 
-def test_a_bad_request_is_refused(cluster: RayCluster) -> None:
-    for body in ({"prompt": "x", "temperature": -1}, {"prompt": [1 << 30], "max_tokens": 1}, {"prompt": [1] * 5000}):
-        status, message = refused(cluster, "/v1/completions", body)
-        assert status == 400 and message
-
-
 def test_keys_hosts_limits_and_memory_are_those_of_the_server(cluster: RayCluster, bundled: Path, tmp_path: Path) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "temperature": 0, "ignore_eos": True}
     path = "/scaled/v1/chat/completions"
@@ -209,14 +203,6 @@ def test_metrics_are_those_of_all_processes(cluster: RayCluster) -> None:
     assert status == 404 and "metrics port" in message
 
 
-CONSTRAINTS: list[tuple[str, Any]] = [
-    ("guided_regex", "[a-z_]{6,12} = [0-9]{1,4}"),
-    ("guided_json", {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}),
-    ("guided_choice", ["import os", "import sys"]),
-    ("guided_grammar", 'start: "def " NAME "():"\nNAME: /[a-z]{3,9}/'),
-]
-
-
 def constrained(llm: LLM, request: RunRequest, kind: str, value: Any) -> Completion:
     """What a request gives under a constraint in one process."""
     service = Service(llm)
@@ -225,17 +211,6 @@ def constrained(llm: LLM, request: RunRequest, kind: str, value: Any) -> Complet
         return service.generate(replace(request, constraint=made))
     finally:
         service.close()
-
-
-def test_constrained_requests_have_the_tokens_of_one_process(cluster: RayCluster, llm: LLM) -> None:
-    for number, (kind, value) in enumerate(CONSTRAINTS):
-        sampling = Sampling(temperature=0.8, seed=number) if number % 2 else Sampling()
-        request = RunRequest(tokens=llm.encode("import os\n"), sampling=sampling, max_new_tokens=32)
-        wanted = constrained(llm, request, kind, value)
-        body = {"prompt": "import os\n", "max_tokens": 32, "temperature": sampling.temperature, "seed": number, kind: value}
-        choice = complete(cluster, body)["choices"][0]
-        assert (choice["text"], choice["finish_reason"]) == (wanted.text, wanted.finish_reason)
-        assert stream(cluster, body) == (wanted.text, wanted.finish_reason)
 
 
 @pytest.mark.parametrize(("pattern", "words"), [("(", "unclosed group"), (TOO_MUCH, "takes too much")])

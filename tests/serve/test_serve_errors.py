@@ -131,6 +131,9 @@ def test_a_completion_that_cannot_be_made(server: Served, more: dict[str, Any], 
         ({"suffix": "x"}, "suffix", "not supported"),
         ({"web_search_options": {}}, "web_search_options", "not supported"),
         ({"think": "high", "reasoning_effort": "low"}, "think", "not supported"),
+        ({"response_format": {"type": "xml"}}, None, "response_format"),
+        ({"guided_regex": "("}, None, "unclosed group"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "Tool 1"),
     ],
 )
 def test_a_chat_that_cannot_be_answered(server: Served, more: dict[str, Any], param: str | None, word: str) -> None:

@@ -23,7 +23,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from support.command import assert_refused, run
 from support.serving import events, eventually
 
-from eesd.bench.replay.round_log import replay_rounds
 from eesd.serve.cli import main
 
 LONG = {"prompt": ["abc"] * 32, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
@@ -103,9 +102,8 @@ def test_who_is_not_done_in_time_is_cancelled(engine: Path) -> None:
         assert "[DONE]" not in rest(connection)
 
 
-def test_an_idle_server_ends_at_once_and_its_rounds_are_recorded(engine: Path, tmp_path: Path) -> None:
-    rounds = tmp_path / "rounds.jsonl"
-    with started(engine, "--log-rounds", rounds, "--tree", 2, "--log-format", "json") as server:
+def test_an_idle_server_ends_at_once(engine: Path) -> None:
+    with started(engine, "--tree", 2, "--log-format", "json") as server:
         body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True}
         assert httpx2.post(f"{server.url}/v1/completions", json=body).status_code == 200
         server.process.send_signal(signal.SIGINT)
@@ -113,8 +111,6 @@ def test_an_idle_server_ends_at_once_and_its_rounds_are_recorded(engine: Path, t
         assert server.process.stderr
         lines = [json.loads(line) for line in [*server.log, *server.process.stderr]]
         assert [line["completion_tokens"] for line in lines if "completion_tokens" in line] == [200]
-    logged, differences = replay_rounds(rounds)  # its rounds ran alone: controller and guard decided
-    assert logged > 20 and not differences
 
 
 @pytest.mark.parametrize(
@@ -127,7 +123,6 @@ def test_an_idle_server_ends_at_once_and_its_rounds_are_recorded(engine: Path, t
         (["--levels", "-1"], ["levels"]),
         (["--api-key-file", os.devnull], ["no API key"]),
         (["--host", "256.1.1.1"], ["256.1.1.1", "--host"]),
-        (["--no-draft", "--log-rounds", "x"], ["--log-rounds"]),
         (["--port", "70000"], ["--port"]),
     ],
 )

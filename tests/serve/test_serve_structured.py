@@ -130,21 +130,6 @@ def test_a_model_that_need_not_call_answers_in_words(lined: Served) -> None:
     assert found.message.content and not found.message.tool_calls and found.finish_reason == "length"
 
 
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"response_format": {"type": "xml"}}, "response_format"),
-        ({"extra_body": {"guided_regex": "("}}, "unclosed group"),
-        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice"),
-        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "give one"),
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "Tool 1"),
-    ],
-)
-def test_what_cannot_be_done_is_a_clear_400(lined: Served, body: dict[str, Any], words: str) -> None:
-    with pytest.raises(BadRequestError, match=words):
-        lined.openai.chat.completions.create(model="", messages=USER, max_tokens=4, **body)
-
-
 def test_a_text_that_no_token_can_write_is_an_error(lined: Served) -> None:
     for stream in (False, True):  # nothing has been sent yet, so a stream has a status, too
         response = lined.post("/v1/completions", {"prompt": "a", "guided_choice": ["é"], "stream": stream})

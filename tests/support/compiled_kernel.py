@@ -1,4 +1,4 @@
-"""Compile the kernel for quantized weights for GPUs, on a machine that needs none: prints JSON."""
+"""Compile the kernels for quantized weights and for noise for GPUs, on a machine that needs none: prints JSON."""
 
 import json
 import re
@@ -9,6 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from eesd.runtime.decoding.device_noise import WIDE, _noisy_best
 from eesd.runtime.engines import torch_kernel as kernel
 from eesd.runtime.engines.torch_quantized import PANEL, WORDS
 
@@ -25,20 +26,34 @@ def compiled(constants: dict[str, Any], groups: int, capability: int) -> dict[st
     """Bytes of shared memory, and the products of tensor cores by their kind."""
     constants = constants | {"GROUPS": groups, "PANEL": PANEL, "ROWS": kernel.ROWS, "STEPS": 8, "WHOLE": True, "ASM": True}
     constants["STEP"] = WORDS * 32 // constants["BITS"]
-    names = kernel._multiply.arg_names
-    types = {name: "constexpr" if name in constants else TYPES.get(name, "i32") for name in names}
-    aligned = [name for name in names if name not in constants and name != "rows"]
+    made = made_of(kernel._multiply, TYPES, constants, ("rows",), capability, num_stages=kernel.STAGES, enable_fp_fusion=False)
+    return {"shared": made.metadata.shared, "products": Counter(re.findall(r"w?g?mma\.\S+", made.asm["ptx"]))}
+
+
+def made_of(
+    function: Any, kinds: dict[str, str], constants: dict[str, Any], odd: tuple[str, ...], capability: int, **options: Any
+) -> Any:
+    """A kernel compiled for a GPU; ``odd``: arguments that may be no multiple of 16."""
+    names = function.arg_names
+    types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
+    aligned = [name for name in names if name not in constants and name not in odd]
     source = ASTSource(
-        kernel._multiply,
+        function,
         types,
         {(names.index(name),): value for name, value in constants.items()},
         {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_stages": kernel.STAGES, "enable_fp_fusion": False}
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return {"shared": made.metadata.shared, "products": Counter(re.findall(r"w?g?mma\.\S+", made.asm["ptx"]))}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def noise(tokens: bool, capability: int) -> int:
+    """Bytes of shared memory of the kernel that makes noise."""
+    kinds = {"scores": "*fp64", "values": "*fp64", "seed": "i64"} | dict.fromkeys(("positions", "tokens", "columns"), "*i64")
+    constants = {"COUNT": 2, "WIDTH": WIDE} | ({} if tokens else {"tokens": None})
+    return int(made_of(_noisy_best, kinds, constants, ("seed", "size"), capability).metadata.shared)
 
 
 if __name__ == "__main__":
     chosen = {"int4": (2, 100), "int8": (1, 90), "minimums": (3, 90), "zero points": (4, 80)}
-    print(json.dumps({name: compiled(VARIANTS[name], *of) for name, of in chosen.items()}))
+    found = {name: compiled(VARIANTS[name], *of) for name, of in chosen.items()}
+    print(json.dumps({"noise": [noise(True, 90), noise(False, 80)], "products": found}))

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-LAYOUTS = ("safeailab", "specforge", "speculators")
+LAYOUTS = ("safeailab", "specforge", "speculators", "eagle-3.1")
+"""The last one is as Speculators writes it, with a norm for each state; the third one has a norm of all."""
 
 
 def write_head(
@@ -26,6 +27,7 @@ def write_head(
 ) -> Path:
     """Write a random head for a model with this ``config.json``; ``changes`` are fields of the block's sizes."""
     hidden, vocab = model["hidden_size"], model["vocab_size"]
+    speculators = layout in LAYOUTS[2:]
     sizes: dict[str, Any] = {name: model[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
     sizes |= {"num_key_value_heads": model["num_key_value_heads"], "head_dim": model["head_dim"], "rms_norm_eps": 1e-5}
     sizes |= {"intermediate_size": 80, "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 256}
@@ -38,10 +40,10 @@ def write_head(
         found: Tensor = torch.randn(rows, inputs, generator=random) / inputs**0.5
         return found
 
-    def norm() -> Tensor:
-        return 1 + 0.2 * torch.randn(hidden, generator=random)
+    def norm(parts: int = 1) -> Tensor:
+        return 1 + 0.2 * torch.randn(parts * hidden, generator=random)
 
-    block = "layers.0." if layout == "speculators" else "midlayer."
+    block = "layers.0." if speculators else "midlayer."
     tensors = {
         "fc.weight": matrix(hidden, 3 * hidden),
         "norm.weight": norm(),
@@ -55,6 +57,8 @@ def write_head(
         f"{block}mlp.down_proj.weight": matrix(hidden, size),
         **{f"{block}{name}.weight": norm() for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
     }
+    norms = {"speculators": ["input_norm"], "eagle-3.1": ["fc_norm.0", "fc_norm.1", "fc_norm.2"]}.get(layout, [])
+    tensors |= {f"{name}.weight": norm(3 // len(norms)) for name in norms}
     chosen = np.sort(np.random.default_rng(seed).choice(vocab, columns, replace=False))
     if draft_vocab:
         tensors["d2t"] = torch.from_numpy(chosen - np.arange(columns))
@@ -62,9 +66,10 @@ def write_head(
     if embeddings is not None:
         tensors["embed_tokens.weight"] = embeddings
     config: dict[str, Any] = {"draft_vocab_size": columns}
-    if layout == "speculators":
+    if speculators:
         config |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": sizes}
-        config |= {"norm_before_residual": True, "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+        config |= {"norm_before_residual": layout == "speculators", "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
+        config |= {"norm_before_fc": layout == "speculators", "fc_norm": layout == "eagle-3.1", "norm_output": True}
     elif layout == "specforge":
         config |= {"architectures": ["LlamaForCausalLMEagle3"], **sizes}
         config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True}}
@@ -84,6 +89,8 @@ class Reference:
         self.weights = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
         self.sizes, self.embeddings, self.layers = config.get("transformer_layer_config", config), embeddings, layers
         self.normed_residual = bool(config.get("norm_before_residual"))
+        self.fuse_norms = sorted(name[:-7] for name in tensors if name.startswith(("input_norm", "fc_norm")))
+        self.normed_output = bool(config.get("norm_output"))
 
     def drafted(self, states: list[Tensor], tokens: list[int], known: int) -> Tensor:
         """Logits [Vd] behind the last of the tokens, of which the model's states are known for the first ``known`` ones.
@@ -96,13 +103,17 @@ class Reference:
             tokens: The text, then what was drafted.
             known: At least 1.
         """
-        features = torch.cat([states[layer][:known] for layer in self.layers], -1) @ self.weights["fc.weight"].T
+        features = torch.cat([states[layer][:known] for layer in self.layers], -1)
+        if self.fuse_norms:
+            parts = zip(features.chunk(len(self.fuse_norms), -1), self.fuse_norms, strict=True)
+            features = torch.cat([self._norm(part, name) for part, name in parts], -1)
+        features = features @ self.weights["fc.weight"].T
         while True:
             output = self._block(torch.tensor(tokens[1 : len(features) + 1]), features)
             if len(features) == len(tokens) - 1:
                 logits: Tensor = self._norm(output[-1], "norm") @ self.weights["lm_head.weight"].T
                 return logits
-            features = torch.cat([features, output[-1:]])
+            features = torch.cat([features, self._norm(output[-1:], "norm") if self.normed_output else output[-1:]])
 
     def _block(self, tokens: Tensor, features: Tensor) -> Tensor:
         sizes, count = self.sizes, len(tokens)

@@ -26,7 +26,7 @@ import pytest
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.export.plan_graph import attend_to_first
-from eesd.runtime.engines import trt_plans
+from eesd.runtime.engines import backends, trt_plans
 from eesd.runtime.engines.trt_plans import FLAVOURS, attended_slots
 from support import fake_cuda
 from support.fake_cuda import GARBAGE
@@ -394,6 +394,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, module(flavour))
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: True)
     monkeypatch.setattr(trt_plans, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(backends, "torch_sees_gpu", lambda: True)
 
 
 def module(flavour: str, version: str = "") -> Any:

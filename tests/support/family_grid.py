@@ -191,6 +191,13 @@ def _qwen3_moe(rng: random.Random, sizes: Options) -> Options:
     }  # fmt: skip
 
 
+def _hunyuan(rng: random.Random, sizes: Options) -> Options:
+    larger = {"rope_type": "dynamic", "alpha": rng.choice((2.0, 1000.0)), "factor": 1.0, "beta_fast": 32, "rope_theta": 500.0}
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    rope = {"rope_parameters": larger} if rng.random() < 0.5 else _rope(rng)
+    return rope | _biases(rng, "attention_bias") | {"head_dim": rng.choice((size, 16))}
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -199,6 +206,7 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "olmo3": _olmo3,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "hunyuan_v1_dense": _hunyuan,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
 }

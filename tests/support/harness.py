@@ -3,20 +3,21 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.manifest import load_manifest
-from eesd.controllers import Controller, DraftStep, RoundOutcome
-from eesd.controllers.text_rule import TextRule, TextStep
+from eesd.controllers import Controller, DraftStep, RoundOutcome, TextStep
+from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 from eesd.runtime.decoding.round import Drafter, Drafting, RoundResult
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.decoding.text_drafter import PastOutputs, TextDrafter
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
@@ -83,7 +84,7 @@ class Harness:
         budget: TreeBudget | None = None,
         workspace: Workspace | None = None,
         observer: Observer | None = None,
-        text: TextDrafter | None = None,
+        text: TextRule | None = None,
         in_place: bool = False,
     ) -> Session:
         """A session that drafts with the exit head if there is a controller, and from the text if there is a ``text``."""
@@ -102,10 +103,9 @@ class Harness:
         return workspace
 
 
-def _shared(controller: Controller | None, budget: TreeBudget | None, text: TextDrafter | None) -> RoundValue:
+def _shared(controller: Controller | None, budget: TreeBudget | None, text: TextRule | None) -> RoundValue:
     """What rounds are worth, shared by all that decide, as those of an LLM share it."""
-    text_rule = text.rule if text and isinstance(text.rule, TextRule) else None
-    rules = [rule for rule in (budget, text_rule, controller) if rule is not None and rule.value is not None]
+    rules = [rule for rule in (budget, text, controller) if rule is not None and rule.value is not None]
     value = rules[0].value if rules else None
     for rule in rules:
         rule.value = value
@@ -154,11 +154,6 @@ class SometimesCopies(TextRule):
         return int(self._random.integers(len(values) + 1))
 
 
-def copying(seed: int = 0, share: float = 1.0, past: PastOutputs | None = None) -> TextDrafter:
-    """Drafts from the text, whether they pay or not."""
-    return TextDrafter(SometimesCopies(seed, share), past)
-
-
 class PauseUntil(Guard):
     """A guard that pauses ``drafter`` before ``round``, and nothing else."""
 
@@ -169,7 +164,7 @@ class PauseUntil(Guard):
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         return drafter != self._drafter or self._left <= 0
 
-    def record(self, outcome: RoundOutcome, expected: float, seconds: float) -> None:
+    def observe(self, outcome: RoundOutcome) -> None:
         self._left -= 1
 
 
@@ -214,3 +209,17 @@ def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray
         logits.update({slot + i: outputs.logits[i].copy() for i in range(len(tokens))})
 
     return replace(workspace, draft=Wrapped(workspace.draft, after=note)), logits
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, draft_step: float = 0.0, node: float = 0.0) -> Workspace:
+    """Engines with a clock that only they move: a draft call by ``draft_step``, verify by 1, and by ``node`` for each further
+    node."""
+    clock = SimpleNamespace(now=0.0)
+    stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
+    for part in ("decoding.round", "session"):
+        monkeypatch.setattr(f"eesd.runtime.{part}.time", stands)
+
+    def passing(engine: Engine, seconds: float, more: float) -> Wrapped:
+        return Wrapped(engine, lambda tokens, _: setattr(clock, "now", clock.now + seconds + more * (len(tokens) - 1)))
+
+    return replace(workspace, verify=passing(workspace.verify, 1, node), draft=passing(workspace.draft, draft_step, 0))

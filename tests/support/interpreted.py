@@ -6,6 +6,7 @@ Prints JSON. It is a process of its own: Triton reads ``TRITON_INTERPRET`` when 
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from numpy.typing import NDArray
 from eesd.common.manifest import load_manifest
 from eesd.runtime.engines import torch_fused
 from eesd.runtime.engines.base import Call, Engine
-from eesd.runtime.engines.torch_engine import TorchStageRunner, open_torch
+from eesd.runtime.engines.device_engine import make_engines
+from eesd.runtime.engines.torch_engine import TorchStageRunner, has_equal_rows, open_torch
 from eesd.runtime.engines.torch_quantized import QuantizedLinear
 from support.quantized_products import all_checked
 
@@ -68,9 +70,21 @@ def levels_of(stage: Any) -> dict[str, Any]:
     return {name: module.weight for name, module in modules if isinstance(module, QuantizedLinear)}
 
 
+def equal_bits(directory: Path) -> bool | None:
+    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None: verify does not compute by rows."""
+    manifest = replace(load_manifest(directory), max_tree_nodes=torch_fused.MOST_NODES - 1)
+    verify, _ = open_torch(directory, manifest, 1, False, "cpu", kernels=True)
+    if not torch_fused.computes_by_rows(verify.stages[0].module):  # type: ignore[attr-defined]
+        return None
+    found, _ = make_engines(manifest, verify.stages, None, verify.make_memory, pad=True, exact=True, by_rows=True)
+    return found.buckets[:2] == (1, 2) and has_equal_rows(found)
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    print(json.dumps({"products": all_checked("cpu"), "engines": [engines(Path(directory)) for directory in sys.argv[1:]]}))
+    directories = [Path(name) for name in sys.argv[1:]]
+    bits = [equal_bits(directory) for directory in directories]
+    print(json.dumps({"products": all_checked("cpu"), "engines": [engines(path) for path in directories], "bits": bits}))
 
 
 if __name__ == "__main__":

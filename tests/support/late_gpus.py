@@ -62,6 +62,17 @@ SETTINGS = {
     "tree of a head with deep layers by torch, without CUDA graphs": Setting(1, 1, TREE, "torch", cuda_graphs=False, deep=True),
 }
 
+QUICK = (
+    "chain",
+    "chain in 3 stages on 3 GPUs",
+    "tree in 3 stages on 3 GPUs without CUDA graphs",
+    "tree in 3 stages on 3 GPUs over few slots",
+    "tree of a head with deep layers",
+    "chain of the whole model",
+    "tree of the whole model by torch",
+    "tree in 3 stages on 2 GPUs by torch",
+)
+"""Settings of ``make test``: each field of a setting, with plans and by torch. The others combine the same fields."""
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 """The fixture ``shared``."""

@@ -18,6 +18,7 @@ from scipy.stats import chi2
 
 from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.controllers import Controller, make_controller
+from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
@@ -27,9 +28,8 @@ from eesd.runtime.decoding.round import ALONE, Round, draft, run_round
 from eesd.runtime.decoding.samplers import Rejection, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.decoding.text_drafter import TextDrafter
 from eesd.runtime.engines.base import StepOutputs
-from eesd.runtime.llm import Options, Speculation, load
+from eesd.runtime.llm import LLM, Options, Speculation, load
 from eesd.runtime.prefix_cache import BLOCK
 from eesd.runtime.session import Session
 from support.harness import Harness, Workspace, finish, generated, recording_drafts
@@ -37,6 +37,13 @@ from support.harness import Harness, Workspace, finish, generated, recording_dra
 Vector = NDArray[np.float64]
 Joint = Mapping[tuple[int, ...], float]
 
+HEADS_DRAFT = [
+    Speculation("fixed:k=3", guard=False, drafter="exit"),
+    Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
+    Speculation(tree=2),
+    Speculation(),
+]
+"""Ways in which a head drafts."""
 PROMPTS = [[5, 9, 3], [1], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12, 13, 14, 15, 16, 17, 18, 96, 0]]
 
 GREEDY = Sampling()
@@ -111,9 +118,9 @@ def check_joint(
     sampling: Sampling,
     controller: Controller | None,
     width: int,
-    draws: int = 4000,
+    draws: int = 2000,
     budget: TreeBudget | None = None,
-    text: TextDrafter | None = None,
+    text: TextRule | None = None,
 ) -> None:
     """Sampled sequences are distributed as the verifier alone says, and drafting had its part in them."""
     counts: Counter[tuple[int, ...]] = Counter()
@@ -162,7 +169,7 @@ class MadeUp:
         return [*(node.token for node in path), bonus]
 
 
-def check_sampler(width: int, vocab_size: int = 4, draws: int = 12000, draft_vocab: Sequence[int] = ()) -> None:
+def check_sampler(width: int, vocab_size: int = 4, draws: int = 6000, draft_vocab: Sequence[int] = ()) -> None:
     """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint distribution."""
     made_up, random = MadeUp(vocab_size, width, draft_vocab), np.random.default_rng(0)
     counts: Counter[tuple[int, ...]] = Counter()
@@ -212,7 +219,7 @@ def check_same_tokens(
     width: int,
     new_tokens: int = 40,
     budget: TreeBudget | None = None,
-    text: TextDrafter | None = None,
+    text: TextRule | None = None,
 ) -> Stats:
     """Drafting changes nothing, while the cache grows under it; what the drafting run did.
 
@@ -255,7 +262,7 @@ def check_cache(
     controller: Controller | None,
     width: int,
     budget: TreeBudget | None = None,
-    text: TextDrafter | None = None,
+    text: TextRule | None = None,
 ) -> None:
     """After each round, all L + E caches hold what a prefill of the same tokens would have put there."""
     workspace = harness.workspace()
@@ -343,6 +350,17 @@ def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
         finish(session)
         assert session.tokens[session.stats.prompt_tokens :] == expected
         line += 1
+
+
+def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[int]]) -> int:
+    """Drafting changes no token, greedy or sampled. Returns the number of accepted tokens."""
+    accepted = 0
+    for prompt, sampling in product(prompts, (Sampling(), Sampling(temperature=0.8, seed=3))):
+        both = (llm.with_speculation(way) for way in (None, speculation))
+        plain, found = (one.generate(prompt, sampling, max_new_tokens=40, ignore_eos=True) for one in both)
+        assert found.tokens == plain.tokens
+        accepted += found.stats.accepted_tokens
+    return accepted
 
 
 def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:

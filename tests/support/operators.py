@@ -301,27 +301,44 @@ def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]
             assert_same(mixture.run(session, first, first + rows), expected[first : first + rows], f"{name}, {rows} rows")
 
 
-UNWRITTEN = 6e4
-"""What no token may read."""
+UNWRITTEN = -1
+"""What no token may read, in each cell; of four of int8, the scale is NaN."""
 
 
 class Cache:
     """Caches of layers as the operators take them, filled with numbers that nothing may read: an unwritten slot shows."""
 
-    def __init__(self, layers: int, kv_heads: int, slots: int, head_dim: int, float16: bool = False) -> None:
+    def __init__(self, layers: int, kv_heads: int, slots: int, head_dim: int, dtype: str = "float32") -> None:
         self.width = -(-head_dim // 16) * 16
-        size = layers * 2 * kv_heads * slots * self.width
-        memory = np.full(size + 32, UNWRITTEN, np.float16 if float16 else np.float32)
+        size = layers * 2 * kv_heads * slots * (self.width + 4 * (dtype == "int8"))
+        memory = np.full(size + 64, UNWRITTEN, dtype)
         self.array: Array = memory[-memory.ctypes.data % 64 // memory.itemsize :][:size]
-        shape = layers, 2, kv_heads
-        self.keys: Array = self.array.reshape(*shape, slots // 16, self.width, 16)[:, 0]
-        self.values: Array = self.array.reshape(*shape, slots, self.width)[:, 1]
+        shape = layers, 2, kv_heads, slots // 16
+        if dtype == "int8":
+            tiles = self.array.reshape(*shape, -1)
+            self.keys: Array = tiles[:, 0, ..., : 16 * self.width].reshape(layers, kv_heads, -1, self.width // 2, 16, 2)
+            self.values: Array = tiles[:, 1, ..., : 16 * self.width].reshape(layers, kv_heads, -1, 8, self.width, 2)
+            self.scales = tiles[..., 16 * self.width :].view(np.float32)
+            return
+        self.keys = self.array.reshape(*shape, self.width, 16)[:, 0]
+        self.values = self.array.reshape(layers, 2, kv_heads, slots, self.width)[:, 1]
         # What is beside a head's values is multiplied but not used, so it must not be a NaN's neighbour.
         self.keys[..., head_dim:, :], self.values[..., head_dim:] = 0, 0
 
     @property
     def address(self) -> int:
         return int(self.array.ctypes.data)
+
+    def rows(self, layer: int, slot: int, head_dim: int) -> tuple[Floats, Floats]:
+        """Keys and values [KV, D] of a slot, as float32."""
+        tile, row = slot // 16, slot % 16
+        if self.array.dtype == np.int8:
+            keys = self.keys[layer, :, tile, :, row].reshape(-1, self.width)[:, :head_dim]
+            values = self.values[layer, :, tile, row // 2, :head_dim, row % 2]
+            scales = self.scales[layer, :, :, tile, row, None]
+            return keys * scales[0], values * scales[1]
+        keys, values = self.keys[layer, :, tile, :head_dim, row], self.values[layer, :, slot, :head_dim]
+        return keys.astype(np.float32), values.astype(np.float32)
 
 
 @dataclass
@@ -350,11 +367,12 @@ class Attention:
     layer: int = 1
     norms: bool = False
     seed: int = 0
-    float16: bool = False
+    dtype: str = "float32"
     hides_first: bool = False
     cap: float = 0
     window: int = 0
     rotates: bool = True
+    norms_last: bool = False
 
     def __post_init__(self) -> None:
         random = self.random = np.random.default_rng(self.seed)
@@ -370,16 +388,17 @@ class Attention:
             1e-3,
             norms[0] if self.norms else None,
             norms[1] if self.norms else None,
-            self.float16,
+            self.dtype,
             self.hides_first,
             self.cap,
             self.window,
             self.rotates,
+            self.norms_last,
         )
 
     def session(self, path: Path, threads: int = 1, name: str = "") -> Any:
         """A session of the model that :meth:`write` wrote."""
-        return operators.make_session(path, threads, True, name, float16_caches=self.float16)
+        return operators.make_session(path, threads, True, name, kv_cache_dtype=self.dtype)
 
     def inputs(self) -> list[Input]:
         spec = self.spec
@@ -405,7 +424,7 @@ class Attention:
             "layer": self.layer,
             "scale": float(self.spec.scale),
             "epsilon": self.spec.epsilon,
-            **({"hides_first": 1} if self.hides_first else {}),
+            **{name: 1 for name in ("hides_first", "norms_last") if getattr(self, name)},
             "cap": float(self.cap),
             "window": self.window,
         }
@@ -417,13 +436,13 @@ class Attention:
         paths = [list(range(node + 1)) for node in range(nodes)]
         for node, parent in enumerate(parents, start=nodes):
             paths.append([*paths[parent], node])
-        return Text(qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim, self.float16))
+        return Text(qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim, self.dtype))
 
     def specified(self, text: Text, nodes: Sequence[int]) -> Floats:
         """[nodes, H D]."""
         q, k, v = self.spec.split(text.qkv)
         keys = np.stack([self.spec.turned(k[i], len(path) - 1, self.spec.k_norm) for i, path in enumerate(text.paths)], 1)
-        keys, values = self.spec.cached(keys), self.spec.cached(v.transpose(1, 0, 2))
+        values = v.transpose(1, 0, 2)
         found = []
         for node in nodes:
             path = text.paths[node]
@@ -435,14 +454,14 @@ class Attention:
         q, k, v = (part.astype(np.float64) for part in self.spec.split(text.qkv))
 
         def turned(x: NDArray[np.float64], position: int, norm: Floats | None) -> NDArray[np.float64]:
-            if norm is not None:
-                x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.epsilon) * norm
-            if not self.rotates:
-                return x
-            angle = self.spec.cos[position] + 1j * self.spec.sin[position].astype(np.float64)
-            half = self.head_dim // 2
-            pairs = (x[..., :half] + 1j * x[..., half:]) * angle
-            return np.concatenate([pairs.real, pairs.imag], -1)
+            if norm is not None:  # whose mean square a rotation keeps
+                x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.epsilon) * (1 if self.norms_last else norm)
+            if self.rotates:
+                angle = self.spec.cos[position] + 1j * self.spec.sin[position].astype(np.float64)
+                half = self.head_dim // 2
+                pairs = (x[..., :half] + 1j * x[..., half:]) * angle
+                x = np.concatenate([pairs.real, pairs.imag], -1)
+            return x * norm if norm is not None and self.norms_last else x
 
         found = []
         for node in nodes:
@@ -508,7 +527,7 @@ def check_float16(path: Path, names: Sequence[str]) -> None:
     random = np.random.default_rng(0).normal(0, 1, 300).astype(np.float32)
     numbers = np.concatenate([np.array(edges, np.float32), random, random * np.float32(1e-6), random * np.float32(3e4)])
     values = numbers[: len(numbers) // 64 * 64].reshape(-1, 64)
-    layer = Attention(heads=0, kv_heads=1, head_dim=64, layers=1, layer=0, float16=True)
+    layer = Attention(heads=0, kv_heads=1, head_dim=64, layers=1, layer=0, dtype="float16")
     text, count = layer.text(len(values)), len(values)
     qkv, tokens, _ = chain(text, 0, count)
     qkv[:, 64:] = values

@@ -58,7 +58,9 @@ class OptimalPolicy(Controller):
     @classmethod
     def of(cls, stream: SyntheticStream, costs: CostModel, depth: int) -> Self:
         """The optimal policy on a stream that drafts at most ``depth`` tokens a round."""
-        return cls(stream.levels, stream.transition, costs.chain_costs(depth))
+        count = len(stream.levels)
+        transition = (1 - stream.stay) / count + stream.stay * np.eye(count)
+        return cls(stream.levels, transition.tolist(), costs.chain_costs(depth))
 
     def keep_drafting(self, step: DraftStep) -> bool:
         levels = self._levels

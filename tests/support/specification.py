@@ -158,12 +158,16 @@ class Rounded:
 
 
 def round_blocks(x: Floats) -> Rounded:
-    blocks = x.reshape(len(x), -1, BLOCK)
-    largest = np.abs(blocks).max(-1)
+    levels, scales = round_rows(x.reshape(len(x), -1, BLOCK), 127)
+    return Rounded(levels.reshape(x.shape), scales)
+
+
+def round_rows(x: Floats, most: int) -> tuple[NDArray[np.int64], Floats]:
+    """Levels of rows [..., n], the largest of each ``most`` or -most, and their scales [...]."""
+    largest = np.abs(x).max(-1)
     with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(largest >= SMALLEST, np.float32(127) / largest, np.float32(0))
-    levels = np.rint(blocks * inverse[..., None]).astype(np.int64)
-    return Rounded(levels.reshape(x.shape), largest / np.float32(127))
+        inverse = np.where(largest >= SMALLEST, np.float32(most) / largest, np.float32(0))
+    return np.rint(x * inverse[..., None]).astype(np.int64), largest / np.float32(most)
 
 
 SMALLEST = np.float32(2.0**-100)
@@ -268,16 +272,17 @@ class Heads:
     epsilon: float = 0
     q_norm: Floats | None = None
     k_norm: Floats | None = None
-    float16: bool = False
+    dtype: str = "float32"
     hides_first: bool = False
     cap: float = 0
     window: int = 0
     rotates: bool = True
+    norms_last: bool = False
 
     def cached(self, x: Floats) -> Floats:
-        """Keys or values as the cache holds them."""
+        """Keys or values as a cache of floats holds them."""
         limit = np.float32(65504)
-        return x if not self.float16 else np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
+        return x if self.dtype == "float32" else np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
 
     def split(self, qkv: Floats) -> tuple[Floats, Floats, Floats]:
         """Queries, keys and values [T, heads, D] of qkv."""
@@ -285,23 +290,30 @@ class Heads:
         return every[:, : self.heads], every[:, self.heads : self.heads + self.kv_heads], every[:, self.heads + self.kv_heads :]
 
     def turned(self, x: Floats, position: int, norm: Floats | None) -> Floats:
-        """Heads [..., D] normalized, then rotated."""
-        x = x if norm is None else normalize(x, norm, self.epsilon)
-        if not self.rotates:
-            return x
-        half = self.head_dim // 2
-        cos, sin = self.cos[position], self.sin[position]
-        first, second = x[..., :half], x[..., half:]
-        return np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+        """Heads [..., D] normalized, then rotated; or the other way round."""
+        if norm is not None and not self.norms_last:
+            x = normalize(x, norm, self.epsilon)
+        if self.rotates:
+            half = self.head_dim // 2
+            cos, sin = self.cos[position], self.sin[position]
+            first, second = x[..., :half], x[..., half:]
+            x = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+        return x if norm is None or not self.norms_last else normalize(x, norm, self.epsilon)
 
     def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
         """A token's rotated queries [heads, D] over keys and values [KV, positions, D] in the order of positions."""
         group, seen = self.heads // self.kv_heads, keys.shape[1]
         keys, values = np.repeat(keys, group, 0), np.repeat(values, group, 0)
-        scores = np.zeros((self.heads, seen), np.float32)
-        for d in range(self.head_dim):
-            scores = fma(keys[:, :, d], query[:, d, None], scores)
-        scores = scores * np.float32(self.scale)
+        scores: Floats = np.zeros((self.heads, seen), np.float32)
+        scale = np.float32(self.scale)
+        if self.dtype == "int8":
+            (levels, scales), (own, factor) = round_rows(keys, 127), round_rows(query, 32767)
+            scores = np.einsum("hsd,hd->hs", levels, own).astype(np.float32) * (scales * (factor * scale)[:, None])
+        else:
+            keys, values = self.cached(keys), self.cached(values)
+            for d in range(self.head_dim):
+                scores = fma(keys[:, :, d], query[:, d, None], scores)
+            scores = scores * scale
         if self.cap:
             cap = np.float32(self.cap)
             scores = cap - (cap + cap) / (exponential((scores + scores) / cap) + np.float32(1))
@@ -310,12 +322,13 @@ class Heads:
         for start in range(0, seen, CHUNK):
             if start + CHUNK <= first:
                 continue
-            part = _chunk(scores[:, start : start + CHUNK], values[:, start : start + CHUNK], first - start)
+            chunk = slice(start, start + CHUNK)
+            part = _chunk(scores[:, chunk], values[:, chunk], first - start, self.dtype == "int8")
             total = part if not total else _merge(total, part)
         return total[2] * (np.float32(1) / total[1])[:, None]
 
 
-def _chunk(scores: Floats, values: Floats, absent: int) -> list[Floats]:
+def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floats]:
     """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 128 positions, the first of
     which are absent."""
     most = scores[:, max(absent, 0) :].max(1)
@@ -325,6 +338,10 @@ def _chunk(scores: Floats, values: Floats, absent: int) -> list[Floats]:
     sums = split[:, 0]
     for i in range(1, split.shape[1]):
         sums = sums + split[:, i]
+    if int8:
+        levels, scales = round_rows(values, 127)
+        factors, scale = round_rows(weights * scales, 32767)
+        return [most, add_lanes(sums), np.einsum("hs,hsd->hd", factors, levels).astype(np.float32) * scale[:, None]]
     out = np.zeros((len(scores), values.shape[2]), np.float32)
     for j in range(scores.shape[1]):
         out = fma(weights[:, j, None], values[:, j], out)

@@ -9,9 +9,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-LLAMA3_ORIGINAL = 64
-"""Original positions of the llama3 scaling. A short test exceeds them, and the fastest rotary frequency stays unscaled."""
-
 GEOMETRY: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -43,7 +40,7 @@ LLAMA3_SCALING = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": LLAMA3_ORIGINAL,
+    "original_max_position_embeddings": 64,  # a short test exceeds them, and the fastest rotary frequency stays unscaled
 }
 
 FAMILIES = {

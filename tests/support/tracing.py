@@ -1,12 +1,18 @@
-"""Graphs that torch traces once for all exports of a test process."""
+"""Graphs that torch traces once, for all exports of all tests, until code changes that makes them."""
 
+import sys
 from copy import copy
 from dataclasses import replace
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import pytest
+import torch
+from filelock import FileLock
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 
 from eesd.common.geometry import ExitConfig, Geometry
@@ -14,9 +20,39 @@ from eesd.export import onnx_graph
 
 SLOTS = 100_057
 """Stands for the slots of the KV cache while a graph is traced: a prime that no model has as a size."""
+ROOT = Path(__file__).parents[2]
+GRAPHS = ROOT / "build/traced"
+"""Where graphs lie, without weights. A run that makes one drops the graphs of other code."""
 traced = onnx_graph._traced
 """The function that traces, which remembers nothing."""
-_remembered = cache(traced)
+
+
+@cache
+def _code() -> str:
+    """A name for all that decides about graphs."""
+    files = sorted(path for room in ("model", "export", "src/eesd/common") for path in (ROOT / room).rglob("*.py"))
+    texts = (sys.version, torch.__version__, ir.__version__, *(path.read_text("utf-8") for path in files))
+    return sha256("".join(texts).encode()).hexdigest()[:16]
+
+
+@cache
+def _remembered(*arguments: Any) -> ir.Model:
+    path = GRAPHS / f"{_code()}-{sha256(repr(arguments).encode()).hexdigest()}.onnx"
+    GRAPHS.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            for old in GRAPHS.iterdir():
+                if not old.name.startswith(_code()):
+                    old.unlink(missing_ok=True)
+            model = traced(*arguments)
+            for name, value in model.graph.initializers.items():
+                assert value.dtype is not None and value.shape is not None
+                assert isinstance(value.const_value, ir.TensorProtocol) and isinstance(value.const_value.raw, FakeTensor)
+                value.const_value = ir.ExternalTensor("none", 0, 0, value.dtype, shape=value.shape, name=name)
+            with path.with_suffix(".new").open("wb") as file:  # some tests let other ways to write fail
+                file.write(ir.to_proto(model).SerializeToString())
+            path.with_suffix(".new").replace(path)
+    return ir.load(path)
 
 
 def _copied(geometry: Geometry, exit_config: ExitConfig, dtype: str, slots: int, *rest: Any) -> ir.Model:

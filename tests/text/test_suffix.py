@@ -1,12 +1,12 @@
-"""The suffix automaton finds what a search over the whole text finds; the outputs of the past are bounded."""
+"""The suffix automaton finds what a search over the whole text finds."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from eesd.runtime.decoding.suffix import LONGEST_CONTEXT, Continuation, SuffixAutomaton
-from eesd.runtime.decoding.text_drafter import PastOutputs
+from eesd.controllers import TextStep
+from eesd.runtime.decoding.text_drafter import Continuation, Match, SuffixAutomaton
 
 pytestmark = pytest.mark.fast
 
@@ -41,7 +41,7 @@ def searched(text: Text, part: Text, most: int) -> list[Continuation]:
         if not followed:
             break
         token = max(followed, key=lambda one: (followed.count(one), ends(text, (*part, one))[-1]))
-        path.append(Continuation(token, len(part), followed.count(token), len(followed)))
+        path.append(Continuation(token, TextStep(len(part), followed.count(token), len(followed))))
         part = (*part, token)
     return path
 
@@ -59,8 +59,7 @@ def test_the_longest_repeated_suffix_is_found_at_every_token() -> None:
 def test_continuations_are_those_of_a_search() -> None:
     compared = 0
     for text in texts():
-        automaton = made(text)
-        match = automaton.repeated()
+        match = (automaton := made(text)).repeated()
         found = [step for _, step in zip(range(12), automaton.continuations(match), strict=False)]
         assert found == searched(text, text[len(text) - match.length :], 12)
         compared += len(found)
@@ -73,13 +72,12 @@ def test_another_texts_end_is_found() -> None:
         query = tuple(random.integers(4, size=9).tolist())
         expected = max(n for n in range(10) if not n or ends(text, query[-n:]))
         automaton = made(text)
-        match = automaton.find(query)
+        match = automaton.follow(Match(0, 0), query)
         found.add(expected)
         assert match.length == expected
         path = [step for _, step in zip(range(5), automaton.continuations(match), strict=False)]
         assert path == searched(text, query[9 - expected :], 5)
     assert found >= set(range(5))
-    assert made(range(99)).find(range(99)).length == LONGEST_CONTEXT
 
 
 @pytest.mark.parametrize("period", [1, 3, 500])
@@ -89,37 +87,3 @@ def test_a_token_costs_a_bounded_number_of_states(period: int) -> None:
     assert len(automaton._next) <= 2 * 2000
     path = [step.token for _, step in zip(range(3000), automaton.continuations(automaton.repeated()), strict=False)]
     assert path == [(2000 + i) % period for i in range(3000)]
-
-
-def test_the_past_is_bounded_and_drops_the_oldest() -> None:
-    past, random = PastOutputs(capacity=400), np.random.default_rng(0)
-    outputs = [random.integers(10_000, size=random.integers(1, 300)).tolist() for _ in range(60)]
-    for output in outputs:
-        past.add(output)
-        assert past.num_tokens <= 400
-        assert sum(len(automaton._next) for automaton in (past._elder, past._younger)) <= 2 * 400 + 2
-        kept = output[-199:]
-        assert [step.token for step in past.continuations(kept[:2], 1)] == kept[2:]
-    assert not [*past.continuations(outputs[0][:2], 1)]
-
-
-def test_the_past_is_asked_for_longer_matches_only() -> None:
-    past = PastOutputs(1000)
-    past.add([1, 2, 3, 4])
-    past.add([9, 9])
-    assert [step.token for step in past.continuations([7, 2, 3], 1)] == [4], "not beyond the end of an output"
-    assert not [*past.continuations([7, 2, 3], 2)]
-
-
-def test_a_broken_off_output_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    past = PastOutputs(1000)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(SuffixAutomaton, "_count_occurrence", interrupt)
-        past.add([1, 2, 3, 4])
-    assert past.num_tokens == 0
-    past.add([5, 6, 7])
-    assert [step.token for step in past.continuations([5], 0)] == [6, 7]
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -6,7 +6,7 @@ after another; all contestants in turn, then again.
 
 import statistics
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,12 @@ from typing import Any
 from eesd.bench.measure.results import describe_machine, shown_machine
 from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.tools.peers.contestants import EESD, LLAMA_CPP, WORKERS, Contestant
-from eesd.bench.tools.peers.process import PeerError, Process, started
+from eesd.bench.tools.peers.process import PeerError, Process
 from eesd.common.markdown import table
 from eesd.runtime.llm import load
 
 KIND = "batches"
-BATCH_WORKERS = {EESD: "eesd_batch.py", LLAMA_CPP: "llama_cpp_server.py", "OpenVINO": "openvino_batch.py"}
+BATCH_WORKERS = {EESD: "eesd_peer.py", LLAMA_CPP: "llama_cpp_server.py", "OpenVINO": "openvino_peer.py"}
 """Runtimes that batch. llama.cpp's server is the one that the package xllamacpp carries."""
 MODES = ("automatic", "always", "never")
 """When EESD's batch drafts."""
@@ -81,7 +81,7 @@ def measure(
         processes: dict[str, Process] = {}
         for name, (one, mode) in who.items():
             worker = WORKERS / BATCH_WORKERS[one.peer]
-            process = stack.enter_context(started(pythons[one.peer], worker, options.threads, seconds))
+            process = stack.enter_context(closing(Process(pythons[one.peer], worker, options.threads, seconds)))
             try:
                 packages[one.peer] = process.package()
                 process.ask("load", path=one.path, options={**settings, "mode": mode, "variant": one.variant})
@@ -190,8 +190,8 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
                 "rounds": options["rounds"],
             }.items(),
         ),
-        "Tokens a second of all clients together, as the median of the rounds, with the median times to the first token and "
-        "between tokens. Same texts: texts that equal EESD's plain decoding of one text at a time.",
+        "Tokens a second of all clients together, with the times to the first token and between tokens: medians. Same texts: "
+        "texts that equal EESD's plain decoding of one text at a time.",
         "",
         *table(["", *(f"{count} at a time" for count in counts), "same texts"], rows),
         *(f"* {name}: {reason}" for name, reason in results["skipped"].items()),

@@ -33,17 +33,6 @@ def main() -> None:
     """Compare EESD with llama.cpp, OpenVINO GenAI and onnxruntime-genai on one GGUF file."""
 
 
-def pairs(name: str, given: tuple[str, ...]) -> dict[str, str]:
-    """``KEY=VALUE`` options as a dictionary. Raises :class:`EESDError` for other text."""
-    found = {}
-    for item in given:
-        key, _, value = item.partition("=")
-        if not key or not value:
-            raise EESDError(f"{name} {item!r} must be NAME=PATH.")
-        found[key] = value
-    return found
-
-
 @main.command("convert", context_settings=cli.HELP)
 @click.option("--model", type=cli.PATH, required=True, help="GGUF file.")
 @click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Work directory; what it has already is kept.")
@@ -76,7 +65,9 @@ def convert_command(model: Path, output: Path, types: tuple[str, ...], peer_pyth
 @main.command(context_settings=cli.HELP)
 @click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
 @click.option("-o", "--output", type=cli.OUTPUT, default=Path("results.json"), help="JSON to write.")
-@click.option("--eesd", multiple=True, metavar="NAME=DIR", help=f"Engine directory; NAME begins with {', '.join(GROUPS)}.")
+@click.option(
+    "--eesd", type=(str, cli.PATH), multiple=True, help=f"Name and engine directory; names begin with {', '.join(GROUPS)}."
+)
 @click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
 @click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf*'.")
 @click.option("--prompts", type=cli.PATH, default=PROMPTS, help="Prompts, as eesd-bench takes them.")
@@ -100,7 +91,7 @@ def convert_command(model: Path, output: Path, types: tuple[str, ...], peer_pyth
 def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -> None:
     """Let all contestants decode the same prompts, and compare speed, memory and quality."""
     record = Work.load(work)
-    everybody = record.contestants(work, {name: Path(path) for name, path in pairs("--eesd", given["eesd"]).items()})
+    everybody = record.contestants(work, dict(given["eesd"]))
     names = chosen([c.name for c in everybody], given["only"])
     encoder = read_encoder([Path(c.path) for c in everybody if c.peer == EESD])
     lengths = {kind: (given[kind], given[f"{kind}_tokens"]) for kind in KINDS}
@@ -129,23 +120,24 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
 @click.option("-o", "--output", type=cli.OUTPUT, default=Path("passes.json"), help="JSON to write.")
 @click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
 @click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf'.")
-@click.option("--rows", default="1 4 8", callback=numbers, help="Tokens of a pass.")
+@click.option("--rows", default="1 2 4 8 16 33", callback=numbers, help="Tokens of a pass.")
 @click.option("--behind", default="64 512 2048", callback=numbers, help="Tokens in the cache.")
+@click.option("--prompt", type=NUMBER, default=2048, help="Tokens of a prompt; 0 for none.")
+@click.option("--kernels", default="", help="CPU kernels of EESD, such as 'avx512 avx2'.  [default: the fastest]")
 @click.option("--repeats", type=COUNT, default=20, help="Passes of each kind.")
-@click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]")
+@click.option("--threads", default=str(cores()), callback=numbers, help="CPU threads of each, such as '2 1'.")
 @click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
 def passes_command(
-    work: Path, output: Path, peer_python: str | None, only: tuple[str, ...], rows: tuple[int, ...], behind: tuple[int, ...],
-    repeats: int, threads: int | None, timeout: int,
+    work: Path, output: Path, peer_python: str | None, only: tuple[str, ...], kernels: str, timeout: int, **given: Any
 ) -> None:  # fmt: skip
-    """Time single passes of EESD and llama.cpp on the same files, and show which share of the memory bandwidth they reach."""
+    """Time passes of EESD, llama.cpp and ik_llama.cpp, and show which share of the memory bandwidth they reach."""
     record = Work.load(work)
-    able = [c for c in record.contestants(work, {}) if c.peer in passes.TAKERS and c.is_plain]
+    able = passes.takers(record.contestants(work, {}), kernels.split())
     names = chosen([c.name for c in able], only)
     members = [c for c in able if c.name in names]
-    weights = {c.group: passes.weight_bytes(file_of(record, work, c.group)) for c in members}
-    options = {"rows": [*rows], "behind": sorted(behind), "repeats": repeats, "threads": threads or cores()}
-    result = passes.Passes(Path(record.model).name, options, weights)
+    sizes = {c.group: passes.tensor_sizes(file_of(record, work, c.group)) for c in members}
+    options = given | {"rows": sorted({1, *given["rows"]}), "behind": sorted(given["behind"])}
+    result = passes.Passes(Path(record.model).name, options, sizes)
     passes.measure(result, members, interpreters(peer_python or record.python, sys.executable), timeout, output, click.echo)
     click.echo("\n".join(passes.markdown(result)))
 

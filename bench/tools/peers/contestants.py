@@ -13,7 +13,7 @@ TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K", "Q2_K", "Q3_K_M", "Q5_0", "
 GROUPS = (GGUF, *TYPES, F32)
 """Forms of a model, each a file; ``gguf`` is the file that was given. Contestants of a group read one file, or the nearest form
 of it. They run side by side, and are compared with EESD's plain decoding in that group."""
-EESD, LLAMA_CPP = "EESD", "llama.cpp"
+EESD, LLAMA_CPP, IK_LLAMA_CPP = "EESD", "llama.cpp", "ik_llama.cpp"
 WORKERS = Path(__file__).parent / "workers"
 
 
@@ -35,6 +35,7 @@ class Peer:
 PEERS = {
     LLAMA_CPP: Peer("llama_cpp_peer.py", ("lookup",)),
     EESD: Peer("eesd_peer.py", ("drafting",)),
+    IK_LLAMA_CPP: Peer("ik_llama_cpp_peer.py", ("rtr", "lookup")),
     "OpenVINO": Peer("openvino_peer.py", ("lookup",)),
     "ort-genai": Peer("ort_genai_peer.py", ("lookup",), extra={f"{GGUF}-int8": GGUF}),
 }
@@ -48,7 +49,7 @@ class Contestant:
     Attributes:
         peer: Key of :data:`PEERS`.
         variant: Form of the model; of EESD the name of an engine directory.
-        mode: ``plain``, or a mode of the peer.
+        mode: ``plain``, or a mode of the peer; of EESD also the name of CPU kernels, with which it decodes plainly.
         group: Of :data:`GROUPS`.
         path: What the worker loads.
     """

@@ -5,12 +5,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
 from eesd.bench.tools.peers.contestants import EESD, F32, GGUF, LLAMA_CPP, PEERS, WORKERS, Contestant, group_of, of_variant
-from eesd.bench.tools.peers.process import PeerError, one_line, started
+from eesd.bench.tools.peers.process import PeerError, Process, one_line
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, written_whole
 from eesd.common.json_input import read_json_object
@@ -146,7 +147,7 @@ def file_of(work: Work, directory: Path, variant: str) -> Path:
 
 def _convert(source: Path, output: Path, peer: str, variant: str, python: str, seconds: float) -> None:
     made = directory_written_whole(output, lambda _: "")  # what is there is of a run that was stopped before it said so
-    with started(python, WORKERS / PEERS[peer].worker, 1, seconds) as process, made as temporary:
+    with closing(Process(python, WORKERS / PEERS[peer].worker, 1, seconds)) as process, made as temporary:
         process.ask("convert", model=str(source), output=str(temporary), variant=variant)
 
 
@@ -169,5 +170,5 @@ def _export(work: Work, directory: Path, variant: str, head: list[str], sizes: l
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PeerError(f"eesd-export: {one_line(done.stderr)}")
-    with started(sys.executable, WORKERS / PEERS[EESD].worker, 1, seconds) as process:
+    with closing(Process(sys.executable, WORKERS / PEERS[EESD].worker, 1, seconds)) as process:
         process.ask("load", path=str(output), options={"mode": "plain", "threads": 1})

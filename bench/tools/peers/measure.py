@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from eesd.bench.measure.run import rotated
 from eesd.bench.tools.peers.contestants import EESD, PEERS, Contestant, grouped
-from eesd.bench.tools.peers.process import PeerError, Process, busy_threads, started
+from eesd.bench.tools.peers.process import PeerError, Process, busy_threads
 from eesd.bench.tools.peers.quality import measure_quality, reference_of
 from eesd.bench.tools.peers.results import Load, Prompt, Quality, Result, Run
 
@@ -56,38 +56,25 @@ class Options:
         return max(*lengths, self.window, WARM_UP_TOKENS) + 1
 
 
+@dataclass
 class Comparison:
     """Measures what a result lacks, and saves it after each step.
 
     Attributes:
         result: Everything measured so far.
+        options: What to measure.
+        pythons: Interpreter by peer.
+        seconds: Longest time of one answer.
+        path: Where to save.
+        report: Called with a line for each step.
     """
 
-    def __init__(
-        self,
-        result: Result,
-        options: Options,
-        pythons: dict[str, str],
-        seconds: float,
-        path: Path,
-        report: Callable[[str], None],
-    ) -> None:
-        """Begin or continue.
-
-        Args:
-            result: What is there.
-            options: What to measure.
-            pythons: Interpreter by peer.
-            seconds: Longest time of one answer.
-            path: Where to save.
-            report: Called with a line for each step.
-        """
-        self.result = result
-        self.options = options
-        self.pythons = pythons
-        self.seconds = seconds
-        self.path = path
-        self.report = report
+    result: Result
+    options: Options
+    pythons: dict[str, str]
+    seconds: float
+    path: Path
+    report: Callable[[str], None]
 
     def run(self, windows: list[list[int]], others: Iterable[Contestant] = ()) -> None:
         """Measure the speed of every group, and the quality if there are windows of held-out text.
@@ -206,19 +193,14 @@ class Comparison:
     @contextmanager
     def _started(self, contestant: Contestant) -> Iterator[Process]:
         python = self.pythons[contestant.peer]
-        with started(python, contestant.worker, self.options.threads, self.seconds) as process:
+        with closing(Process(python, contestant.worker, self.options.threads, self.seconds)) as process:
             self.result.packages[contestant.peer] = process.package()
             yield process
 
     def _ask_load(self, process: Process, contestant: Contestant) -> float:
-        settings = {
-            "variant": contestant.variant,
-            "mode": contestant.mode,
-            "threads": self.options.threads,
-            "slots": self.options.slots,
-        }
-        seconds: float = process.ask("load", path=contestant.path, options=settings)["seconds"]
-        return seconds
+        sizes = {"threads": self.options.threads, "slots": self.options.slots}
+        settings = {"variant": contestant.variant, "mode": contestant.mode, **sizes}
+        return float(process.ask("load", path=contestant.path, options=settings)["seconds"])
 
     def _replace_load(self, load: Load) -> None:
         """Put in one load of a contestant and process. A resumed process keeps the larger peak of its two runs."""

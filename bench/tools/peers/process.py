@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Timer
 from typing import Any
@@ -121,16 +120,6 @@ class Process:
         lines = self._log.read().decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "")
         return f" ({one_line(last)})" if last else ""
-
-
-@contextmanager
-def started(python: Path | str, worker: Path, threads: int, seconds: float) -> Iterator[Process]:
-    """A :class:`Process` that is closed behind the ``with`` block."""
-    process = Process(python, worker, threads, seconds)
-    try:
-        yield process
-    finally:
-        process.close()
 
 
 def one_line(text: str) -> str:

@@ -36,8 +36,7 @@ def compare(reference: Logits, other: Logits) -> tuple[float, int]:
 def _log_softmax(logits: Logits) -> Logits:
     shifted = logits - logits.max(1, keepdims=True)
     sums: Logits = np.exp(shifted).sum(1, keepdims=True, dtype=np.float64)
-    found: Logits = (shifted - np.log(sums)).astype(np.float32)
-    return found
+    return np.asarray(shifted - np.log(sums), np.float32)
 
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
@@ -48,44 +47,27 @@ def reference_of(contestants: list[Contestant]) -> Contestant:
     return found
 
 
-class Judge:
-    """Compares contestants with one reference, window by window."""
+def _judged(name: str, process: Process, windows: list[list[int]], expected: list[Path], file: Path) -> Quality:
+    """Compare one contestant with the reference, whose logits of each window are in files. ``file`` is for its own."""
+    divergence, same = 0.0, 0
+    for window, reference in zip(windows, expected, strict=True):
+        _write_logits(process, window, file)
+        window_divergence, window_same = compare(np.load(reference), np.load(file))
+        divergence, same = divergence + window_divergence, same + window_same
+    positions = sum(map(len, windows))
+    # Rounding can make the divergence of equal distributions negative.
+    return Quality(name, positions, max(0.0, divergence / positions), same / positions)
 
-    def __init__(self, windows: list[list[int]], scratch: Path) -> None:
-        """``scratch`` is a directory for the reference's logits, 4 bytes for each token and word of the vocabulary."""
-        self.windows = windows
-        self.scratch = scratch
 
-    def _file(self, index: int) -> Path:
-        return self.scratch / f"reference-{index}.npy"
-
-    def record(self, process: Process) -> None:
-        """Keep the reference's logits."""
-        for index, window in enumerate(self.windows):
-            if not process.ask("logits", tokens=window, output=str(self._file(index)))["given"]:
-                raise PeerError("logits: the reference gives none.")
-
-    def judge(self, name: str, process: Process) -> Quality | None:
-        """Compare one contestant; None if it gives no logits. Raises :class:`PeerError` if it fails."""
-        file = self.scratch / "other.npy"
-        divergence, same, positions = 0.0, 0, 0
-        for index, window in enumerate(self.windows):
-            if not process.ask("logits", tokens=window, output=str(file))["given"]:
-                return None
-            window_divergence, window_same = compare(np.load(self._file(index)), np.load(file))
-            divergence, same, positions = divergence + window_divergence, same + window_same, positions + len(window)
-        # Rounding can make the divergence of equal distributions negative.
-        return Quality(name, positions, max(0.0, divergence / positions), same / positions)
+def _write_logits(process: Process, window: list[int], file: Path) -> None:
+    if not process.ask("logits", tokens=window, output=str(file))["given"]:
+        raise PeerError("gives no logits of a text")
 
 
 def measure_quality(
-    contestants: list[Contestant],
-    reference: Contestant,
-    windows: list[list[int]],
-    start: Start,
-    done: set[str],
+    contestants: list[Contestant], reference: Contestant, windows: list[list[int]], start: Start, done: set[str],
     report: Callable[[str, Quality | str], None],
-) -> None:
+) -> None:  # fmt: skip
     """Judge every plain contestant, each in a process of its own.
 
     Args:
@@ -100,17 +82,16 @@ def measure_quality(
     if not waiting:
         return
     with scratch_directory("eesd-peers") as scratch:
-        judge = Judge(windows, scratch)
+        files = [scratch / f"reference-{index}.npy" for index in range(len(windows))]
         try:
             with start(reference) as process:
-                judge.record(process)
+                for window, file in zip(windows, files, strict=True):
+                    _write_logits(process, window, file)
         except PeerError as error:
             raise EESDError(f"{reference.name} cannot be the reference of the quality: {error}") from None
         for contestant in waiting:
             try:
                 with start(contestant) as process:
-                    found = judge.judge(contestant.name, process)
+                    report(contestant.name, _judged(contestant.name, process, windows, files, scratch / "other.npy"))
             except PeerError as error:
                 report(contestant.name, str(error))
-            else:
-                report(contestant.name, found or "gives no logits of a text")

@@ -39,12 +39,12 @@ def _conditions(result: Result) -> list[str]:
     }
     lines = [
         *table(["setting", ""], settings.items()),
-        "Contestants get the same token ids. They decode each prompt one after another, in an order that rotates. Figures are "
-        "medians over processes and prompts, with a 95 % bootstrap interval.",
+        "Contestants decode the same token ids one after another, in an order that rotates. Figures are medians over processes "
+        "and prompts, with a 95 % bootstrap interval.",
         "",
-        "A ratio is EESD's plain figure over the contestant's, in the same process and on the same prompt. EESD is faster "
-        "above 1 for tokens/s, and below 1 for the time to the first token (TTFT). Peak: the largest resident size. "
-        "Anonymous: memory of no file, after the last prompt. Same tokens: the median common prefix with plain decoding.",
+        "A ratio is EESD's plain figure over the contestant's, on the same prompt. EESD is faster above 1 for tokens/s, and "
+        "below 1 for the time to the first token (TTFT). Peak: the largest resident size. Anonymous: memory of no file. Same "
+        "tokens: the median common prefix with plain decoding.",
         "",
     ]
     return lines if result.complete else [*lines, "**Incomplete**; see Left out.", ""]

@@ -17,6 +17,7 @@ from eesd.common.errors import EESDError, shortened
 from eesd.common.outputs import resolved
 
 C = TypeVar("C", bound=click.Command)
+F = TypeVar("F", bound=Callable[..., Any])
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
@@ -89,6 +90,17 @@ class _Command(click.Command):
 
 class _Group(_Command, click.Group):
     command_class = _Command
+
+
+def options(*several: Callable[[F], F]) -> Callable[[F], F]:
+    """A decorator that gives a command several options, in this order."""
+
+    def decorate(command: F) -> F:
+        for option in reversed(several):
+            command = option(command)
+        return command
+
+    return decorate
 
 
 def command(environment: str | None = None, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:

@@ -4,7 +4,7 @@ A draft step spends much of its time on the LM head of a small model, and most t
 cannot predict, verify still can: only acceptance depends on the choice. The module needs no torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,22 +14,6 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, Manifest
 
 Ids = NDArray[np.int64]
-
-
-def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> Ids:
-    """Choose a draft vocabulary.
-
-    Args:
-        counts: How often each token was seen [V].
-        size: Vd, the number of tokens to choose, at most V.
-        always: Tokens that are always chosen: the tokens that end a text.
-
-    Returns:
-        The ids [Vd], ascending. Of tokens that were seen as often, those with the lowest ids are chosen.
-    """
-    ranked = counts.copy()
-    ranked[[token for token in always if token < len(counts)]] = counts.max(initial=0) + 1
-    return np.sort(np.argsort(-ranked, kind="stable")[:size])
 
 
 def are_draft_vocab(ids: NDArray[np.integer], vocab_size: int) -> bool:

@@ -260,3 +260,13 @@ def _delete(path: Path) -> bool:
         with suppress(OSError):
             path.unlink(missing_ok=True)
     return not lexists(path)
+
+
+def user_cache() -> Path | None:
+    """Where EESD keeps what it can make again, as the user or the system says. None for a user without a home."""
+    given, xdg = os.environ.get("EESD_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform)
+    try:
+        return Path(given) if given else Path(xdg or of_system or "~/.cache").expanduser() / "eesd"
+    except RuntimeError:
+        return None

@@ -85,6 +85,7 @@ class Geometry:
     Attributes:
         architecture: Name of the architecture in transformers; nothing is computed from it.
         qk_norm: Whether queries and keys are normalized before they are rotated, each head alone.
+        qk_norm_rotated: Whether this norm comes after the rotation instead.
         qk_norm_joint: Whether they are normalized over all heads together instead.
         norm_before, norm_behind: Whether a norm stands before attention and MLP, and behind each, before its sum with x.
         wide_norms: Whether norms have float32 weights and multiply in float32, whatever the directory's element type is.
@@ -119,6 +120,7 @@ class Geometry:
     output_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
+    qk_norm_rotated: bool = False
     qk_norm_joint: bool = False
     norm_before: bool = True
     norm_behind: bool = False
@@ -200,21 +202,6 @@ class Geometry:
         """Columns of the rotary tables: D / 2, and where sliding layers have a base of their own as many again behind these."""
         return self.head_dim // 2 * (2 if self.local_theta else 1)
 
-    @property
-    def other_parts(self) -> tuple[str, ...]:
-        """What a block computes otherwise than Llama's, in words. Kernels that know Llama's block alone must not run it."""
-        parts = {
-            "norms over all heads": self.qk_norm_joint,
-            "norms behind attention and MLP": self.norm_behind,
-            "norms in float32": self.wide_norms,
-            "another activation": self.activation != "silu",
-            "another scale of attention": self.attention_scale != 0,
-            "capped scores": self.attention_cap != 0,
-            "layers of several kinds": bool(self.layer_kinds),
-            "experts": self.experts is not None,
-        }
-        return tuple(name for name, there in parts.items() if there)
-
     def on_rank(self, ranks: int) -> "Geometry":
         """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot have equal parts."""
         experts, parts = self.experts, {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size}
@@ -248,11 +235,15 @@ class Eagle:
         block: Sizes of its block, whose attention reads an embedding and a state side by side. Caches have one shape, so hidden
             size, KV heads and their size are the model's.
         normed_residual: Whether the block adds to the norm of the state, and not to the state itself.
+        fuse_norms: Norms before the layers' states are fused: none, one of all side by side, or one of each (EAGLE-3.1).
+        normed_output: Whether the next draft step reads the norm of the block's output, and not the output itself (EAGLE-3.1).
     """
 
     layers: tuple[int, ...]
     block: Geometry
     normed_residual: bool = False
+    fuse_norms: int = 0
+    normed_output: bool = False
 
 
 @dataclass(frozen=True)
@@ -299,9 +290,13 @@ class ExitConfig:
         return self.eagle.layers if self.eagle else self.deep
 
 
-def eagle_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
-    """Why a model cannot have this EAGLE-3 head; None: it can."""
-    eagle = exit_config.eagle
+def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
+    """Why a model cannot have a head that reads these layers; None: it can."""
+    deep, eagle = exit_config.deep, exit_config.eagle
+    if list(deep) != sorted(set(deep)) or not all(exit_config.layer < layer <= geometry.num_layers for layer in deep):
+        return f"deep layers must ascend, from {exit_config.layer + 1} to at most {geometry.num_layers}"
+    if deep and not exit_config.blocks:
+        return "a head without blocks has no attention behind which they could be added"
     if eagle is None:
         return None
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
@@ -313,7 +308,9 @@ def eagle_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
         return (
             f"it reads states after the layers {', '.join(map(str, layers))}; they must ascend, from 1 to {geometry.num_layers}"
         )
-    if (exit_config.layer, exit_config.blocks, exit_config.own_lm_head, exit_config.deep) != (0, 1, True, ()):
+    if eagle.fuse_norms not in (0, 1, len(layers)):
+        return f"it has {eagle.fuse_norms} norms for the states of {len(layers)} layers"
+    if (exit_config.layer, exit_config.blocks, exit_config.own_lm_head, deep) != (0, 1, True, ()):
         return "it must have one block and its own LM head"
     return None
 
@@ -322,16 +319,6 @@ def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
     """Caches that hold states, to which nothing attends: the deep cache, or as many as an EAGLE-3 head's state takes."""
     width = 2 * geometry.num_kv_heads * geometry.head_dim
     return -(-geometry.hidden_size // width) if exit_config.eagle else int(bool(exit_config.deep))
-
-
-def deep_fault(num_layers: int, exit_config: ExitConfig) -> str | None:
-    """Why a model with so many layers cannot have a head with these deep layers; None: it can."""
-    deep = exit_config.deep
-    if list(deep) != sorted(set(deep)) or not all(exit_config.layer < layer <= num_layers for layer in deep):
-        return f"deep layers must ascend, from {exit_config.layer + 1} to at most {num_layers}"
-    if deep and not exit_config.blocks:
-        return "a head without blocks has no attention behind which they could be added"
-    return None
 
 
 def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:

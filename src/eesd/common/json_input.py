@@ -6,10 +6,9 @@ and at nothing else, because strings may hold the other line separators of Unico
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
-from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -166,68 +165,3 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
 def _hints(kind: Any) -> dict[str, Any]:
     """The annotated types of a dataclass. A manifest has hundreds of values of a few classes."""
     return get_type_hints(kind)
-
-
-class Fields:
-    """The fields of a JSON object. Each is taken with its type; fields that were not taken are left over.
-
-    Raises:
-        ValueError: A field has another type, or is out of range.
-        KeyError: A field without default is missing.
-    """
-
-    def __init__(self, raw: Mapping[str, Any]) -> None:
-        self.raw = raw
-        self.taken: set[str] = set()
-
-    def take(self, name: str, default: Any = ...) -> Any:
-        """The value of a field, of any type. A default of ``...`` means that the field is required."""
-        self.taken.add(name)
-        return self.raw[name] if default is ... else self.raw.get(name, default)
-
-    def integer(self, name: str, default: Any = ..., optional: bool = False, least: int = 1, most: int = 2**63 - 1) -> Any:
-        """An integer from ``least`` to ``most``; None only if ``optional``."""
-        value = self.take(name, default)
-        if optional and value is None:
-            return None
-        if type(value) is not int or not least <= value <= most:
-            too_large = type(value) is int and value > most
-            bounds = f"from {least} to {most}" if most < 2**63 - 1 or too_large else f"of at least {least}"
-            raise ValueError(f"{name} is {shown(value)}, and must be an integer {bounds}")
-        return value
-
-    def number(self, name: str, default: Any = ..., optional: bool = False) -> Any:
-        """A finite number; None only if ``optional``."""
-        value = self.take(name, default)
-        if optional and value is None:
-            return None
-        if type(value) not in (int, float) or not isfinite(as_float(value)):
-            raise ValueError(f"{name} is {shown(value)}, and must be a number")
-        return float(value)
-
-    def flag(self, name: str, default: bool = False) -> bool:
-        """A boolean."""
-        value = self.take(name, default)
-        if type(value) is not bool:
-            raise ValueError(f"{name} is {shown(value)}, and must be true or false")
-        return value
-
-    def text(self, name: str) -> str | None:
-        """A string, or None."""
-        value = self.take(name, None)
-        if not isinstance(value, str | None):
-            raise ValueError(f"{name} is {shown(value)}, and must be a string")
-        return value
-
-    def token_ids(self, name: str) -> tuple[int, ...] | None:
-        """One token id or a list of them; None if there is none."""
-        value = self.take(name, None)
-        ids = value if isinstance(value, list) else [value]
-        if value is not None and any(type(token) is not int or not -1 <= token < 2**31 for token in ids):
-            raise ValueError(f"{name} is {shown(value)}, and must be a token id or a list of them")
-        return None if value is None else tuple(ids)
-
-    @property
-    def left(self) -> list[str]:
-        """Names of the fields that were not taken and are not null."""
-        return sorted(name for name, value in self.raw.items() if name not in self.taken and value is not None)

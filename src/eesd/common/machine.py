@@ -4,8 +4,6 @@ import ctypes
 import importlib.util
 import os
 import shutil
-import subprocess
-import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,30 +19,9 @@ def installed(package: str) -> str | None:
         return None
 
 
-def user_cache() -> Path | None:
-    """Where EESD keeps what it can make again, as the user or the system says. None for a user without a home."""
-    given, xdg = os.environ.get("EESD_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform)
-    try:
-        return Path(given) if given else Path(xdg or of_system or "~/.cache").expanduser() / "eesd"
-    except RuntimeError:
-        return None
-
-
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def available_memory() -> int:
-    """Bytes of main memory that a program may still take; 8 GiB where the system does not say."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 8 << 30
 
 
 def release_freed_memory() -> None:
@@ -70,29 +47,6 @@ def nvidia_driver() -> bool:
     return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
 
 
-def compute_capability() -> str | None:
-    """Of the first GPU that CUDA programs see, such as ``9.0``; None without one.
-
-    torch is asked where it is imported anyway. Else the driver is, whose order of GPUs is that of ``CUDA_VISIBLE_DEVICES`` only
-    with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or GPUs of one kind.
-    """
-    torch = sys.modules.get("torch")
-    if torch is not None and nvidia_driver() and torch.cuda.is_available():
-        return "{}.{}".format(*torch.cuda.get_device_capability(0))
-    return _of_first_gpu("compute_cap")
-
-
-def _of_first_gpu(field: str) -> str | None:
-    """What the driver says of the first GPU that CUDA programs see."""
-    gpus = [line.split(", ") for line in query_gpus(f"index,uuid,{field}") or () if line.count(", ") == 2]
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        first = visible.split(",")[0].strip()
-        # A UUID may be abbreviated. A part of a GPU (MIG) has a name that does not tell which GPU it is of: take the first.
-        gpus = [gpu for gpu in gpus if first and (first == gpu[0] or gpu[1].startswith(first) or first.startswith("MIG-"))]
-    return gpus[0][2] if gpus else None
-
-
 def torch_sees_gpu() -> bool:
     """Whether the torch engine could use a GPU here. Imports torch, which takes seconds, only where there is a driver."""
     if not nvidia_driver() or any(importlib.util.find_spec(package) is None for package in TORCH_ENGINE):
@@ -104,11 +58,12 @@ def torch_sees_gpu() -> bool:
     return torch.cuda.is_available()
 
 
-def query_gpus(fields: str) -> list[str] | None:
-    """A line for each GPU; None where no driver answers."""
-    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+def available_memory() -> int:
+    """Bytes of main memory that a program may still take; 8 GiB where the system does not say."""
     try:
-        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (subprocess.SubprocessError, OSError):
-        return None
-    return [line.strip() for line in found.splitlines()]
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 8 << 30

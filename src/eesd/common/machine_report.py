@@ -1,11 +1,13 @@
-"""This machine in words, for reports."""
+"""This machine in words, for reports, and what the NVIDIA driver says of its GPUs."""
 
 import os
 import platform
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
-from eesd.common.machine import query_gpus
+from eesd.common.machine import nvidia_driver
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
 
@@ -47,3 +49,36 @@ def _gpu() -> str:
         return "none (no NVIDIA driver)"
     found = query_gpus("name,memory.total,driver_version,compute_cap")
     return "the NVIDIA driver does not answer" if found is None else "; ".join(found) or "none"
+
+
+def compute_capability() -> str | None:
+    """Of the first GPU that CUDA programs see, such as ``9.0``; None without one.
+
+    torch is asked where it is imported anyway. Else the driver is, whose order of GPUs is that of ``CUDA_VISIBLE_DEVICES`` only
+    with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or GPUs of one kind.
+    """
+    torch = sys.modules.get("torch")
+    if torch is not None and nvidia_driver() and torch.cuda.is_available():
+        return "{}.{}".format(*torch.cuda.get_device_capability(0))
+    return _of_first_gpu("compute_cap")
+
+
+def _of_first_gpu(field: str) -> str | None:
+    """What the driver says of the first GPU that CUDA programs see."""
+    gpus = [line.split(", ") for line in query_gpus(f"index,uuid,{field}") or () if line.count(", ") == 2]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        first = visible.split(",")[0].strip()
+        # A UUID may be abbreviated. A part of a GPU (MIG) has a name that does not tell which GPU it is of: take the first.
+        gpus = [gpu for gpu in gpus if first and (first == gpu[0] or gpu[1].startswith(first) or first.startswith("MIG-"))]
+    return gpus[0][2] if gpus else None
+
+
+def query_gpus(fields: str) -> list[str] | None:
+    """A line for each GPU; None where no driver answers."""
+    query = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (subprocess.SubprocessError, OSError):
+        return None
+    return [line.strip() for line in found.splitlines()]

@@ -5,15 +5,14 @@ docs/engine-directory.md specifies the format. Reading checks every value before
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
-from eesd.common.files import remove_leftovers
-from eesd.common.geometry import ExitConfig, Geometry, deep_fault, draft_caches, draft_columns, eagle_fault, exit_caches
+from eesd.common.geometry import ExitConfig, Geometry, draft_caches, draft_columns, exit_caches, head_fault
 from eesd.common.json_input import from_json, read_json
 from eesd.common.quantization import BLOCKS, DTYPES, FP8_WEIGHTS, LEVELS, NVFP4, OWN_BLOCKS, SCALE_TYPES, Quantizations
 
@@ -22,6 +21,8 @@ MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
 """The ids of the draft vocabulary, ascending, as little-endian int64: external data of the draft graph."""
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+"""The sampling options that are taken over from a model's ``generation_config.json``. vLLM takes the same by default."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The special tokens that chat templates may use, by their names in tokenizer_config.json."""
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
@@ -132,6 +133,33 @@ class PlanInfo:
 
 
 @dataclass(frozen=True)
+class SamplingDefaults:
+    """The sampling options of a model's ``generation_config.json``. None: the file does not say.
+
+    Attributes:
+        not_applied: Options of the file that would change the tokens, and that are not applied.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    not_applied: tuple[str, ...] = ()
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that the file gives, by name."""
+        return {name: getattr(self, name) for name in SAMPLING_OPTIONS if getattr(self, name) is not None}
+
+    @property
+    def notice(self) -> str:
+        """One line about the options that are not applied; empty if there are none."""
+        names = ", ".join(self.not_applied)
+        return f"generation_config.json: not applied: {names}; transformers may give other tokens." if names else ""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Description of an engine directory.
 
@@ -147,6 +175,7 @@ class Manifest:
         draft_top_k: K, the candidates that the draft reports for each node.
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
+        sampling: How requests sample that give no options.
         draft: The draft graph.
         verify: The verify graph: its stages in order, or a single one.
         files: Size and hash of every file that the export wrote, besides the manifest.
@@ -166,6 +195,7 @@ class Manifest:
     draft_top_k: int
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
+    sampling: SamplingDefaults
     draft: GraphInfo
     verify: tuple[GraphInfo, ...]
     files: dict[str, FileInfo]
@@ -232,16 +262,13 @@ class Manifest:
 def load_manifest(directory: Path) -> Manifest:
     """Read and check the manifest of an engine directory, and check that every file is there and has its full size.
 
-    A directory that a killed export had moved aside is put back first.
-
     Raises:
         EESDError: ``directory`` is not an engine directory, is damaged, or has another format version.
     """
     path = directory / MANIFEST_FILE
-    if not directory.exists():  # a killed export may have moved it aside to replace it
-        with suppress(OSError, RuntimeError):  # of links that lead in a circle
-            remove_leftovers(directory.resolve().parent, directory.resolve().name)
     if not directory.is_dir():
+        if aside := [*directory.parent.glob(f".{escape(directory.name)}.eesd-*.old")]:
+            raise EESDError(f"{directory} was moved to {aside[0]} by an export that was killed; rename it, or export again.")
         raise EESDError(f"{directory} is not a directory; give the output directory of eesd-export.")
     if not path.exists():
         raise EESDError(f"{directory} has no {MANIFEST_FILE}; give the output directory of eesd-export.")
@@ -282,7 +309,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     if not (least <= exit_head.layer <= most and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
         raise ValueError("the exit head does not fit the model")
     manifest.geometry.check_window(manifest.max_tree_nodes)
-    if fault := deep_fault(num_layers, exit_head) or eagle_fault(manifest.geometry, exit_head):
+    if fault := head_fault(manifest.geometry, exit_head):
         raise ValueError(fault)
     if exit_head.read_layers and len(manifest.verify) > 1:
         raise ValueError("states of layers in several stages")

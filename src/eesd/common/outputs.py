@@ -26,13 +26,14 @@ def existing_parent(path: Path) -> Path:
     return next(parent for parent in resolved(path).parents if parent.exists())
 
 
-def check_own(path: Path, *beginnings: str) -> None:
-    """Raise :class:`EESDError` if there is a file that begins otherwise than what a command writes. It may be empty."""
-    if path.is_file():
+def check_own(path: Path, beginning: str) -> None:
+    """Raise :class:`EESDError` if there is a link, or a file that begins otherwise than a command writes it. Empty is fine."""
+    own = not path.is_symlink()
+    if own and path.is_file():
         with path.open("rb") as file:
-            found = file.read(max(map(len, beginnings)))
-        if found and not any(found.startswith(beginning.encode()) for beginning in beginnings):
-            raise EESDError(f"{path} exists, and this command did not write it; give another file, or move it away.")
+            own = file.read(len(beginning)) in (b"", beginning.encode())
+    if not own:
+        raise EESDError(f"{path} exists, and this command did not write it; give another file, or move it away.")
 
 
 def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:

@@ -121,13 +121,6 @@ class Quantizations:
         """The quantizations that are not None."""
         return (*(one for one in self.places.values() if one is not None), *self.tensors.values())
 
-    @property
-    def in_float32_only(self) -> bool:
-        """Whether verify has weights that ONNX Runtime does not multiply by int8: with minimums, a file's own levels, or levels
-        that are no integers."""
-        places = (one for one in (self.layers, self.head) if one is not None)
-        return bool(self.tensors) or any(one.minimums or not one.integers for one in places)
-
     def of(self, name: str, shape: Shape) -> Quantization | None:
         """Quantization of a weight of a graph, by its name there and its shape in the checkpoint.
 
@@ -152,13 +145,6 @@ class Quantizations:
         own, copy = self.of(name, shape), self.of(DRAFT + name, shape)
         bits = BITS[dtype if own is None else own.weights]
         return DRAFT + name if copy is not None and BITS[copy.weights] < bits else name
-
-    @property
-    def drafts_with_int8(self) -> bool:
-        """Whether the draft has int8 weights, of its own or shared with verify."""
-        if self.draft is not None and BITS[self.draft.weights] < BITS["int8"]:  # its copies of verify's weights
-            return False
-        return any(one.weights == "int8" for one in self.used)
 
 
 UNQUANTIZED = Quantizations()

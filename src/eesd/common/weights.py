@@ -7,9 +7,11 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
+from typing import Any
 
 from eesd.common.checks import shown
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, refused
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
 from eesd.common.quantization import (
@@ -42,9 +44,9 @@ FACTOR = ".factor"
 
 _KV_MODULES = ("input_layernorm", "hidden_norm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
 """The modules of a block that compute its keys and values."""
-FUSE = "fuse_proj"
-"""Name in an EAGLE-3 head of the product that makes one state of those of several layers."""
-_STATES = (f"{EXIT_HEAD}deep.", f"{EXIT_HEAD}{FUSE}.")
+FUSE, FUSE_NORM = "fuse_proj", "fuse_norm"
+"""Names in an EAGLE-3 head of the product that makes one state of those of several layers, and of the norms before it."""
+_STATES = (f"{EXIT_HEAD}deep.", f"{EXIT_HEAD}{FUSE}.", f"{EXIT_HEAD}{FUSE_NORM}.")
 """Prefixes of the modules that make states, which the draft does not have."""
 HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
 """The rotary tables of an EAGLE-3 head, whose frequencies are its own."""
@@ -56,10 +58,10 @@ DEEP = f"{EXIT_HEAD}deep"
 OUTPUTS, INPUTS = 0, 1
 """The sides of a weight [out, in] at which ranks that share a model split it."""
 _SPLIT = {
-    OUTPUTS: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"),
-    INPUTS: ("o_proj", "down_proj"),
+    OUTPUTS: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "state_proj"),
+    INPUTS: ("o_proj", "down_proj", "deep_in_proj"),
 }
-"""Layers of attentions and MLPs by the side."""
+"""Layers by the side. A deep state is split as the keys and values of its cache."""
 
 ROUTER = "mlp.gate.weight"
 """Name in a block of what chooses its experts."""
@@ -76,8 +78,7 @@ class StoredWeight:
         shape: Shape in the checkpoint; [out, in] for a linear layer.
         dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables and for norms
             that the geometry says so of, and int64 for the draft vocabulary. The quantization may name another one for scales.
-        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. Linked weights are not, and the
-            embedding table is not.
+        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. The embedding table is not.
         quantization: None if the weight is stored in ``dtype``.
     """
 
@@ -177,7 +178,7 @@ def packed_name(parts: Sequence[str]) -> str:
 
 
 def split_side(name: str) -> int | None:
-    """The side at which ranks split a weight of an attention or an MLP, or its bias; None: each rank has all of it."""
+    """The side at which ranks split a layer's weight, or its bias; None: each rank has all of it."""
     layer = parts_of(f".{name}")[0].split(".")[-2]
     return next((side for side, layers in _SPLIT.items() if layer in layers), None)
 
@@ -281,7 +282,9 @@ def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, S
     shapes = {f"blocks.{index}.{name}": shape for index in range(exit_config.blocks) for name, shape in block.items()}
     shapes["norm.weight"] = (hidden,)
     if eagle:
-        shapes[f"{FUSE}.weight"] = (hidden, len(eagle.layers) * hidden)
+        joined, norms = len(eagle.layers) * hidden, eagle.fuse_norms
+        shapes[f"{FUSE}.weight"] = (hidden, joined)
+        shapes |= {f"{FUSE_NORM}.{index}.weight": (joined // norms,) for index in range(norms)}
     if exit_config.draft_vocab:
         shapes[DRAFT_VOCAB] = (exit_config.draft_vocab,)
     if exit_config.deep:
@@ -390,6 +393,21 @@ def _check_tensors(manifest: Manifest) -> None:
         whole = (is_linear(name) or (name == EMBEDDINGS and one.weights == "int8")) and name in shapes
         if not whole or shapes[name][1] % one.block or manifest.linked:
             raise EESDError(f"{MANIFEST_FILE} is damaged (quantization.tensors.{shown(name)}); export the model again.")
+
+
+def read_graph(path: Path) -> Any:
+    """Read a graph without its weights, which stay in their files.
+
+    Returns:
+        An ``onnx.ModelProto``.
+
+    Raises:
+        EESDError: onnx cannot read it.
+    """
+    import onnx
+
+    with refused(lambda _: f"onnx cannot read {path}; export the model again."):
+        return onnx.load(path, load_external_data=False)
 
 
 def weight_bytes(manifest: Manifest, graph: GraphInfo) -> int:

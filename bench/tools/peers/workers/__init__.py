@@ -10,5 +10,5 @@
 * ``logits`` returns float32 [n, V], or None where the peer gives none.
 * ``prefill(tokens, start)`` and ``passes(rows, behind, count)`` time single calls, and ``slot_bytes()`` says what a token takes
   in the cache. Not every peer has them.
-* ``PACKAGE`` is the name by which pip knows the peer.
+* ``PACKAGE`` is the name by which pip knows the peer; ``version(PACKAGE)`` gives its version if pip does not.
 """

@@ -1,23 +1,35 @@
-"""EESD itself, decoding plainly or drafting with the default controller. Runs in the interpreter of the benchmark."""
+"""EESD itself: plain, drafting with the default controller, or in batches. Runs in the interpreter of the benchmark."""
 
+import threading
 import time
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 PACKAGE = "eesd"
-CACHE_DTYPE = "float32"
-"""Of the CPU engine's cache."""
 
 
-def load(path: str, options: dict[str, Any]) -> "Contestant":
+def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
+    """The option ``rows`` makes a batch of that many requests. It drafts by its mode: ``automatic``, ``always``, ``never``."""
     import eesd
     from eesd.runtime.llm import Speculation
 
+    mode, threads = options["mode"], options["threads"]
+    if "rows" in options:
+        from eesd.runtime.batch.scheduler import BatchOptions
+        from eesd.runtime.batch.service import Service
+
+        levels = {"automatic": None, "always": options["levels"], "never": 0}[mode]
+        batch = BatchOptions(max_rows=options["rows"], prefix_memory=0, levels=levels)
+        return Batch(Service(eesd.load(path, "ort", threads=threads), batch), mode != "never")
+    if mode not in ("plain", "drafting"):  # CPU kernels
+        from eesd.bench.tools.exactness import open_with
+
+        return Contestant(open_with(Path(path), "ort", mode, threads, "int8"))
     # Prompts are repeated, and what an earlier run of one said must not be copied.
-    speculation = Speculation() if options["mode"] == "drafting" else None
-    return Contestant(eesd.load(path, threads=options["threads"], generation_config="none", speculation=speculation))
+    speculation = Speculation() if mode == "drafting" else None
+    return Contestant(eesd.load(path, threads=threads, generation_config="none", speculation=speculation))
 
 
 class Contestant:
@@ -63,10 +75,9 @@ class Contestant:
 
     def slot_bytes(self) -> int:
         """Bytes of keys and values of a token that a pass of the verify engine reads."""
-        from eesd.export.memory import slot_bytes
-
         manifest = self.llm.manifest
-        return slot_bytes(replace(manifest, dtype=CACHE_DTYPE), sum(len(graph.caches) for graph in manifest.verify))
+        read: int = sum(len(graph.caches) for graph in manifest.verify)
+        return int(self.cache.slot_bytes) * read // int(manifest.num_caches)
 
     def logits(self, tokens: list[int]) -> np.ndarray[Any, Any]:
         """By the verify engine, in the chunks of a prefill."""
@@ -81,3 +92,39 @@ class Contestant:
             [outputs] = verify.forward([Call(cache, chunk, range(start, start + len(chunk)), start)])
             rows.append(outputs.logits.copy())
         return np.concatenate(rows)
+
+
+class Batch:
+    def __init__(self, service: Any, draft: bool) -> None:
+        self.service = service
+        self.draft = draft
+
+    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> list[dict[str, Any]]:
+        from eesd.runtime.request import Request
+
+        waiting, lock, done = list(enumerate(prompts)), threading.Lock(), threading.Semaphore(0)
+        found: list[dict[str, Any]] = [{"tokens": [], "times": []} for _ in prompts]
+
+        def begin() -> None:
+            with lock:
+                if not waiting:
+                    return
+                number, prompt = waiting.pop(0)
+            started = time.perf_counter()
+
+            def on_update(update: Any) -> None:
+                now = time.perf_counter() - started
+                found[number]["tokens"] += [output.token for output in update.tokens]
+                found[number]["times"] += [now] * len(update.tokens)
+                if update.finish_reason is not None:
+                    begin()
+                    done.release()
+
+            request = Request(tokens=prompt, max_new_tokens=count, ignore_eos=True, draft=self.draft)
+            self.service.submit(request, on_update)
+
+        for _ in range(concurrency):
+            begin()
+        for _ in prompts:
+            done.acquire()
+        return found

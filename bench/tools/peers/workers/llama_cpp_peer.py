@@ -83,7 +83,7 @@ class Plain:
         return time.perf_counter() - started
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of passes over so many tokens, each with its logits; the cache stays as it was."""
+        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token. The cache stays as it was."""
         lib, memory = self.lib, self.lib.llama_get_memory(self.context)
         seconds = []
         for _ in range(count):

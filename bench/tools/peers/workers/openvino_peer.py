@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, with what it makes of GGUF files; plain, or with prompt lookup.
+"""OpenVINO GenAI, with what it makes of GGUF files; plain, with prompt lookup, or in batches.
 
 Models of floats compute in float32. The others get no hints, so OpenVINO chooses the precision of activations and KV cache.
 """
@@ -27,10 +27,15 @@ def convert(model: str, output: str, _: str) -> None:
         raise RuntimeError("OpenVINO GenAI wrote no openvino_model.xml")
 
 
-def load(path: str, options: dict[str, Any]) -> "Contestant":
+def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
+    """The option ``rows`` makes a batch of at most that many requests."""
     import openvino_genai as genai
 
     properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] in FLOATS else {})}
+    if "rows" in options:
+        scheduler = genai.SchedulerConfig()
+        scheduler.max_num_seqs, scheduler.cache_size, scheduler.enable_prefix_caching = options["rows"], 2, False
+        return Batch(genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties))
     lookup = {"prompt_lookup": True} if options["mode"] == "lookup" else {}
     return Contestant(path, genai.LLMPipeline(path, "CPU", **properties, **lookup), properties, options["mode"])
 
@@ -89,3 +94,36 @@ class Contestant:
         known = {name for port in self._compiled.inputs for name in port.get_names()}
         request.infer({name: value for name, value in values.items() if name in known})
         return request.get_tensor("logits").data[0]
+
+
+class Batch:
+    """Continuous batching."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+        self._last = 0
+
+    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> list[dict[str, Any]]:
+        import numpy as np
+        import openvino as ov
+        import openvino_genai as genai
+
+        config = genai.GenerationConfig()
+        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        found: list[dict[str, Any]] = [{"tokens": [], "times": []} for _ in prompts]
+        waiting, running = list(range(len(prompts))), dict[int, tuple[Any, float]]()
+        while waiting or running:
+            while waiting and len(running) < concurrency:
+                number = waiting.pop(0)
+                self._last += 1
+                ids = ov.Tensor(np.array([prompts[number]], np.int64))
+                running[number] = self.pipeline.add_request(self._last, ids, config), time.perf_counter()
+            self.pipeline.step()
+            for number, (handle, started) in list(running.items()):
+                while handle.can_read():
+                    [output] = handle.read().values()
+                    found[number]["tokens"] += list(output.generated_ids)
+                    found[number]["times"] += [time.perf_counter() - started] * len(output.generated_ids)
+                if len(found[number]["tokens"]) >= count:
+                    del running[number]
+        return found

@@ -24,7 +24,7 @@ class Server:
     def hello(self) -> dict[str, Any]:
         """Name and version of the peer's package."""
         package = self.peer.PACKAGE
-        return {"package": package, "version": version(package)}
+        return {"package": package, "version": getattr(self.peer, "version", version)(package)}
 
     def convert(self, model: str, output: str, variant: str) -> dict[str, Any]:
         self.peer.convert(model, output, variant)
@@ -44,7 +44,10 @@ class Server:
 
     def prefill(self, tokens: list[int], start: int) -> dict[str, Any]:
         """Fill the cache from position ``start`` on."""
-        return {"seconds": self.contestant.prefill(tokens, start), "slot_bytes": self.contestant.slot_bytes()}
+        return {"seconds": self.contestant.prefill(tokens, start)}
+
+    def slot_bytes(self) -> dict[str, Any]:
+        return {"bytes": self.contestant.slot_bytes()}
 
     def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
         """Time ``count`` passes over ``rows`` tokens behind a filled cache; one more comes before, to warm up."""

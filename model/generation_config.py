@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
-from eesd.common.json_input import Fields, read_json_object
+from eesd.common.manifest import SAMPLING_OPTIONS, SamplingDefaults
+from eesd.model.fields import Fields
 
 GENERATION_CONFIG_FILE = "generation_config.json"
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The sampling options that are taken over. vLLM takes the same by default."""
 NOT_APPLIED = {
     "bad_words_ids": None,
     "begin_suppress_tokens": None,
@@ -41,7 +39,6 @@ NOT_APPLIED = {
 }
 """Options that would change the tokens and are not applied, with the value that has no effect."""
 GENERATION_FIELDS = (*SAMPLING_OPTIONS, "do_sample", *NOT_APPLIED)
-REMEDY = "correct it in the model and export again, or give --generation-config none"
 
 
 @dataclass(frozen=True)
@@ -49,39 +46,21 @@ class GenerationConfig:
     """What is used of a ``generation_config.json``.
 
     Attributes:
-        sampling: Values of those of :data:`SAMPLING_OPTIONS` that the file gives. With ``do_sample: false`` only the repetition
-            penalty, which also applies to greedy decoding.
+        sampling: The sampling options. With ``do_sample: false`` only the repetition penalty, which also applies to greedy
+            decoding.
         eos_token_ids: Tokens that end a text; None if the file does not say.
-        not_applied: Names of options in the file that would change the tokens and are not applied.
     """
 
-    sampling: dict[str, Any]
+    sampling: SamplingDefaults
     eos_token_ids: tuple[int, ...] | None
-    not_applied: tuple[str, ...]
-
-    @property
-    def notice(self) -> str:
-        """One line about the options that are not applied; empty if there are none."""
-        names = ", ".join(self.not_applied)
-        return f"{GENERATION_CONFIG_FILE}: not applied: {names}; transformers may give other tokens." if names else ""
 
 
-def read_generation_config(directory: Path) -> GenerationConfig | None:
-    """Read the ``generation_config.json`` of an engine directory; None if there is none.
-
-    Raises:
-        EESDError: The file is damaged.
-    """
-    path = directory / GENERATION_CONFIG_FILE
-    return parse_generation_config(read_json_object(path, REMEDY), str(path)) if path.exists() else None
-
-
-def parse_generation_config(raw: Mapping[str, Any], name: str, remedy: str = REMEDY) -> GenerationConfig:
+def parse_generation_config(raw: Mapping[str, Any], name: str) -> GenerationConfig:
     """Parse the fields of a generation config called ``name``. Raises :class:`EESDError` for values of wrong types."""
     try:
         return _parse(Fields(raw))
     except ValueError as error:
-        raise EESDError(f"{name} cannot be used: {error}; {remedy}.") from None
+        raise EESDError(f"{name} cannot be used: {error}; correct the file.") from None
 
 
 def _parse(fields: Fields) -> GenerationConfig:
@@ -96,6 +75,5 @@ def _parse(fields: Fields) -> GenerationConfig:
         sampling = {"repetition_penalty": sampling["repetition_penalty"]}
     elif sample and sampling["temperature"] is None:
         sampling["temperature"] = 1.0
-    given = {name: sampling[name] for name in SAMPLING_OPTIONS if sampling.get(name) is not None}
-    not_applied = (name for name, off in NOT_APPLIED.items() if fields.take(name, None) not in (None, off, [], {}))
-    return GenerationConfig(given, fields.token_ids("eos_token_id"), tuple(not_applied))
+    not_applied = tuple(name for name, off in NOT_APPLIED.items() if fields.take(name, None) not in (None, off, [], {}))
+    return GenerationConfig(SamplingDefaults(**sampling, not_applied=not_applied), fields.token_ids("eos_token_id"))

@@ -16,8 +16,8 @@ from onnx import TensorProto
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest, TensorInfo
-from eesd.export.cpu.stored_values import read_tensor, to_float32
-from eesd.runtime.engines.graph_file import read_graph
+from eesd.common.weights import read_graph
+from eesd.export.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.ort_engine import NARROW, OrtEngine
 
 Widened = dict[str, Any]

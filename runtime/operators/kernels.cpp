@@ -1,0 +1,55 @@
+// The kernels for one instruction set, EESD_KERNELS, of which vector_<name>.h has 16 lanes. setup.py compiles this file once for each.
+// EESD_MISSING: the compiler does not know the instruction set, or it is another machine's.
+#include "kernels.h"
+
+#define STRING_OF(text) #text
+#define STRING(text) STRING_OF(text)
+#define JOIN_OF(a, b) a##b
+#define JOIN(a, b) JOIN_OF(a, b)
+
+namespace eesd {
+extern const Kernels JOIN(EESD_KERNELS, _kernels);
+}
+
+#ifdef EESD_MISSING
+const eesd::Kernels eesd::JOIN(EESD_KERNELS, _kernels) = {
+    STRING(EESD_KERNELS), [] { return false; }, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+#else
+#include <math.h>
+#if defined __x86_64__ || defined _M_X64
+#include <cpuid.h>
+#include <immintrin.h>
+#elif defined __aarch64__
+#include <arm_neon.h>
+#if defined __linux__
+#include <sys/auxv.h>
+#elif defined __APPLE__
+#include <sys/sysctl.h>
+#elif defined _WIN32
+extern "C" __declspec(dllimport) int IsProcessorFeaturePresent(unsigned long);
+#endif
+#endif
+
+namespace eesd {
+namespace {
+#include STRING(JOIN(vector_, EESD_KERNELS).h)
+//
+#include "rows.h"
+//
+#include "levels.h"
+//
+#include EESD_INTEGERS
+//
+#include "products.h"
+//
+#include "attention.h"
+//
+#include "topk.h"
+//
+#include "experts.h"
+}  // namespace
+
+const Kernels JOIN(EESD_KERNELS, _kernels) = {
+    STRING(EESD_KERNELS), supported, prepare, multiply, write, attend, finish, top, route, combine};
+}  // namespace eesd
+#endif

@@ -1,0 +1,224 @@
+"""A whole Llama 3 8B through ``LLM`` and ``Service``: tokens a second, and where the time of a call goes.
+
+Weights are random, so a script replaces each most likely token of the model by the next token of its text. Drafted tokens are
+right at a given rate. All other code runs unchanged.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from math import log
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest import DRAFT_VOCAB_FILE
+from eesd.runtime.batch.scheduler import BatchOptions
+from eesd.runtime.batch.service import Service
+from eesd.runtime.decoding.draft_tree import Node
+from eesd.runtime.decoding.samplers import SpecSampler, make_sampler
+from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.base import Call, KVCache, StepOutputs
+from eesd.runtime.engines.device import DeviceStream
+from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine
+from eesd.runtime.llm import LLM, Speculation
+from lease import Lease
+from lease.engines import made_up, random_engines
+from lease.machine import seconds_of
+from lease.passes import exit_head, shape
+
+LAYERS, SLOTS, PROMPT = 32, 4096, 64
+RATES = (0.5, 0.7, 0.9)
+CLIENTS = (1, 8, 32)
+VARIANTS: Mapping[str, Mapping[str, Any]] = {
+    "16 bits, exact, 32 nodes": {"nodes": 32, "exact": True},
+    "16 bits, exact, 15 nodes": {"nodes": 15, "exact": True},
+    "16 bits, exact, 7 nodes": {"nodes": 7, "exact": True},
+    "16 bits, not exact": {"nodes": 32, "exact": False},
+    "4-bit draft of the whole model": {"nodes": 15, "exact": True, "levels": "draft"},
+    "4 bits, exact, 15 nodes": {"nodes": 15, "exact": True, "levels": "both"},
+    "4 bits, not exact": {"nodes": 32, "exact": False, "levels": "both"},
+}
+
+SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
+    "coupled": {"temperature": 0.6},
+    "coupled, top-p": {"temperature": 0.6, "top_p": 0.9},
+    "coupled, top-k and top-p": {"temperature": 0.6, "top_p": 0.9, "top_k": 40},
+}
+
+
+class Script:
+    """The text that engines say.
+
+    Attributes:
+        rate: How often a draft behind right tokens is right.
+    """
+
+    rate = 1.0
+
+    def __init__(self, verify: DeviceEngine, draft: DeviceEngine) -> None:
+        """Both engines say the script from now on."""
+        random, self._vocabulary = np.random.default_rng(0), verify.manifest.geometry.vocab_size
+        self._tokens = random.integers(self._vocabulary, size=SLOTS + 1)
+        self._chances = random.random(SLOTS + 1)
+        verify_calls, draft_calls, chain = verify.forward, draft.forward, draft.draft_chain
+
+        def verified(calls: Sequence[Call]) -> list[StepOutputs]:
+            found = verify_calls(calls)
+            for call, outputs in zip(calls, found, strict=True):
+                outputs._argmax_ids = self._tokens[np.asarray(call.positions) + 1]
+            return found
+
+        def drafted(calls: Sequence[Call]) -> list[StepOutputs]:
+            return [self._guessed(call.positions, one) for call, one in zip(calls, draft_calls(calls), strict=True)]
+
+        def chained(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
+            return self._guessed(range(slot, slot + count), chain(kv_cache, token, slot, count))
+
+        verify.forward, draft.forward, draft.draft_chain = verified, drafted, chained  # type: ignore[method-assign]
+
+    def _guessed(self, positions: Sequence[int], outputs: StepOutputs) -> StepOutputs:
+        """Of the candidates at most the first one is right."""
+        assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
+        place, others = np.asarray(positions) + 1, outputs.topk_ids.shape[1] - 1
+        first = self._tokens[place] + (self._chances[place] >= self.rate)
+        outputs.topk_ids = (first[:, None] + 2 * np.arange(others + 1)) % self._vocabulary
+        outputs.topk_logprobs = np.full_like(outputs.topk_logprobs, log((1.0001 - self.rate) / others))
+        outputs.topk_logprobs[:, 0] = log(self.rate)
+        return outputs
+
+
+def scripted(lease: Lease, nodes: int, exact: bool, levels: str = "", slots: int = SLOTS) -> tuple[LLM, Script]:
+    """An LLM of 8B parameters, on a CPU a small one, and its script."""
+    geometry = shape(lease, LAYERS if lease.on_gpu else 5)
+    head = ExitConfig(geometry.num_layers, blocks=0, trained=True) if levels == "draft" else exit_head(lease)
+    manifest = made_up(geometry, head, "bfloat16" if lease.on_gpu else "float32", slots if lease.on_gpu else 256, nodes)
+    engines = random_engines(manifest, lease.device, exact, levels=levels)
+    directory = lease.output / "whole"  # without a tokenizer: prompts are token ids
+    directory.mkdir(exist_ok=True)
+    np.arange(head.draft_vocab, dtype="<i8").tofile(directory / DRAFT_VOCAB_FILE)
+    return LLM(directory, manifest, Engines(*engines), Speculation(drafter="exit", guard=False)), Script(*engines)
+
+
+def variant(name: str, lease: Lease) -> dict[str, Any]:
+    """Tokens a second plainly, and with drafts that are right at each rate; of the default controller."""
+    options = VARIANTS[name]
+    if options.get("levels") and not lease.on_gpu:
+        return {"skipped": "4-bit products need a GPU"}
+    llm, script = scripted(lease, **options)
+    count, found = 256 if lease.on_gpu else 16, dict[str, Any]()
+    llm.generate([1] * PROMPT, max_new_tokens=count, ignore_eos=True)  # captures
+    for rate in (None, *RATES):
+        script.rate = rate or 1.0
+        own = llm.with_speculation(llm.speculation)
+        made = own.generate([1] * PROMPT, max_new_tokens=count, ignore_eos=True, draft=rate is not None)
+        assert made.tokens == script._tokens[PROMPT : PROMPT + count].tolist()
+        kept = ("tokens_per_second", "tokens_per_round", "acceptance", "draft_steps", "rounds", "host_share")
+        found[f"right {rate}" if rate else "plain"] = {key: value for key, value in made.stats.to_dict().items() if key in kept}
+    return found
+
+
+def split(lease: Lease) -> dict[str, Any]:
+    """Milliseconds of a verify call and a draft call of one node: Python, launch, wait for the device; and kernels alone."""
+    llm, _ = scripted(lease, 7, exact=False)
+    verify, draft = llm.engines.verify, llm.engines.draft
+    assert isinstance(verify, DeviceEngine) and isinstance(draft, DeviceEngine)
+    [kv_cache] = verify.new_kv_caches()
+    kv_cache.reserve(verify.manifest.max_seq_len)
+    found: dict[str, Any] = {}
+    for name, engine in (("verify", verify), ("draft", draft)):
+        call = Call(kv_cache, [7], [100], 100)
+        engine.forward([call])
+        samples = [_sample(engine, call) for _ in range(20 if lease.on_gpu else 2)]
+        found[name] = {key: median(sample[key] for sample in samples) for key in samples[0]}
+        found[f"kernels of {name}"] = _kernels_of(engine, call, lease)
+    return found
+
+
+def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any]:
+    """How many kernels a call runs (on a CPU: operators), their milliseconds, and the eight that take the most time."""
+    engine.forward([call])
+    on_gpu = lease.on_gpu
+    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity]) as profile:
+        engine.forward([call])
+        if on_gpu:
+            torch.cuda.synchronize()
+    # The profiler lists the host's calls, too, each of which launched one of them.
+    events = [event for event in profile.key_averages() if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
+    spent = {event.key[:80]: event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in events}
+    return {
+        "kernels": sum(event.count for event in events),
+        "milliseconds": sum(spent.values()) / 1e3,
+        "most time": sorted(spent.items(), key=lambda item: -item[1])[:8],
+    }
+
+
+def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
+    spent = {"launch": 0.0, "wait": 0.0}
+
+    @contextmanager
+    def timed(name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        spent[name] += 1e3 * (time.perf_counter() - started)
+
+    run, synchronize = CapturedGraph.run, DeviceStream.synchronize
+
+    def launch(self: CapturedGraph, work: Any) -> None:
+        with timed("launch"):
+            run(self, work)
+
+    def wait(self: DeviceStream) -> None:
+        with timed("wait"):
+            synchronize(self)
+
+    with patch.object(CapturedGraph, "run", launch), patch.object(DeviceStream, "synchronize", wait):
+        started = time.perf_counter()
+        engine.forward([call])
+        total = 1e3 * (time.perf_counter() - started)
+    return {"total": total, **spent, "python": total - sum(spent.values())}
+
+
+def served(lease: Lease) -> dict[str, Any]:
+    """Tokens a second of the batch, all clients together: plain, and with drafts of which 7 in 10 are right."""
+    llm, script = scripted(lease, 7, exact=True, slots=1024)
+    script.rate, count, found = 0.7, 128 if lease.on_gpu else 8, dict[str, Any]()
+    for clients in CLIENTS if lease.on_gpu else CLIENTS[:2]:
+        service = Service(llm, BatchOptions(max_rows=clients, kv_memory=64 << 30))
+        try:
+            for name, draft in [("plain", False), ("drafting", True)] * 2:  # the first two warm up
+                requests = [llm.request([1] * PROMPT, max_new_tokens=count, ignore_eos=True, draft=draft)] * clients
+                started = time.perf_counter()
+                with ThreadPoolExecutor(clients) as pool:
+                    made = sum(len(completion.tokens) for completion in pool.map(service.generate, requests))
+                found[f"{clients} clients, {name}"] = made / (time.perf_counter() - started)
+        finally:
+            service.close()
+    return found
+
+
+def choices(lease: Lease) -> dict[str, Any]:
+    """Milliseconds in which a device chooses the tokens behind the nodes of a round."""
+    size, found = 128256 if lease.on_gpu else 512, dict[str, Any]()
+    for name, options in SAMPLINGS.items():
+        for count in (1, 9, 33):
+            logits = torch.randn(count, size, device=lease.device)
+            choose = partial(_choose, make_sampler(Sampling(seed=1, **options), size), [1], logits)
+            found[f"{name}, {count} nodes"] = 1e3 * seconds_of(choose, lease)
+    return found
+
+
+def _choose(sampler: SpecSampler, tokens: list[int], logits: torch.Tensor) -> None:
+    tokens.extend([1] * len(logits))  # each round is at other positions
+    sampler.begin_round(tokens)
+    choose = sampler.chooser([Node(1, index=0)] * len(logits), 0)
+    assert choose is not None
+    choose(logits)
