@@ -43,10 +43,7 @@ template <int Most, typename Work> static void in_blocks(int64_t count, const Wo
 }
 
 static void rotate(const float *x, const float *cos, const float *sin, int64_t half, float *y) {
-  if (!cos) {
-    memcpy(y, x, 2 * half * sizeof(float));
-    return;
-  }
+  if (!cos) return void(memcpy(y, x, 2 * half * sizeof(float)));
   for (int64_t i = 0; i < half; i++) {
     const float first = x[i], second = x[half + i];
     y[i] = first * cos[i] - second * sin[i];
@@ -167,12 +164,15 @@ static void find_tiles(const Attention &job, const Token &token, int64_t kv, int
     if (!tiles->keys[i]) tiles->keys[i] = tiles->keys[i - 1];
 }
 
-// What comes into the cache while vectors are read: so many cells for each of them, which is steadier than all at once.
+// Cells that are fetched while vectors are read, some beside each: into the second cache, where queries are few and memory binds.
 template <typename Cell> struct Ahead {
   const Cell *from;
   int64_t step;
-  void fetch(int64_t vector) const { prefetch(from + vector * step); }
 };
+template <int Q, typename Cell> static inline void fetch(const Ahead<Cell> &ahead, int64_t vector) {
+  if constexpr (Q < 8) fetch_second(ahead.from + vector * ahead.step);
+  else prefetch(ahead.from + vector * ahead.step);
+}
 
 // The part of some tiles that is fetched while `some` queries behind the first ones of `count` read as many.
 template <typename Cell>
@@ -203,7 +203,7 @@ static void score_tiles(const Attention &job, const Cell *const *keys, const Que
     decltype(load_cells(*keys)) key[KEY_TILES];
     for (int t = 0; t < KEY_TILES; t++) {
       key[t] = load_cells(keys[t] + i * 16 * p);
-      ahead.fetch(t * vectors + i);
+      fetch<Q>(ahead, t * vectors + i);
     }
     for (int q = 0; q < Q; q++)
       for (int t = 0; t < KEY_TILES; t++)
@@ -231,7 +231,7 @@ static void add_values(const Cell *const *values, int64_t width, int64_t first, 
     for (int64_t j = start; j < stop; j += p, value += width * p) {
       for (int v = 0; v < V; v++) {
         const auto part = load_cells(value + 16 * v * p);
-        ahead.fetch(((d / 16 + v) * CHUNK + j) / p);
+        fetch<Q>(ahead, ((d / 16 + v) * CHUNK + j) / p);
         for (int q = 0; q < Q; q++) sum[q][v] = add_products(sum[q][v], part, weights + q * CHUNK + j);
       }
     }

@@ -1,17 +1,18 @@
 // Levels, scales and minimums of a panel, as kernels read them.
 
-template <Format format>
-constexpr int64_t LEVEL_BYTES = format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
+constexpr int64_t PAGE = 1 << 12;  // bytes, beyond which the processor does not fetch by itself
+template <Format format> constexpr int64_t LEVEL_BYTES = format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
 
 // Of two planes, the lower one of a block. Its panel's stands two places behind the panel's upper one.
 template <Format format> static inline const uint8_t *lower_plane(const uint8_t *const *panel, int64_t block) {
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// What is read soon: of one row, too, since the processor fetches by itself no further than a page of 4 KB.
-template <Format format> static inline void fetch_ahead(const uint8_t *block, const uint8_t *lower) {
-  for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) fetch_levels(block + AHEAD + i);
-  for (int64_t i = 0; format == PLANES && i < HALF; i += 64) fetch_levels(lower + AHEAD + i);
+// What is read soon. Of one row or two, a line of the next page for each block: with it the processor fetches the page by itself.
+template <Format format, int rows> static inline void fetch_ahead(const uint8_t *block, const uint8_t *lower) {
+  constexpr int64_t ahead = rows > 2 ? AHEAD : PAGE, bytes = rows > 2 ? LEVEL_BYTES<format> + 64 : 1;
+  for (int64_t i = 0; i < bytes; i += 64) fetch_second(block + ahead + i);
+  for (int64_t i = 0; format == PLANES && i < least(bytes, HALF); i += 64) fetch_second(lower + ahead + i);
 }
 
 // The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.

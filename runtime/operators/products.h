@@ -1,7 +1,6 @@
 // Products of a few rows with panels of a weight: every (row, column) has a sum of its own, over the inputs in order.
 
 constexpr int64_t ROW_BYTES = 1 << 17;    // of activations, which stay in the cache while panels pass
-constexpr int64_t FLOATS_AHEAD = 1 << 12;  // bytes: a page, beyond which the processor does not fetch by itself
 constexpr int ONE_STREAM = 5;              // rows up to which a thread reads 16-bit weights of one panel at a time
 constexpr int ONE_STREAM_OF_LEVELS = 3;    // the same for levels
 
@@ -21,7 +20,7 @@ static void multiply_floats(const uint8_t *const panels[P], const float *x, int6
   for (int64_t k = 0; k < inputs; k++) {
     Floats weights[P];
     for (int i = 0; i < P; i++) {
-      if (k % line == 0) prefetch(panels[i] + k * PANEL * size + FLOATS_AHEAD);
+      if (k % line == 0) prefetch(panels[i] + k * PANEL * size + PAGE);
       weights[i] = load_weights(format, panels[i], k);
     }
     for (int m = 0; m < M; m++) {
@@ -46,7 +45,7 @@ static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = *panel + place.at(b), *scales = p + LEVEL_BYTES<format>, *factors = *panel + place.factors_at(b);
     const uint8_t *lower = lower_plane<format>(panel, b);
-    fetch_ahead<format>(p, lower);
+    fetch_ahead<format, M>(p, lower);
     Bytes levels[8];
     load_levels<format>(p, lower, levels);
     for (int h = 0; h < halves; h++) {

@@ -142,7 +142,7 @@ static inline Floats level(Bytes x, int k) {
           _mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(x.b, 8 * k), m))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-static inline void fetch_levels(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
+static inline void fetch_second(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
 static bool supported() {
 #if defined __AVX512VNNI__
   if (!__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512vnni")) return false;

@@ -97,7 +97,7 @@ static inline Floats level(Bytes a, int k) {
   return {_mm512_cvtepi32_ps(_mm512_shuffle_epi8(a.v, at))};
 }
 static inline void prefetch(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T0); }
-static inline void fetch_levels(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
+static inline void fetch_second(const void *p) { _mm_prefetch((const char *)p, _MM_HINT_T1); }  // into the second cache
 static bool supported() {
   return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");

@@ -157,7 +157,7 @@ static inline Floats level(Bytes a, int k) {
   return r;
 }
 static inline void prefetch(const void *p) { __builtin_prefetch(p); }
-static inline void fetch_levels(const void *p) { prefetch(p); }
+static inline void fetch_second(const void *p) { __builtin_prefetch(p, 0, 2); }
 static bool supported() {
 #if defined __linux__
   return (EESD_PAIRS ? getauxval(AT_HWCAP2) >> 13 & 1 : getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP2_I8MM, HWCAP_ASIMDDP

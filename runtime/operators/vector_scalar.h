@@ -107,6 +107,6 @@ static inline Bytes dot(Bytes sums, Words levels, const int16_t *two) {
 // The k-th of the four levels of each column.
 static inline Floats level(Bytes a, int k) { Floats r; EACH r.lane[i] = (float)a.byte[4 * i + k]; return r; }
 static inline void prefetch(const void *) {}
-static inline void fetch_levels(const void *) {}
+static inline void fetch_second(const void *) {}
 static bool supported() { return true; }
 #undef EACH
