@@ -1,10 +1,10 @@
 """``examples/embedding/service.py``: what can run of it without a GPU."""
 
-import importlib.util
 import re
 import shutil
 from pathlib import Path
-from types import ModuleType
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,15 +22,11 @@ EXAMPLE = Path(__file__).parents[2] / "examples/embedding/service.py"
 
 
 @pytest.fixture(scope="module")
-def service() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("service", EXAMPLE)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def service() -> SimpleNamespace:
+    return SimpleNamespace(**run_path(str(EXAMPLE)))
 
 
-def test_contexts_compile_eagerly_and_share_their_kernels(service: ModuleType, tmp_path: Path) -> None:
+def test_contexts_compile_eagerly_and_share_their_kernels(service: SimpleNamespace, tmp_path: Path) -> None:
     """The fake accepts a runtime cache only with eager kernels, as EESD needs."""
     model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=96)
@@ -50,7 +46,7 @@ def test_contexts_compile_eagerly_and_share_their_kernels(service: ModuleType, t
     assert service.ContextMaker(other)(draft) is draft._contexts[-1]
 
 
-def test_a_plan_that_cannot_be_loaded_is_refused(service: ModuleType, tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_loaded_is_refused(service: SimpleNamespace, tmp_path: Path) -> None:
     (tmp_path / "draft.plan").write_text("nonsense")
     trt = fake.module("tensorrt")
     with pytest.raises(EESDError, match=r"draft\.plan cannot be loaded"):
@@ -58,7 +54,7 @@ def test_a_plan_that_cannot_be_loaded_is_refused(service: ModuleType, tmp_path: 
 
 
 def test_the_allocator_overrides_every_method_that_the_library_names(
-    service: ModuleType, monkeypatch: pytest.MonkeyPatch
+    service: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bindings say which in the documentation of the class; they call none of them if one is missing."""
     trt = pytest.importorskip("tensorrt_rtx")
@@ -77,7 +73,7 @@ def test_the_allocator_overrides_every_method_that_the_library_names(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_the_service_says_what_it_needs(service: ModuleType, engine: Path, tmp_path: Path) -> None:
+def test_the_service_says_what_it_needs(service: SimpleNamespace, engine: Path, tmp_path: Path) -> None:
     assert_refused(run(service.main, engine, "hello"), "has no plans; build them with: eesd-build")
     directory = shutil.copytree(engine, tmp_path / "plans")
     fake.write_plans(directory)

@@ -322,7 +322,7 @@ class IExecutionContext(Fake):
 
 
 def _type(tensor: Any) -> type:
-    return {"tensor(float)": np.float32, "tensor(int64)": np.int64}[tensor.type]
+    return {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}[tensor.type]
 
 
 class IRuntimeCache(Fake):
