@@ -179,13 +179,7 @@ def five_token_harness(shared: Shared) -> Harness:
 
 
 def fill_harness(
-    path: Path,
-    vocab_size: int,
-    layers: int,
-    slots: int,
-    damping: float = 0.3,
-    blocks: int = 1,
-    draft_vocab: Sequence[int] = (),
+    path: Path, vocab_size: int, layers: int, slots: int, damping: float = 0.3, blocks: int = 1, draft_vocab: Sequence[int] = ()
 ) -> None:
     model = tiny_models.build(path / "model", vocab_size, layers=layers, damping=damping, seed=0)
     top_k = min(4, len(draft_vocab) or vocab_size)

@@ -92,12 +92,7 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
     assert {a.method for a in result.answers} == {PLAIN, "plans:exit,fixed:k=2", "exit", "both"}
     assert all(0 <= a.accepted <= a.judged for a in result.answers)
     assert any(a.judged for a in whole)
-    for words in (
-        "the whole model drafts or exit after layer 1",
-        "5 of 5",
-        "acceptance",
-        "pauses",
-    ):
+    for words in ("the whole model drafts or exit after layer 1", "5 of 5", "acceptance", "pauses"):
         assert words in shown
 
 
@@ -139,11 +134,7 @@ def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [
-        ([], ("is empty",)),
-        ([*ROWS, {"question_id": 1, "category": "qa", "turns": []}], ("line 5",)),
-        ([3], ("line 1",)),
-    ],
+    [([], ("is empty",)), ([*ROWS, {"question_id": 1, "category": "qa", "turns": []}], ("line 5",)), ([3], ("line 1",))],
 )
 def test_other_files_are_refused(engine: Path, tmp_path: Path, rows: list[Any], words: tuple[str, ...]) -> None:
     path = write(tmp_path / "q.jsonl", rows)

@@ -10,14 +10,7 @@ from eesd.controllers.thompson import BetaTS
 
 pytestmark = pytest.mark.fast
 
-SPECS = [
-    "beta-ts",
-    "beta-ts:alpha=2,beta=3,discount=0.95",
-    "calibration-ts",
-    "cost-aware-ts",
-    "fixed",
-    "fixed:k=7",
-]
+SPECS = ["beta-ts", "beta-ts:alpha=2,beta=3,discount=0.95", "calibration-ts", "cost-aware-ts", "fixed", "fixed:k=7"]
 
 
 def rounds(controller: Controller, count: int, seed: int) -> list[bool]:

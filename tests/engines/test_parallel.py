@@ -127,8 +127,7 @@ def in_processes(directory: Path, output: Path, ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
-    slow_but([(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4")), (2, WHOLE)], (2, WHOLE)),
+    ("ranks", "options"), slow_but([(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4")), (2, WHOLE)], (2, WHOLE))
 )
 def test_ranks_have_the_tokens_of_one_process(
     export: Callable[..., Path], tmp_path: Path, ranks: int, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

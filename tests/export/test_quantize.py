@@ -268,9 +268,7 @@ def test_the_draft_of_a_large_model_has_4_bits(
 @pytest.mark.parametrize(
     ("family", "kind", "stages"),
     slow_but(
-        list(product(["llama-tied", "qwen2", "llama-head-dim"], KINDS, [1, 2])),
-        ("llama-tied", "int4", 1),
-        ("qwen2", "int8", 2),
+        list(product(["llama-tied", "qwen2", "llama-head-dim"], KINDS, [1, 2])), ("llama-tied", "int4", 1), ("qwen2", "int8", 2)
     ),
 )
 def test_drafting_changes_no_token(exported: Export, family: str, kind: str, stages: int) -> None:

@@ -414,10 +414,7 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
         (Spec(metadata={"llama.expert_count": 8, "llama.expert_used_count": 2}), ("no tensor model.layers.0.mlp.gate.weight",)),
         (Spec(metadata={"llama.expert_count": "8"}), ("expert_count is '8'",)),
         (Spec(experts="together", metadata={"llama.expert_shared_count": 1}), ("llama.expert_shared_count 1",)),
-        (
-            Spec(experts="apart", tensors={"blk.1.ffn_up.2.weight": None}),
-            ("no tensor", "1.mlp.experts.2.up_proj.weight"),
-        ),
+        (Spec(experts="apart", tensors={"blk.1.ffn_up.2.weight": None}), ("no tensor", "1.mlp.experts.2.up_proj.weight")),
         (Spec(experts="apart", tensors={"blk.1.ffn_up.3.weight": ZEROS}), ("experts.3.up_proj.weight", "not supported")),
         (Spec(metadata={"llama.attention.sliding_window": 64}), ("llama.attention.sliding_window 64",)),
         (Spec(metadata={"llama.attention.causal": False}), ("not causal",)),

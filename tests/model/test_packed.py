@@ -77,13 +77,7 @@ def words(values: NDArray[np.int64], bits: int) -> torch.Tensor:
 
 
 def integers(
-    random: np.random.Generator,
-    outputs: int,
-    inputs: int,
-    bits: int,
-    group: int,
-    symmetric: bool,
-    ordered: bool,
+    random: np.random.Generator, outputs: int, inputs: int, bits: int, group: int, symmetric: bool, ordered: bool
 ) -> tuple[Stored, NDArray[np.int64], NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
     """A weight of integers without tensors; its unsigned levels, zero points and scales [groups, out]; the groups of inputs."""
     middle, most = 1 << (bits - 1), 1 << bits

@@ -81,8 +81,7 @@ def logits(directory: Path, counts: tuple[int, ...], *of: Any, **options: Any) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "int8"),
-    slow_but([*product(KINDS, (True, False))], ("int8", False), ("int8, tied", True), ("Q8_0, experts", True)),
+    ("kind", "int8"), slow_but([*product(KINDS, (True, False))], ("int8", False), ("int8, tied", True), ("Q8_0, experts", True))
 )
 def test_verify_has_the_bits_of_another_draft(directory: Directory, kind: str, int8: bool) -> None:
     expected = logits(directory(kind, *LAYER), (1, 2, 5, 33), int8=int8)

@@ -56,10 +56,7 @@ SAMPLED = [
 ]
 """Engines know nothing of sampling: one kind has every sampling, and each other one of them."""
 CHAIN = Speculation("fixed:k=4", guard=False, drafter="exit")
-TREES = [
-    Speculation("fixed:k=4", tree=3, guard=False),
-    Speculation("cost-aware-ts", guard=False, tree=1),
-]
+TREES = [Speculation("fixed:k=4", tree=3, guard=False), Speculation("cost-aware-ts", guard=False, tree=1)]
 Export = Callable[[str], Path]
 
 

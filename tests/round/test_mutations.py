@@ -189,11 +189,7 @@ def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param(
-            "(p[token] if q is None",
-            "(p[token] ** 0.5 if q is None",
-            id="what the text proposes accepted too often",
-        ),
+        pytest.param("(p[token] if q is None", "(p[token] ** 0.5 if q is None", id="what the text proposes accepted too often"),
         pytest.param(*NOT_ZEROED[1:], id="the text's token not removed when it was rejected"),
         pytest.param("drafted = self._sampled.get(node)", "drafted = p * 0 + 1", id="rejected text drawn from a residual"),
     ],

@@ -31,8 +31,7 @@ def test_chains_follow_the_verifiers_distribution(five_token_harness: Harness, s
 
 
 @pytest.mark.parametrize(
-    ("width", "spec"),
-    slow_but([(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")], (3, "random")),
+    ("width", "spec"), slow_but([(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")], (3, "random"))
 )
 def test_trees_follow_the_verifiers_distribution(five_token_harness: Harness, width: int, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width)

@@ -41,12 +41,7 @@ def test_the_command_writes_a_model_that_reads_back(engine: Path, tmp_path: Path
         "1", "1/eesd.json", "1/model.py", "config.pbtxt",
     ]  # fmt: skip
     assert read_settings(model / "1") == Settings(
-        engine_dir=str(engine),
-        backend="ort",
-        threads=1,
-        speculation=None,
-        batch=BatchOptions(max_rows=3),
-        plain_content=True,
+        engine_dir=str(engine), backend="ort", threads=1, speculation=None, batch=BatchOptions(max_rows=3), plain_content=True
     )
     config = (model / "config.pbtxt").read_text()
     for line in ('name: "one"', "decoupled: true", 'name: "max_tokens" data_type: TYPE_INT32 dims: [ 1 ] optional: true'):

@@ -46,11 +46,7 @@ def alone(llm: LLM, request: Request) -> list[int]:
     rejection = request.sampling.method == "rejection" and request.draft
     other = llm.with_speculation(Speculation(guard=False, drafter="exit") if rejection else None)
     completion = other.generate(
-        request.tokens,
-        request.sampling,
-        max_new_tokens=request.max_new_tokens,
-        ignore_eos=request.ignore_eos,
-        draft=rejection,
+        request.tokens, request.sampling, max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, draft=rejection
     )
     return completion.tokens
 

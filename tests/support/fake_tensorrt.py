@@ -298,12 +298,7 @@ class IExecutionContext(Fake):
         """What a call does with the shapes and addresses that the context has now. Results and scratch memory lose what they
         held."""
         engine, addresses, shapes = self._engine, dict(self._addresses), dict(self._shapes)
-        sizes = {
-            "n": self._count,
-            "B": shapes["position_ids"][0],
-            "S": engine._slots,
-            "R": shapes.get("logit_rows", (0,))[0],
-        }
+        sizes = {"n": self._count, "B": shapes["position_ids"][0], "S": engine._slots, "R": shapes.get("logit_rows", (0,))[0]}
         results = {name: [sizes.get(dim, dim) for dim in tensor.shape] for name, tensor in engine._outputs.items()}
         scratch, size, caches = self._scratch, engine.device_memory_size_v2, {f"{name}_out" for name in self._caches()}
 

@@ -39,11 +39,7 @@ Input = tuple[str, Array | int]
 
 
 def one_node(
-    path: Path,
-    kind: str,
-    inputs: Sequence[Input],
-    outputs: Sequence[int] = (TensorProto.FLOAT,),
-    **attributes: Any,
+    path: Path, kind: str, inputs: Sequence[Input], outputs: Sequence[int] = (TensorProto.FLOAT,), **attributes: Any
 ) -> Path:
     """Write a model of one node. Outputs are types."""
     given, constants = [], []

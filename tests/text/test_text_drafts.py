@@ -8,13 +8,7 @@ import pytest
 from support import tiny_models
 from support.command import export_engine, slow_but
 from support.harness import Harness, PauseUntil, SometimesCopies, Workspace, Wrapped, finish, generated, timed
-from support.lossless_checks import (
-    SAMPLINGS,
-    check_cache,
-    check_interrupted_anywhere,
-    check_joint,
-    check_same_tokens,
-)
+from support.lossless_checks import SAMPLINGS, check_cache, check_interrupted_anywhere, check_joint, check_same_tokens
 
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller, TextStep, make_controller

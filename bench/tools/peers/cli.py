@@ -92,7 +92,7 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
     """Let all contestants decode the same prompts, and compare speed, memory and quality."""
     record = Work.load(work)
     everybody = record.contestants(work, dict(given["eesd"]))
-    names = chosen([c.name for c in everybody], given["only"])
+    names = chosen([*(c.name for c in everybody), *record.skipped], given["only"])
     encoder = read_encoder([Path(c.path) for c in everybody if c.peer == EESD])
     lengths = {kind: (given[kind], given[f"{kind}_tokens"]) for kind in KINDS}
     prompts = choose_prompts(encoded_texts(given["prompts"], encoder), lengths, given["prompts"])
@@ -107,7 +107,7 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
     model = {"name": Path(record.model).name}
     result = Result(options.to_dict(), model, [c for c in everybody if c.name in names], prompts)
     result.sizes = {f"{c.peer} {c.variant}": directory_bytes(Path(c.path)) for c in result.contestants}
-    result.skipped = {name: f"not converted: {reason}" for name, reason in record.skipped.items()}
+    result.skipped = {name: f"not converted: {reason}" for name, reason in record.skipped.items() if name in names}
     result = result.begun(output, resume, overwrite)
     pythons = interpreters(given["peer_python"] or record.python, sys.executable)
     with announce_resume(output):
