@@ -91,8 +91,9 @@ def test_a_closed_stdin_is_no_prompt(engine: Path) -> None:
 
 
 def interruptible(line: list[str], **settings: Any) -> subprocess.Popen[str]:
-    """A process that Ctrl-C interrupts, even if these tests run in the background of a shell, where it is ignored."""
-    return subprocess.Popen(line, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL), **settings)
+    """A process that Ctrl-C and a hang-up end, even if these tests run in the background, where they are ignored."""
+    ended_by = (signal.SIGINT, signal.SIGHUP)
+    return subprocess.Popen(line, preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in ended_by], **settings)
 
 
 SLOW = "import sys, time\nprint('here', flush=True)\ntime.sleep(60)\n"
