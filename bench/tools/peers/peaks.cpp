@@ -40,6 +40,11 @@ template <class Vector>
 void renew(Vector& value) {
     asm volatile("" : "+x"(value));
 }
+template <class Vector, int count>
+void renew(Vector (&values)[count]) {
+#pragma GCC unroll 16
+    for (auto& value : values) renew(value);
+}
 
 __attribute__((target("avx2"))) void read(const char* from, int64_t bytes) {
     __m256i sums[kStreams] = {};
@@ -51,14 +56,12 @@ __attribute__((target("avx2"))) void read(const char* from, int64_t bytes) {
             sums[stream] = _mm256_add_epi64(sums[stream], _mm256_add_epi64(_mm256_loadu_si256(line), _mm256_loadu_si256(line + 1)));
         }
     }
-#pragma GCC unroll 16
-    for (auto& sum : sums) renew(sum);
+    renew(sums);
 }
 
 __attribute__((target("avx512f,avx512vnni"))) void multiply_avx512() {
     __m512i sums[kSums] = {}, left = _mm512_set1_epi8(3), right = left;
-#pragma GCC unroll 16
-    for (auto& sum : sums) renew(sum);
+    renew(sums);
     for (int64_t round = 0; round < kRounds; round++) {
 #pragma GCC unroll 16
         for (auto& sum : sums) {
@@ -66,15 +69,13 @@ __attribute__((target("avx512f,avx512vnni"))) void multiply_avx512() {
             sum = _mm512_dpbusd_epi32(sum, left, right);
         }
     }
-#pragma GCC unroll 16
-    for (auto& sum : sums) renew(sum);
+    renew(sums);
 }
 
 __attribute__((target("avx2"))) void multiply_avx2() {
     __m256i sums[kSums] = {}, left = _mm256_set1_epi8(3), right = left;
     const __m256i ones = _mm256_set1_epi16(1);
-#pragma GCC unroll 16
-    for (auto& sum : sums) renew(sum);
+    renew(sums);
     for (int64_t round = 0; round < kRounds; round++) {
 #pragma GCC unroll 16
         for (auto& sum : sums) {
@@ -82,8 +83,7 @@ __attribute__((target("avx2"))) void multiply_avx2() {
             sum = _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(left, right), ones));
         }
     }
-#pragma GCC unroll 16
-    for (auto& sum : sums) renew(sum);
+    renew(sums);
 }
 
 #else
