@@ -76,16 +76,16 @@ def label(directory: Path) -> str:
 
 
 def open_with(directory: Path, backend: str, kernels: str, threads: int, activations: str) -> LLM:
-    """An engine directory with these kernels; "" for a backend without a choice of kernels or activations."""
+    """An engine directory with kernels such as ``avx2``, or with caches ``avx2:int8``; "" for a backend without that choice."""
     manifest = load_manifest(directory)
     if not kernels:
         return LLM(directory, manifest, open_engines(directory, manifest, EngineOptions(backend, threads, True)), None)
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
-    build, int8 = built_for_cpu(directory, manifest), activations == "int8"
-    verify = CpuEngine(build, manifest, manifest.verify, threads, int8, kernels)
-    draft = CpuEngine(build, manifest, [manifest.draft], threads, int8, kernels)
+    build, (name, _, cache) = built_for_cpu(directory, manifest), kernels.partition(":")
+    options = threads, activations == "int8", name, cache or "float32"
+    verify, draft = (CpuEngine(build, manifest, stages, *options) for stages in (manifest.verify, [manifest.draft]))
     return LLM(directory, manifest, Engines(verify, draft, exact=True, exact_trees=True), None)
 
 

@@ -6,7 +6,7 @@ import re
 import sys
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
@@ -376,7 +376,7 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     (tmp_path / "fake.py").write_text(LLAMA_CPP)
     for name in ("llama.cpp", "ik_llama.cpp"):
         monkeypatch.setitem(PEERS, name, replace(PEERS[name], worker=str(tmp_path / "fake.py")))
-    kernels = operators.supported()[:2] if not operators.missing() else []
+    kernels = ["scalar", "scalar:int8"] if not operators.missing() else []
     sizes = ("--rows", "3", "--behind", "20 10", "--prompt", 16, "--repeats", 3, "--threads", "1")
     done = succeed(main, "passes", "--work", work, "-o", output, *sizes, "--kernels", " ".join(kernels))
     found = Passes.load(output)
@@ -389,17 +389,17 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     }
     assert all(len(p.seconds) == (4 if p.behind else 3) and min(p.seconds) > 0 for p in found.passes)
     blocks = 3 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512)
-    norms, table = 4 * 256 * 7, len(gguf_files.VOCABULARY) * 256
-    weights = blocks // 32 * 18 + table // 32 * 18 + norms
+    weights = (blocks + len(gguf_files.VOCABULARY) * 256) // 32 * 18 + 4 * 256 * 7
     assert found.sizes == {"gguf": [weights, blocks]}
     assert {p.bytes - weights for p in found.passes if p.contestant == names[-1]} == {0, 10_000, 20_000}
+    caches = [{p.bytes - weights for p in found.passes if p.contestant == name and p.behind == 20} for name in own]
+    assert all(max(int8) < min(float32) / 3 for float32, int8 in pairwise(caches))
     assert {*found.peaks} == {"1"} and all(most > 1e6 for most in found.peaks["1"].values())
-
     second = [p if p.contestant != "memory" else replace(p, seconds=[p.bytes / 1e6]) for p in found.passes]
     replace(found, passes=second, peaks={"1": {"avx2": blocks * 64.0}}).save(output)
     succeed(draw, output, "-o", tmp_path / "results.md")
     report = (tmp_path / "results.md").read_text()
-    row = next(line for line in report.splitlines() if line.startswith("| 10 | ik_llama.cpp gguf, rtr |"))
+    [row] = re.findall(r"^\| 10 \| ik_llama.cpp gguf, rtr \|.*", report, re.M)
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     assert cells[2] == "1000.00" and cells[6] == f"{(weights + 10_000) / 1e6:.0%}" and cells[-1] == "3.00"
     assert re.search(r"\| llama.cpp gguf \| 500 \| \*\*[\d.]+\*\* \(.*\) \| 50% \|", report)

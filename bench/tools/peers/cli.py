@@ -123,7 +123,7 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
 @click.option("--rows", default="1 2 4 8 16 33", callback=numbers, help="Tokens of a pass.")
 @click.option("--behind", default="64 512 2048", callback=numbers, help="Tokens in the cache.")
 @click.option("--prompt", type=NUMBER, default=2048, help="Tokens of a prompt; 0 for none.")
-@click.option("--kernels", default="", help="CPU kernels of EESD, such as 'avx512 avx2'.  [default: the fastest]")
+@click.option("--kernels", default="", help="Kernels of EESD, such as 'avx512 avx2 avx2:int8'.  [default: the fastest]")
 @click.option("--repeats", type=COUNT, default=20, help="Passes of each kind.")
 @click.option("--threads", default=str(cores()), callback=numbers, help="CPU threads of each, such as '2 1'.")
 @click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")

@@ -23,7 +23,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
         levels = {"automatic": None, "always": options["levels"], "never": 0}[mode]
         batch = BatchOptions(max_rows=options["rows"], prefix_memory=0, levels=levels)
         return Batch(Service(eesd.load(path, "ort", threads=threads), batch), mode != "never")
-    if mode not in ("plain", "drafting"):  # CPU kernels
+    if mode not in ("plain", "drafting"):  # CPU kernels and caches
         from eesd.bench.tools.exactness import open_with
 
         return Contestant(open_with(Path(path), "ort", mode, threads, "int8"))
