@@ -20,7 +20,7 @@ from support.on_cache import OnCache
 from eesd.common.manifest import load_manifest
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.embed import Host, embed
+from eesd.runtime.embed import embed
 from eesd.runtime.engines import device_engine
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import CapturedGraph, DraftLoop, ForwardStep
@@ -112,22 +112,11 @@ def embedded(directory: Path) -> Iterator[tuple[Machine, LLM]]:
     geometry = manifest.geometry
     shape = (len(manifest.verify[0].caches), 2, 1, geometry.num_kv_heads, manifest.gpu_slots, geometry.head_dim)
     with install(Machine(devices=2, seed=3)) as machine:
-        trt, stream = fake_tensorrt.module("tensorrt"), machine.new_stream(1)
+        stream: Any = machine.new_stream(1)
         with machine.activate(stream):
-            runtime = trt.Runtime(trt.ILogger())
-            engines = {
-                graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
-                for graph in manifest.graphs
-            }
+            host = fake_tensorrt.host_of(directory)
             memory = torch.empty(shape, device=torch.device("cuda", 1))
-        strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        host = Host(
-            verify=[engines[stage.file] for stage in manifest.verify],
-            draft=engines[manifest.draft.file],
-            make_context=lambda engine: engine.create_execution_context(strategy),
-            stream=stream,  # type: ignore[arg-type]
-            kv_cache=[memory],
-        )
+        host = replace(host, stream=stream, kv_cache=[memory], scratch=None)
         yield machine, embed(directory, host, Speculation("fixed:k=4", guard=False))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lease.steps import STEPS
+from lease.whole import CLIENTS
 from support.no_torch import BLOCK
 
 SCRIPT = Path(__file__).parent.parent / "gpu_lease.py"
@@ -81,13 +82,15 @@ def test_all_steps_run_on_a_bare_machine(tmp_path: Path) -> None:
     """Without gguf and TensorRT, and with no installed package of this project in the way."""
     (tmp_path / "sitecustomize.py").write_text(MISSING)
     # torch's products for AMX add in another order in longer calls, so that tokens could differ, rightly.
-    lines = lease(tmp_path / "out", PYTHONPATH=str(tmp_path), ONEDNN_MAX_CPU_ISA="AVX512_CORE")
+    lines = lease(tmp_path / "out", "--minutes", 30, PYTHONPATH=str(tmp_path), ONEDNN_MAX_CPU_ISA="AVX512_CORE")
     wrong = {line["step"]: line.get("error") for line in lines if line["status"] != "ok"}
     assert not wrong and [line["step"] for line in lines] == list(STEPS)
     found = {line["step"]: line["found"] for line in lines}
     assert "gguf" not in found["machine"]["packages"] and "torch" in found["machine"]
-    assert (
-        found["quantized products"].get("wrong", []) == found["quantized products"].get("rows depend on each other", []) == []
-    )
+    products = found["quantized products"]
+    assert products.get("wrong", []) == products.get("rows depend on each other", []) == []
+    for clients in CLIENTS:  # the step itself compares their tokens
+        for seen in map(found[f"served, {clients} clients"].__getitem__, ("plain", "drafting")):
+            assert 0 < seen["seconds to the first token"] < 8 * clients / seen["tokens a second"]
     assert found["one pass"]["same most likely tokens"] and found["one pass"]["graphs have the bits of eager calls"]
     assert all(found["tokens in float16"][way]["differ"] == 0 for way in ("chain", "tree", "sampled", "long text"))

@@ -1,4 +1,4 @@
-"""Whether a GPU computes what the CPU computes, and whether drafting changes a token there."""
+"""Whether a GPU computes what the CPU computes, of every family, and whether drafting changes a token there."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.family_grid import OPTIONS, family_cases
 
 import eesd
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import load_manifest
-from eesd.export.engine_dir import export, stored_head
+from eesd.export.engine_dir import export, stored_head, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.compare import first_divergence
@@ -46,9 +47,8 @@ def one_pass(lease: Lease) -> dict[str, Any]:
     found = [logits_of(verify) for verify, _ in engines]
     engines[1][0].cuda_graphs = False
     eager = logits_of(engines[1][0])
-    difference = float(np.abs(found[0] - found[1]).max())
     return _fused(lease) | {
-        "largest difference from the CPU": difference,
+        "largest difference from the CPU": float(np.abs(found[0] - found[1]).max()),
         "same most likely tokens": bool((found[0].argmax(-1) == found[1].argmax(-1)).all()),
         "graphs have the bits of eager calls": found[1].tobytes() == eager.tobytes(),
     }
@@ -100,8 +100,9 @@ def tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
     found: dict[str, Any] = {"chains": str(checked.chains), "trees": str(checked.trees)}
     found |= {way: compared(directory, "torch", dict(options), 120 if lease.on_gpu else 16) for way, options in WAYS.items()}
     found["long text"] = compared(directory, "torch", {}, 700 if lease.on_gpu else 24)
-    found["rejection sampling"] = _rejection(directory)
-    return found
+    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=4", guard=False))
+    made = llm.generate(PROMPTS[0], Sampling(temperature=0.7, seed=1, method="rejection"), max_new_tokens=32, ignore_eos=True)
+    return found | {"rejection sampling": {"tokens": len(made.tokens), "acceptance": made.stats.acceptance}}
 
 
 def exported(lease: Lease, dtype: str, stages: int = 1) -> Path:
@@ -132,7 +133,20 @@ def compared(
     return {"texts": len(prompts), "differ": differ, "largest gap": gap, "tokens a round": len(prompts) * tokens / rounds}
 
 
-def _rejection(directory: Path) -> dict[str, Any]:
-    llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=4", guard=False))
-    made = llm.generate(PROMPTS[0], Sampling(temperature=0.7, seed=1, method="rejection"), max_new_tokens=32, ignore_eos=True)
-    return {"tokens": len(made.tokens), "acceptance": made.stats.acceptance}
+def families(lease: Lease) -> dict[str, Any]:
+    """A random checkpoint of each family, exported in two types; a rehearsal takes one of both."""
+    found: dict[str, Any] = {}
+    for kind, dtype in [(kind, dtype) for kind in OPTIONS for dtype in ("float32", "bfloat16")][: None if lease.on_gpu else 1]:
+        directory = lease.output / f"{kind}-{dtype}"
+        if not (directory / "manifest.json").exists():
+            case = next(case for case in family_cases(kind, 9, seed=6) if case.options["num_hidden_layers"] > 2)
+            checkpoint = Checkpoint(case.write(lease.output / kind))
+            export(checkpoint, untrained_head(checkpoint, 1), ExportOptions(dtype, 96, 8, 4), directory)
+        manifest, prompts = load_manifest(directory), ([5, 9, 3, 17], [40, 2, 2, 8, 31, 30, 12])
+        here, there = (logits_of(open_torch(directory, manifest, 2, False, device)[0]) for device in ("cpu", lease.device))
+        found[f"{kind}, {dtype}"] = {
+            "largest difference from the CPU": float(np.abs(here - there).max()),
+            "largest logit": float(np.abs(here).max()),
+            "tokens": compared(directory, "torch", {"drafter": "exit", "tree": 2}, 40, prompts),
+        }
+    return found

@@ -16,18 +16,8 @@ from lease import Lease
 COPIED = 1 << 30
 """Bytes of a copy on a GPU, larger than its caches."""
 LAUNCHES = 1000
-WANTED = (
-    "tensorrt",
-    "tensorrt_rtx",
-    "onnxruntime",
-    "onnx",
-    "onnxscript",
-    "transformers",
-    "gguf",
-    "triton",
-    "torchao",
-    "pytest",
-)
+WANTED = "tensorrt tensorrt_rtx onnxruntime onnx onnxscript transformers gguf triton torchao pytest"
+SERVING = ("fastapi", "prometheus_client", "uvicorn")
 
 
 def describe(lease: Lease) -> dict[str, Any]:
@@ -37,7 +27,7 @@ def describe(lease: Lease) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "processors": len(os.sched_getaffinity(0)),
-        "packages": [name for name in WANTED if importlib.util.find_spec(name)],
+        "packages": [name for name in (*WANTED.split(), *SERVING) if importlib.util.find_spec(name)],
         "gpu": None,
     }
     if lease.on_gpu:

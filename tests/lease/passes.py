@@ -42,17 +42,10 @@ def with_slots(slots: int, lease: Lease) -> dict[str, Any]:
         verify, draft = random_engines(manifest, lease.device, exact, fused)
         verify.cuda_graphs = draft.cuda_graphs = graphs
         found[name] = _timed(manifest, verify, draft, lease)
-    graph = manifest.verify[0]
-    floor = {
-        "weights and cache": bytes_of_pass(manifest, graph, manifest.gpu_slots),
-        "operations of a node": operations_of_node(manifest, graph),
-    }
-    return found | {
-        "layers": 8,
-        "slots": manifest.max_seq_len,
-        "bytes": floor,
-        "draft bytes": bytes_of_pass(manifest, manifest.draft, manifest.gpu_slots),
-    }
+    read = {"bytes": manifest.verify[0], "draft bytes": manifest.draft}
+    found |= {name: bytes_of_pass(manifest, graph, manifest.gpu_slots) for name, graph in read.items()}
+    operations = operations_of_node(manifest, manifest.verify[0])
+    return found | {"layers": 8, "slots": manifest.max_seq_len, "operations of a node": operations}
 
 
 def _timed(manifest: Manifest, verify: DeviceEngine, draft: DeviceEngine, lease: Lease) -> dict[str, float]:

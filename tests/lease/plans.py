@@ -2,9 +2,6 @@
 
 import importlib.util
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from eesd.common.manifest import load_manifest
@@ -13,6 +10,7 @@ from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.trt_plans import FLAVOURS
 from lease import Lease
 from lease.equality import WAYS, compared, exported
+from lease.probes import command
 
 
 def plans(lease: Lease) -> dict[str, Any]:
@@ -42,11 +40,3 @@ def _flavour(lease: Lease, flavour: str, stages: int) -> dict[str, Any]:
     found |= {"chains": str(checked.chains), "trees": str(checked.trees)}
     found |= {way: compared(directory, "tensorrt", dict(options), 120) for way, options in WAYS.items()}
     return found | {"long text": compared(directory, "tensorrt", {}, 700)}
-
-
-def command(module: str, *arguments: str | Path) -> str:
-    """What a command of the project prints. It fails with what it says."""
-    done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{module}: {done.stderr[-800:]}")
-    return done.stdout + done.stderr

@@ -1,4 +1,4 @@
-"""Tests of the project that need a GPU, and NVIDIA's checkers of memory and of races."""
+"""Commands and tests of the project on a GPU, and NVIDIA's checkers of memory and of races."""
 
 import re
 import shutil
@@ -6,28 +6,35 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 from lease import Lease
-from lease.equality import exported
+from lease.equality import MODEL, PROMPTS, exported
 
 TESTS = Path(__file__).resolve().parents[1]
 FILES = ("engines/test_gpu.py", "engines/test_device_sampler.py")
 
 
+def commands(lease: Lease) -> dict[str, Any]:
+    """An export, and texts with drafts and without, as the README shows it."""
+    directory = lease.output / "commands"
+    command("eesd.export.cli", "--model", MODEL, "--dtype", "bfloat16", "-o", directory)
+    options = ("--backend", "torch", "-p", PROMPTS[0], "-n", 120 if lease.on_gpu else 8, "--compare")
+    return {"shown": command("eesd.runtime.cli", "--engine-dir", directory, *options).splitlines()}
+
+
 def tests(lease: Lease) -> dict[str, Any]:
     """Tests for GPUs with torch, and on a GPU those of choices on the device. They fail the step if one fails."""
-    report, choice = lease.output / "tests.xml", ["-k", "not ort and not tensorrt"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *choice]
-    files = [str(TESTS / name) for name in (FILES if lease.on_gpu else FILES[:1])]
-    done = subprocess.run([*command, *files], capture_output=True, text=True)
+    files = [TESTS / name for name in (FILES if lease.on_gpu else FILES[:1])]
+    shown = command("pytest", "-q", "-p", "no:cacheprovider", "-k", "not ort and not tensorrt", *files)
+    return {"result": shown.splitlines()[-1]}
+
+
+def command(module: str, *arguments: object) -> str:
+    """What a command of the project prints. It fails with what it says."""
+    done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
     if done.returncode:
-        print(done.stdout[-3000:], done.stderr[-1000:])
-    suite = ElementTree.parse(report).getroot()[0]
-    counts = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
-    return counts | {
-        "failed": [case.attrib["name"] for case in suite if any(part.tag in ("failure", "error") for part in case)]
-    }
+        raise RuntimeError(f"{module}: {(done.stdout + done.stderr)[-1200:]}")
+    return done.stdout + done.stderr
 
 
 def checker(tool: str, lease: Lease) -> dict[str, Any]:

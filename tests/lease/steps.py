@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from lease import Step, equality, families, machine, passes, plans, probes, quantized, whole
+from lease import Step, equality, machine, passes, plans, probes, quantized, whole
 
 STEPS = {
     "machine": Step(machine.describe, 60),
@@ -13,13 +13,14 @@ STEPS = {
     "passes of 4096 slots": Step(partial(passes.with_slots, 4096), 120),
     "passes of 32768 slots": Step(partial(passes.with_slots, 32768), 120),
     "quantized products": Step(quantized.products, 120),
-    "served": Step(whole.served, 180),
+    **{f"served, {clients} clients": Step(partial(whole.served, clients), 120) for clients in whole.CLIENTS},
     "tests": Step(probes.tests, 180),
+    "commands": Step(probes.commands, 120),
     "tokens in float16": Step(partial(equality.tokens_in, "float16"), 150),
     "tokens in bfloat16": Step(partial(equality.tokens_in, "bfloat16"), 150),
     "races": Step(partial(probes.checker, "racecheck"), 120),
     "memory checker": Step(partial(probes.checker, "memcheck"), 120),
-    "families": Step(families.families, 240),
+    "families": Step(equality.families, 240),
     "plans": Step(plans.plans, 300),
 }
 """By name, in the order in which they run."""

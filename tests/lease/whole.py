@@ -4,10 +4,9 @@ Weights are random, so a script replaces each most likely token of the model by 
 right at a given rate. All other code runs unchanged.
 """
 
+import importlib.util
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import log
 from statistics import median
@@ -16,6 +15,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from support.listening import listening, streamed
 
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import DRAFT_VOCAB_FILE
@@ -31,7 +31,7 @@ from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine
 from eesd.runtime.llm import LLM, Speculation
 from lease import Lease
 from lease.engines import made_up, random_engines
-from lease.machine import seconds_of
+from lease.machine import SERVING, seconds_of
 from lease.passes import exit_head, shape
 
 LAYERS, SLOTS, PROMPT = 32, 4096, 64
@@ -162,46 +162,38 @@ def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any
 
 
 def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
-    spent = {"launch": 0.0, "wait": 0.0}
+    spent: dict[str, float] = {}
 
-    @contextmanager
-    def timed(name: str) -> Iterator[None]:
-        started = time.perf_counter()
-        yield
-        spent[name] += 1e3 * (time.perf_counter() - started)
+    def timed(name: str, work: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            started = time.perf_counter()
+            work(*arguments)
+            spent[name] = spent.get(name, 0) + 1e3 * (time.perf_counter() - started)
 
-    run, synchronize = CapturedGraph.run, DeviceStream.synchronize
+        return run
 
-    def launch(self: CapturedGraph, work: Any) -> None:
-        with timed("launch"):
-            run(self, work)
-
-    def wait(self: DeviceStream) -> None:
-        with timed("wait"):
-            synchronize(self)
-
-    with patch.object(CapturedGraph, "run", launch), patch.object(DeviceStream, "synchronize", wait):
-        started = time.perf_counter()
-        engine.forward([call])
-        total = 1e3 * (time.perf_counter() - started)
-    return {"total": total, **spent, "python": total - sum(spent.values())}
+    with (
+        patch.object(CapturedGraph, "run", timed("launch", CapturedGraph.run)),
+        patch.object(DeviceStream, "synchronize", timed("wait", DeviceStream.synchronize)),
+    ):
+        timed("total", engine.forward)([call])  # type: ignore[arg-type]
+    return spent | {"python": spent["total"] - spent["launch"] - spent["wait"]}
 
 
-def served(lease: Lease) -> dict[str, Any]:
-    """Tokens a second of the batch, all clients together: plain, and with drafts of which 7 in 10 are right."""
+def served(clients: int, lease: Lease) -> dict[str, Any]:
+    """What so many clients of the HTTP server see: plain, and drafting as the batch decides; 7 in 10 drafts are right."""
+    if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
+        return {"skipped": f"the server needs {', '.join(missing)}"}
+    from eesd.serve.http.options import ServeOptions
+
     llm, script = scripted(lease, 7, exact=True, slots=1024)
     script.rate, count, found = 0.7, 128 if lease.on_gpu else 8, dict[str, Any]()
-    for clients in CLIENTS if lease.on_gpu else CLIENTS[:2]:
-        service = Service(llm, BatchOptions(max_rows=clients, kv_memory=64 << 30))
-        try:
-            for name, draft in [("plain", False), ("drafting", True)] * 2:  # the first two warm up
-                requests = [llm.request([1] * PROMPT, max_new_tokens=count, ignore_eos=True, draft=draft)] * clients
-                started = time.perf_counter()
-                with ThreadPoolExecutor(clients) as pool:
-                    made = sum(len(completion.tokens) for completion in pool.map(service.generate, requests))
-                found[f"{clients} clients, {name}"] = made / (time.perf_counter() - started)
-        finally:
-            service.close()
+    service = Service(llm, BatchOptions(max_rows=clients, kv_memory=64 << 30, prefix_memory=0))
+    with listening(service, ServeOptions()) as (address, _):
+        for name, draft in [("plain", False), ("drafting", True)] * 2:  # the first two warm up
+            body = {"prompt": [1] * PROMPT, "max_tokens": count, "ignore_eos": True, "draft": draft}
+            found[name] = streamed(address, clients, body)
+            assert found[name].pop("tokens") == script._tokens[PROMPT : PROMPT + count].tolist()
     return found
 
 

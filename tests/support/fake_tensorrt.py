@@ -22,10 +22,12 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.export.plan_graph import attend_to_first
+from eesd.runtime.embed import Host
 from eesd.runtime.engines import backends, trt_plans
 from eesd.runtime.engines.trt_plans import FLAVOURS, attended_slots
 from support import fake_cuda
@@ -407,3 +409,20 @@ def module(flavour: str, version: str = "") -> Any:
         setattr(made.ILogger, severity.name, severity)
     del made.Severity  # the real module has it in ILogger only
     return made
+
+
+def host_of(directory: Path) -> Host:
+    """A service with its own engines and memory."""
+    manifest, trt = load_manifest(directory), module("tensorrt")
+    runtime = trt.Runtime(trt.ILogger())
+    engines = {
+        graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
+        for graph in manifest.graphs
+    }
+    return Host(
+        verify=[engines[stage.file] for stage in manifest.verify],
+        draft=engines[manifest.draft.file],
+        make_context=lambda engine: engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED),
+        stream=None,  # type: ignore[arg-type]  # there is none on the CPU
+        scratch=torch.zeros(5000, dtype=torch.uint8, device="cpu"),
+    )

@@ -1,7 +1,6 @@
 """A real server in this process: the real batch, a real socket, uvicorn in a thread."""
 
 import json
-import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,8 @@ import eesd
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.llm import LLM
-from eesd.serve.app import make_app
 from eesd.serve.http.options import ServeOptions, Serving
-from eesd.serve.http.run import address_of, bind, serve
+from support.listening import listening
 
 OPTIONS, BATCH = ServeOptions(), BatchOptions()
 
@@ -83,12 +81,12 @@ class Served:
 
     def idle(self) -> None:
         """Wait until nothing runs."""
-        eventually(lambda: self.serving.active == 0 and _load(self.serving.service) == 0)
 
+        def quiet() -> bool:
+            load = self.serving.service.load()
+            return self.serving.active == load.queued + load.prefilling + load.running == 0
 
-def _load(service: Service) -> int:
-    load = service.load()
-    return load.queued + load.prefilling + load.running
+        eventually(quiet)
 
 
 @contextmanager
@@ -97,22 +95,8 @@ def served(
 ) -> Iterator[Served]:
     """Serve an engine directory on a free port."""
     service = Service(eesd.load(engine, plain_content=plain_content), batch)
-    app = make_app(service, options)
-    bound = bind("127.0.0.1", 0)
-    thread = threading.Thread(target=serve, args=(app, bound))
-    thread.start()
-    try:
-        eventually(lambda: _listens(bound.getsockname()))
-        yield Served(address_of(bound), app.state.serving, eesd.load(engine, plain_content=plain_content))
-    finally:
-        app.state.serving.draining = True
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def _listens(address: tuple[str, int]) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(address) == 0
+    with listening(service, options) as (url, serving):
+        yield Served(url, serving, eesd.load(engine, plain_content=plain_content))
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
