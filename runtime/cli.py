@@ -14,7 +14,7 @@ from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.json_input import MAX_BYTES, decode, json_lines, read_text
 from eesd.common.manifest import SAMPLING_OPTIONS
-from eesd.common.terminal import Console, Table, coloured, notice
+from eesd.common.terminal import Console, Table, coloured
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, LogitComparison, compare
 from eesd.runtime.decoding.sampling import METHODS, Sampling
@@ -172,8 +172,8 @@ def _show_sampling(llm: LLM, sampling: Sampling, chosen: dict[str, Any]) -> None
 
 
 def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Speculation) -> LLM:
-    """Load an engine directory with the options that commands have in common, and show what the user should know of it."""
-    llm = load(
+    """Load an engine directory with the options that commands have in common."""
+    return load(
         engine_dir,
         options["backend"],
         speculation=None if options["no_draft"] else speculation,
@@ -184,9 +184,6 @@ def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Specul
         kv_cache_dtype=options["kv_cache_dtype"],
         plain_content=options.get("plain_content", False),
     )
-    if llm.engines.notice:
-        notice(llm.engines.notice)
-    return llm
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:

@@ -168,13 +168,12 @@ def load(
     prefix_memory: int = 0,
     plain_content: bool = False,
 ) -> "LLM":
-    """Open an engine directory that ``eesd-export`` wrote.
+    """Open an engine directory that ``eesd-export`` wrote. What the user should know of its engines is logged as a warning.
 
     Args:
         engine_dir: The directory.
         backend: ``auto``, ``tensorrt``, ``ort`` or ``torch``.
-        speculation: How to draft. None: do not load the draft engine, decode plainly without any overhead. The draft engine
-            is not loaded for the drafter ``text`` either.
+        speculation: How to draft. None: decode plainly, without a draft engine. The drafter ``text`` loads none either.
         threads: CPU threads of an engine; default: the processors of this process, one fewer if there are more than four.
         generation_config: ``auto`` takes the sampling options of the model's ``generation_config.json`` where a request gives
             none; ``none`` does not.
@@ -183,8 +182,7 @@ def load(
             requests of a batch on a GPU may change each other's last bits.
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. Default: int8.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. Default: float32.
-        prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. A
-            :class:`~eesd.runtime.batch.service.Service` has its own.
+        prefix_memory: Bytes of keys and values kept for requests that begin alike; 0: none. A ``Service`` has its own.
         plain_content: Text of chat messages that spells a special token is tokenized as plain text, so that it can end no
             turn and begin none. A template for which this cannot be done is refused.
 
@@ -198,6 +196,8 @@ def load(
     manifest = load_manifest(directory)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts and manifest.exit_head.can_draft
     engines = open_engines(directory, manifest, EngineOptions(backend, threads, draft, exact, activations, kv_cache_dtype))
+    if engines.notice:
+        LOGGER.warning("%s", engines.notice)
     default = models_sampling(manifest) if generation_config == "auto" else GREEDY
     llm = LLM(directory, manifest, engines, speculation, default, prefix_memory, plain_content)
     release_freed_memory()  # what packing weights and reading the tokenizer took for a while

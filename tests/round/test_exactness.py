@@ -274,9 +274,8 @@ def test_logits_behind_other_tokens_are_not_compared() -> None:
 def test_without_operators_nothing_is_said_of_bits(exported: Export) -> None:
     llm = eesd.load(exported("int4"), "ort", threads=1)
     stats = llm.generate(PROMPT, max_new_tokens=3).stats
-    assert llm.engines.exact is stats.exact is stats.to_dict()["exact"] is None and llm.engines.notice.startswith(
-        operators.MISSING
-    )
+    assert llm.engines.exact is stats.exact is stats.to_dict()["exact"] is None
+    assert llm.engines.notice.startswith(operators.MISSING)
 
 
 @needs_operators()
