@@ -86,41 +86,32 @@ class KVCache(Protocol):
     @property
     def slot_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        ...
 
     @property
     def fixed_bytes(self) -> int:
         """Bytes that the cache takes however short the text is; 0 if it takes what the text needs."""
-        ...
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots. Raises :class:`EESDError` beyond the limit."""
-        ...
 
     def reset(self) -> None:
         """Begin another sequence."""
-        ...
 
     def compact(self, start: int, sources: list[int]) -> None:
         """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
-        ...
 
     def clear(self, start: int, stop: int | None = None) -> None:
         """Make the slots from ``start`` to ``stop - 1`` harmless: some engines multiply a masked slot by 0, and 0 x NaN is NaN.
         None: to the last slot."""
-        ...
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy in host memory."""
-        ...
 
     def values(self, start: int, stop: int) -> Values:
         """Keys and values of the slots from ``start`` to ``stop - 1``, of all layers. They may be the memory itself."""
-        ...
 
     def fill(self, start: int, values: Values) -> None:
         """Write what :meth:`values` of such a cache gave, from the slot ``start`` on, for which there is room."""
-        ...
 
 
 class Call(NamedTuple):
@@ -177,12 +168,10 @@ class Engine(Protocol):
     @property
     def chooses(self) -> bool:
         """Whether logits are on a device where it pays to let :attr:`Call.choose` choose, instead of copying them."""
-        ...
 
     @property
     def draft_chain(self) -> DraftChain | None:
         """Drafts several steps of a chain by itself; None: the backend does not."""
-        ...
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":
         """The caches of ``count`` sequences, for calls of this directory's engines that may run them together.
@@ -190,11 +179,9 @@ class Engine(Protocol):
         Raises:
             EESDError: The engine cannot run so many together.
         """
-        ...
 
     def prepare(self, kv_caches: "Sequence[KVCache]") -> None:
         """Prepare calls over caches of one :meth:`new_kv_caches`, so that no round waits for it. Their contents are kept."""
-        ...
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """Run calls of different sequences, as one pass where the backend can. Every token gets the bits that it gets alone;
@@ -203,11 +190,9 @@ class Engine(Protocol):
         Returns:
             The outputs of each call; those of a call without logits are empty.
         """
-        ...
 
     def work(self, calls: Sequence[Call]) -> Work:
         """What :meth:`forward` would compute for at least one call."""
-        ...
 
 
 NO_OUTPUTS = StepOutputs(np.zeros((0, 0), np.float32))

@@ -128,11 +128,9 @@ class StageRunner(Protocol):
     @property
     def capturable(self) -> bool:
         """Whether the calls prepared so far can be captured in a CUDA graph."""
-        ...
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
         """Bind a call to the addresses of its inputs."""
-        ...
 
 
 class ResultMemory:

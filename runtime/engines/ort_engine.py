@@ -35,12 +35,7 @@ NARROW = ("float16", "bfloat16")
 Read = Callable[[Path, ort.SessionOptions], str | bytes]
 """Gives a session what it loads of a graph: the file, or a changed graph."""
 CPU_PROVIDERS = ["CPUExecutionProvider"]
-ORT_TYPES = {
-    "tensor(float)": "float32",
-    "tensor(int64)": "int64",
-    "tensor(float16)": "float16",
-    "tensor(bfloat16)": "bfloat16",
-}
+ORT_TYPES = {"tensor(float)": "float32"} | {f"tensor({name})": name for name in ("int64", "float16", "bfloat16")}
 """Element types by ONNX Runtime's names."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
 """Their numbers in ``TensorProto.DataType``. NumPy types do not do, because NumPy has no bfloat16."""

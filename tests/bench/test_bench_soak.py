@@ -37,19 +37,8 @@ def test_a_soak_is_clean_only_if_nothing_went_wrong() -> None:
 @pytest.mark.slow
 def test_a_short_soak_is_clean(bundled: Path, tmp_path: Path) -> None:
     output = tmp_path / "soak.json"
-    command = [
-        sys.executable,
-        "-m",
-        "eesd.bench.tools.soak",
-        "--engine-dir",
-        str(bundled),
-        "--minutes",
-        "0.4",
-        "--kv-memory",
-        "20000000",
-        "-o",
-        str(output),
-    ]
+    options = ("--engine-dir", str(bundled), "--minutes", "0.4", "--kv-memory", "20000000", "-o", str(output))
+    command = [sys.executable, "-m", "eesd.bench.tools.soak", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, f"{done.stdout[-3000:]}{done.stderr[-2000:]}"
     report = json.loads(output.read_text())

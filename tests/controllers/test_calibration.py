@@ -28,15 +28,8 @@ def step(depth: int, probability: float = 0.6, margin: float = 1.0) -> DraftStep
 
 
 def outcome(steps: int, accepted: int, draft: float = 0.1, verify: float = 1.0, nodes: int | None = None) -> RoundOutcome:
-    return RoundOutcome(
-        steps=steps,
-        draft_seconds=steps * draft,
-        depth=steps,
-        nodes=steps if nodes is None else nodes,
-        verify_seconds=verify,
-        accepted=accepted,
-        num_expanded=accepted,
-    )
+    verified = steps if nodes is None else nodes
+    return RoundOutcome(steps, steps * draft, steps, verified, verify, accepted, num_expanded=accepted)
 
 
 def grid_posterior(labels: list[tuple[float, bool]], prior: CalibrationPrior) -> tuple[float, float]:

@@ -51,15 +51,7 @@ def step(depth: int, probability: float = 0.5, margin: float = 1.0) -> DraftStep
 
 def outcome(steps: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0) -> RoundOutcome:
     """A round of a chain whose steps cost ``draft_seconds`` each."""
-    return RoundOutcome(
-        steps=steps,
-        draft_seconds=steps * draft_seconds,
-        depth=steps,
-        nodes=steps,
-        verify_seconds=verify_seconds,
-        accepted=accepted,
-        num_expanded=accepted,
-    )
+    return RoundOutcome(steps, steps * draft_seconds, steps, steps, verify_seconds, accepted, num_expanded=accepted)
 
 
 def test_fixed_drafts_k_tokens() -> None:

@@ -29,15 +29,8 @@ def step(margin: float = 1.0) -> DraftStep:
 
 
 def outcome(steps: int, accepted: int, nodes: int) -> RoundOutcome:
-    return RoundOutcome(
-        steps=steps,
-        draft_seconds=DRAFT * steps,
-        depth=steps,
-        nodes=nodes,
-        verify_seconds=PLAIN + NODE * nodes,
-        accepted=accepted,
-        num_expanded=accepted,
-    )
+    drafting, verifying = DRAFT * steps, PLAIN + NODE * nodes
+    return RoundOutcome(steps, drafting, steps, nodes, verifying, accepted, num_expanded=accepted)
 
 
 def observe(budget: TreeBudget, labels: list[SiblingLabel], round: RoundOutcome) -> None:

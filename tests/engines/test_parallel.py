@@ -109,18 +109,8 @@ def whole(directory: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 def in_processes(directory: Path, output: Path, ranks: int) -> dict[str, Any]:
-    command = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        ranks,
-        MEMBER,
-        directory,
-        output,
-    )
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
+    done = subprocess.run([*map(str, (*launch, MEMBER, directory, output))], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(output.read_text())
     return found

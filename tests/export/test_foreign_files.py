@@ -36,18 +36,8 @@ CASES = int(os.environ.get("FOREIGN_CASES", "100"))
 AS_IS = ("--exit-layer", 1, "--no-check", "--no-pack")
 ENTRY = "model-0123456789abcdef"
 PLACES = [
-    *(
-        "",
-        "plans",
-        "plans/cpu-0123456789abcdef",
-        "plans/more",
-        "out",
-        "out/checkpoint-2",
-        "out/engine-0",
-        "out/own-text",
-        "a/b",
-    ),
-    *(f"cache/{ENTRY}", "cache/mine-0123456789abcdef", "repository/eesd/1"),
+    *("", "plans", "plans/cpu-0123456789abcdef", "plans/more", "out", "out/checkpoint-2", "out/engine-0", "out/own-text"),
+    *("a/b", f"cache/{ENTRY}", "cache/mine-0123456789abcdef", "repository/eesd/1"),
 ]
 NAMES = [
     *("thesis.txt", "manifest.json", "weights.bin", "notes.json", "mine.onnx", "mine.plan", "README.md", "report.md"),

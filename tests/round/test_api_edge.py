@@ -40,20 +40,8 @@ def refused(action: Callable[[], object], *words: str) -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        None,
-        5,
-        b"text",
-        {"a": 1},
-        {1, 2},
-        [1.0],
-        [True],
-        [1, "a"],
-        ["a"],
-        [[1]],
-        range,
-        [[]],
-        np.array(5),
-        np.ones((2, 2), np.int64),
+        *(None, 5, b"text", {"a": 1}, {1, 2}, [1.0], [True], [1, "a"], ["a"], [[1]], range, [[]]),
+        *(np.array(5), np.ones((2, 2), np.int64)),
     ],
     ids=repr,
 )

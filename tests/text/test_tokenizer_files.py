@@ -16,15 +16,8 @@ from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.text import TextCodec
 
 CLASSES = [
-    None,
-    "LlamaTokenizer",
-    "LlamaTokenizerFast",
-    "CodeLlamaTokenizer",
-    "Qwen2Tokenizer",
-    "Qwen2TokenizerFast",
-    "GPT2Tokenizer",
-    "PreTrainedTokenizerFast",
-    "TokenizersBackend",
+    *(None, "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    *("GPT2Tokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"),
 ]
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -38,20 +31,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"pad_token": "<pad>"},
 ]
 TEXTS = [
-    *(
-        "",
-        " ",
-        "  two",
-        "the quick fox",
-        " the",
-        "x ",
-        "a\nb\n\nc",
-        "\t tab",
-        "the\u00a0x",
-        "12345 67",
-        "It's we'll",
-        "naïve 日本語 🙂",
-    ),
+    *("", " ", "  two", "the quick fox", " the", "x ", "a\nb\n\nc", "\t tab", "the\u00a0x"),
+    *("12345 67", "It's we'll", "naïve 日本語 🙂"),
     *("e\u0301 ﬁ", "the </s> end", "<s>the", "</s>  x", "The<|im_start|>x<|end|> y", "<unk>", "▁x", "<0x41>", "<pad>x"),
 ]
 TEMPLATE = "{% for m in messages %}{{ bos_token }}[{{ m.role }}] {{ m.content }}{{ eos_token }}{{ pad_token }}{% endfor %}"
