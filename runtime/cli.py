@@ -54,6 +54,7 @@ loading_options = cli.options(
     click.option("--exact/--no-exact", default=None, help=BITS),
     click.option("--activations", type=click.Choice(ACTIVATIONS), help=ROUNDED),
     click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help=CACHED),
+    click.option("--nvtx", is_flag=True, help="Mark prefill, draft, verify and accept for Nsight Systems (on a GPU)."),
 )
 """The options of commands that say how to load engines; see :func:`load_as_asked`."""
 
@@ -173,17 +174,9 @@ def _show_sampling(llm: LLM, sampling: Sampling, chosen: dict[str, Any]) -> None
 
 def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Speculation) -> LLM:
     """Load an engine directory with the options that commands have in common."""
-    return load(
-        engine_dir,
-        options["backend"],
-        speculation=None if options["no_draft"] else speculation,
-        threads=options["threads"],
-        generation_config=options["generation_config"],
-        exact=options["exact"],
-        activations=options["activations"],
-        kv_cache_dtype=options["kv_cache_dtype"],
-        plain_content=options.get("plain_content", False),
-    )
+    names = ("backend", "threads", "generation_config", "exact", "activations", "kv_cache_dtype", "nvtx", "plain_content")
+    given = {name: options[name] for name in names if name in options}
+    return load(engine_dir, speculation=None if options["no_draft"] else speculation, **given)
 
 
 def read_prompts(prompts: Sequence[str], file: Path | None, chat: bool) -> list[Prompt]:

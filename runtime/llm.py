@@ -167,6 +167,7 @@ def load(
     kv_cache_dtype: str | None = None,
     prefix_memory: int = 0,
     plain_content: bool = False,
+    nvtx: bool = False,
 ) -> "LLM":
     """Open an engine directory that ``eesd-export`` wrote. What the user should know of its engines is logged as a warning.
 
@@ -185,6 +186,7 @@ def load(
         prefix_memory: Bytes of keys and values kept for requests that begin alike; 0: none. A ``Service`` has its own.
         plain_content: Text of chat messages that spells a special token is tokenized as plain text, so that it can end no
             turn and begin none. A template for which this cannot be done is refused.
+        nvtx: Mark prefill, draft, verify and accept as NVTX ranges, which Nsight Systems shows.
 
     Raises:
         EESDError: The directory or an argument cannot be used.
@@ -195,7 +197,8 @@ def load(
     check_integer("prefix_memory", prefix_memory, 0, 2**62)
     manifest = load_manifest(directory)
     draft = isinstance(speculation, Speculation) and speculation.head_drafts and manifest.exit_head.can_draft
-    engines = open_engines(directory, manifest, EngineOptions(backend, threads, draft, exact, activations, kv_cache_dtype))
+    options = EngineOptions(backend, threads, draft, exact, activations, kv_cache_dtype, nvtx)
+    engines = open_engines(directory, manifest, options)
     if engines.notice:
         LOGGER.warning("%s", engines.notice)
     default = models_sampling(manifest) if generation_config == "auto" else GREEDY
@@ -357,7 +360,7 @@ class LLM:
         with self.lock:
             self._settle()
             if not self._idle:
-                self._idle.append(self._new_kv_cache())
+                self._idle.append(self.engines.new_kv_caches()[0])
             self._idle[-1].reset()
             session = self.begin(generation, self._idle[-1], self.observer)
             session.drafting.begin_request()
@@ -379,11 +382,7 @@ class LLM:
             self._idle.append(session.end())
 
     def begin(self, generation: Generation, kv_cache: KVCache, observer: Observer | None = None) -> Session:
-        """Begin a request over an empty cache.
-
-        Raises:
-            EESDError: The request can never run.
-        """
+        """Begin a request over an empty cache. Raises :class:`EESDError` if it can never run."""
         drafting, codec = self._drafting(generation.request), self.codec if generation.request.stop else self._codec
         return Session(generation, kv_cache, self.engines, drafting, codec, observer, self.lock)
 
@@ -403,17 +402,7 @@ class LLM:
         drafter = None
         if self.engines.draft is not None and controller is not None:
             drafter = Drafter(self.engines.draft, controller, max(speculation.tree, 1), budget, self.draft_columns)
-        if fixed:
-            return Drafting(drafter, fixed=True)
-        return Drafting(drafter, self.text, self.guard, self.value)
-
-    def _new_kv_cache(self) -> KVCache:
-        """A cache for which the engines are prepared. Requests reuse it, so nothing is prepared twice."""
-        kv_caches = self.engines.verify.new_kv_caches()
-        for engine in (self.engines.verify, self.engines.draft):
-            if engine is not None:
-                engine.prepare(kv_caches)
-        return kv_caches[0]
+        return Drafting(drafter, fixed=True) if fixed else Drafting(drafter, self.text, self.guard, self.value)
 
     def generate(self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[Options]) -> Completion:
         """Generate until EOS, a stop string, ``max_new_tokens``, the deadline, or the end of the cache.

@@ -120,7 +120,8 @@ class Session:
         with self.lock:
             while (piece := self.next_piece(self.verify.prefill_chunk)) is not None:
                 started = time.perf_counter()
-                [outputs] = self.verify.forward([piece])
+                with self.engines.span("prefill"):
+                    [outputs] = self.verify.forward([piece])
                 self.add_piece(piece, outputs, time.perf_counter() - started)
 
     def next_piece(self, most: int) -> Call | None:
@@ -180,7 +181,7 @@ class Session:
     def step(self) -> RoundResult:
         """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
         with self.lock:
-            [current] = run_round([self], self.verify)
+            [current] = run_round([self], self.engines)
         if current.error is not None:
             raise current.error
         assert current.result is not None

@@ -90,13 +90,10 @@ class Scheduler:
         self._paused: deque[Session] = deque()
         self._active: list[Session] = []
         self._prefilling: deque[Session] = deque()
-        self._kv_caches = self._engine.new_kv_caches(options.max_rows)
+        self._kv_caches = llm.engines.new_kv_caches(options.max_rows)
         self._slot_bytes = self._kv_caches[0].slot_bytes
         self._check_memory()
         self._free = [*reversed(self._kv_caches)]
-        for engine in (llm.engines.verify, llm.engines.draft):
-            if engine is not None:
-                engine.prepare(self._kv_caches)
         check_rows(self._engine, self._kv_caches)
         self.drafted = 0
         self._last_alone: Session | None = None
@@ -294,7 +291,7 @@ class Scheduler:
         policy = self._policy_of(bool(pieces))
         self._policy.waiting = min(len(self._prefilling) + len(self.waiting), self._options.max_rows - len(rows))
         try:
-            rounds = run_round(rows, self._engine, policy, pieces)
+            rounds = run_round(rows, self._llm.engines, policy, pieces)
         except Exception as error:
             failed = rows or [piece.session for piece in pieces]
             LOGGER.exception("A call failed; %d requests end.", len(failed))

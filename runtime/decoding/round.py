@@ -21,6 +21,7 @@ from eesd.runtime.decoding.text_drafter import NOTHING, TextProposal
 from eesd.runtime.engines.base import Call, Engine, StepOutputs
 
 if TYPE_CHECKING:
+    from eesd.runtime.engines.backends import Engines
     from eesd.runtime.session import Session
 
 P = ParamSpec("P")
@@ -174,23 +175,20 @@ class Round:
 
     def next_draft(self) -> Call:
         """The call of the next draft step."""
-        session = self.session
-        assert self.drafter is not None
-        tree = self.tree
+        session, tree, drafter = self.session, self.tree, self.drafter
+        assert drafter is not None
         if not tree.steps:
             session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
         session.drafted_to = max(session.drafted_to, len(session.tokens) - 1 + len(tree.nodes))
         first = tree.frontier[0].index
         call = session.call(tree.nodes, first)
-        if self.drafter.engine.chooses:
-            return call._replace(choose=session.sampler.chooser(tree.nodes[first:], tree.branching))
-        return call
+        choose = session.sampler.chooser(tree.nodes[first:], tree.branching) if drafter.engine.chooses else None
+        return call._replace(choose=choose)
 
     def draft_chain(self) -> bool:
         """Draft steps of a chain in one call, which does not wait for the host between them, if that can be. All of them if
         their number is known, else as many as the controller allows before it is asked."""
-        session = self.session
-        tree, drafter = self.tree, self.drafter
+        session, tree, drafter = self.session, self.tree, self.drafter
         assert drafter is not None
         chain, steps = drafter.engine.draft_chain, self.length or drafter.controller.steps_at_once
         if chain is None or not steps or drafter.tree_width > 1 or not session.sampler.proposes_top_tokens:
@@ -221,8 +219,7 @@ class Round:
 
         Where drafting is fixed all of it is: with rejection sampling, what is left out must not depend on what was drafted.
         """
-        session = self.session
-        tree, drafter, text = self.tree, self.drafter, self.drafting.text
+        session, tree, drafter, text = self.session, self.tree, self.drafter, self.drafting.text
         if text is not None and drafter is not None and tree.steps and tree.frontier:
             self._add_text(text, joins=drafter.budget is not None)
         nodes = tree.prune(None if self.drafting.fixed else share)
@@ -401,7 +398,7 @@ ALONE = Policy()
 
 
 def run_round(
-    sessions: Sequence["Session"], verify: Engine, policy: Policy = ALONE, pieces: Sequence[PromptPiece] = ()
+    sessions: Sequence["Session"], engines: "Engines", policy: Policy = ALONE, pieces: Sequence[PromptPiece] = ()
 ) -> list[Round]:
     """Run one round: a draft call for each level, and one verify call, which also takes pieces of prompts.
 
@@ -416,17 +413,20 @@ def run_round(
     for current in rounds:
         _alone(current, current.begin)
     began = time.perf_counter()
-    draft(rounds, policy)
+    with engines.span("draft"):
+        draft(rounds, policy)
     drafting = time.perf_counter() - began
     shares = zip(rounds, policy.shares(rounds), strict=True)
     calls = [call for current, share in shares if (call := _alone(current, current.complete, share))]
     planned = [current for current in rounds if current.error is None]
     called = time.perf_counter()
     every = [*calls, *[piece.call for piece in pieces]]
-    outputs = verify.forward(every) if every else []
+    with engines.span("verify" if calls else "prefill"):
+        outputs = engines.verify.forward(every) if every else []
     seconds = time.perf_counter() - called
-    for current, output in zip(planned, outputs, strict=False):
-        current.result = _alone(current, current.commit, output, seconds)
+    with engines.span("accept"):
+        for current, output in zip(planned, outputs, strict=False):
+            current.result = _alone(current, current.commit, output, seconds)
     for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
         _alone(piece, piece.session.add_piece, piece.call, output, seconds)
     policy.verified(rounds, calls, (drafting, time.perf_counter() - started - drafting), every[len(calls) :])

@@ -1,7 +1,8 @@
 """The backends by name: open the engines of a directory with one of them, or with the best one for this machine."""
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from eesd.common.checks import check_choice, check_flag, check_integer
 from eesd.common.errors import EESDError
 from eesd.common.machine import cores, installed, nvidia_driver, ranks, torch_sees_gpu
 from eesd.common.manifest import Manifest
-from eesd.runtime.engines.base import Engine
+from eesd.runtime.engines.base import Engine, KVCache
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 MAX_THREADS = 1024
@@ -37,6 +38,7 @@ class Engines(NamedTuple):
         in_place: Whether only logits of nodes count that are in the slot that they would have in a chain.
         last_positions: The last positions whose tokens one kernel of verify computes, ascending. No round shall reach beyond
             the next one, or tokens would depend on what is drafted.
+        span: Marks a part of a request by its name while it is entered.
     """
 
     verify: Engine
@@ -46,6 +48,15 @@ class Engines(NamedTuple):
     exact_trees: bool = False
     in_place: bool = False
     last_positions: tuple[int, ...] = ()
+    span: Callable[[str], AbstractContextManager[object]] = nullcontext
+
+    def new_kv_caches(self, count: int = 1) -> Sequence[KVCache]:
+        """Caches of ``count`` sequences, for which the engines are prepared."""
+        kv_caches = self.verify.new_kv_caches(count)
+        for engine in (self.verify, self.draft):
+            if engine is not None:
+                engine.prepare(kv_caches)
+        return kv_caches
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class EngineOptions:
         activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. None: int8, by blocks of 32.
             Weights of 16 and 32 bits are always multiplied by float32.
         kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. None: float32.
+        nvtx: Whether Nsight Systems shall show prefill, draft, verify and accept, as NVTX ranges.
 
     Raises:
         EESDError: A value has another type, or is unknown or out of range.
@@ -74,17 +86,18 @@ class EngineOptions:
     exact: bool | None = None
     activations: str | None = None
     kv_cache_dtype: str | None = None
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         check_choice("backend", self.backend, BACKENDS)
+        check_flag("nvtx", self.nvtx)
         if self.threads is not None:
             check_integer("threads", self.threads, 1, MAX_THREADS)
         if self.exact is not None:
             check_flag("exact", self.exact)
-        if self.activations is not None:
-            check_choice("activations", self.activations, ACTIVATIONS)
-        if self.kv_cache_dtype is not None:
-            check_choice("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        for name, known in (("activations", ACTIVATIONS), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), known)
 
     @property
     def engine_threads(self) -> int:
@@ -93,10 +106,9 @@ class EngineOptions:
 
     def refuse_choices(self, backend: str) -> None:
         """Raise :class:`EESDError` if activations or a type of the KV cache are chosen, which this backend cannot."""
-        if self.activations is not None:
-            raise EESDError(f"The backend {backend} cannot choose its activations; leave activations out.")
-        if self.kv_cache_dtype is not None:
-            raise EESDError(f"The backend {backend} cannot choose the type of its KV cache; leave kv_cache_dtype out.")
+        for name, chosen in (("activations", "its activations"), ("kv_cache_dtype", "the type of its KV cache")):
+            if getattr(self, name) is not None:
+                raise EESDError(f"The backend {backend} cannot choose {chosen}; leave {name} out.")
 
 
 def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
@@ -110,8 +122,16 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
             f"WORLD_SIZE is {ranks()}, so processes were started together, and of the backends torch alone splits a model over "
             f"them, not {options.backend}; choose the backend torch, or start one process."
         )
-    engines = BACKENDS[options.backend](directory, manifest, options)
-    return engines._replace(in_place=options.exact is True and not engines.exact_trees)
+    if options.nvtx and not torch_sees_gpu():
+        raise EESDError(f"NVTX ranges need a GPU, and {NO_GPU}.")
+    try:
+        engines = BACKENDS[options.backend](directory, manifest, options)
+    except ModuleNotFoundError as error:
+        raise EESDError(
+            f"The {options.backend} backend needs {error.name}; install it with: pip install 'eesd[torch]'."
+        ) from None
+    span = importlib.import_module("torch.cuda.nvtx").range if options.nvtx else nullcontext
+    return engines._replace(in_place=options.exact is True and not engines.exact_trees, span=span)
 
 
 def default_threads() -> int:
@@ -122,8 +142,7 @@ def default_threads() -> int:
 
 def onnxruntime_versions() -> dict[str, str]:
     """The installed packages and their versions; packages of other names, such as a build of one's own, are not seen."""
-    found = {package: installed(package) for package in ORT_PACKAGES}
-    return {package: version for package, version in found.items() if version is not None}
+    return {package: version for package in ORT_PACKAGES if (version := installed(package)) is not None}
 
 
 def onnxruntime_problem() -> str:
@@ -179,11 +198,9 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
-    int8, kv_cache_dtype = options.activations != "float32", options.kv_cache_dtype or "float32"
-    build = built_for_cpu(directory, manifest)
-    make = partial(
-        CpuEngine, build, manifest, threads=options.engine_threads, int8_activations=int8, kv_cache_dtype=kv_cache_dtype
-    )
+    int8, cells = options.activations != "float32", options.kv_cache_dtype or "float32"
+    build, threads = built_for_cpu(directory, manifest), options.engine_threads
+    make = partial(CpuEngine, build, manifest, threads=threads, int8_activations=int8, kv_cache_dtype=cells)
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if options.draft else None
     # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
@@ -192,10 +209,8 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
 
 def _open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
     options.refuse_choices("torch")
-    try:
-        from eesd.runtime.engines.torch_engine import open_team, open_torch
-    except ImportError as error:
-        raise EESDError(f"The torch backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
+    from eesd.runtime.engines.torch_engine import open_team, open_torch
+
     if ranks() > 1:
         return Engines(*open_team(directory, manifest, options.engine_threads, options.draft, options.exact))
     return Engines(*open_torch(directory, manifest, options.engine_threads, options.draft, exact=options.exact))
@@ -208,10 +223,8 @@ def _open_tensorrt(directory: Path, manifest: Manifest, options: EngineOptions) 
     plans = PlanDirectory(directory, manifest)
     if not torch_sees_gpu():
         raise EESDError(f"Plans run in memory of torch, and {NO_GPU}.")
-    try:
-        from eesd.runtime.engines.trt_engine import open_tensorrt
-    except ImportError as error:
-        raise EESDError(f"The tensorrt backend needs {error.name}; install it with: pip install 'eesd[torch]'.") from None
+    from eesd.runtime.engines.trt_engine import open_tensorrt
+
     verify, drafter = open_tensorrt(manifest, plans, options.draft, exact=options.exact)
     return Engines(verify, drafter, plans.notice, last_positions=verify.last_positions)
 

@@ -65,7 +65,7 @@ class Settings:
 
     Attributes:
         engine_dir: The engine directory, as Triton sees it. A relative path begins at the directory of the model's version.
-        backend, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content: As for :func:`eesd.load`.
+        backend, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content, nvtx: See :func:`eesd.load`.
         threads: CPU threads of an engine; None: the processors of the process.
         batch: Limits of the batch.
 
@@ -83,6 +83,7 @@ class Settings:
     activations: str | None = None
     kv_cache_dtype: str | None = None
     plain_content: bool = False
+    nvtx: bool = False
 
     def __post_init__(self) -> None:
         check_path("engine_dir", self.engine_dir, "the output directory of eesd-export")

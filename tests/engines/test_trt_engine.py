@@ -650,3 +650,31 @@ def test_a_missing_driver_or_library_is_named(engine_copy: Path, monkeypatch: py
     fake.install(monkeypatch)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
     assert_refused(run(main, *command), "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")
+
+
+@pytest.mark.parametrize("backend", ["tensorrt", "torch"])
+@pytest.mark.usefixtures("installed")
+def test_nvtx_ranges_are_paired_in_the_order_of_calls(
+    staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Of requests alone and of a batch, also where a call fails."""
+    ranges: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "_nvtx", SimpleNamespace(rangePushA=ranges.append, rangePop=lambda: ranges.append("")))
+    speculation = Speculation("fixed:k=3", guard=False, drafter="exit")
+    plain, llm = (eesd.load(staged(1), backend, speculation=speculation, nvtx=nvtx) for nvtx in (False, True))
+    expected = plain.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True)
+    assert ranges == []
+    assert llm.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True).tokens == expected.tokens
+    count = len(ranges) // 2 - 3 * expected.stats.rounds
+    order = ["prefill"] * count + ["draft", "verify", "accept"] * expected.stats.rounds
+    assert count > 0 and ranges == [text for name in order for text in (name, "")]
+    service = Service(llm, BatchOptions(max_rows=1))
+    assert service.generate(llm.request(PROMPTS[2], max_new_tokens=20, ignore_eos=True)).tokens == expected.tokens
+    service.close()
+    monkeypatch.setattr(DeviceEngine, "_run", lambda *_: 1 // 0)
+    ranges.clear()
+    with pytest.raises(ZeroDivisionError):
+        llm.generate([5])
+    assert ranges == ["draft", "", "verify", ""]
+    monkeypatch.setattr(backends, "torch_sees_gpu", lambda: False)
+    assert_refused(run(main, "--engine-dir", staged(1), "-p", "hello", "--nvtx"), "NVTX ranges need a GPU", "update the driver")
