@@ -13,10 +13,10 @@ from eesd.common.cli import OUTPUT, command
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
 from eesd.common.geometry import state_caches
-from eesd.common.integrity import verify_files
+from eesd.common.integrity import files_changed, verify_files
 from eesd.common.machine import available_memory
 from eesd.common.machine_report import compute_capability
-from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
+from eesd.common.manifest import GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Progress, notice, progress
 from eesd.common.weights import weight_bytes
 from eesd.export import plans
@@ -48,6 +48,7 @@ FLOAT16 = (
 @click.option(
     "--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable."
 )
+@click.option("--strip-weights", is_flag=True, help="Plans hold no weights; loading takes those of DIRECTORY. Needs a GPU.")
 @click.option("--force", is_flag=True, help="Also build what is up to date.")
 @click.option(
     "--check", is_flag=True, help="Then run the plans, and compare them with torch and with their graphs. Needs a GPU."
@@ -59,6 +60,7 @@ def main(
     batch: int,
     prefill_chunk: int | None,
     capabilities: tuple[str, ...],
+    strip_weights: bool,
     force: bool,
     check: bool,
 ) -> None:
@@ -66,7 +68,7 @@ def main(
     manifest = load_manifest(directory)
     remove_leftovers(directory)
     if target == CPU:
-        if precision or batch > 1 or prefill_chunk or capabilities or check:
+        if precision or batch > 1 or prefill_chunk or capabilities or strip_weights or check:
             raise EESDError("--target cpu takes no option but --force; leave the others out.")
         click.echo(f"built for the CPU: {describe_build(build_for_cpu(directory, manifest, force))}")
         return
@@ -76,10 +78,10 @@ def main(
             f"{directory} was exported as {manifest.dtype}; for {precision} plans export with --dtype {precision} first."
         )
     chunk, flavour = prefill_chunk or manifest.gpu_prefill_chunk, plans.find_flavour(target)
-    options = plans.BuildOptions(flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest))
+    options = plans.BuildOptions(flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest), strip_weights)
     plans.check_options(manifest, options)
     outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
-    if outdated or _files_changed(directory, manifest):
+    if outdated or files_changed(directory, manifest):
         verify_files(directory, manifest)
     for graph in manifest.graphs:
         if graph in outdated:
@@ -92,15 +94,9 @@ def main(
         notice(FLOAT16)
 
 
-def _files_changed(directory: Path, manifest: Manifest) -> bool:
-    """Whether a file is newer than the manifest. Exports and builds write the manifest last."""
-    written = (directory / MANIFEST_FILE).stat().st_mtime_ns
-    return any((directory / name).stat().st_mtime_ns > written for name in manifest.sizes)
-
-
 def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions) -> Manifest:
     """Build one plan, report time and memory, and return the manifest that records it."""
-    estimate = check_resources(directory, manifest, graph)
+    estimate = check_resources(directory, manifest, graph, options)
     started = time.perf_counter()
     with progress() as bar:
         plan = plans.build(directory, manifest, graph, options, partial(_monitor, bar))
@@ -115,13 +111,14 @@ def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: 
     return manifest
 
 
-def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo) -> int:
+def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions) -> int:
     """Check that memory and disk suffice to build a plan.
 
     Args:
         directory: Engine directory.
         manifest: Its manifest.
         graph: Graph to build the plan from.
+        options: Of the build.
 
     Returns:
         The estimated memory in bytes.
@@ -137,7 +134,7 @@ def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo) -> in
             f"Building {graph.file} needs about {needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are available; "
             "build on a larger machine, or split the graph with eesd-export --stages."
         )
-    size = round(1.05 * weights) + 100_000_000
+    size = (0 if options.strip_weights else round(1.05 * weights)) + 100_000_000
     free = shutil.disk_usage(directory).free
     if size > free:
         raise EESDError(

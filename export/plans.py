@@ -35,9 +35,11 @@ from eesd.runtime.engines.trt_plans import (
     check_gpu_supported,
     create,
     first_error,
+    graph_read,
     library_version,
     make_logger,
     one_node_is_faster,
+    refit_digest,
 )
 
 _TIMING_CACHE = "timing.cache"
@@ -55,12 +57,14 @@ class BuildOptions:
         max_batch: Largest number of sequences of a call that decodes.
         prefill_chunk: Largest number of prompt tokens of a call.
         compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every supported GPU.
+        strip_weights: Whether plans hold no weights; loading gives them those of the directory.
     """
 
     flavour: str
     max_batch: int
     prefill_chunk: int
     compute_capabilities: tuple[str, ...] = ()
+    strip_weights: bool = False
 
 
 def find_flavour(wanted: str | None) -> str:
@@ -98,12 +102,8 @@ def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: B
         and (directory / plan.file).exists()
         and (directory / plan.file).stat().st_size == plan.size
         and graph_read(directory / plan.file).exists()
+        and plan.refit in ("", refit_digest(graph_read(directory / plan.file), manifest))
     )
-
-
-def graph_read(plan: Path) -> Path:
-    """The graph that TensorRT read for a plan. It lies beside the plan and the weights."""
-    return plan.with_suffix(".plan.onnx")
 
 
 def check_options(manifest: Manifest, options: BuildOptions) -> None:
@@ -120,6 +120,8 @@ def check_options(manifest: Manifest, options: BuildOptions) -> None:
     here = compute_capability()
     if options.flavour == "tensorrt" and here is None:
         raise EESDError("tensorrt needs a GPU to build on, and there is none; use --target tensorrt-rtx, or another machine.")
+    if options.strip_weights and here is None:
+        raise EESDError("tensorrt-rtx strips plans only where it finds a GPU, and there is none; leave --strip-weights out.")
     for capability in options.compute_capabilities or ([here] if here else []):
         check_gpu_supported(options.flavour, capability, manifest)
 
@@ -177,7 +179,8 @@ def build(
             source.write_bytes(plan_graph(directory, manifest, graph, options.max_batch, whole))
             found = _build_once(trt, source, manifest, graph, options, monitor, whole, temporary, errors)
             if isinstance(found, Built):
-                return _plan_info(path.name, found, manifest, graph, options)
+                refit = refit_digest(source, manifest) if options.strip_weights else ""
+                return _plan_info(path.name, found, manifest, graph, options, refit)
             if not found:
                 break
         raise EESDError(f"{options.flavour} cannot build {directory / graph.file} ({first_error(errors)}).")
@@ -201,7 +204,7 @@ def _build_once(
         The plan, or else whether the builder read the graph: then it may build the attention from parts.
     """
     logger = make_logger(trt, errors)
-    builder = create(options.flavour, "Builder", logger, errors)
+    builder = create(options.flavour, "Builder", logger=logger, errors=errors)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
     parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
     if not parser.parse_from_file(str(source)):
@@ -323,6 +326,9 @@ def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, option
         config.add_optimization_profile(profile)
     if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # calls that allocate cannot be captured in a CUDA graph
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    if options.strip_weights:
+        config.set_flag(trt.BuilderFlag.STRIP_PLAN)
+        config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
     if options.compute_capabilities:
         config.num_compute_capabilities = len(options.compute_capabilities)
         for index, capability in enumerate(options.compute_capabilities):
@@ -330,7 +336,7 @@ def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, option
     return config
 
 
-def _plan_info(name: str, built: Built, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> PlanInfo:
+def _plan_info(name: str, built: Built, manifest: Manifest, graph: GraphInfo, options: BuildOptions, refit: str) -> PlanInfo:
     capabilities = options.compute_capabilities
     if options.flavour == "tensorrt":
         capabilities = (compute_capability() or "unknown",)
@@ -346,6 +352,7 @@ def _plan_info(name: str, built: Built, manifest: Manifest, graph: GraphInfo, op
         profiles=profile_nodes(manifest, graph, options),
         fused_attentions=built.attentions,
         fused_cache_updates=built.updates,
+        refit=refit,
     )
 
 

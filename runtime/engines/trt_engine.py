@@ -1,6 +1,7 @@
 """TensorRT and TensorRT-RTX: runs built engines on torch's device memory, wherever the engines come from."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,43 +25,37 @@ from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.trt_plans import attended_slots
 
 
+@dataclass(eq=False)
 class TrtStageRunner:
     """A graph in a TensorRT engine.
 
     Each prepared call has its own execution context, because a captured CUDA graph depends on the shapes that its context has.
+
+    Attributes:
+        graph: The graph.
+        decode_nodes: Largest node count of profile 0. Larger calls are prefill and use profile 1.
+        make_context: Makes an execution context that has no memory.
+        stream: The device, and the stream to run in.
+        scratch: Memory that the contexts work in. They run one after another, so they share it.
+        capturable: Whether all calls prepared so far can be captured in a CUDA graph.
     """
 
-    def __init__(
-        self,
-        graph: GraphInfo,
-        decode_nodes: int,
-        make_context: Callable[[], Any],
-        stream: DeviceStream,
-        scratch: Tensor,
-    ) -> None:
-        """Wrap an engine.
+    graph: GraphInfo
+    decode_nodes: int
+    make_context: Callable[[], Any]
+    stream: DeviceStream
+    scratch: Tensor
+    capturable: bool = True
 
-        Args:
-            graph: The graph.
-            decode_nodes: Largest node count of profile 0. Larger calls are prefill and use profile 1.
-            make_context: Makes an execution context that has no memory.
-            stream: The device, and the stream to run in.
-            scratch: Memory that the contexts work in. They run one after another, so they share it.
-        """
-        self.graph = graph
-        self.stream = stream
-        self.capturable = True
-        self._decode_nodes = decode_nodes
-        self._make_context = make_context
-        self._scratch = scratch
-        self._results = ResultMemory(graph, stream.device, decode_nodes)
+    def __post_init__(self) -> None:
+        self._results = ResultMemory(self.graph, self.stream.device, self.decode_nodes)
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
         graph, count, stream = self.graph, inputs.position_ids.shape[1], self.stream
-        context = self._make_context()
+        context = self.make_context()
         if context is None:
             raise EESDError(f"TensorRT cannot create an execution context of {graph.file}; the GPU's memory may be too small.")
-        context.set_optimization_profile_async(int(count > self._decode_nodes), stream.handle)
+        context.set_optimization_profile_async(int(count > self.decode_nodes), stream.handle)
         stream.synchronize()
         results = self._results.tensors(inputs)
         named, outputs = tensors_by_name(graph, inputs, results)
@@ -71,7 +66,7 @@ class TrtStageRunner:
                 raise EESDError(f"TensorRT needs {name} aligned; export with a --max-seq-len that is a multiple of 16.")
             _check(context.set_tensor_address(name, tensor.data_ptr()), graph, count)
         _check(not context.infer_shapes(), graph, count)
-        context.set_device_memory(self._scratch.data_ptr(), self._scratch.nbytes)
+        context.set_device_memory(self.scratch.data_ptr(), self.scratch.nbytes)
         if stream.on_gpu and hasattr(context, "is_stream_capturable"):
             self.capturable &= bool(context.is_stream_capturable(stream.handle))
 
@@ -101,24 +96,19 @@ class EngineSource(Protocol):
     @property
     def prefill_chunk(self) -> int:
         """Tokens of the prompt that every engine of verify takes in one call."""
-        ...
 
     @property
     def max_batch(self) -> int:
         """Sequences that every engine takes in one call that decodes."""
-        ...
 
     def load(self, graph: GraphInfo) -> Any:
         """The ``ICudaEngine`` of a graph, on the current GPU."""
-        ...
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:
         """An execution context that has no memory."""
-        ...
 
     def save_kernels(self, graph: GraphInfo) -> None:
         """Called after a binding has warmed up, to save the kernels that were compiled for a graph."""
-        ...
 
 
 def open_tensorrt(
@@ -157,16 +147,13 @@ def open_tensorrt(
             engines[graph.file] = engine = source.load(graph)
         _check_caches(engine, manifest, graph)
     scratches = _scratch_memory(graphs, engines, streams, scratch)
-    stages = [
-        TrtStageRunner(
-            graph,
-            1 if graph is manifest.draft else manifest.max_tree_nodes + 1,
-            partial(source.make_context, engines[graph.file], graph),
-            stream,
-            scratches[stream],
-        )
-        for graph, stream in graphs
-    ]
+
+    def runner(graph: GraphInfo, stream: DeviceStream) -> TrtStageRunner:
+        decode_nodes = 1 if graph is manifest.draft else manifest.max_tree_nodes + 1
+        make_context = partial(source.make_context, engines[graph.file], graph)
+        return TrtStageRunner(graph, decode_nodes, make_context, stream, scratches[stream])
+
+    stages = [runner(*one) for one in graphs]
     drafter = stages.pop() if draft else None
     return make_engines(
         manifest,
@@ -175,10 +162,7 @@ def open_tensorrt(
         _memory_maker(manifest, streams, source, kv_memory),
         pad=True,
         one_by_one=True,
-        slots=(
-            attended_slots(manifest, manifest.verify[0]),
-            attended_slots(manifest, manifest.draft) if draft else (),
-        ),
+        slots=(attended_slots(manifest, manifest.verify[0]), attended_slots(manifest, manifest.draft) if draft else ()),
         prefill_chunk=source.prefill_chunk,
         exact=exact,
         on_warm_up=source.save_kernels,

@@ -3,18 +3,21 @@
 Plans are checked before they are loaded, because the errors of TensorRT's loader do not say what to do.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import logging
 import mmap
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.common.integrity import files_changed, link_info, sha256_of, verify_files
 from eesd.common.machine import nvidia_driver
 from eesd.common.machine_report import compute_capability
-from eesd.common.manifest import GraphInfo, Manifest, PlanInfo
+from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest, PlanInfo
 from eesd.common.quantization import BITS, FP4, FP8, Quantizations
 
 LOGGER = logging.getLogger("eesd.tensorrt")
@@ -50,8 +53,11 @@ class PlanDirectory:
         self.trt = _import_library(directory, self._plans)
         self._check_profiles()
         _check_gpu(directory, manifest, self._plans[0])
+        if any(plan.refit for plan in self._plans) and files_changed(directory, manifest):
+            verify_files(directory, manifest)  # only then: it reads all weights, as loading will
         self._errors: list[str] = []
-        self._runtime = create(self._plans[0].flavour, "Runtime", make_logger(self.trt, self._errors), self._errors)
+        self._create = partial(create, self._plans[0].flavour, logger=make_logger(self.trt, self._errors), errors=self._errors)
+        self._runtime = self._create("Runtime")
         self._kernel_caches: dict[str, Any] = {}
 
     @property
@@ -82,7 +88,8 @@ class PlanDirectory:
 
     def load(self, graph: GraphInfo) -> Any:
         """Load the engine of a graph on the current GPU. Raises :class:`EESDError` with the loader's first error."""
-        path = self._directory / self._manifest.plans[graph.file].file
+        info = self._manifest.plans[graph.file]
+        path = self._directory / info.file
         self._errors.clear()
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
             engine = self._runtime.deserialize_cuda_engine(plan)
@@ -92,6 +99,13 @@ class PlanDirectory:
             raise EESDError(f"{self._plans[0].flavour} cannot load {path} ({reason}); {remedy}.")
         if not matches_graph(engine, graph):
             raise EESDError(f"{path} is not the plan of {graph.file}; {_rebuild(self._directory)}.")
+        if info.refit:
+            refitter = self._create("Refitter", engine)
+            parser = self._create("OnnxParserRefitter", refitter)  # the weights are in its memory until the engine has them
+            if not (parser.refit_from_file(str(graph_read(path))) and refitter.refit_cuda_engine()):
+                raise EESDError(
+                    f"{info.flavour} cannot refit {path} ({first_error(self._errors)}); {_rebuild(self._directory)}."
+                )
         return engine
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:
@@ -141,14 +155,29 @@ def _rebuild(directory: Path) -> str:
 
 def _find_plan(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInfo:
     plan = manifest.plans.get(graph.file)
-    if plan is None:
+    if plan is None or not (path := directory / plan.file).exists():
         raise EESDError(f"{directory} has no plan of {graph.file}; build it with: eesd-build {directory}.")
-    path = directory / plan.file
-    if not path.exists():
-        raise EESDError(f"{path} is missing; build it with: eesd-build {directory}.")
     if path.stat().st_size != plan.size:
         raise EESDError(f"{path} has {path.stat().st_size} bytes where the manifest says {plan.size}; {_rebuild(directory)}.")
+    source = graph_read(path)
+    if plan.refit and not (source.exists() and plan.refit == refit_digest(source, manifest)):
+        raise EESDError(
+            f"{path} holds no weights, and {source.name} or the weights beside it are missing or were changed; build it again "
+            f"with: eesd-build --strip-weights {directory}."
+        )
     return plan
+
+
+def graph_read(plan: Path) -> Path:
+    """The graph that TensorRT read for a plan. It lies beside the plan and the weights."""
+    return plan.with_suffix(".plan.onnx")
+
+
+def refit_digest(graph: Path, manifest: Manifest) -> str:
+    """SHA-256 of a graph of :func:`graph_read` and of samples of the weights beside it, in which those of two models differ."""
+    files = [name for name in (WEIGHTS_FILE, DRAFT_VOCAB_FILE, *manifest.linked) if name in manifest.sizes]
+    samples = [link_info(graph.parent / name).samples for name in files]
+    return hashlib.sha256("".join([sha256_of(graph), *samples]).encode()).hexdigest()
 
 
 def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
@@ -184,22 +213,17 @@ def _check_gpu(directory: Path, manifest: Manifest, plan: PlanInfo) -> None:
 
 def make_logger(trt: Any, errors: list[str]) -> Any:
     """A TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends error messages to ``errors``."""
-    levels = {
-        trt.ILogger.INTERNAL_ERROR: logging.ERROR,
-        trt.ILogger.ERROR: logging.ERROR,
-        trt.ILogger.WARNING: logging.WARNING,
-        trt.ILogger.INFO: logging.INFO,
-        trt.ILogger.VERBOSE: logging.DEBUG,
-    }
+    levels = {"INTERNAL_ERROR": logging.ERROR, "VERBOSE": logging.DEBUG}
 
     class Logger(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, message: str) -> None:
-            if levels[severity] == logging.ERROR:
+            level = levels.get(severity.name) or getattr(logging, severity.name)
+            if level == logging.ERROR:
                 errors.append(message)
-            LOGGER.log(levels[severity], message)
+            LOGGER.log(level, message)
 
     return Logger()
 
@@ -209,13 +233,13 @@ def first_error(errors: list[str]) -> str:
     return errors[0].splitlines()[0][:300] if errors else "it does not say why"
 
 
-def create(flavour: str, name: str, logger: Any, errors: list[str]) -> Any:
-    """Make TensorRT's ``Builder`` or ``Runtime``. Raises :class:`EESDError` where the library gives none: CUDA does not work.
+def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str]) -> Any:
+    """Make an object of TensorRT's. Raises :class:`EESDError` where the library gives none: CUDA does not work.
 
     Its Python bindings then raise a TypeError without a reason.
     """
     try:
-        return getattr(importlib.import_module(FLAVOURS[flavour]), name)(logger)
+        return getattr(importlib.import_module(FLAVOURS[flavour]), name)(*subject, logger)
     except TypeError:
         raise EESDError(
             f"{flavour} {library_version(flavour)} gives no {name} here ({first_error(errors)}); update the NVIDIA driver, or "
@@ -248,9 +272,7 @@ def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
     Empty: its own choice, which is all but the oldest.
     """
     least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
-    if not least:
-        return ()
-    return tuple(one for one in supported_capabilities(flavour) if _number(one) >= max(map(_number, least)))
+    return tuple(one for one in supported_capabilities(flavour) if least and _number(one) >= max(map(_number, least)))
 
 
 def _number(capability: str) -> tuple[int, ...]:

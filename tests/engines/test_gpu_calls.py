@@ -112,12 +112,11 @@ def embedded(directory: Path) -> Iterator[tuple[Machine, LLM]]:
     geometry = manifest.geometry
     shape = (len(manifest.verify[0].caches), 2, 1, geometry.num_kv_heads, manifest.gpu_slots, geometry.head_dim)
     with install(Machine(devices=2, seed=3)) as machine:
-        stream: Any = machine.new_stream(1)
+        stream = machine.new_stream(1)
         with machine.activate(stream):
-            host = fake_tensorrt.host_of(directory)
+            host = fake_tensorrt.host_of(directory, stream)
             memory = torch.empty(shape, device=torch.device("cuda", 1))
-        host = replace(host, stream=stream, kv_cache=[memory], scratch=None)
-        yield machine, embed(directory, host, Speculation("fixed:k=4", guard=False))
+        yield machine, embed(directory, replace(host, kv_cache=[memory], scratch=None), Speculation("fixed:k=4", guard=False))
 
 
 def test_an_embedded_llm_keeps_the_rules_on_any_gpu(planned: Planned) -> None:
@@ -194,7 +193,7 @@ def change_an_address_later(patch: pytest.MonkeyPatch, _: Machine) -> None:
     original = ForwardStep.run
 
     def run(self: Any, *args: Any) -> Any:
-        for context in self._stages[0].stage._make_context.args[0]._contexts:
+        for context in self._stages[0].stage.make_context.args[0]._contexts:
             context.set_tensor_address("position_ids", context._addresses["position_ids"])
         return original(self, *args)
 
@@ -216,7 +215,7 @@ def wait_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
 
 
 def use_a_context_once(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    within_every_body(patch, lambda step: step.stage._make_context.args[0]._contexts.remove(step.stage._make_context()))
+    within_every_body(patch, lambda step: step.stage.make_context.args[0]._contexts.remove(step.stage.make_context()))
 
 
 def pin_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:

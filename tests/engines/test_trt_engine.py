@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import logging
+import os
 import shutil
 import sys
 import weakref
@@ -28,6 +29,7 @@ from support.on_cache import OnCache
 from support.trt_api import VERSIONS
 
 import eesd
+from eesd.common import integrity
 from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
 from eesd.export.build import main as build_main
@@ -86,7 +88,7 @@ def test_a_draft_vocabulary_drafts_chains_on_the_device(reduced_harness: Harness
 def contexts_of(llm: LLM) -> dict[str, list[fake.IExecutionContext]]:
     """The execution contexts that were made for each graph."""
     stages = [*llm.engines.verify.stages, *llm.engines.draft.stages]  # type: ignore[attr-defined, union-attr]
-    return {stage.graph.file: stage._make_context.args[0]._contexts for stage in stages}
+    return {stage.graph.file: stage.make_context.args[0]._contexts for stage in stages}
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
@@ -323,7 +325,7 @@ def embedded(directory: Path, host: Host, stream: DeviceStream = CPU) -> LLM:
 
 def test_open_sessions_never_share_the_memory_of_the_host(staged: Callable[[int], Path]) -> None:
     directory = staged(1)
-    host = host_of(directory)
+    host = fake.host_of(directory)
     llm = embedded(directory, replace(host, kv_cache=kv_memory(directory)))
     with llm.session(PROMPTS[0]) as first:
         first.step()
@@ -346,7 +348,7 @@ def test_open_sessions_never_share_the_memory_of_the_host(staged: Callable[[int]
 def test_what_overflowed_in_one_request_does_not_reach_the_next(staged: Callable[[int], Path]) -> None:
     directory = staged(1)
     memory = kv_memory(directory)
-    llm = embedded(directory, replace(host_of(directory), kv_cache=memory))
+    llm = embedded(directory, replace(fake.host_of(directory), kv_cache=memory))
     expected = llm.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True).tokens
     memory[0][..., 50, :] = np.inf
     assert llm.generate(PROMPTS[1], max_new_tokens=20, ignore_eos=True).tokens == expected
@@ -355,7 +357,7 @@ def test_what_overflowed_in_one_request_does_not_reach_the_next(staged: Callable
 def test_preparing_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> None:
     """It warms up, and the cache may be filled already."""
     directory = staged(1)
-    llm = embedded(directory, host_of(directory))
+    llm = embedded(directory, fake.host_of(directory))
     with llm.session(PROMPTS[1], max_new_tokens=20) as session:
         session.step()
         before = session.kv_cache.values(0, 96)
@@ -367,7 +369,7 @@ def test_preparing_an_engine_changes_no_cache(staged: Callable[[int], Path]) -> 
 def test_a_plan_that_copies_a_cache_is_refused(staged: Callable[[int], Path]) -> None:
     """Equal addresses would then be an error, and different ones a cache that is never written."""
     directory = staged(1)
-    host = host_of(directory)
+    host = fake.host_of(directory)
     host.draft._copied.add("value_0")
     with pytest.raises(EESDError, match=r"plan of draft\.onnx does not update value_0 in place"):
         embedded(directory, host)
@@ -388,7 +390,7 @@ class Place(DeviceStream):
 
 def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], Path]) -> None:
     directory, places = staged(3), [Place(torch.device("cpu")) for _ in range(3)]
-    manifest, host = load_manifest(directory), host_of(directory)
+    manifest, host = load_manifest(directory), fake.host_of(directory)
     made: list[tuple[Any, Place]] = []
 
     def make_context(engine: Any) -> Any:
@@ -409,9 +411,9 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
     """What the host reads later, logits and caches, is copied in the stream that wrote it."""
     directory, places = staged(3), [Place(torch.device("cpu")) for _ in range(3)]
     manifest, scratch = load_manifest(directory), [torch.zeros(5000, dtype=torch.uint8) for _ in places]
-    engines = open_host_engines(manifest, replace(host_of(directory), scratch=scratch), places)
+    engines = open_host_engines(manifest, replace(fake.host_of(directory), scratch=scratch), places)
     stages: Any = engines.verify.stages  # type: ignore[attr-defined]
-    assert [stage._scratch.data_ptr() for stage in stages] == [memory.data_ptr() for memory in scratch]
+    assert [stage.scratch.data_ptr() for stage in stages] == [memory.data_ptr() for memory in scratch]
     cache: Any = engines.verify.new_kv_caches()[0]
     outputs = OnCache(engines.verify, cache).forward([5, 9], [0, 1], 0)
     entered: list[Place] = []
@@ -429,7 +431,7 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
 
 def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], Path]) -> None:
     """A cycle would hold buffers on the GPU until the collector runs, perhaps while work is captured."""
-    llm: Any = embedded(staged(1), host_of(staged(1)))
+    llm: Any = embedded(staged(1), fake.host_of(staged(1)))
     gc.collect()
     gc.disable()
     try:
@@ -453,7 +455,7 @@ def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(staged: Callabl
     expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
     for split in (lambda shards: shards if stages > 1 else shards[0], lambda shards: [layer for s in shards for layer in s]):
         memory = [shard.fill_(np.nan) for shard in kv_memory(directory)]
-        llm = embedded(directory, replace(host_of(directory), kv_cache=split(memory)))
+        llm = embedded(directory, replace(fake.host_of(directory), kv_cache=split(memory)))
         assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
         assert all(shard.any() for shard in memory), "the cache is not in the host's memory"
 
@@ -469,20 +471,20 @@ def test_a_service_runs_in_the_rows_that_the_host_lends(staged: Callable[[int], 
         lent.append((rows, memory))
         return [memory]
 
-    llm = embedded(directory, replace(host_of(directory), kv_cache=lend))
+    llm = embedded(directory, replace(fake.host_of(directory), kv_cache=lend))
     service = Service(llm, BatchOptions(max_rows=2))
     found = service.generate(llm.request(PROMPTS[2], max_new_tokens=20, ignore_eos=True)).tokens
     service.close()
     assert [rows for rows, _ in lent] == [2, 1] and all(memory.any() for _, memory in lent)
     assert found == llm.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True).tokens
-    llm = embedded(directory, replace(host_of(directory), kv_cache=kv_memory(directory)))
+    llm = embedded(directory, replace(fake.host_of(directory), kv_cache=kv_memory(directory)))
     with pytest.raises(EESDError, match="kv_cache given is for one sequence; for 2 rows give a function"):
         Service(llm, BatchOptions(max_rows=2))
 
 
 def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable[[int], Path]) -> None:
     directory = staged(1)
-    manifest, host = load_manifest(directory), host_of(directory)
+    manifest, host = load_manifest(directory), fake.host_of(directory)
 
     def opened(**changes: Any) -> Engines:
         return open_host_engines(manifest, replace(host, **changes), [CPU])
@@ -515,7 +517,7 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable
 
 
 def test_inputs_at_an_odd_address_are_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = embedded(staged(1), host_of(staged(1)))
+    llm = embedded(staged(1), fake.host_of(staged(1)))
     monkeypatch.setattr(device, "HOST_ALIGNMENT", 1 << 40)
     with pytest.raises(EESDError, match="TensorRT needs input_ids aligned"):
         llm.generate(PROMPTS[0], max_new_tokens=2)
@@ -529,7 +531,7 @@ def stream_of(handle: int, gpu: int = 0) -> Any:
 def test_streams_that_cannot_do_are_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """The default stream cannot be captured, and nothing would order two streams of one device."""
     directory = staged(3)
-    host, first, second = host_of(directory), stream_of(16), stream_of(32, gpu=1)
+    host, first, second = fake.host_of(directory), stream_of(16), stream_of(32, gpu=1)
     for stream in (stream_of(0), stream_of(1), 0):
         with pytest.raises(EESDError, match="is the default stream"):
             embed.embed(directory, replace(host, stream=stream), Speculation())
@@ -566,20 +568,25 @@ def test_real_library_without_a_driver_ends_in_one_error_line(tmp_path: Path, mo
     assert_refused(run(build_main, directory, "--force"), "gives no Builder here", "update the NVIDIA driver")
 
 
-def truncate(directory: Path) -> None:
-    plan = directory / "verify.plan"
-    plan.write_bytes(plan.read_bytes()[:-1])
+Damage = Callable[[Path], Any]
 
 
-def spoil(directory: Path) -> None:
-    plan = directory / "verify.plan"
-    plan.write_bytes(b"x" * plan.stat().st_size)
+def edited(change: Callable[[bytes], bytes], name: str = "verify.plan") -> Damage:
+    """A change of the bytes of a file."""
+    return lambda directory: (directory / name).write_bytes(change((directory / name).read_bytes()))
 
 
-def shorten(directory: Path) -> None:
-    """The nodes that pad a round would have no room after the text."""
-    plan = directory / "verify.plan"
-    plan.write_text(plan.read_text().replace('"slots": 112', '"slots":  96'))
+def stripped(damage: Damage) -> Damage:
+    """The same to a directory of plans without weights."""
+    return lambda directory: (fake.write_plans(directory, stripped=True), damage(directory))
+
+
+def with_old_weights(directory: Path) -> None:
+    """Other weights, as old as those that were there."""
+    weights = directory / "weights.bin"
+    written = weights.stat().st_mtime_ns
+    weights.write_bytes(weights.read_bytes()[::-1])
+    os.utime(weights, ns=(written, written))
 
 
 def swap(directory: Path) -> None:
@@ -599,24 +606,37 @@ def change_plans(**values: Any) -> Callable[[Path], None]:
     return change
 
 
+STRIPPED = (".plan.onnx or the weights beside it are missing or were changed", "eesd-build --strip-weights")
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
         (lambda d: edit_manifest(d, "plans", {}), ("has no plan of draft.onnx", "build it with: eesd-build")),
-        (lambda d: (d / "verify.plan").unlink(), ("verify.plan is missing", "build it with: eesd-build")),
-        (truncate, ("verify.plan has", "where the manifest says", "eesd-build --force")),
-        (spoil, ("tensorrt cannot load", "verify.plan (Magic tag does not match)", "eesd-build --force")),
-        (shorten, ("plan of verify.onnx is for caches of 96 slots, and its calls need 112", "eesd-build --force")),
+        (lambda d: (d / "verify.plan").unlink(), ("has no plan of verify.onnx", "build it with: eesd-build")),
+        (edited(lambda plan: plan[:-1]), ("verify.plan has", "where the manifest says", "eesd-build --force")),
+        (
+            edited(lambda plan: b"x" * len(plan)),
+            ("tensorrt cannot load", "verify.plan (Magic tag does not match)", "eesd-build --force"),
+        ),
+        (  # the nodes that pad a round would have no room after the text
+            edited(lambda plan: plan.replace(b'"slots": 112', b'"slots":  96')),
+            ("plan of verify.onnx is for caches of 96 slots, and its calls need 112", "eesd-build --force"),
+        ),
         (swap, ("verify.plan is not the plan of verify.onnx", "eesd-build --force")),
         (change_plans(version="1.0"), ("built by tensorrt 1.0 and 99.1 is installed", "eesd-build --force")),
         (change_plans(compute_capabilities=["8.6", "12.0"]), ("for compute capability 8.6, 12.0 and this GPU has 8.9",)),
         (change_plans(flavour="tensorrt-xl"), ("of an unknown flavour 'tensorrt-xl'", "eesd-build --force")),
         (change_plans(profiles=[[1, 4, 5], [1, 16, 16]]), ("was not built for the manifest's rounds of 13 nodes in 96 slots",)),
+        (stripped(lambda d: (d / "verify.plan.onnx").unlink()), STRIPPED),
+        (stripped(edited(lambda graph: graph + b"\0", "verify.plan.onnx")), STRIPPED),
+        (stripped(with_old_weights), STRIPPED),
+        (stripped(edited(lambda plan: plan.replace(b'ped": true', b'ped":    0'))), ("gives no Refitter here",)),
     ],
 )
 @pytest.mark.usefixtures("installed")
 def test_unusable_plans_are_refused_with_a_remedy(
-    staged: Callable[[int], Path], tmp_path: Path, damage: Callable[[Path], Any], words: tuple[str, ...]
+    staged: Callable[[int], Path], tmp_path: Path, damage: Damage, words: tuple[str, ...]
 ) -> None:
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     damage(directory)
@@ -650,6 +670,30 @@ def test_a_missing_driver_or_library_is_named(engine_copy: Path, monkeypatch: py
     fake.install(monkeypatch)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
     assert_refused(run(main, *command), "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")
+
+
+@pytest.mark.parametrize("flavour", trt_plans.FLAVOURS)
+@pytest.mark.usefixtures("installed")
+def test_plans_without_weights_get_those_of_the_directory(
+    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flavour: str
+) -> None:
+    """Where a file is newer than the manifest, all hashes are compared first, because samples may miss a change."""
+    monkeypatch.setattr(integrity, "_SAMPLES", 2)
+    directory = shutil.copytree(staged(2), tmp_path / "plans")
+    fake.write_plans(directory, flavour, stripped=True)
+    weights, command = directory / "weights.bin", ("--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
+    for _ in range(2):
+        llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False, drafter="exit"))
+        found = llm.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True)
+        assert found.tokens == tokens_of_onnx_runtime(directory) and found.stats.acceptance > 0.2
+        weights.touch()
+    assert embedded(directory, fake.host_of(directory)).generate(PROMPTS[0], max_new_tokens=9).tokens != found.tokens[:9]
+    middle = weights.stat().st_size // 2
+    edited(lambda data: data[:middle] + bytes([data[middle] ^ 64]) + data[middle + 1 :], "weights.bin")(directory)
+    assert_refused(run(main, *command), "weights.bin was changed after the export")
+    fake.write_plans(directory, flavour, stripped=True)
+    monkeypatch.setattr(fake.OnnxParserRefitter, "refit_from_file", lambda *_: False)
+    assert_refused(run(main, *command), f"{flavour} cannot refit", "eesd-build --force")
 
 
 @pytest.mark.parametrize("backend", ["tensorrt", "torch"])

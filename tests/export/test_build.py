@@ -27,7 +27,7 @@ from eesd.export import inspect, plan_graph, plans
 from eesd.export.build import main
 from eesd.export.cache import is_build
 from eesd.model.checkpoint import Checkpoint
-from eesd.runtime.engines.trt_plans import attended_slots
+from eesd.runtime.engines.trt_plans import attended_slots, refit_digest
 
 TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
@@ -191,6 +191,33 @@ def test_outdated_and_missing_plans_are_built_again(copy: Path) -> None:
     (copy / "manifest.json").write_text(json.dumps(raw))
     lines = succeed(main, copy, "--prefill-chunk", 64).stdout.splitlines()
     assert "MB by tensorrt-rtx" in lines[0] and lines[1] == "verify.plan: up to date"
+
+
+def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one the real builder gives none, but writes plans with weights: so it was asked for the others."""
+    assert_refused(run(main, copy, "--strip-weights"), "only where it finds a GPU", "leave --strip-weights out")
+    assert_refused(run(main, copy, "--target", "cpu", "--strip-weights"), "takes no option but --force")
+    monkeypatch.setattr(plans, "compute_capability", lambda: "8.9")
+    assert_refused(run(main, copy, "--strip-weights"), "tensorrt-rtx cannot build", "CUDA_SUCCESS")
+
+
+def test_the_source_of_plans_without_weights_is_recorded(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The builder, which has no GPU, is not asked to strip them. They need little room on the disk."""
+    original = plans._config
+    with_weights = lambda *given: original(*(replace(one, strip_weights=False) if one == options else one for one in given))  # noqa: E731
+    options = plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True)
+    monkeypatch.setattr(plans, "_config", with_weights)
+    monkeypatch.setattr(plans, "compute_capability", lambda: "8.9")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 100_000_000))
+    succeed(main, copy, "--strip-weights")
+    manifest = load_manifest(copy)
+    for plan in manifest.plans.values():
+        assert plan.refit == refit_digest(copy / f"{plan.file}.onnx", manifest) != ""
+    assert succeed(main, copy, "--strip-weights").stdout == "draft.plan: up to date\nverify.plan: up to date\n"
+    with (copy / "verify.plan.onnx").open("ab") as file:
+        file.write(b"\0")
+    lines = succeed(main, copy, "--strip-weights").stdout.splitlines()
+    assert lines[0] == "draft.plan: up to date" and "MB by tensorrt-rtx" in lines[1]
 
 
 def test_plans_record_batch_and_compute_capabilities(copy: Path) -> None:

@@ -26,10 +26,10 @@ import torch
 
 from eesd.common.integrity import sha256_of
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest, PlanInfo, load_manifest
-from eesd.export.plan_graph import attend_to_first
+from eesd.export.plan_graph import attend_to_first, plan_graph
 from eesd.runtime.embed import Host
 from eesd.runtime.engines import backends, trt_plans
-from eesd.runtime.engines.trt_plans import FLAVOURS, attended_slots
+from eesd.runtime.engines.trt_plans import FLAVOURS, attended_slots, graph_read, refit_digest
 from support import fake_cuda
 from support.fake_cuda import GARBAGE
 from support.trt_api import VERSIONS, Api, load
@@ -39,19 +39,13 @@ SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}
 
 
 def write_plans(
-    directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = (), batch: int = 1
-) -> Manifest:
-    """Write a fake plan for each graph of a directory, and record the plans in its manifest.
+    directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = (), batch: int = 1,
+    stripped: bool = False,
+) -> Manifest:  # fmt: skip
+    """Write a fake plan for each graph of a directory, and record the plans in its manifest, which is returned.
 
-    Args:
-        directory: Engine directory.
-        flavour: Flavour of the plans.
-        chunk: Tokens of the prompt that one call takes at most.
-        capabilities: Compute capabilities that the plans are for; empty: any.
-        batch: Sequences that one call that decodes takes at most.
-
-    Returns:
-        The new manifest.
+    A call takes at most ``chunk`` tokens of the prompt, or decodes ``batch`` sequences. The plans are for GPUs of these compute
+    ``capabilities``; empty: any. With ``stripped`` they have no weights, and their graphs beside them.
     """
     manifest, plans = load_manifest(directory), {}
     for graph in manifest.graphs:
@@ -60,19 +54,14 @@ def write_plans(
         path = directory / Path(graph.file).with_suffix(".plan").name
         plan: dict[str, Any] = {"path": str(_as_built(directory, manifest, graph)), "profiles": profiles, "name": graph.file}
         plan |= {"slots": manifest.gpu_slots, "least": attended_slots(manifest, graph)[0], "batch": batch}
+        if stripped:
+            plan["stripped"] = True
+            graph_read(path).write_bytes(plan_graph(directory, manifest, graph, batch, True))
         path.write_text(json.dumps(plan))
+        size, fused = path.stat().st_size, len(graph.caches)
+        refit = refit_digest(graph_read(path), manifest) if stripped else ""
         plans[graph.file] = PlanInfo(
-            file=path.name,
-            size=path.stat().st_size,
-            sha256=sha256_of(path),
-            flavour=flavour,
-            version=VERSION,
-            compute_capabilities=capabilities,
-            source="",
-            max_batch=batch,
-            profiles=profiles,
-            fused_attentions=len(graph.caches),
-            fused_cache_updates=2 * len(graph.caches),
+            path.name, size, sha256_of(path), flavour, VERSION, capabilities, "", batch, profiles, fused, 2 * fused, refit
         )
     manifest = replace(manifest, plans=plans)
     (directory / MANIFEST_FILE).write_text(manifest.to_json())
@@ -106,7 +95,7 @@ class Fake:
     @classmethod
     def _class(cls) -> str:
         """Name of the class in the real API, also for a class that the runtime derives from it."""
-        return next(base.__name__ for base in cls.__mro__ if "_real" in vars(base))
+        return next(base.__name__ for base in cls.__mro__ if base.__name__ in NAMES)
 
     def __getattribute__(self, name: str) -> Any:
         value = object.__getattribute__(self, name)
@@ -129,8 +118,6 @@ class Fake:
 
 
 class ILogger(Fake):
-    _real = True
-
     def __init__(self) -> None:
         self._made = True
 
@@ -138,8 +125,6 @@ class ILogger(Fake):
 
 
 class Runtime(Fake):
-    _real = True
-
     def __init__(self, logger: ILogger) -> None:
         self._api.check_call("Runtime", "__init__", (logger,), {})
         if not hasattr(logger, "_made"):
@@ -161,13 +146,11 @@ class ICudaEngine(Fake):
     """``_contexts`` lists the execution contexts that were made of it, ``_copied`` the caches that the builder failed to update
     in place."""
 
-    _real = True
-
-    def __init__(self, path: str, profiles: list[list[int]], name: str, slots: int, least: int, batch: int = 1) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = 1
-        options.log_severity_level = 3
-        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    def __init__(
+        self, path: str, profiles: list[list[int]], name: str, slots: int, least: int, batch: int = 1, stripped: bool = False
+    ) -> None:
+        self._read(path)
+        self._refittable, self._has_weights = stripped, not stripped
         self._profiles, self._graph, self._slots, self._least, self._batch = profiles, name, slots, least, batch
         self._inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
         self._outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
@@ -178,6 +161,12 @@ class ICudaEngine(Fake):
         if machine is not None:
             machine.write("load")
         self._device = -1 if machine is None else machine.own.device
+
+    def _read(self, path: str) -> None:
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        self._session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
 
     @property
     def device_memory_size_v2(self) -> int:
@@ -216,8 +205,6 @@ class ICudaEngine(Fake):
 
 
 class IExecutionContext(Fake):
-    _real = True
-
     def __init__(self, engine: ICudaEngine, config: "IRuntimeConfig | None") -> None:
         self._engine, self._config = engine, config
         self._profile: int | None = None
@@ -251,9 +238,8 @@ class IExecutionContext(Fake):
         least, _, most = self._engine._profiles[self._profile]
         if name == "position_ids" and not least <= shape[1] <= most:
             return False
-        if name != "logit_rows" and not 1 <= shape[0] <= (1 if self._profile else self._engine._batch):
-            return False
-        if name == "logit_rows" and not 1 <= shape[0] <= (1 if self._profile else most):  # a prefill computes no other logits
+        first = most if name == "logit_rows" else self._engine._batch
+        if not 1 <= shape[0] <= (1 if self._profile else first):  # a prefill computes logits of one node
             return False
         if name == "attn_mask" and not self._engine._least <= shape[3] <= self._engine._slots:
             return False
@@ -313,7 +299,8 @@ class IExecutionContext(Fake):
                 if name not in caches:
                     memset(addresses[name], GARBAGE, prod(results[name]) * np.dtype(_type(tensor)).itemsize)
                 io.bind_output(name, "cpu", 0, _type(tensor), results[name], addresses[name])
-            engine._session.run_with_iobinding(io)
+            if engine._has_weights:  # else results are garbage
+                engine._session.run_with_iobinding(io)
 
         return work
 
@@ -325,7 +312,6 @@ def _type(tensor: Any) -> type:
 class IRuntimeCache(Fake):
     """TensorRT-RTX's compiled kernels. It refuses kernels of another GPU."""
 
-    _real = True
     _gpu = "this GPU"
 
     def __init__(self) -> None:
@@ -347,8 +333,6 @@ class IRuntimeCache(Fake):
 class IHostMemory(Fake):
     """Bytes; the real one is a buffer too, which a Python class cannot be before Python 3.12."""
 
-    _real = True
-
     def __init__(self, data: bytes) -> None:
         self._data = data
 
@@ -362,8 +346,6 @@ class IHostMemory(Fake):
 
 
 class IRuntimeConfig(Fake):
-    _real = True
-
     def __init__(self) -> None:
         self._strategy: Any = None
         self._cache: IRuntimeCache | None = None
@@ -382,7 +364,46 @@ class IRuntimeConfig(Fake):
         return True
 
 
-CLASSES = (ILogger, Runtime, ICudaEngine, IExecutionContext, IRuntimeConfig, IRuntimeCache, IHostMemory)
+class Refitter(Fake):
+    def __init__(self, engine: ICudaEngine, logger: ILogger) -> None:
+        self._api.check_call("Refitter", "__init__", (engine, logger), {})
+        if not engine._refittable:
+            raise TypeError("pybind11::init(): factory function returned nullptr")
+        self._engine, self._given = engine, ""
+
+    def refit_cuda_engine(self) -> bool:
+        if self._given:
+            self._engine._read(self._given)
+            self._engine._has_weights = True
+        return bool(self._given)
+
+
+class OnnxParserRefitter(Fake):
+    def __init__(self, refitter: Refitter, logger: ILogger) -> None:
+        self._api.check_call("OnnxParserRefitter", "__init__", (refitter, logger), {})
+        self._refitter = refitter
+
+    def refit_from_file(self, model: str) -> bool:
+        self._refitter._given = model
+        return Path(model).exists()
+
+
+CLASSES = (
+    *(ILogger, Runtime, ICudaEngine, IExecutionContext, IRuntimeConfig, IRuntimeCache, IHostMemory),
+    *(Refitter, OnnxParserRefitter),
+)
+NAMES = {cls.__name__ for cls in CLASSES}
+
+
+def host_of(directory: Path, stream: Any = None) -> Host:
+    """A service with its own engines and scratch memory. On the CPU there is no stream."""
+    manifest, trt = load_manifest(directory), module("tensorrt")
+    runtime, strategy = trt.Runtime(trt.ILogger()), trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    plans = {file: (directory / plan.file).read_bytes() for file, plan in manifest.plans.items()}
+    engines = {graph.file: runtime.deserialize_cuda_engine(plans[graph.file]) for graph in manifest.graphs}
+    verify, scratch = [engines[stage.file] for stage in manifest.verify], torch.zeros(5000, dtype=torch.uint8)
+    contexts = lambda engine: engine.create_execution_context(strategy)  # noqa: E731
+    return Host(verify, engines[manifest.draft.file], contexts, stream, scratch=scratch)
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -404,25 +425,8 @@ def module(flavour: str, version: str = "") -> Any:
         setattr(made, name.rpartition(".")[2], Enum(name.rpartition(".")[2], members))
     for cls in CLASSES:
         if cls.__name__ in api.classes:
-            setattr(made, cls.__name__, type(cls.__name__, (cls,), {"_trt": made, "_api": api, "_real": True}))
+            setattr(made, cls.__name__, type(cls.__name__, (cls,), {"_trt": made, "_api": api}))
     for severity in made.Severity:
         setattr(made.ILogger, severity.name, severity)
     del made.Severity  # the real module has it in ILogger only
     return made
-
-
-def host_of(directory: Path) -> Host:
-    """A service with its own engines and memory."""
-    manifest, trt = load_manifest(directory), module("tensorrt")
-    runtime = trt.Runtime(trt.ILogger())
-    engines = {
-        graph.file: runtime.deserialize_cuda_engine((directory / manifest.plans[graph.file].file).read_bytes())
-        for graph in manifest.graphs
-    }
-    return Host(
-        verify=[engines[stage.file] for stage in manifest.verify],
-        draft=engines[manifest.draft.file],
-        make_context=lambda engine: engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED),
-        stream=None,  # type: ignore[arg-type]  # there is none on the CPU
-        scratch=torch.zeros(5000, dtype=torch.uint8, device="cpu"),
-    )

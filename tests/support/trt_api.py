@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from functools import cache
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def _fits(value: Any, wanted: Parameter) -> bool:
     """Whether pybind11 converts a value to the type of a parameter."""
     kind = wanted.type
     if kind in ("buffer", "Buffer"):
-        return _is_buffer(value)
+        return isinstance(value, bytes | bytearray | memoryview | mmap)
     if kind in ("int", "SupportsInt"):
         return isinstance(value, int)
     if kind == "Dims":
@@ -101,11 +102,3 @@ def _fits(value: Any, wanted: Parameter) -> bool:
     if kind in ("str", "bool", "tuple", "list"):
         return any(base.__name__ == kind for base in type(value).__mro__)
     return any(base.__name__ == kind.rpartition(".")[2] for base in type(value).__mro__) or (value is None and wanted.optional)
-
-
-def _is_buffer(value: Any) -> bool:
-    try:
-        memoryview(value)
-    except TypeError:
-        return False
-    return True

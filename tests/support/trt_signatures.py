@@ -26,7 +26,7 @@ DATA = Path(__file__).parents[1] / "data" / "tensorrt_api"
 CLASSES = (
     *("ILogger", "Runtime", "ICudaEngine", "IExecutionContext", "IRuntimeConfig", "IRuntimeCache", "IHostMemory"),
     *("EngineInspector", "Builder", "IBuilderConfig", "IOptimizationProfile", "INetworkDefinition", "ILayer", "OnnxParser"),
-    *("ITimingCache", "IStreamWriter", "IProgressMonitor", "IGpuAllocator"),
+    *("ITimingCache", "IStreamWriter", "IProgressMonitor", "IGpuAllocator", "Refitter", "OnnxParserRefitter"),
 )
 ENUMS = (
     *("ILogger.Severity", "ExecutionContextAllocationStrategy", "LayerInformationFormat", "ProfilingVerbosity", "BuilderFlag"),

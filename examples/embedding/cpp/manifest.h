@@ -74,6 +74,8 @@ static Graph read_graph(const json::Value &root, const json::Value &info, const 
   require(built, directory, " has no plan of ", graph.file, "; build it with: eesd-build ", directory, ".");
   const json::Value &plan = plans.get(graph.file, json::Kind::object);
   graph.plan = plan.get("file", json::Kind::text).text;
+  require(plan.get("refit", json::Kind::text).text.empty(), graph.plan, " holds no weights, which this program cannot give it; ",
+          "build it without --strip-weights.");
   if (graph.plan.find('/') != std::string::npos) throw json::Error("names a plan outside of its directory");
   graph.plan_bytes = plan.integer("size", 1, INT64_MAX);
   for (const json::Value &profile : plan.get("profiles", json::Kind::list).items) {

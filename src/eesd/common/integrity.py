@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import LinkInfo, Manifest
+from eesd.common.manifest import MANIFEST_FILE, LinkInfo, Manifest
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
 """Pieces of a linked file that are hashed: one megabyte in all. Weights of two models differ in every piece."""
@@ -40,6 +40,12 @@ def _sampled_sha256(path: Path, size: int) -> str:
             file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def files_changed(directory: Path, manifest: Manifest) -> bool:
+    """Whether a file is newer than the manifest. Exports and builds write the manifest last."""
+    written = (directory / MANIFEST_FILE).stat().st_mtime_ns
+    return any((directory / name).stat().st_mtime_ns > written for name in manifest.sizes)
 
 
 def verify_files(directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> None:

@@ -117,6 +117,7 @@ class PlanInfo:
         profiles: (min, opt, max) nodes of a call: for decoding and, unless it is the draft's plan, for prefill.
         fused_attentions: Number of layers whose attention is a single kernel.
         fused_cache_updates: Number of cache updates that are a single kernel.
+        refit: SHA-256 of the graph and weights that loading gives a plan without weights; empty: the plan has its own.
     """
 
     file: str
@@ -130,6 +131,7 @@ class PlanInfo:
     profiles: tuple[tuple[int, ...], ...]
     fused_attentions: int
     fused_cache_updates: int
+    refit: str = ""
 
 
 @dataclass(frozen=True)
