@@ -316,7 +316,7 @@ def _plans(manifest: Manifest) -> Table:
         nodes = f"up to {most} nodes a call, {prefill[0][2]} in prefill" if prefill else "one node a call"
         table.add_row(
             plan.file,
-            f"{plan.size:,} bytes by {plan.flavour} {plan.version} for "
+            f"{plan.size:,} bytes{' without weights' if plan.refit else ''} by {plan.flavour} {plan.version} for "
             f"{f'compute capability {gpus}' if gpus else 'any supported GPU'}\n"
             f"{nodes}, batch {plan.max_batch}\n"
             f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates as single kernels\n"

@@ -203,16 +203,20 @@ def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.Monkey
 
 def test_the_source_of_plans_without_weights_is_recorded(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The builder, which has no GPU, is not asked to strip them. They need little room on the disk."""
-    original = plans._config
-    with_weights = lambda *given: original(*(replace(one, strip_weights=False) if one == options else one for one in given))  # noqa: E731
-    options = plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True)
+    options, original = plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True), plans._config
+
+    def with_weights(*given: Any) -> Any:
+        return original(*(replace(one, strip_weights=False) if one == options else one for one in given))
+
     monkeypatch.setattr(plans, "_config", with_weights)
+    monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(plans, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10, 10, 100_000_000))
     succeed(main, copy, "--strip-weights")
     manifest = load_manifest(copy)
     for plan in manifest.plans.values():
         assert plan.refit == refit_digest(copy / f"{plan.file}.onnx", manifest) != ""
+    assert "bytes without weights by" in " ".join(succeed(inspect.main, copy).stdout.split())
     assert succeed(main, copy, "--strip-weights").stdout == "draft.plan: up to date\nverify.plan: up to date\n"
     with (copy / "verify.plan.onnx").open("ab") as file:
         file.write(b"\0")

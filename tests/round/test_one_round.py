@@ -168,6 +168,7 @@ def test_the_program_in_c_fills_a_cache_of_16_bits(program: Path, tmp_path: Path
         (RUN, lambda made: made["verify"].append(made["verify"][0]), "has 2 stages, and this program runs one"),
         (RUN, lambda made: made["plans"].pop("draft.onnx"), "has no plan of draft.onnx; build it with: eesd-build"),
         (RUN, lambda made: made["plans"][VERIFY].update(file="../x"), "names a plan outside"),
+        (RUN, lambda made: made["plans"][VERIFY].update(refit="7"), "holds no weights, which this program cannot give it"),
         (RUN, lambda made: made["plans"][VERIFY].update(size=7), "bytes where the manifest says 7; build it again with: eesd"),
         (RUN, lambda made: made["plans"]["draft.onnx"].update(file="a", size=2), "a (Magic tag does not match)"),
     ],
