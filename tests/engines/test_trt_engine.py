@@ -22,7 +22,6 @@ from support import fake_tensorrt as fake
 from support import tiny_models
 from support.command import assert_refused, run, succeed
 from support.engine_dirs import edit_manifest
-from support.fake_tensorrt import host_of
 from support.harness import Harness
 from support.late_gpus import allow_few_slots
 from support.on_cache import OnCache
