@@ -21,11 +21,10 @@ def token_losses(features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprob
     """Compute the losses of n tokens.
 
     Logits are computed in chunks, and again in the backward pass: with a large vocabulary they take too much memory to keep.
-
-    A token outside of the draft vocabulary has no cross-entropy. The KL divergence is that of the teacher's distribution over
-    the draft vocabulary, times the probability that the teacher gives to the draft vocabulary. So a position counts as much as
-    the draft can win there, and the probability of the other tokens teaches no wrong ones. The total variation is the
-    probability that rejection sampling at temperature 1 refuses the draft's token, without tokens that it cannot predict.
+    A token outside of the draft vocabulary has no cross-entropy. In the KL divergence the tokens that are not kept are one
+    outcome: the kept ones alone, scaled to 1, would teach a head to be too sure. It is times the probability that the teacher
+    gives to the draft vocabulary, so a position counts as much as the draft can win there. The total variation is the
+    probability that rejection sampling at temperature 1 refuses the draft's token, without tokens that are not kept.
 
     Args:
         features: The head's LM head inputs [n, hidden].
@@ -52,11 +51,12 @@ def _chunk_losses(features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logpro
     logits = linear(features, lm_head).float()
     outside, ids = top_ids < 0, top_ids.long().clamp_min(0)
     student = log_softmax(logits, -1).gather(1, ids)
-    teacher = log_softmax(top_logprobs.float(), -1)
-    weight, agrees = teacher.exp().masked_fill(outside, 0), logits.argmax(-1) == top_ids[:, 0]
-    inside = weight.sum(-1, keepdim=True).clamp_min(1e-9).log()
-    kl = (weight * (teacher - inside - student)).sum(-1)
-    tv = (weight - student.exp()).clamp_min(0).sum(-1)
+    teacher, agrees = top_logprobs.float(), logits.argmax(-1) == top_ids[:, 0]
+    kept, drafted = (logprobs.exp().masked_fill(outside, 0) for logprobs in (teacher, student))
+    rest, others = 1 - teacher.exp().sum(-1), 1 - drafted.sum(-1)
+    inside, rest, others = (part.clamp_min(1e-4) for part in (kept.sum(-1) + rest, rest, others))
+    kl = (kept * (teacher - student)).sum(-1) + rest * (rest / others).log() - inside * inside.log()
+    tv = (kept - drafted).clamp_min(0).sum(-1)
     return torch.stack([-student[:, 0].masked_fill(outside[:, 0], 0), kl, tv]), agrees
 
 

@@ -24,7 +24,7 @@ class LossOptions:
 
     Attributes:
         ce: Weight of the cross-entropy on the teacher's most likely token.
-        kl: Weight of the KL divergence from the teacher's distribution, truncated to its top k tokens.
+        kl: Weight of the KL divergence from the teacher's distribution: its top k tokens, and all others as one.
         tv: Weight of the total variation distance from it.
     """
 
