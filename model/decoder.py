@@ -32,9 +32,12 @@ class Inputs:
         sin: Rotary table of the same shape.
         position_ids: Position of each token in the text, [B, n].
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
-        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not.
+        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not. Kernels that derive it use
+            only its shape.
         query_mask: The same with a row for each query that a KV head gets, from :func:`fold_mask`. None: heads stay apart.
         logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every sequence. None: all of them.
+        tree: For these kernels, if the tokens may be a tree: each sees the slots below a number [B], and of those from there on
+            where it has a 1 in [B, n, width]. None: each sees the slots up to its own.
         whole: Whether the pass has its sequences from their first tokens on, and each token sees those up to itself. It uses
             neither caches nor a mask then, and GPUs have fast kernels for such an attention.
         near: The same inputs for sliding layers, once one has asked for them.
@@ -48,6 +51,7 @@ class Inputs:
     attn_mask: Tensor
     query_mask: Tensor | None = None
     logit_rows: Tensor | None = None
+    tree: tuple[Tensor, Tensor] | None = None
     whole: bool = False
     near: "Inputs | None" = field(default=None, repr=False)
     folded: tuple[int, int] = (1, 1)

@@ -17,6 +17,8 @@ Verify can be split by layers into stages that run on different devices. The fir
 head that reads states of layers needs a single stage: their caches are the draft's, and written behind the last of the layers.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,29 @@ from eesd.model.decoder import KV, Decoder, Inputs, capped, fold_mask
 from eesd.model.exit_head import ExitHead
 
 
-class Draft(nn.Module):
+class Graph(nn.Module):
+    """The parts of a draft or verify, and the kernels that an engine has for it.
+
+    Attributes:
+        best: Makes of logits [B, n, V] in any type, K and a draft vocabulary what engines return to their callers
+            (:func:`~eesd.runtime.engines.torch_fused.find_best`). None: operators of torch do, from float32.
+        unmasked: Tokens of a sequence, at most, for which attention derives the mask.
+    """
+
+    def __init__(self, decoder: Decoder, head: ExitHead) -> None:
+        super().__init__()
+        self.model, self.lm_head, self.exit_head, self.geometry = decoder.model, decoder.lm_head, head, decoder.geometry
+        self.kv_heads = decoder.geometry.num_kv_heads
+        self.group = decoder.geometry.num_heads // self.kv_heads
+        self.best: Callable[[Tensor, int, Tensor | None], Tensor] | None = None
+        self.unmasked = 0
+
+    def _capped(self, logits: Tensor, cap: float) -> Tensor:
+        """Logits with the model's cap, in float32 unless :attr:`best` takes them as they are."""
+        return capped(logits.float() if cap or self.best is None else logits, cap)
+
+
+class Draft(Graph):
     """The first N layers and the exit head. A head without blocks uses the model's own LM head, whose logits have a cap.
 
     Args:
@@ -35,17 +59,10 @@ class Draft(nn.Module):
     """
 
     def __init__(self, decoder: Decoder, head: ExitHead, top_k: int, folded: bool = False) -> None:
-        super().__init__()
-        self.model = decoder.model
-        self.lm_head = decoder.lm_head
-        self.exit_head = head
-        self.geometry = decoder.geometry
-        self.top_k = top_k
-        self.folded = folded
-        self.kv_heads = decoder.geometry.num_kv_heads
-        self.group = decoder.geometry.num_heads // self.kv_heads
+        super().__init__(decoder, head)
+        self.top_k, self.folded = top_k, folded
 
-    def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, Tensor, Tensor, list[KV]]:
+    def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[*tuple[Tensor, ...], list[KV]]:
         """Run a draft step.
 
         Args:
@@ -55,7 +72,8 @@ class Draft(nn.Module):
 
         Returns:
             Logits [B, n, V] in float32, or [B, n, Vd] with a draft vocabulary; ids [B, n, K] in the whole vocabulary and
-            log-probabilities [B, n, K] of the K most likely tokens, most likely first; the written caches.
+            log-probabilities [B, n, K] of the K most likely tokens, most likely first; the written caches. With
+            :attr:`best` the logits have the model's type, and one tensor has ids and log-probabilities.
         """
         layer = self.exit_head.exit_config.layer
         if self.folded:
@@ -66,13 +84,15 @@ class Draft(nn.Module):
             x, cache = block(x, inputs, cache)
             written.append(cache)
         logits, exit_caches = self.exit_head(x, inputs, caches[layer:], self.lm_head)
-        logits = logits.float() if self.exit_head.exit_config.blocks else capped(logits.float(), self.geometry.logit_cap)
+        logits = self._capped(logits, 0 if self.exit_head.exit_config.blocks else self.geometry.logit_cap)
+        if self.best is not None:
+            return logits, self.best(logits, self.top_k, self.exit_head.draft_vocab), written + exit_caches
         values, columns = torch.topk(logits, self.top_k)
         logprobs = values - torch.logsumexp(logits, -1, keepdim=True)
         return logits, self.exit_head.tokens(columns), logprobs, written + exit_caches
 
 
-class Verify(nn.Module):
+class Verify(Graph):
     """The whole model, or one stage of it.
 
     Args:
@@ -82,16 +102,10 @@ class Verify(nn.Module):
     """
 
     def __init__(self, decoder: Decoder, head: ExitHead, layers: range | None = None) -> None:
-        super().__init__()
-        self.model = decoder.model
-        self.lm_head = decoder.lm_head
-        self.exit_head = head
-        self.geometry = decoder.geometry
+        super().__init__(decoder, head)
         self.layers = range(decoder.geometry.num_layers) if layers is None else layers
-        self.kv_heads = decoder.geometry.num_kv_heads
-        self.group = decoder.geometry.num_heads // self.kv_heads
 
-    def forward(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+    def forward(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[*tuple[Tensor, ...], list[KV]]:
         """Run a verify pass.
 
         Args:
@@ -101,10 +115,12 @@ class Verify(nn.Module):
 
         Returns:
             Logits [B, R, V] in float32 from the last stage, for the tokens ``inputs.logit_rows``; hidden state [B, n, hidden]
-            from the others; the written caches.
+            from the others; the written caches. With :attr:`best` the logits have the model's type, and what it makes of them
+            follows.
         """
         head, count = self.exit_head.exit_config, len(self.layers)
-        inputs = fold_mask(inputs, self.group, self.kv_heads)
+        if x.shape[1] > self.unmasked:
+            inputs = fold_mask(inputs, self.group, self.kv_heads)
         if self.layers.start == 0:
             x = self.model.embed_tokens(x)
         embedded, written = x, []
@@ -122,5 +138,7 @@ class Verify(nn.Module):
         if self.layers.stop == len(self.model.layers):
             if inputs.logit_rows is not None:
                 x = x.index_select(1, inputs.logit_rows)
-            x = capped(self.lm_head(self.model.norm(x)).float(), self.geometry.logit_cap)
+            x = self._capped(self.lm_head(self.model.norm(x)), self.geometry.logit_cap)
+            if self.best is not None:
+                return x, self.best(x, 0, None), written + exit_caches
         return x, written + exit_caches

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import GraphInfo
+from eesd.common.manifest import MASKED, GraphInfo
 from eesd.model.decoder import KV
 
 ALIGNMENT = 256
@@ -90,6 +90,47 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
     return [DeviceStream(gpu, streams[gpu]) for gpu in gpus]
 
 
+class AttentionMask:
+    """Which of the first s slots the nodes of a call see.
+
+    Attributes:
+        outline: A tensor of the mask's shape [B, 1, n, s] without memory of its own.
+        tree: For a tree: every node sees the slots below a number [B], and has 1 where it sees a slot from there on,
+            [B, n, width]; columns without a node are 0. None: a chain, whose nodes see the slots up to their own.
+    """
+
+    def __init__(self, keys: Tensor, count: int, slots: int, slot: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> None:
+        """Describe what ``count`` nodes, the first one in ``slot`` [B], see of the first ``slots`` slots of caches like
+        ``keys`` [B, KV, S, D]; 0: of all. All tensors are on the device."""
+        self.outline = slot[:, None, None, None].expand(-1, 1, count, slots or keys.shape[2])
+        self.tree, self._slot, self._dtype = tree, slot, keys.dtype
+        self._tensor: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The additive mask. :meth:`update` computes it, for graphs that have asked for it."""
+        if self._tensor is None:
+            (*_, count, slots), device = self.outline.shape, self._slot.device
+            self._slots, self._nodes = torch.arange(slots, device=device), torch.arange(count, device=device)[:, None]
+            self._tensor = torch.zeros(self.outline.shape, dtype=self._dtype, device=device)
+        return self._tensor
+
+    def update(self) -> None:
+        """Compute the mask, if there is one, from the present values of the other tensors."""
+        if self._tensor is None:
+            return
+        mask = self._tensor[:, 0]
+        if self.tree is None:
+            hidden = self._slots > self._nodes + self._slot[:, None, None]
+        else:
+            below, tree = self.tree
+            column = (self._slots - below[:, None])[:, None].expand(mask.shape)
+            hidden = (tree.gather(2, column.clamp(0, tree.shape[2] - 1)) == 0) | (column >= tree.shape[2])
+            hidden &= column >= 0
+        mask.copy_(hidden)
+        mask.mul_(MASKED)
+
+
 @dataclass(frozen=True)
 class StepInputs:
     """The inputs of a call of n nodes of B sequences on one device. Their contents change, their addresses do not.
@@ -98,7 +139,7 @@ class StepInputs:
         x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].
         position_ids: [B, n].
         write_indices: [B].
-        attn_mask: [B, 1, n, s]; attention reads the first s slots of the caches.
+        mask: Of [B, 1, n, s]; attention reads the first s slots of the caches.
         logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores it.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """
@@ -106,14 +147,15 @@ class StepInputs:
     x: Tensor
     position_ids: Tensor
     write_indices: Tensor
-    attn_mask: Tensor
+    mask: AttentionMask
     logit_rows: Tensor
     caches: list[KV]
 
 
 PreparedCall = Callable[[], list[Tensor]]
 """Runs a graph on the inputs it was prepared for. Returns logits [B, R, V] or a hidden state; for a draft logits [B, n, V], ids
-[B, n, K] and log-probabilities [B, n, K]. The next run overwrites them."""
+[B, n, K] and log-probabilities [B, n, K]. Or logits of any type, and what ``pack_results`` of ``device_engine.py`` makes of all
+these. The next run overwrites them."""
 
 
 class StageRunner(Protocol):
@@ -170,7 +212,7 @@ def tensors_by_name(graph: GraphInfo, inputs: StepInputs, results: list[Tensor])
         graph.inputs[0].name: inputs.x,
         "position_ids": inputs.position_ids,
         "write_indices": inputs.write_indices,
-        "attn_mask": inputs.attn_mask,
+        "attn_mask": inputs.mask.tensor,
         "logit_rows": inputs.logit_rows,
     }
     named = {info.name: given[info.name] for info in graph.inputs[: -2 * len(graph.caches)]}

@@ -10,8 +10,8 @@ The order of a call:
 1. :meth:`DeviceEngine.forward` runs pieces of prompts one after another, and then the calls of a round together.
 2. Its nodes are padded to a bucket. The :class:`ForwardStep` of this size is taken, or made.
 3. :meth:`ForwardStep.set_inputs` writes the inputs of all rows into one piece of pinned host memory.
-4. Each stage copies it to its device, computes the attention mask there, and runs the graph. The last stage copies the few
-   results that the host needs into pinned memory. On a GPU a stage's part is a CUDA graph, captured in the first call.
+4. Each stage copies it to its device, computes the attention mask there if its graph reads one, and runs the graph. The last
+   stage copies the few results that the host needs into pinned memory. On a GPU its part is a CUDA graph, captured at first.
 5. On a GPU the device also chooses tokens from the logits.
 6. The host waits, once.
 
@@ -34,10 +34,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.common.manifest import EXACT_NODES, MASKED, PREFILL_CHUNK, GraphInfo, Manifest
+from eesd.common.manifest import EXACT_NODES, PREFILL_CHUNK, GraphInfo, Manifest
 from eesd.model.decoder import KV
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, Choose, KVCache, StepOutputs, Work
-from eesd.runtime.engines.device import ALIGNMENT, DeviceStream, StageRunner, StepInputs
+from eesd.runtime.engines.device import ALIGNMENT, AttentionMask, DeviceStream, StageRunner, StepInputs
 from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
 
 LOGGER = logging.getLogger(__name__)
@@ -513,37 +513,6 @@ def _aligned(count: int) -> int:
     return -(-count // STRIDE) * STRIDE
 
 
-class AttentionMask:
-    """The additive attention mask [B, 1, n, s] of a call that sees the first s slots, computed on the device."""
-
-    def __init__(self, mask: Tensor, slot: Tensor, context_len: Tensor | None = None, tree_mask: Tensor | None = None) -> None:
-        """All tensors are on the device.
-
-        Args:
-            mask: The mask to write, [B, 1, n, s].
-            slot: Slot of the first node of each sequence, [B]; a chain's mask depends on it alone.
-            context_len: For a tree: every node sees the slots below it, [B].
-            tree_mask: For a tree: 1 where a node sees a slot from ``context_len`` on, [B, n, width]. Columns without a node
-                are 0.
-        """
-        self._mask, self._slot, self._context_len, self._tree_mask = mask[:, 0], slot, context_len, tree_mask
-        _, count, slots = self._mask.shape
-        self._slots = torch.arange(slots, device=mask.device)
-        self._nodes = torch.arange(count, device=mask.device)[:, None]
-
-    def update(self) -> None:
-        """Compute the mask from the present values of the other tensors."""
-        if self._tree_mask is None or self._context_len is None:
-            hidden = self._slots > self._nodes + self._slot[:, None, None]
-        else:
-            column = (self._slots - self._context_len[:, None])[:, None].expand(self._mask.shape)
-            width = self._tree_mask.shape[2]
-            hidden = (self._tree_mask.gather(2, column.clamp(0, width - 1)) == 0) | (column >= width)
-            hidden &= column >= 0
-        self._mask.copy_(hidden)
-        self._mask.mul_(MASKED)
-
-
 _ONE_CAPTURE = Lock()
 """Held by the thread that captures."""
 
@@ -618,13 +587,6 @@ def _caches(stage: StageRunner, layer: Layer) -> list[KV]:
     return [(keys, values) for keys, values in map(layer, stage.graph.caches)]
 
 
-def _mask(stage: StageRunner, caches: list[KV], count: int, slots: int) -> Tensor:
-    """Memory for the mask of a call of ``count`` nodes, for the first ``slots`` slots of its caches; 0: all."""
-    keys, _ = caches[0]
-    shape = (keys.shape[0], 1, count, slots or keys.shape[2])
-    return torch.zeros(shape, dtype=keys.dtype, device=stage.stream.device)
-
-
 class _StageStep:
     """One stage's part of a :class:`ForwardStep`: copy the inputs to the device, compute the mask, run the graph."""
 
@@ -658,12 +620,12 @@ class _StageStep:
         self.stage = stage
         self._host_inputs, self._device_inputs = host_inputs, torch.zeros_like(host_inputs, device=device)
         views = _input_views(self._device_inputs, batch, count, width)
-        mask = _mask(stage, caches, count, slots)
-        self._mask = AttentionMask(mask, views.slot, views.context_len, views.tree_mask if width else None)
+        tree = (views.context_len, views.tree_mask) if width else None
+        self._mask = AttentionMask(caches[0][0], count, slots, views.slot, tree)
         self.x = views.tokens if hidden is None else hidden
         # A prepared call keeps addresses, not memory.
         self._rows = torch.arange(max(count - logit_rows, 0), max(count, logit_rows), device=device).clamp_max(count - 1)
-        inputs = StepInputs(self.x, views.positions, views.slot, mask, self._rows, caches)
+        inputs = StepInputs(self.x, views.positions, views.slot, self._mask, self._rows, caches)
         self._call = stage.prepare(inputs)
         self.results: list[Tensor] = []
         self.host_results: Tensor | None = None  # of the last stage
@@ -760,7 +722,7 @@ class ForwardStep:
         with stream.activate():
             for row, count, choose in wanted:
                 logits = self._stages[-1].results[0][row, :count]
-                chosen.append(None if choose is None else _to_host(choose(logits), stream))
+                chosen.append(None if choose is None else _to_host(choose(logits.float()), stream))
         stream.synchronize()
         return [
             self._outputs(row, count, None if one is None else one.numpy())
@@ -770,7 +732,7 @@ class ForwardStep:
     def _outputs(self, row: int, count: int, chosen: NDArray[np.float64] | None) -> StepOutputs:
         """The results of the first ``count`` nodes of a sequence."""
         stream, logits = self._stages[-1].stage.stream, self._stages[-1].results[0][row, :count]
-        results, fetch_logits = self._host_results[row :: self._batch, :count].numpy(), partial(fetch, lambda: logits, stream)
+        results, fetch_logits = self._host_results[row :: self._batch, :count].numpy(), partial(fetch, logits.float, stream)
         if self._is_draft:
             return StepOutputs(fetch_logits, results[0].astype(np.int64), results[1], chosen=chosen)
         return StepOutputs(fetch_logits, argmax_ids=results[0, :, 0].astype(np.int64), chosen=chosen)
@@ -791,9 +753,8 @@ class DraftLoop:
         self._token, position, slot, self._step = self._device_inputs[:, :1].unbind()
         self._counters = self._device_inputs[1:, 0]
         caches = _caches(stage, layer)
-        mask = _mask(stage, caches, 1, slots)
-        self._mask = AttentionMask(mask, slot)
-        inputs = StepInputs(self._token[None], position[None], slot, mask, torch.zeros_like(slot), caches)
+        self._mask = AttentionMask(caches[0][0], 1, slots, slot)
+        inputs = StepInputs(self._token[None], position[None], slot, self._mask, torch.zeros_like(slot), caches)
         self._call = stage.prepare(inputs)
         self._results = torch.zeros((manifest.max_tree_nodes, 2, 1, manifest.draft_top_k), device=device)
         self._host_results = torch.zeros(self._results.shape, pin_memory=pinned)
@@ -831,6 +792,8 @@ def pack_results(results: Sequence[Tensor]) -> Tensor:
     Returns:
         For a draft, ids and then log-probabilities of the candidates [2 B, n, K]; for verify, the most likely tokens [B, R, 1].
     """
+    if len(results) == 2:  # a kernel has made it
+        return results[1]
     if len(results) == 1:
         return results[0].argmax(-1, keepdim=True).float()
     return torch.cat((results[1].float(), results[2]))

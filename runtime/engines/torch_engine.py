@@ -51,27 +51,22 @@ class TorchStageRunner:
         self._results = ResultMemory(graph, stream.device, largest_round)
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
-        shared = Inputs(
-            *self._rotary_tables,
-            inputs.position_ids,
-            inputs.write_indices,
-            inputs.attn_mask,
-            logit_rows=inputs.logit_rows,
-        )
+        rows, count = inputs.position_ids.shape
+        mask = inputs.mask.outline if count <= self.module.unmasked else inputs.mask.tensor
+        given = *self._rotary_tables, inputs.position_ids, inputs.write_indices, mask
+        shared = Inputs(*given, logit_rows=inputs.logit_rows, tree=inputs.mask.tree)
 
         def run() -> list[Tensor]:
             results: list[Tensor] = list(self.module(inputs.x, shared, inputs.caches)[:-1])
             return results
 
-        rows, count = inputs.position_ids.shape
         if rows == 1 or count > self._largest_round:
             return run
-        kept = self._results.tensors(inputs)
+        logits, *_ = self._results.tensors(inputs)
 
         def run_and_keep() -> list[Tensor]:
-            for mine, result in zip(kept, run(), strict=True):
-                mine.copy_(result)
-            return kept
+            found, *others = run()
+            return [logits.copy_(found), *others]
 
         return run_and_keep
 

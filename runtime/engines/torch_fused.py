@@ -7,7 +7,8 @@ end. A row's bits depend neither on the other rows nor on how many there are.
 
 Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): a decoding call has too few heads for a GPU
 that reads all slots of a head in one program, as torch's attention does for so few queries. Where a split ends depends on the
-number of slots that a call may see. Calls of more tokens than a round has, as for a prompt, use torch's attention.
+number of slots that a call may see. Which slots a token sees follows from its own slot or from the tree, so there is no mask.
+Calls of more tokens than a round has, as for a prompt, use torch's attention.
 
 On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and 1.96 with 32,768, where
 torch's operators took 3.24 and 8.07; weights and caches take 1.14 and 1.39 at 4.15 TB/s (``tests/gpu_lease.py``).
@@ -24,13 +25,14 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from eesd.common.geometry import Geometry
+from eesd.common.manifest import MASKED
 from eesd.model.decoder import KV, Block, Inputs, RMSNorm, attend
 from eesd.model.feed_forward import MLP
 from eesd.model.graphs import Draft, Verify
 from eesd.runtime.engines.torch_quantized import ComputedBefore, QuantizedLinear
 
 MOST_NODES = 64
-"""Tokens of a sequence, at most, for which attention is computed in splits."""
+"""Tokens of a sequence, at most, for which attention is computed in splits, and derives its mask."""
 
 
 MOST_SPLITS = 64
@@ -40,11 +42,16 @@ ROWS = 64
 """Queries of a program of attention, for any number of tokens: so one program computes them all, and a query's bits stay."""
 WIDE = 1024
 """Numbers that a program of an elementwise kernel computes."""
+PART = 4096
+"""Logits of a program that looks for the best."""
+HIDDEN = tl.constexpr(float(MASKED))
+TOP, NONE = tl.constexpr(2**31 - 1), tl.constexpr(-(2**63))
+"""Highest half of a key, and what is below all keys, see :func:`_best_of_part`."""
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
 def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A row of :func:`normalize` or :func:`add_and_normalize`."""
+    """A row of :func:`normalize`."""
     at = tl.arange(0, WIDTH)
     there = at < size
     row = tl.program_id(0).to(tl.int64) * size
@@ -58,28 +65,14 @@ def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # t
     tl.store(y + row + at, scaled.to(value.dtype), there)
 
 
-def normalize(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of x [..., size]."""
-    x = x.contiguous()
-    y = torch.empty_like(x)
-    _launch_norm(x, None, weight, None, y, eps)
-    return y
-
-
-def add_and_normalize(x: Tensor, added: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + added, both [..., size], and its RMSNorm."""
-    x, added = x.contiguous(), added.contiguous()
-    total, y = torch.empty_like(x), torch.empty_like(x)
-    _launch_norm(x, added, weight, total, y, eps)
+def normalize(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """x [..., size], plus what is added to it, and the RMSNorm of that."""
+    x, size = x.contiguous(), x.shape[-1]
+    total, y, width = x if added is None else torch.empty_like(x), torch.empty_like(x), triton.next_power_of_2(size)
+    added = added if added is None else added.contiguous()
+    warps = min(max(width // 512, 1), 16)
+    _normalize[(x.numel() // size,)](x, added, weight, total, y, size, eps, WIDTH=width, num_warps=warps)
     return total, y
-
-
-def _launch_norm(x: Tensor, added: Tensor | None, weight: Tensor, total: Tensor | None, y: Tensor, eps: float) -> None:
-    size = x.shape[-1]
-    width = triton.next_power_of_2(size)
-    _normalize[(x.numel() // size,)](
-        x, added, weight, total, y, size, eps, WIDTH=width, num_warps=min(max(width // 512, 1), 16)
-    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -105,25 +98,10 @@ def gate(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["count", "eps"])  # type: ignore[untyped-decorator]
 def _rotate_and_write(  # type: ignore[no-untyped-def]
-    x,
-    cos,
-    sin,
-    position_ids,
-    write_indices,
-    q_norm,
-    k_norm,
-    q,
-    keys,
-    values,
-    count,
-    cache_row,
-    cache_head,
-    heads,
-    kv_heads,
-    eps,
-    HALF: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    x, cos, sin, position_ids, write_indices, q_norm, k_norm, q, keys, values, count, cache_row, cache_head, heads,
+    kv_heads, eps,
+    HALF: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """A head of a token of :func:`rotate_and_write`: queries come first, then keys, then values."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = token // count
@@ -183,59 +161,25 @@ def rotate_and_write(
     heads = x.shape[2] // size - 2 * kv_heads
     x = x.contiguous()
     q = x.new_empty((batch, count, heads, size))
-    q_norm, k_norm = norms or (None, None)
-    cos, sin = rotary_tables
+    sizes = {"HALF": size // 2, "WIDTH": triton.next_power_of_2(size // 2), "num_warps": 1}
+    given, written = (*rotary_tables, position_ids, write_indices, *(norms or (None, None))), (q, keys, values)
     _rotate_and_write[(batch * count, heads + 2 * kv_heads)](
-        x,
-        cos,
-        sin,
-        position_ids,
-        write_indices,
-        q_norm,
-        k_norm,
-        q,
-        keys,
-        values,
-        count,
-        keys.stride(0),
-        keys.stride(1),
-        heads,
-        kv_heads,
-        eps,
-        HALF=size // 2,
-        WIDTH=triton.next_power_of_2(size // 2),
-        num_warps=1,
+        x, *given, *written, count, *keys.stride()[:2], heads, kv_heads, eps, **sizes
     )
     return q
 
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q,
-    keys,
-    values,
-    mask,
-    write_indices,
-    sums,
-    peaks,
-    count,
-    slots,
-    cache_row,
-    cache_head,
-    scale,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+    q, keys, values, write_indices, below, tree, sums, peaks, count, columns, cache_row, cache_head, scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    STEP: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
     """A split of the slots, for a KV head and some of its queries: sums, not divided yet, their peak and their weight."""
     split, head = tl.program_id(0), tl.program_id(1)
     row, kv_head = (head // KV_HEADS).to(tl.int64), head % KV_HEADS
-    begin = split * SPLIT
-    end = tl.minimum(begin + SPLIT, tl.load(write_indices + row).to(tl.int32) + count)
+    begin, first = split * SPLIT, tl.load(write_indices + row).to(tl.int32)
+    end = tl.minimum(begin + SPLIT, first + count)
     if begin >= end:
         return
     query = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
@@ -255,7 +199,14 @@ def _attend(  # type: ignore[no-untyped-def]
         known = seen[:, None] & there[None, :]
         found = tl.load(keys + cache + slot[:, None] * SIZE + at[None, :], known, 0)
         scores = tl.dot(asked, tl.trans(found)) * scale
-        scores += tl.load(mask + token[:, None] * slots + slot[None, :], wanted[:, None] & seen[None, :], 0).to(tl.float32)
+        if tree is None:
+            hidden = slot[None, :] > first + (query % count)[:, None]
+        else:
+            column = slot - tl.load(below + row).to(tl.int32)
+            inside = seen & (column >= 0) & (column < columns)
+            sees = tl.load(tree + token[:, None] * columns + column[None, :], wanted[:, None] & inside[None, :], 0)
+            hidden = (column >= 0)[None, :] & (sees == 0)
+        scores += tl.where(hidden, HIDDEN, 0.0)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
         shares = tl.exp(scores - higher[:, None])
@@ -272,20 +223,11 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]
-    sums,
-    peaks,
-    write_indices,
-    y,
-    count,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLIT: tl.constexpr,
-    SPLITS: tl.constexpr,
+    sums, peaks, first, y, count, heads, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr
 ):
     """Join the splits of a head of a token."""
     place = tl.program_id(0).to(tl.int64)
-    used = tl.load(write_indices + place // (HEADS * count)).to(tl.int32) + count
+    used = tl.load(first + place // (heads * count)).to(tl.int32) + count
     split, at = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
     known, there = split * SPLIT < used, at < SIZE
     part = split * tl.num_programs(0).to(tl.int64) + place
@@ -297,61 +239,107 @@ def _combine(  # type: ignore[no-untyped-def]
     tl.store(y + place * SIZE + at, (total / weight).to(y.dtype.element_ty), there)
 
 
-def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], mask: Tensor, write_indices: Tensor) -> Tensor:
+def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) -> Tensor:
     """Grouped-query attention for calls of few tokens. The kernel never reads slots after the call's own.
 
     Args:
         q: Queries [B, n, H, D].
         cache: Keys and values [B, KV, S, D], equally strided, a slot's numbers together.
-        mask: Additive mask [B, 1, n, s] for the first s slots.
-        write_indices: Slot of each sequence's first token, [B].
+        inputs: Where the tokens are, what they see, and the shape of a mask [B, 1, n, s] for the first s slots.
 
     Returns:
         [B, n, H D].
     """
     keys, values = cache
-    (batch, count, heads, size), kv_heads, slots = q.shape, keys.shape[1], mask.shape[3]
+    (batch, count, heads, size), kv_heads, slots = q.shape, keys.shape[1], inputs.attn_mask.shape[3]
+    (below, tree), first = inputs.tree or (None, None), inputs.write_indices
     width, group = max(triton.next_power_of_2(size), 16), heads // kv_heads
     split = max(LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(slots, MOST_SPLITS)))
     splits = triton.cdiv(slots, split)
     sums = torch.empty((splits, batch * count * heads, size), dtype=torch.float32, device=q.device)
     peaks = torch.empty((splits, batch * count * heads, 2), dtype=torch.float32, device=q.device)
-    _attend[(splits, batch * kv_heads, triton.cdiv(group * count, ROWS))](
-        q,
-        keys,
-        values,
-        mask,
-        write_indices,
-        sums,
-        peaks,
-        count,
-        slots,
-        keys.stride(0),
-        keys.stride(1),
-        size**-0.5,
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        SIZE=size,
-        WIDTH=width,
-        ROWS=ROWS,
-        STEP=64 if width <= 128 else 32,
-        SPLIT=split,
-        num_stages=2,
-    )
+    sizes = {"SIZE": size, "WIDTH": width, "SPLIT": split}
+    heads_of, steps = {"KV_HEADS": kv_heads, "GROUP": group}, {"ROWS": ROWS, "STEP": 64 if width <= 128 else 32}
+    into = sums, peaks, count, 0 if tree is None else tree.shape[2], *keys.stride()[:2], size**-0.5
+    programs = splits, batch * kv_heads, triton.cdiv(group * count, ROWS)
+    _attend[programs](q, keys, values, first, below, tree, *into, **heads_of, **sizes, **steps, num_stages=2)
     y = q.new_empty((batch, count, heads * size))
-    _combine[(batch * count * heads,)](
-        sums,
-        peaks,
-        write_indices,
-        y,
-        count,
-        HEADS=heads,
-        SIZE=size,
-        WIDTH=width,
-        SPLIT=split,
-        SPLITS=triton.next_power_of_2(splits),
-    )
+    most = triton.next_power_of_2(splits)
+    _combine[(batch * count * heads,)](sums, peaks, first, y, count, heads, **sizes, SPLITS=most)
     return y
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _best_of_part(logits, keys, peaks, size, COUNT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A part of a row of :func:`find_best`: keys of its best logits, and its peak with its weight.
+
+    A key is an integer of 64 bits: above, the logit's bits such that they ascend with it (NaN is the highest, and zeros are
+    equal, as in torch's argmax); below, a number that falls with the column. So no two keys are equal.
+    """
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * WIDTH + tl.arange(0, WIDTH)
+    there = column < size
+    value = tl.load(logits + row * size + column, there, -float("inf")).to(tl.float32)
+    found = row * tl.num_programs(1) + part
+    if peaks is not None:
+        peak = tl.max(value, 0)
+        tl.store(peaks + 2 * found, peak)
+        tl.store(peaks + 2 * found + 1, tl.sum(tl.exp(value - tl.maximum(peak, -3e38)), 0))  # all may be -inf
+    bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
+    order = tl.where(value != value, TOP, tl.where(bits < 0, bits ^ TOP, bits))
+    key = tl.where(there, (order.to(tl.int64) << 32) | (TOP - column), NONE)
+    for rank in tl.static_range(COUNT):
+        best = tl.max(key, 0)
+        tl.store(keys + found * COUNT + rank, best)
+        key = tl.where(key == best, NONE, key)
+
+
+@triton.jit(do_not_specialize=["parts"])  # type: ignore[untyped-decorator]
+def _join_best(  # type: ignore[no-untyped-def]
+    keys, peaks, tokens, best, parts, COUNT: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr
+):
+    """Join the parts of a row of :func:`find_best`."""
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    if peaks is not None:
+        part = tl.arange(0, PARTS)
+        peak = tl.load(peaks + 2 * (row * parts + part), part < parts, -float("inf"))
+        weight = tl.load(peaks + 2 * (row * parts + part) + 1, part < parts, 0)
+        highest = tl.max(peak, 0)
+        total = highest + tl.log(tl.sum(weight * tl.exp(peak - highest), 0))
+    at = tl.arange(0, KEYS)
+    key = tl.load(keys + row * parts * COUNT + at, at < parts * COUNT, NONE)
+    for rank in tl.static_range(COUNT):
+        top = tl.max(key, 0)
+        key = tl.where(key == top, NONE, key)
+        column = TOP - (top & TOP)
+        token = column if tokens is None else tl.load(tokens + column)
+        tl.store(best + row * COUNT + rank, token.to(tl.float32))
+        if peaks is not None:
+            order = (top >> 32).to(tl.int32)
+            value = tl.where(order < 0, order ^ TOP, order).to(tl.float32, bitcast=True)
+            tl.store(best + (rows + row) * COUNT + rank, value - total)
+
+
+def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tensor:
+    """The most likely tokens, of equal ones the first, and their log-probabilities.
+
+    Args:
+        logits: [B, n, V].
+        count: K, at most V. 0: the most likely token alone.
+        tokens: The token of each column, [V] int64; None: its number.
+
+    Returns:
+        In float32: the ids [B, n, K] and behind them the log-probabilities, [2 B, n, K]; or the tokens [B, n, 1].
+    """
+    (batch, nodes, size), kept, device = logits.shape, max(count, 1), logits.device
+    rows, parts = batch * nodes, triton.cdiv(size, PART)
+    keys = torch.empty((rows, parts, kept), dtype=torch.int64, device=device)
+    peaks = torch.empty((rows, parts, 2), device=device) if count else None
+    best = torch.empty((2 * batch if count else batch, nodes, kept), device=device)
+    _best_of_part[(rows, parts)](logits.contiguous(), keys, peaks, size, COUNT=kept, WIDTH=PART)
+    of_row = {"PARTS": triton.next_power_of_2(parts), "KEYS": triton.next_power_of_2(parts * kept)}
+    _join_best[(rows,)](keys, peaks, tokens, best, parts, COUNT=kept, **of_row)
+    return best
 
 
 class FusedNorm(RMSNorm):
@@ -363,7 +351,7 @@ class FusedNorm(RMSNorm):
         self.weight, self.eps = norm.weight, norm.eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return normalize(x, self.weight, self.eps)
+        return normalize(x, self.weight, self.eps)[1]
 
 
 class Joined(nn.Module):
@@ -428,7 +416,7 @@ class FusedBlock(Block):
 
     def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         attended, cache = self._attended(x, inputs, cache)
-        x, normed = add_and_normalize(x, attended, self.attention_norm.weight, self.eps)
+        x, normed = normalize(x, self.attention_norm.weight, self.eps, attended)
         return x + self._mlp(normed), cache
 
     def attend(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
@@ -449,7 +437,7 @@ class FusedBlock(Block):
     def _attended(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
         q = self._rotated(self.qkv_proj(self.input_norm(x)), inputs, cache)
         if x.shape[1] <= MOST_NODES:
-            y = attend_in_splits(q, cache, inputs.attn_mask, inputs.write_indices)
+            y = attend_in_splits(q, cache, inputs)
         else:
             y = attend(q.transpose(1, 2), *cache, inputs).transpose(1, 2).flatten(2)
         return self.o_proj(y), cache
@@ -468,12 +456,13 @@ def fuse(*modules: Draft | Verify) -> None:
     """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a verify may share them.
 
     What its graph does not use has no weights, and stays as it is. So do models with other parts than Llama's and those with a
-    head of EAGLE-3: the kernels know no others.
+    head of EAGLE-3: the kernels know no others. The most likely tokens are found by a kernel in all models.
     """
     for module in modules:
-        head = module.exit_head
+        module.best, head = find_best, module.exit_head
         if _has_other_parts(module.geometry) or head.exit_config.eagle:
             continue
+        module.unmasked = MOST_NODES
         for blocks in (module.model.layers, head.blocks):
             for index, block in enumerate(blocks):
                 assert isinstance(block, Block)

@@ -91,26 +91,10 @@ def _shared(values, begin, inputs, outputs, column, BLOCK: tl.constexpr, COUNT: 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
-    x,
-    levels,
-    scales,
-    zeros,
-    minimums,
-    y,
-    rows,
-    inputs,
-    outputs,
-    BITS: tl.constexpr,
-    MIDDLE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    PANEL: tl.constexpr,
-    STEP: tl.constexpr,
-    STEPS: tl.constexpr,
-    WHOLE: tl.constexpr,
-    ASM: tl.constexpr,
-):
+    x, levels, scales, zeros, minimums, y, rows, inputs, outputs,
+    BITS: tl.constexpr, MIDDLE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    PANEL: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Compute y [rows, outputs] for a panel of outputs and some groups of rows; see :func:`multiply`."""
     panel, part = tl.program_id(1), tl.program_id(2)
     WORDS: tl.constexpr = STEP * BITS // 32
@@ -202,29 +186,12 @@ def multiply(
     steps = next((n for n in STEPS if len(levels) * triton.cdiv(all_steps, n) >= PROGRAMS), STEPS[-1])
     parts = triton.cdiv(all_steps, steps)
     sums = y if parts == 1 else torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
-    _multiply[(triton.cdiv(rows, groups * ROWS), len(levels), parts)](
-        x,
-        levels,
-        scales,
-        zeros,
-        minimums,
-        sums,
-        rows,
-        inputs,
-        outputs,
-        BITS=bits,
-        MIDDLE=middle,
-        BLOCK=inputs // blocks,
-        GROUPS=groups,
-        ROWS=ROWS,
-        PANEL=levels.shape[2],
-        STEP=step,
-        STEPS=steps,
-        WHOLE=inputs == parts * steps * step,
-        ASM=x.is_cuda,
-        num_stages=STAGES,
-        enable_fp_fusion=False,  # the weights have the bits of the dequantized ones
-    )
+    sizes = {"BITS": bits, "MIDDLE": middle, "BLOCK": inputs // blocks, "GROUPS": groups, "ROWS": ROWS}
+    sizes |= {"PANEL": levels.shape[2], "STEP": step, "STEPS": steps, "WHOLE": inputs == parts * steps * step}
+    # Without fused multiplication and addition the weights have the bits of the dequantized ones.
+    options = {"ASM": x.is_cuda, "num_stages": STAGES, "enable_fp_fusion": False}
+    programs, weight = (triton.cdiv(rows, groups * ROWS), len(levels), parts), (levels, scales, zeros, minimums)
+    _multiply[programs](x, *weight, sums, rows, inputs, outputs, **sizes, **options)
     if parts > 1:
         _add_parts[(triton.cdiv(rows * outputs, WIDE),)](sums, y, rows * outputs, PARTS=parts, WIDTH=WIDE)
     return y

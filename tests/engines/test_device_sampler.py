@@ -3,7 +3,7 @@
 Where torch sees a GPU, choices from given logits are made there; elsewhere, and for generations, the CPU stands for the device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -109,10 +109,8 @@ def test_noise_is_that_of_the_host(seed: int, positions: list[int], size: int, w
     """With a column for each token, and for every third."""
     from eesd.runtime.decoding.device_noise import noisy_best
 
-    scores, tokens = (
-        torch.zeros((len(positions), size), dtype=torch.float64, device=DEVICE),
-        np.arange(size) * (1 if whole else 3),
-    )
+    scores = torch.zeros((len(positions), size), dtype=torch.float64, device=DEVICE)
+    tokens = np.arange(size) * (1 if whole else 3)
     places, own = (device_sampler.to_device(values, DEVICE) for values in (positions, tokens))
     values, columns = noisy_best(scores, seed, places, None if whole else own, size)
     for row, position in enumerate(positions):
@@ -210,17 +208,6 @@ def test_plain_greedy_and_constraints_do_not_choose_there() -> None:
         assert sampler.chooser(chain([]), 0) is None
 
 
-@pytest.fixture
-def without_logits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Logits never leave the device."""
-
-    def refuse(*_: Any) -> Any:
-        raise AssertionError("logits were copied to the host")
-
-    monkeypatch.setattr(device_engine, "fetch", refuse)
-    yield
-
-
 def choosing_llm(harness: Harness, speculation: Speculation | None) -> LLM:
     """An LLM of the torch engine that chooses as on a GPU."""
     manifest = load_manifest(harness.directory)
@@ -241,10 +228,13 @@ DRAFTING = {
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]
 
 
-@pytest.mark.usefixtures("without_logits")
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.parametrize("reduced", [False, True], ids=["whole", "draft vocabulary"])
-def test_generations_are_those_of_the_host(harness: Harness, reduced_harness: Harness, drafting: str, reduced: bool) -> None:
+def test_generations_are_those_of_the_host(
+    harness: Harness, reduced_harness: Harness, monkeypatch: pytest.MonkeyPatch, drafting: str, reduced: bool
+) -> None:
+    """Logits never leave the device."""
+    monkeypatch.setattr(device_engine, "fetch", lambda *_: pytest.fail("logits were copied to the host"))
     used = reduced_harness if reduced else harness
     plain, llm = eesd.load(used.directory, "ort", speculation=None, threads=1), choosing_llm(used, DRAFTING[drafting])
     for name, sampling in ON_DEVICE.items():
@@ -274,23 +264,10 @@ def test_an_observer_still_sees_logits(harness: Harness) -> None:
     assert seen and all(seen)
 
 
-def noise_of_the_root(patch: pytest.MonkeyPatch) -> None:
-    original = device_sampler.DeviceSampler._noisiest
-    patch.setattr(
-        device_sampler.DeviceSampler,
-        "_noisiest",
-        lambda self, logits, positions, count: original(self, logits, positions[:1] * len(positions), count),
-    )
-
-
-def paths_forgotten(patch: pytest.MonkeyPatch) -> None:
-    original = device_sampler._Seen.mask
-    patch.setattr(device_sampler._Seen, "mask", lambda self, tokens, paths: original(self, tokens, [[] for _ in paths]))
-
-
-def committed_forgotten(patch: pytest.MonkeyPatch) -> None:
-    original = device_sampler._Seen.mask
-    patch.setattr(device_sampler._Seen, "mask", lambda self, tokens, paths: original(self, tokens[:5], paths))
+def with_others(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A method is given other arguments."""
+    original = getattr(owner, name)
+    return lambda patch: patch.setattr(owner, name, lambda *arguments: original(*change(*arguments)))
 
 
 def noise_by_column(patch: pytest.MonkeyPatch) -> None:
@@ -304,7 +281,16 @@ def noise_by_column(patch: pytest.MonkeyPatch) -> None:
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("mistake", [noise_of_the_root, paths_forgotten, committed_forgotten, noise_by_column])
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        with_others(device_sampler.DeviceSampler, "_noisiest", lambda own, x, at, count: (own, x, at[:1] * len(at), count)),
+        with_others(device_sampler._Seen, "mask", lambda own, tokens, paths: (own, tokens, [[] for _ in paths])),
+        with_others(device_sampler._Seen, "mask", lambda own, tokens, paths: (own, tokens[:5], paths)),
+        noise_by_column,
+    ],
+    ids=["noise of the root", "paths forgotten", "committed forgotten", "noise by column"],
+)
 def test_a_mistake_is_noticed(mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError):
         mistake(patch)

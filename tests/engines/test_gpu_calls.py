@@ -14,7 +14,7 @@ from support.call_rules import Figures, figures, violations
 from support.command import slow_but
 from support.fake_cuda import Machine, install
 from support.late_gpus import PROMPTS, QUICK, SETTINGS, Planned, Setting, late_llm
-from support.mutants import mutate
+from support.mutants import mutate, then
 from support.on_cache import OnCache
 
 from eesd.common.manifest import load_manifest
@@ -23,10 +23,9 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import embed
 from eesd.runtime.engines import device_engine
 from eesd.runtime.engines.device_cache import DeviceMemory
-from eesd.runtime.engines.device_engine import CapturedGraph, DraftLoop, ForwardStep
+from eesd.runtime.engines.device_engine import CapturedGraph, DraftLoop, ForwardStep, _StageStep
 from eesd.runtime.engines.trt_engine import TrtStageRunner
 from eesd.runtime.llm import LLM, Speculation
-from eesd.runtime.session import Session
 
 PENALTY = Sampling(repetition_penalty=1.3)
 CHAIN, STAGED = SETTINGS["chain"], SETTINGS["chain in 3 stages on 3 GPUs"]
@@ -56,18 +55,11 @@ def round_figures(directory: Path, setting: Setting, sampling: Sampling | None =
     with late_llm(directory, setting, seed=1) as (machine, llm):
         llm.engines.verify.chooses = llm.engines.draft.chooses = on_device  # type: ignore[misc, union-attr]
         with llm.session(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True) as session:
-            found += _figures_of_rounds(machine, session)
-    return found
-
-
-def _figures_of_rounds(machine: Machine, session: Session) -> list[Figures]:
-    found = []
-    for number in range(8):
-        machine.log.clear()
-        session.step()
-        if number > 2:
-            found.append(figures(machine.log))
-    return found
+            for _ in range(8):
+                machine.log.clear()
+                session.step()
+                found.append(figures(machine.log))
+    return found[3:]
 
 
 def test_a_round_of_a_chain_waits_twice(planned: Planned) -> None:
@@ -200,26 +192,16 @@ def change_an_address_later(patch: pytest.MonkeyPatch, _: Machine) -> None:
     patch.setattr(ForwardStep, "run", run)
 
 
-def within_every_body(patch: pytest.MonkeyPatch, action: Callable[[Any], object]) -> None:
-    original = device_engine._StageStep.body
-
-    def body(self: Any) -> None:
-        original(self)
-        action(self)
-
-    patch.setattr(device_engine._StageStep, "body", body)
-
-
 def wait_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    within_every_body(patch, lambda step: step.stage.stream.synchronize())
+    then(patch, _StageStep, "body", lambda step: step.stage.stream.synchronize())
 
 
 def use_a_context_once(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    within_every_body(patch, lambda step: step.stage.make_context.args[0]._contexts.remove(step.stage.make_context()))
+    then(patch, _StageStep, "body", lambda step: step.stage.make_context.args[0]._contexts.remove(step.stage.make_context()))
 
 
 def pin_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    within_every_body(patch, lambda _: torch.zeros(3, pin_memory=True))
+    then(patch, _StageStep, "body", lambda _: torch.zeros(3, pin_memory=True))
 
 
 def collect_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:

@@ -12,6 +12,7 @@ from support.command import slow_but
 from support.device_tensors import on_devices
 from support.fake_cuda import Machine, install
 from support.late_gpus import PROMPTS, SETTINGS, Planned, Setting, late_llm, wrong
+from support.mutants import then
 from support.turns import TurnLock, Turns
 
 import eesd
@@ -172,13 +173,7 @@ def leave_caches_as_they_are(patch: pytest.MonkeyPatch, _: Machine) -> None:
 
 
 def free_what_a_prepared_call_reads(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    original = device_engine._StageStep.__init__
-
-    def init(self: Any, *args: Any) -> None:
-        original(self, *args)
-        del self._rows
-
-    patch.setattr(device_engine._StageStep, "__init__", init)
+    then(patch, device_engine._StageStep, "__init__", lambda step: delattr(step, "_rows"))
 
 
 def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:

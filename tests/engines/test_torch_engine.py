@@ -85,10 +85,15 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def whole(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The harness's model, drafted for by all of its layers in 4 bits."""
-    model = harness.directory.parent / "model"
-    return tiny_models.export_tiny(model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True)
+def variant(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The harness's model exported with options: ``whole``, drafted for by all of its layers in 4 bits; ``stages``."""
+
+    @cache
+    def directory(**options: Any) -> Path:
+        model, output = harness.directory.parent / "model", tmp_path_factory.mktemp("variant") / "plans"
+        return tiny_models.export_tiny(model, output, slots=384, **options)
+
+    return directory
 
 
 def torch_llm(directory: Path, device: str, speculation: Speculation | None) -> LLM:
@@ -156,10 +161,10 @@ def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path
     [("fixed:k=4", 0, "head"), ("calibration-ts", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
 )
 def test_tokens_match_plain_decoding_with_onnx_runtime(
-    harness: Harness, whole: Path, controller: str, tree: int, draft: str, name: str, device: str
+    harness: Harness, variant: Callable[..., Path], controller: str, tree: int, draft: str, name: str, device: str
 ) -> None:
     """The sequences are long enough for the KV cache to grow, and the second prompt reuses the cache of the first."""
-    directory = whole if draft == "whole" else harness.directory
+    directory = variant(whole=True) if draft == "whole" else harness.directory
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     llm = torch_llm(directory, device, Speculation(controller, tree, guard=False))
     accepted = 0
@@ -173,11 +178,11 @@ def test_tokens_match_plain_decoding_with_onnx_runtime(
     assert accepted > 20
 
 
-def test_a_device_drafts_two_steps_before_it_asks(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_drafts_two_steps_before_it_asks(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """As the default controller lets it. Another one takes its place here, because that one decides by the clock."""
     assert CostAwareTS.steps_at_once == 2
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
-    llm = torch_llm(whole, "cpu", Speculation(guard=False, drafter="exit"))
+    llm = torch_llm(variant(whole=True), "cpu", Speculation(guard=False, drafter="exit"))
     llm.controller = Threshold(p=0.2)
     draft, chains, told = llm.engines.draft, list[tuple[int, int]](), list[int]()
     assert isinstance(draft, DeviceEngine)
@@ -203,18 +208,14 @@ def test_a_device_drafts_two_steps_before_it_asks(whole: Path, monkeypatch: pyte
     assert followed and 2 * len(chains) < 1.2 * len(told), "drafts go on after an answer"
 
 
-@pytest.fixture(scope="module")
-def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The harness's model with verify in three stages."""
-    model = harness.directory.parent / "model"
-    return tiny_models.export_tiny(model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["torch", "ort"])
-def test_stages_with_a_shard_each_give_the_same_tokens(harness: Harness, staged: Path, backend: str, device: str) -> None:
+def test_stages_with_a_shard_each_give_the_same_tokens(
+    harness: Harness, variant: Callable[..., Path], backend: str, device: str
+) -> None:
     if backend == "ort" and device == "cuda" and "CUDAExecutionProvider" not in get_available_providers():
         pytest.skip("needs onnxruntime-gpu")
+    staged = variant(stages=3)
     manifest, open_backend = load_manifest(staged), open_torch if backend == "torch" else open_on_device
     engines = Engines(*open_backend(staged, manifest, 1, True, device))
     llm = LLM(staged, manifest, engines, Speculation("calibration-ts", 2, guard=False))
@@ -303,9 +304,8 @@ def test_cache_on_the_cpu_grows_with_its_contents(harness: Harness) -> None:
     assert kv_cache.memory.slots == 16 and kv_cache.memory.version == 0
     kv_cache.reserve(17)
     assert kv_cache.memory.slots == 128 and kv_cache.memory.version == 1
-    assert (kv_cache.memory.shards[0][..., :16, :] == torch.arange(16.0)[:, None]).all() and not kv_cache.memory.shards[0][
-        ..., 16:, :
-    ].any()
+    first, more = torch.split(kv_cache.memory.shards[0], [16, 112], -2)
+    assert (first == torch.arange(16.0)[:, None]).all() and not more.any()
     kv_cache.reset()
     assert kv_cache.memory.slots == 16 and kv_cache.memory.version == 2
 

@@ -64,14 +64,15 @@ def found(quantized: Path, plain: list[Path]) -> dict[str, Any]:
 
 @NEEDS_TRITON
 def test_products_are_those_of_the_dequantized_weights(found: dict[str, Any]) -> None:
+    """A row's bits do not depend on the number of rows."""
     assert len(found["products"]) == len(CASES)
     for name, product in found["products"].items():
-        assert product["error"] <= 1, name
+        assert product["error"] <= 1 and product["rows do not depend on each other"], name
 
 
 @NEEDS_TRITON
-def test_a_rows_bits_do_not_depend_on_the_number_of_rows(found: dict[str, Any]) -> None:
-    assert all(product["rows do not depend on each other"] for product in found["products"].values())
+def test_the_likeliest_tokens_are_torchs_and_of_equal_ones_the_first(found: dict[str, Any]) -> None:
+    assert len(found["best"]) == 6 and max(found["best"]) < 1e-4
 
 
 @NEEDS_TRITON
@@ -103,9 +104,9 @@ def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(fo
     calls of any number of nodes have equal bits."""
     assert len(found["engines"]) == 5 and found["bits"] == [True, None, None, None, None]
     for engines in found["engines"]:
-        assert len(engines["difference"]) == 8
+        assert len(engines["difference"]) == 9
         for difference, deviation in zip(engines["difference"], engines["deviation"], strict=True):
-            assert deviation > 0.3 and difference < 0.05, "logits near zero would always agree"
+            assert deviation > 0.2 and difference < 0.05, "logits near zero would always agree"
 
 
 @NEEDS_TRITON
@@ -131,7 +132,8 @@ def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = run(COMPILED)
     compiled = found["products"]
-    assert len(compiled) == 4 and max(found["noise"]) <= 99 * 1024
+    assert len(compiled) == 4 and len(found["others"]) == 12
+    assert max(found["others"][::2]) <= 99 * 1024 and max(found["others"][1::2]) <= 227 * 1024  # of 8.6, and of 9.0
     for name, kernel in compiled.items():
         assert kernel["shared"] <= 99 * 1024, name
         assert list(kernel["products"]) == ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"], name
@@ -159,10 +161,6 @@ def fails(*_: object) -> torch.Tensor:
     raise RuntimeError("Failed to find C compiler.\nPlease specify one.")
 
 
-def adds_one(x: torch.Tensor, weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
-    return 1 + x @ weights(weight).to(x.dtype)
-
-
 def weights(weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
     """The weight [in, out] of 4-bit levels in words, by definition."""
     blocks, outputs = weight.scales.shape
@@ -177,7 +175,7 @@ def weights(weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
     ("product", "fault"),
     [
         (fails, "Triton fails on it (Failed to find C compiler.)"),
-        (adds_one, "Triton multiplies wrongly on it"),
+        (lambda x, weight: 1 + x @ weights(weight).to(x.dtype), "Triton multiplies wrongly on it"),
         (lambda x, weight: x @ weights(weight).to(x.dtype), None),
     ],
 )

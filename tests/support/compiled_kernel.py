@@ -1,4 +1,4 @@
-"""Compile the kernels for quantized weights and for noise for GPUs, on a machine that needs none: prints JSON."""
+"""Compile kernels in Triton for GPUs, on a machine that needs none: prints JSON."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from eesd.runtime.decoding.device_noise import WIDE, _noisy_best
+from eesd.runtime.engines import torch_fused as fused
 from eesd.runtime.engines import torch_kernel as kernel
 from eesd.runtime.engines.torch_quantized import PANEL, WORDS
 
@@ -46,14 +47,22 @@ def made_of(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def noise(tokens: bool, capability: int) -> int:
-    """Bytes of shared memory of the kernel that makes noise."""
-    kinds = {"scores": "*fp64", "values": "*fp64", "seed": "i64"} | dict.fromkeys(("positions", "tokens", "columns"), "*i64")
-    constants = {"COUNT": 2, "WIDTH": WIDE} | ({} if tokens else {"tokens": None})
-    return int(made_of(_noisy_best, kinds, constants, ("seed", "size"), capability).metadata.shared)
+NOISE = {"scores": "*fp64", "values": "*fp64", "seed": "i64"} | dict.fromkeys(("positions", "tokens", "columns"), "*i64")
+FUSED = {"scale": "fp32"} | dict.fromkeys(("q", "keys", "values", "logits"), "*bf16")
+FUSED |= dict.fromkeys(("sums", "peaks", "best"), "*fp32") | dict.fromkeys(("write_indices", "below", "tree", "tokens"), "*i64")
+SIZES = {"KV_HEADS": 8, "GROUP": 4, "SIZE": 128, "WIDTH": 128, "ROWS": fused.ROWS, "STEP": 64, "SPLIT": 128}
+OTHERS: tuple[tuple[Any, dict[str, str], dict[str, Any], tuple[str, ...]], ...] = (
+    (_noisy_best, NOISE, {"COUNT": 2, "WIDTH": WIDE}, ("seed", "size")),
+    (_noisy_best, NOISE, {"COUNT": 2, "WIDTH": WIDE, "tokens": None}, ("seed", "size")),
+    (fused._attend, FUSED, SIZES, ("count", "columns", "scale")),
+    (fused._attend, FUSED, SIZES | {"below": None, "tree": None}, ("count", "columns", "scale")),
+    (fused._best_of_part, FUSED | {"keys": "*i64"}, {"COUNT": 8, "WIDTH": fused.PART}, ("size",)),
+    (fused._join_best, FUSED | {"keys": "*i64"}, {"COUNT": 8, "PARTS": 32, "KEYS": 256}, ("parts",)),
+)
 
 
 if __name__ == "__main__":
     chosen = {"int4": (2, 100), "int8": (1, 90), "minimums": (3, 90), "zero points": (4, 80)}
     found = {name: compiled(VARIANTS[name], *of) for name, of in chosen.items()}
-    print(json.dumps({"noise": [noise(True, 90), noise(False, 80)], "products": found}))
+    others = [int(made_of(*one, gpu, num_stages=2).metadata.shared) for one in OTHERS for gpu in (80, 90)]
+    print(json.dumps({"others": others, "products": found}))

@@ -45,17 +45,14 @@ def main(directory: Path) -> None:
     layers = [layers_of(engine) for engine in (verify, draft)]
     found = logits_of(verify, draft)
     expected = logits_of(*open_torch(directory, manifest, 1, True, "cpu", kernels=False))
-    print(
-        json.dumps(
-            {
-                "difference": [float(abs(one - other).max()) for one, other in zip(found, expected, strict=True)],
-                "deviation": [float(one.std()) for one in expected],
-                "fused": [sum(isinstance(block, FusedBlock) for block in blocks) for blocks in layers],
-                "shared": [memory_of(one) == memory_of(other) for one, other in zip(*layers, strict=True)],
-                "levels": {name: list(weight.scales.shape) for name, weight in levels_of(verify.own.stages[0]).items()},
-            }
-        )
-    )
+    made = {
+        "difference": [float(abs(one - other).max()) for one, other in zip(found, expected, strict=True)],
+        "deviation": [float(one.std()) for one in expected],
+        "fused": [sum(isinstance(block, FusedBlock) for block in blocks) for blocks in layers],
+        "shared": [memory_of(one) == memory_of(other) for one, other in zip(*layers, strict=True)],
+        "levels": {name: list(weight.scales.shape) for name, weight in levels_of(verify.own.stages[0]).items()},
+    }
+    print(json.dumps(made))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.engines.device_engine import make_engines
 from eesd.runtime.engines.torch_engine import TorchStageRunner, has_equal_rows, open_torch
 from eesd.runtime.engines.torch_quantized import QuantizedLinear
+from support.on_cache import OnCache
 from support.quantized_products import all_checked
 
 LONG = [5 + 7 * place % 90 for place in range(14)]
@@ -60,7 +61,32 @@ def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]
         Call(caches[1], [5], [start - 1], start - 1),
     ]
     found += [outputs.logits.copy() for outputs in verify.forward(calls)]
-    return [*found, *(outputs.logits.copy() for call in calls for outputs in draft.forward([call]))]
+    found += [outputs.logits.copy() for call in calls for outputs in draft.forward([call])]
+    drafted = OnCache(draft, caches[0]).draft_chain(7, start, 1).topk_logprobs
+    assert drafted is not None
+    return [*found, drafted]
+
+
+def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> float:
+    """How far log-probabilities are from torch's; infinite if tokens are others. Of equal ones the first is the likeliest, and
+    there are many; what is not a number is before all."""
+    logits = (4 * torch.randn((*rows, size))).to(dtype)
+    logits[..., 1::5], logits[..., 2::5], logits[..., 3::4] = 0, -0.0, logits.amax() if size % 2 else -torch.inf
+    logits[..., torch_fused.PART : 2 * torch_fused.PART] = -torch.inf
+    logits[0, -1, -2:] = -1 if count else torch.nan
+    order = logits.float().sort(dim=-1, descending=True, stable=True).indices[..., : max(count, 1)]
+    names = torch.arange(size) * 3 if count else torch.arange(size)
+    found = torch_fused.find_best(logits, count, names if count else None)
+    ids, logprobs = found[: rows[0]].long(), found[rows[0] :]
+    expected = logits.double().log_softmax(-1).gather(-1, order)[: len(logprobs)]
+    return float("inf") if (ids != names[order]).any() else float(abs(logprobs - expected).sum())
+
+
+def all_best() -> list[float]:
+    """Of one and of many parts, full and not, one row and many."""
+    narrow, wide, part = torch.bfloat16, torch.float32, torch_fused.PART
+    some = [best(narrow, (1, 1), 97, 4), best(wide, (2, 3), 2 * part + 1, 5), best(narrow, (1, 5), 5 * part - 2, 8)]
+    return [*some, best(wide, (3, 1), part, 1), best(torch.float16, (1, 33), 1001, 0), best(narrow, (2, 1), 2 * part + 6, 0)]
 
 
 def levels_of(stage: Any) -> dict[str, Any]:
@@ -84,7 +110,8 @@ def main() -> None:
     torch.set_num_threads(1)
     directories = [Path(name) for name in sys.argv[1:]]
     bits = [equal_bits(directory) for directory in directories]
-    print(json.dumps({"products": all_checked("cpu"), "engines": [engines(path) for path in directories], "bits": bits}))
+    found = {"products": all_checked("cpu"), "engines": [engines(path) for path in directories], "bits": bits}
+    print(json.dumps(found | {"best": all_best()}))
 
 
 if __name__ == "__main__":

@@ -20,3 +20,9 @@ def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., An
 
 def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str) -> None:
     monkeypatch.setattr(owner, name, mutant(getattr(owner, name), old, new))
+
+
+def then(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[Any], object]) -> None:
+    """Let a method without a result end with an action on its object."""
+    original = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda self, *arguments: (original(self, *arguments), action(self))[0])
