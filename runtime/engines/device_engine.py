@@ -153,10 +153,9 @@ class DeviceEngine:
         most = LARGEST_LEVEL if self.is_draft else self.manifest.max_tree_nodes + 1
         for count in self.row_buckets[:1] if self.exact else (count for count in self.row_buckets if count <= most):
             for slots in {self._seen_over(memory, stop) for stop in (count, *self.slots) if stop >= count}:
-                with active_streams(self.stages):
-                    step = self._step(memory, 0, memory.rows, count, slots)
-                    step.set_inputs([None] * memory.rows)
-                    step.run([])
+                step = self._step(memory, 0, memory.rows, count, slots)
+                step.set_inputs([None] * memory.rows)
+                step.run([])
 
     @property
     def row_buckets(self) -> tuple[int, ...]:
@@ -312,18 +311,16 @@ class DeviceEngine:
         given: list[Call | None] = [None] * (stop - first)
         for row, call in zip(rows, calls, strict=True):
             given[row - first] = call
-        with active_streams(self.stages):
-            step = self._step(memory, first, stop - first, padded, slots, only_caches)
-            step.set_inputs(given)
-            wanted = [(row - first, len(call.tokens), call.choose) for row, call in zip(rows, calls, strict=True)]
-            return step.run(wanted)
+        step = self._step(memory, first, stop - first, padded, slots, only_caches)
+        step.set_inputs(given)
+        return step.run([(row - first, len(call.tokens), call.choose) for row, call in zip(rows, calls, strict=True)])
 
     @torch.inference_mode()
     def draft_chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
         """See :data:`~eesd.runtime.engines.base.DraftChain`."""
         memory, row = _row(kv_cache).memory, _row(kv_cache).row
         prepared, key = self._prepared_over(memory), (row, self.seen(slot + count) if memory.rows == 1 else 0)
-        with active_streams(self.stages):
+        with self.stages[0].stream.activate():
             if key not in prepared.loops:
                 layer = partial(memory.layer, first=row, rows=1)
                 prepared.loops[key] = DraftLoop(self, layer, key[1], prepared.pool)
@@ -456,14 +453,6 @@ def make_engines(
     drafter = engine([draft], is_draft=True, buckets=levels, slots=slots[1], multiple=1) if draft else None
     least = manifest.max_tree_nodes + 1 if by_rows else 0
     return engine(verify, is_draft=False, buckets=rounds, slots=slots[0], multiple=multiple, least_logits=least), drafter
-
-
-def active_streams(stages: Sequence[StageRunner]) -> ExitStack:
-    """Make the stages' streams current on their devices, also for memory that is allocated meanwhile."""
-    with ExitStack() as stack:
-        for stage in stages:
-            stack.enter_context(stage.stream.activate())
-        return stack.pop_all()
 
 
 def _no_logits() -> NDArray[np.float32]:
@@ -639,11 +628,10 @@ class _StageStep:
             self.host_results.copy_(pack_results(self.results), non_blocking=True)
 
     def run(self, previous: "_StageStep | None") -> None:
-        """Run behind the previous stage."""
-        with self.stage.stream.activate():
-            if previous is not None:
-                self.x.copy_(previous.results[0], non_blocking=True)
-            self._graph.run(self.body)
+        """Run behind the previous stage, in this one's stream."""
+        if previous is not None:
+            self.x.copy_(previous.results[0], non_blocking=True)
+        self._graph.run(self.body)
 
 
 class ForwardStep:
@@ -668,47 +656,48 @@ class ForwardStep:
         self._batch, self._slots = cache.shape[1:4:2]
         self._count, self._is_draft, self._last_position = count, engine.is_draft, manifest.max_seq_len - 1
         host_inputs = torch.zeros(_buffer_size(self._batch, count, width), dtype=torch.int64, pin_memory=pinned)
-        self._inputs = _input_views(host_inputs.numpy(), self._batch, count, width)
+        views = _input_views(host_inputs.numpy(), self._batch, count, width)
+        self._inputs = [InputViews(*(view[row : row + 1] for view in views)) for row in range(self._batch)]
         self._chain = np.tri(count, width, dtype=np.int64)
         self._stages: list[_StageStep] = []
         for stage in engine.stages:
-            hidden = None
-            if self._stages:
-                shape = (self._batch, count, manifest.geometry.hidden_size)
-                hidden = torch.zeros(shape, dtype=cache.dtype, device=stage.stream.device)
-            with stage.stream.activate():  # a context is made for the current device
+            hidden, shape = None, (self._batch, count, manifest.geometry.hidden_size)
+            with stage.stream.activate():  # memory is of the current stream, and a context of the current device
+                if self._stages:
+                    hidden = torch.zeros(shape, dtype=cache.dtype, device=stage.stream.device)
                 self._stages.append(_StageStep(stage, layer, host_inputs, count, width, logit_rows, slots, hidden, pool))
         # Of a draft ids and then log-probabilities.
         shape = (2 * self._batch, count, manifest.draft_top_k) if engine.is_draft else (self._batch, logit_rows, 1)
         self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
-        self._stages[-1].host_results = self._host_results
+        self._stages[-1].host_results, self._found = self._host_results, self._host_results.numpy()
 
     def set_inputs(self, calls: Sequence[Call | None]) -> None:
         """Write the inputs of each sequence, up to n nodes. None: one that only fills the call, and writes its last slots."""
-        for row, call in enumerate(calls):
+        for inputs, call in zip(self._inputs, calls, strict=True):
             if call is None:
-                self._set_row(row, (), (), self._slots - self._count)
+                self._set_row(inputs, (), (), self._slots - self._count)
             else:
-                self._set_row(row, call.tokens, call.positions, call.slot, call.context_len, call.tree_mask)
+                self._set_row(inputs, call.tokens, call.positions, call.slot, call.context_len, call.tree_mask)
 
     def _set_row(
         self,
-        row: int,
+        inputs: InputViews[NDArray[np.int64]],
         tokens: Sequence[int],
         positions: Sequence[int],
         slot: int,
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> None:
-        inputs, given = InputViews(*(view[row] for view in self._inputs)), len(tokens)
-        inputs.tokens[:given], inputs.tokens[given:] = tokens, 0
-        inputs.positions[:given] = positions
-        # Positions of padding nodes must be within the rotary tables. Spare slots at the end of the cache are beyond them.
-        inputs.positions[given:] = np.minimum(range(slot + given, slot + self._count), self._last_position)
-        self._inputs.slot[row], self._inputs.context_len[row] = slot, slot if tree_mask is None else context_len
+        given = len(tokens)
+        inputs.tokens[:, :given], inputs.positions[:, :given] = tokens, positions
+        if given < self._count:
+            # Positions of padding nodes must be within the rotary tables. Spare slots at the end of the cache are beyond them.
+            last = np.minimum(range(slot + given, slot + self._count), self._last_position)
+            inputs.tokens[:, given:], inputs.positions[:, given:] = 0, last
+        inputs.slot[:], inputs.context_len[:] = slot, slot if tree_mask is None else context_len
         inputs.tree_mask[:] = self._chain if tree_mask is None else 0
         if tree_mask is not None:
-            inputs.tree_mask[:given, : tree_mask.shape[1]] = tree_mask
+            inputs.tree_mask[:, :given, : tree_mask.shape[1]] = tree_mask
 
     def run(self, wanted: Sequence[tuple[int, int, Choose | None]]) -> list[StepOutputs]:
         """Run all stages, and wait for the results.
@@ -716,23 +705,29 @@ class ForwardStep:
         Args:
             wanted: Sequences, the number of their first nodes whose results are returned, and what chooses from their logits.
         """
-        for previous, step in zip((None, *self._stages), self._stages, strict=False):
-            step.run(previous)
-        stream, chosen = self._stages[-1].stage.stream, list[Tensor | None]()
-        with stream.activate():
-            for row, count, choose in wanted:
-                logits = self._stages[-1].results[0][row, :count]
-                chosen.append(None if choose is None else _to_host(choose(logits.float()), stream))
-        stream.synchronize()
+        with ExitStack() as stack:  # each stream once: that takes as long as a launch
+            for previous, step in zip((None, *self._stages), self._stages, strict=False):
+                stack.enter_context(step.stage.stream.activate())  # those before stay current: copies from there run in them
+                step.run(previous)
+            chosen = [self._chosen(*one) for one in wanted]
+        self._stages[-1].stage.stream.synchronize()
         return [
             self._outputs(row, count, None if one is None else one.numpy())
             for (row, count, _), one in zip(wanted, chosen, strict=True)
         ]
 
+    def _chosen(self, row: int, count: int, choose: Choose | None) -> Tensor | None:
+        """What is chosen from the logits of a sequence, on its way to the host."""
+        if choose is None:
+            return None
+        last = self._stages[-1]
+        return _to_host(choose(last.results[0][row, :count].float()), last.stage.stream)
+
     def _outputs(self, row: int, count: int, chosen: NDArray[np.float64] | None) -> StepOutputs:
         """The results of the first ``count`` nodes of a sequence."""
-        stream, logits = self._stages[-1].stage.stream, self._stages[-1].results[0][row, :count]
-        results, fetch_logits = self._host_results[row :: self._batch, :count].numpy(), partial(fetch, logits.float, stream)
+        last = self._stages[-1]
+        results, every = self._found[row :: self._batch, :count], last.results[0]
+        fetch_logits = partial(fetch, lambda: every[row, :count].float(), last.stage.stream)
         if self._is_draft:
             return StepOutputs(fetch_logits, results[0].astype(np.int64), results[1], chosen=chosen)
         return StepOutputs(fetch_logits, argmax_ids=results[0, :, 0].astype(np.int64), chosen=chosen)
@@ -759,6 +754,8 @@ class DraftLoop:
         self._results = torch.zeros((manifest.max_tree_nodes, 2, 1, manifest.draft_top_k), device=device)
         self._host_results = torch.zeros(self._results.shape, pin_memory=pinned)
         self._graph = CapturedGraph(stage.stream, pool if stage.capturable else None)
+        self._given, self._found = self._host_inputs.numpy()[:, 0], self._host_results[:, :, 0].numpy()
+        self._parts = [(self._host_results[:count], self._results[:count]) for count in range(len(self._results) + 1)]
 
     def _body(self) -> None:
         """Draft a token."""
@@ -770,17 +767,17 @@ class DraftLoop:
 
     def run(self, token: int, slot: int, count: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """Run ``count`` steps behind ``token``. Returns the ids and the log-probabilities of each step, [count, K]."""
-        self._host_inputs.numpy()[:, 0] = token, slot, slot, 0
+        self._given[:] = token, slot, slot, 0
         self._device_inputs.copy_(self._host_inputs, non_blocking=True)
         if self._graph.needs_capture:
             self._graph.capture(self._body)
             self._device_inputs.copy_(self._host_inputs, non_blocking=True)  # capture() ran a step
         for _ in range(count):
             self._graph.run(self._body)
-        self._host_results[:count].copy_(self._results[:count], non_blocking=True)
+        here, there = self._parts[count]
+        here.copy_(there, non_blocking=True)
         self._stream.synchronize()
-        results = self._host_results[:count, :, 0].numpy()
-        return results[:, 0].astype(np.int64), results[:, 1].copy()
+        return self._found[:count, 0].astype(np.int64), self._found[:count, 1].copy()
 
 
 def pack_results(results: Sequence[Tensor]) -> Tensor:

@@ -5,6 +5,7 @@ from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import fake_tensorrt, late_gpus
@@ -181,9 +182,7 @@ def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None
 
     def set_inputs(self: Any, *args: Any) -> None:
         if self._stages[0]._graph._graph is not None:
-            sizes = self._inputs.tree_mask.shape
-            buffer = torch.zeros(device_engine._buffer_size(*sizes), dtype=torch.int64, pin_memory=True)
-            self._inputs = device_engine._input_views(buffer.numpy(), *sizes)
+            self._inputs = [device_engine.InputViews(*map(np.copy, views)) for views in self._inputs]
         original(self, *args)
 
     patch.setattr(ForwardStep, "set_inputs", set_inputs)
