@@ -51,7 +51,7 @@ class Session:
         stats: Counts and seconds so far.
         finish_reason: None until the sequence ends; see :class:`RoundResult`.
         drafting: How it drafts alone.
-        engines, verify, manifest: The engines that run it, the verify engine among them, and the directory's manifest.
+        engines, manifest: The engines that run it, and the directory's manifest.
         ends: Tokens that end the text.
         began: Time at which it began, in seconds of ``time.monotonic``.
         cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
@@ -87,7 +87,7 @@ class Session:
         request, manifest = generation.request, engines.verify.manifest
         check_prompt(request.tokens, manifest)
         self.generation, self.request, self.manifest = generation, request, manifest
-        self.engines, self.verify, self.drafting = engines, engines.verify, drafting
+        self.engines, self.drafting = engines, drafting
         self.tokens = list(request.tokens)
         self.stats = Stats(prompt_tokens=len(request.tokens), exact=engines.exact)
         self.finish_reason: str | None = None
@@ -118,10 +118,10 @@ class Session:
         The last token is the first root, so prefill needs no logits.
         """
         with self.lock:
-            while (piece := self.next_piece(self.verify.prefill_chunk)) is not None:
+            while (piece := self.next_piece(self.engines.verify.prefill_chunk)) is not None:
                 started = time.perf_counter()
                 with self.engines.span("prefill"):
-                    [outputs] = self.verify.forward([piece])
+                    [outputs] = self.engines.verify.forward([piece])
                 self.add_piece(piece, outputs, time.perf_counter() - started)
 
     def next_piece(self, most: int) -> Call | None:
@@ -129,7 +129,7 @@ class Session:
         self.check_open()
         start, last = self._prefilled, self.stats.prompt_tokens - 1
         logits = self.request.prompt_logprobs is not None and self._observed < last
-        most = min(most, self.verify.prefill_chunk, LOGIT_CHUNK if logits else most)
+        most = min(most, self.engines.verify.prefill_chunk, LOGIT_CHUNK if logits else most)
         stop = min(start + most, last if logits else self._target)
         if start == stop:
             return None
@@ -192,7 +192,7 @@ class Session:
         with self.lock:
             self.prefill()
             self._kv_cache.reserve(len(self.tokens))
-            [outputs] = self.verify.forward([self.verified([Node(self.tokens[-1], index=0)])])
+            [outputs] = self.engines.verify.forward([self.verified([Node(self.tokens[-1], index=0)])])
             row: Logits = outputs.logits[0].copy()
         return row
 

@@ -226,7 +226,7 @@ class Round:
         self.nodes, self.drafted_at = nodes, time.perf_counter()
         session.kv_cache.reserve(len(session.tokens) - 1 + len(nodes))
         call = session.verified(nodes)
-        return call._replace(choose=session.sampler.chooser(nodes, 0)) if session.verify.chooses else call
+        return call._replace(choose=session.sampler.chooser(nodes, 0)) if session.engines.verify.chooses else call
 
     def commit(self, outputs: StepOutputs, seconds: float) -> RoundResult:
         """Accept what the verifier agrees with, and commit it.

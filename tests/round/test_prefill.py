@@ -114,8 +114,7 @@ class NoLogits(Wrapped):
 def test_a_sessions_prefill_asks_for_no_logits(harness: Harness) -> None:
     parts = harness.workspace()
     session = harness.session(TOKENS, workspace=parts)
-    session.verify = NoLogits(parts.verify)
-    session.engines = session.engines._replace(verify=session.verify)
+    session.engines = session.engines._replace(verify=NoLogits(parts.verify))
     session.prefill()
     with pytest.raises(AssertionError, match="a pass with logits"):
         session.step()
