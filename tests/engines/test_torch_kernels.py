@@ -5,6 +5,7 @@ torch brings Triton along where it is made for GPUs on Linux. Without Triton, on
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,10 +23,9 @@ from eesd.common.manifest import load_manifest
 from eesd.common.quantization import UNQUANTIZED
 from eesd.runtime.engines import torch_quantized, torch_weights
 
-INTERPRETED = Path(__file__).parent.parent / "support/interpreted.py"
-FUSED_RANK = Path(__file__).parent.parent / "support/fused_rank.py"
+SUPPORT = Path(__file__).parent.parent / "support"
+INTERPRETED, FUSED_RANK, COMPILED = (SUPPORT / f"{name}.py" for name in ("interpreted", "fused_rank", "compiled_kernel"))
 fault_of_kernel = torch_quantized.fault_of_kernel.__wrapped__
-COMPILED = Path(__file__).parent.parent / "support/compiled_kernel.py"
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
@@ -49,8 +49,8 @@ def plain(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFa
 
 
 def run(script: Path, *arguments: object) -> Any:
-    command = [sys.executable, script, *arguments]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+    command = [*map(str, (sys.executable, script, *arguments))]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -22,7 +22,7 @@ def started(folder: Path, *arguments: object, ranks: int = 2) -> Iterator[list["
             own = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
             with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
                 command = [sys.executable, *map(str, arguments)]
-                env = os.environ | own
+                env = os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}  # scripts import from tests, too
                 processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=env, preexec_fn=_hear_interrupts))
         yield processes
     finally:
