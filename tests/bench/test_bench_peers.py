@@ -411,13 +411,13 @@ def test_batches_are_measured_and_their_tokens_compared(engine: Path, work: Path
     prompts, output = tmp_path / "tasks.jsonl", tmp_path / "batches.json"
     lines = [{"id": str(n), "task": "t", "prompt": "def f(x): return x" * n} for n in (1, 3, 2)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
-    options = ("--task", prompts, "--concurrency", "1 2", "--rounds", 2, "--prompts", 3, "-n", 6, "--threads", 1)
+    options = ("--task", prompts, "--concurrency", "1 2", "--rounds", 2, "--prompts", 3, "--threads", 1)
     base = ("--work", work, "--output", output, "--group", "F32")
     assert_refused(run(main, "batches", *base), "has no EESD F32", "--eesd")
-    found = succeed(main, "batches", *base, "--eesd", engine, *options)
+    found = succeed(main, "batches", *base, "--eesd", engine, *options, "-n", 6, "--shortest", 4)
     results = json.loads(output.read_text())
     assert set(results["results"]) == {"EESD, automatic", "EESD, always", "EESD, never"} and not results["skipped"]
-    assert results["tokens_equal"] == dict.fromkeys(results["results"], 1.0)
+    assert results["tokens_equal"] == dict.fromkeys(results["results"], 1.0) and "| 3 of 4 to 6 tokens" in found.output
     for by in results["results"].values():
         assert set(by) == {"1", "2"}
         for one in by.values():

@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +34,16 @@ class Options:
 
     Attributes:
         concurrency: Clients, in turn.
-        new_tokens: Of each text.
+        new_tokens, shortest: Of the longest text and of the shortest; the others have lengths between them.
         prompt_tokens: Most tokens of a prompt.
         rounds: Repetitions.
         levels: Levels that EESD drafts where it always drafts.
         threads: CPU threads of each.
     """
 
-    concurrency: list[int]
+    concurrency: tuple[int, ...]
     new_tokens: int
+    shortest: int
     prompt_tokens: int
     rounds: int
     levels: int
@@ -75,8 +77,9 @@ def measure(
     who, count = entries(contestants), options.new_tokens
     settings = {"threads": options.threads, "rows": ROWS, "slots": 2 * options.prompt_tokens + count, "levels": options.levels}
     samples: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    skipped: dict[str, str] = {}
-    packages: dict[str, str] = {}
+    skipped, packages = dict[str, str](), dict[str, str]()
+    counts = [options.shortest + 37 * number % (count + 1 - options.shortest) for number in range(len(prompts))]
+    lengths = count if options.shortest == count else f"{options.shortest} to {count}"
     with ExitStack() as stack:
         processes: dict[str, Process] = {}
         for name, (one, mode) in who.items():
@@ -86,24 +89,21 @@ def measure(
                 packages[one.peer] = process.package()
                 process.ask("load", path=one.path, options={**settings, "mode": mode, "variant": one.variant})
                 # Memory that a process touches first costs time: each has touched what it needs before anything is measured.
-                process.ask("serve", prompts=prompts, count=min(8, count), concurrency=max(options.concurrency))
+                process.ask("serve", prompts=prompts, counts=[min(8, n) for n in counts], concurrency=max(options.concurrency))
             except PeerError as error:
                 skipped[name] = str(error)
                 report(f"{name}: {error}")
-                continue
-            processes[name] = process
-            samples[name] = {clients: [] for clients in options.concurrency}
-        for _ in range(options.rounds):
-            for clients in options.concurrency:
-                for name, process in processes.items():
-                    found = process.ask("serve", prompts=prompts, count=count, concurrency=clients)
-                    samples[name][clients].append(found)
-                    report(f"{name}, {clients} at a time: {_rate(found):.1f} tokens/s")
+            else:
+                processes[name], samples[name] = process, {clients: [] for clients in options.concurrency}
+        for clients, (name, process) in product(options.concurrency * options.rounds, processes.items()):
+            found = process.ask("serve", prompts=prompts, counts=counts, concurrency=clients)
+            samples[name][clients].append(found)
+            report(f"{name}, {clients} at a time: {_rate(found):.1f} tokens/s")
     return {
         "kind": KIND,
         "machine": describe_machine(),
         "packages": packages,
-        "options": {**settings, "prompts": len(prompts), "max_new_tokens": count, "rounds": options.rounds},
+        "options": {**settings, "prompts": len(prompts), "max_new_tokens": lengths, "rounds": options.rounds},
         "group": contestants[0].group,
         "prompt_tokens": sum(map(len, prompts)),
         "results": {name: {str(clients): _summary(found) for clients, found in by.items()} for name, by in samples.items()},

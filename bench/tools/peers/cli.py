@@ -151,7 +151,8 @@ def passes_command(
 @click.option("--task", multiple=True, help="Prompts, as eesd-bench takes them; repeatable.  [default: the bundled ones]")
 @click.option("--concurrency", default="1 2 4 8 16", callback=numbers, help="Clients, in turn.")
 @click.option("--prompts", type=click.IntRange(1, 10_000), default=24, help="Texts at each concurrency.")
-@click.option("-n", "--max-new-tokens", type=click.IntRange(2, 100_000), default=64, help="Of each text.")
+@click.option("-n", "--max-new-tokens", type=click.IntRange(2, 100_000), default=64, help="Of the longest text.")
+@click.option("--shortest", type=click.IntRange(2, 100_000), help="Tokens of the shortest text.  [default: as the longest]")
 @click.option("--prompt-tokens", type=click.IntRange(1, 100_000), default=384, help="More are cut off.")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=2, help="Repetitions.")
 @click.option("--levels", type=click.IntRange(1, 64), default=3, help="Levels that 'always' drafts.")
@@ -164,10 +165,9 @@ def batches_command(work: Path, output: Path, eesd: Path | None, peer_python: st
     own = next((c for c in members if c.peer == EESD), None)
     if own is None:
         raise EESDError(f"{work} has no EESD {group}; convert it, or give --eesd.")
-    options = batches.Options(
-        [*given["concurrency"]], given["max_new_tokens"], given["prompt_tokens"], given["rounds"], given["levels"],
-        given["threads"] or cores(),
-    )  # fmt: skip
+    most, threads = given["max_new_tokens"], given["threads"] or cores()
+    shortest, rounds = min(given["shortest"] or most, most), given["rounds"]
+    options = batches.Options(given["concurrency"], most, shortest, given["prompt_tokens"], rounds, given["levels"], threads)
     ids = batches.choose_prompts(Path(own.path), given["task"], given["prompts"], options.prompt_tokens)
     pythons = interpreters(peer_python or record.python, sys.executable)
     results = batches.measure(members, ids, options, pythons, given["timeout"], lambda line: click.echo(line, err=True))

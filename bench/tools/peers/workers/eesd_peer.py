@@ -99,7 +99,7 @@ class Batch:
         self.service = service
         self.draft = draft
 
-    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> list[dict[str, Any]]:
+    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> list[dict[str, Any]]:
         from eesd.runtime.request import Request
 
         waiting, lock, done = list(enumerate(prompts)), threading.Lock(), threading.Semaphore(0)
@@ -120,7 +120,7 @@ class Batch:
                     begin()
                     done.release()
 
-            request = Request(tokens=prompt, max_new_tokens=count, ignore_eos=True, draft=self.draft)
+            request = Request(tokens=prompt, max_new_tokens=counts[number], ignore_eos=True, draft=self.draft)
             self.service.submit(request, on_update)
 
         for _ in range(concurrency):

@@ -24,8 +24,8 @@ class Contestant:
     def __init__(self, server: Any) -> None:
         self.server = server
 
-    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> list[dict[str, Any]]:
-        def ask(prompt: list[int]) -> dict[str, Any]:
+    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> list[dict[str, Any]]:
+        def ask(prompt: list[int], count: int) -> dict[str, Any]:
             times: list[float] = []
             started = time.perf_counter()
             wanted = {"n_predict": count, "temperature": 0, "stream": True, "ignore_eos": True, "cache_prompt": False}
@@ -40,4 +40,4 @@ class Contestant:
             return {"tokens": None, "times": [first + (last - first) * i / max(count - 1, 1) for i in range(count)]}
 
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(ask, prompts))
+            return list(pool.map(ask, prompts, counts))

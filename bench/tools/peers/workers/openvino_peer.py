@@ -103,19 +103,19 @@ class Batch:
         self.pipeline = pipeline
         self._last = 0
 
-    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> list[dict[str, Any]]:
+    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> list[dict[str, Any]]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
 
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        config.ignore_eos, config.do_sample = True, False
         found: list[dict[str, Any]] = [{"tokens": [], "times": []} for _ in prompts]
         waiting, running = list(range(len(prompts))), dict[int, tuple[Any, float]]()
         while waiting or running:
             while waiting and len(running) < concurrency:
                 number = waiting.pop(0)
-                self._last += 1
+                self._last, config.max_new_tokens = self._last + 1, counts[number]
                 ids = ov.Tensor(np.array([prompts[number]], np.int64))
                 running[number] = self.pipeline.add_request(self._last, ids, config), time.perf_counter()
             self.pipeline.step()
@@ -124,6 +124,6 @@ class Batch:
                     [output] = handle.read().values()
                     found[number]["tokens"] += list(output.generated_ids)
                     found[number]["times"] += [time.perf_counter() - started] * len(output.generated_ids)
-                if len(found[number]["tokens"]) >= count:
+                if len(found[number]["tokens"]) >= counts[number]:
                     del running[number]
         return found

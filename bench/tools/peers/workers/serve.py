@@ -53,10 +53,10 @@ class Server:
         """Time ``count`` passes over ``rows`` tokens behind a filled cache; one more comes before, to warm up."""
         return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
 
-    def serve(self, prompts: list[list[int]], count: int, concurrency: int) -> dict[str, Any]:
-        """Generate for several prompts, so many at a time. Of each: its tokens, and the seconds until they came."""
+    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> dict[str, Any]:
+        """Generate after all prompts, so many at a time. Of each: its tokens, and the seconds until they came."""
         started = time.perf_counter()
-        found = self.contestant.serve(prompts, count, concurrency)
+        found = self.contestant.serve(prompts, counts, concurrency)
         return {"seconds": time.perf_counter() - started, "requests": found}
 
     def logits(self, tokens: list[int], output: str) -> dict[str, Any]:
