@@ -13,7 +13,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from support.command import notice, run, succeed
+from support.command import run, succeed
 
 import eesd
 from eesd.common import machine
@@ -38,7 +38,7 @@ def api(engine: Path) -> LLM:
 def text_of(engine: Path, *options: object, stdin: str = "") -> str:
     """What eesd-run prints, without the line end behind it."""
     result = succeed(main, "--engine-dir", engine, "-n", COUNT, "--no-stats", *options, stdin=stdin)
-    assert result.stderr == notice() and result.stdout.endswith("\n")
+    assert result.stderr == "" and result.stdout.endswith("\n")
     return result.stdout[:-1]
 
 
@@ -208,7 +208,7 @@ def test_ctrl_c_ends_without_a_traceback(engine: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(LLM, "stream", stream)
     result = run(main, "--engine-dir", engine, "-p", PROMPT)
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "some text", notice() + "\n")
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "some text", "\n")
 
 
 def test_doctor_shows_packages_machine_and_jobs() -> None:

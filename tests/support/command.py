@@ -42,7 +42,7 @@ def assert_refused(result: Result, *words: str) -> None:
 
 
 def notice() -> str:
-    """What commands say on stderr first where the operators are not built."""
+    """What commands say on stderr first where the operators are not built. Tests in this process have it in their log."""
     return f"{operators.missing()}\n" if operators.missing() else ""
 
 
