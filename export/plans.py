@@ -102,7 +102,7 @@ def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: B
         and (directory / plan.file).exists()
         and (directory / plan.file).stat().st_size == plan.size
         and graph_read(directory / plan.file).exists()
-        and plan.refit in ("", refit_digest(graph_read(directory / plan.file), manifest))
+        and (not plan.refit or plan.refit == refit_digest(graph_read(directory / plan.file), manifest))
     )
 
 

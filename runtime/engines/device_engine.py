@@ -717,7 +717,7 @@ class ForwardStep:
         ]
 
     def _chosen(self, row: int, count: int, choose: Choose | None) -> Tensor | None:
-        """What is chosen from the logits of a sequence, on its way to the host."""
+        """Choose from a sequence's logits, and begin to copy the choice to the host."""
         if choose is None:
             return None
         last = self._stages[-1]

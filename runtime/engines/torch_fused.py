@@ -46,7 +46,7 @@ PART = 4096
 """Logits of a program that looks for the best."""
 HIDDEN = tl.constexpr(float(MASKED))
 TOP, NONE = tl.constexpr(2**31 - 1), tl.constexpr(-(2**63))
-"""Highest half of a key, and what is below all keys, see :func:`_best_of_part`."""
+"""The highest value of each half of a key, and a number below all keys; see :func:`_best_of_part`."""
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
@@ -66,7 +66,7 @@ def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # t
 
 
 def normalize(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """x [..., size], plus what is added to it, and the RMSNorm of that."""
+    """Add two tensors [..., size], or take the first alone. Returns the sum and its RMSNorm."""
     x, size = x.contiguous(), x.shape[-1]
     total, y, width = x if added is None else torch.empty_like(x), torch.empty_like(x), triton.next_power_of_2(size)
     added = added if added is None else added.contiguous()

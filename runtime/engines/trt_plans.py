@@ -99,13 +99,12 @@ class PlanDirectory:
             raise EESDError(f"{self._plans[0].flavour} cannot load {path} ({reason}); {remedy}.")
         if not matches_graph(engine, graph):
             raise EESDError(f"{path} is not the plan of {graph.file}; {_rebuild(self._directory)}.")
-        if info.refit:
-            refitter = self._create("Refitter", engine)
-            parser = self._create("OnnxParserRefitter", refitter)  # the weights are in its memory until the engine has them
-            if not (parser.refit_from_file(str(graph_read(path))) and refitter.refit_cuda_engine()):
-                raise EESDError(
-                    f"{info.flavour} cannot refit {path} ({first_error(self._errors)}); {_rebuild(self._directory)}."
-                )
+        if not info.refit:
+            return engine
+        refitter = self._create("Refitter", engine)
+        parser = self._create("OnnxParserRefitter", refitter)  # the weights are in its memory until the engine has them
+        if not (parser.refit_from_file(str(graph_read(path))) and refitter.refit_cuda_engine()):
+            raise EESDError(f"{info.flavour} cannot refit {path} ({first_error(self._errors)}); {_rebuild(self._directory)}.")
         return engine
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:

@@ -581,7 +581,7 @@ def stripped(damage: Damage) -> Damage:
 
 
 def with_old_weights(directory: Path) -> None:
-    """Other weights, as old as those that were there."""
+    """Write other weights, and keep the file's time."""
     weights = directory / "weights.bin"
     written = weights.stat().st_mtime_ns
     weights.write_bytes(weights.read_bytes()[::-1])

@@ -181,7 +181,7 @@ def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
 
 
 def served(clients: int, lease: Lease) -> dict[str, Any]:
-    """What so many clients of the HTTP server see: plain, and drafting as the batch decides; 7 in 10 drafts are right."""
+    """Ask the HTTP server with so many clients, without drafts and with the batch's. Of ten drafts seven are right."""
     if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
         return {"skipped": f"the server needs {', '.join(missing)}"}
     from eesd.serve.http.options import ServeOptions

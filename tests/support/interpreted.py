@@ -68,8 +68,8 @@ def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]
 
 
 def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> float:
-    """How far log-probabilities are from torch's; infinite if tokens are others. Of equal ones the first is the likeliest, and
-    there are many; what is not a number is before all."""
+    """Compare with torch. Returns the sum of the differences of log-probabilities, or infinity if a token differs. Of equal
+    logits the first must win. NaN must come before all numbers."""
     logits = (4 * torch.randn((*rows, size))).to(dtype)
     logits[..., 1::5], logits[..., 2::5], logits[..., 3::4] = 0, -0.0, logits.amax() if size % 2 else -torch.inf
     logits[..., torch_fused.PART : 2 * torch_fused.PART] = -torch.inf
