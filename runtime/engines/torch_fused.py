@@ -11,7 +11,7 @@ number of slots that a call may see. Which slots a token sees follows from its o
 Calls of more tokens than a round has, as for a prompt, use torch's attention.
 
 On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and 1.96 with 32,768, where
-torch's operators took 3.24 and 8.07; weights and caches take 1.14 and 1.39 at 4.15 TB/s (``tests/gpu_lease.py``).
+torch's operators took 3.24 and 8.07; weights and the text take 1.14 and 1.11 at 4.15 TB/s (``tests/gpu_lease.py``).
 
 It needs Triton, so it is imported only where that works.
 """
@@ -33,13 +33,13 @@ from eesd.runtime.engines.torch_quantized import ComputedBefore, QuantizedLinear
 
 MOST_NODES = 64
 """Tokens of a sequence, at most, for which attention is computed in splits, and derives its mask."""
-
-
 MOST_SPLITS = 64
 LEAST_SPLIT = 128
 """Slots of a split."""
 ROWS = 64
 """Queries of a program of attention, for any number of tokens: so one program computes them all, and a query's bits stay."""
+WIDEST_HEAD = 256
+"""Numbers of a head, at most: wider ones do not fit the shared memory of all GPUs."""
 WIDE = 1024
 """Numbers that a program of an elementwise kernel computes."""
 PART = 4096
@@ -264,8 +264,7 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
     programs = splits, batch * kv_heads, triton.cdiv(group * count, ROWS)
     _attend[programs](q, keys, values, first, below, tree, *into, **heads_of, **sizes, **steps, num_stages=2)
     y = q.new_empty((batch, count, heads * size))
-    most = triton.next_power_of_2(splits)
-    _combine[(batch * count * heads,)](sums, peaks, first, y, count, heads, **sizes, SPLITS=most)
+    _combine[(batch * count * heads,)](sums, peaks, first, y, count, heads, **sizes, SPLITS=triton.next_power_of_2(splits))
     return y
 
 
@@ -481,9 +480,10 @@ def computes_by_rows(verify: Verify) -> bool:
 
 
 def _has_other_parts(geometry: Geometry) -> bool:
-    """Whether a block computes anything otherwise than Llama's."""
+    """Whether a block computes anything otherwise than Llama's, or has too wide heads."""
     return bool(
-        geometry.qk_norm_joint
+        geometry.head_dim > WIDEST_HEAD
+        or geometry.qk_norm_joint
         or geometry.qk_norm_rotated
         or geometry.norm_behind
         or geometry.wide_norms

@@ -5,10 +5,13 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from runpy import run_path
 from typing import Any
 
+import numpy as np
 import onnx
 import pytest
+from onnxruntime import InferenceSession
 from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, listing, run, slow_but, succeed
 from support.deep_heads import deep_head
@@ -29,6 +32,7 @@ from eesd.export.cache import is_build
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.trt_plans import attended_slots, refit_digest
 
+FEED = Path(__file__).parents[2] / "examples/polygraphy/feed.py"
 TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
 
@@ -148,8 +152,9 @@ def test_manifest_records_the_plans(built: Path) -> None:
     assert files == {*manifest.files, "manifest.json", *plans_of}
 
 
-def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(copy: Path) -> None:
-    """Other tools build it as it is: its caches have a fixed length, and its weights are those of the directory."""
+def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tools build it as it is: its caches have a fixed length, and its weights are those of the directory. With the
+    inputs of ``examples/polygraphy`` it computes what the exported graph computes of them."""
     trt, manifest = pytest.importorskip("tensorrt_rtx"), load_manifest(copy)
     for graph in manifest.graphs:
         path = copy / graph.file.replace(".onnx", ".plan.onnx")
@@ -160,6 +165,13 @@ def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(copy: Path) 
         network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
         assert trt.OnnxParser(network, trt.Logger(trt.Logger.ERROR)).parse_from_file(str(path))
         assert plans.count_fused(trt, network)[1] == 2 * len(graph.caches)
+        for name, value in {"MODEL": path, "FILLED": 20, "NODES": 3}.items():
+            monkeypatch.setenv(name, str(value))
+        (feed,) = run_path(str(FEED))["load_data"]()
+        assert feed["key_0"][:, :, 19].any() and not feed["key_0"][:, :, 20:].any()
+        found, expected = (InferenceSession(str(one)).run(None, feed) for one in (path, copy / graph.file))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
     (copy / "verify.plan.onnx").unlink()
     assert "draft.plan: up to date" in (shown := succeed(main, copy).stdout) and "verify.plan: up to date" not in shown
     assert (copy / "verify.plan.onnx").exists()

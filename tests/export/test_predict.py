@@ -228,3 +228,19 @@ def test_page_shows_the_predictions() -> None:
         lengths = {acceptance: found.best_length(acceptance) for acceptance in (0.6, 0.7, 0.8, 0.9)}
         cells += [f"{found.speed_up(acceptance, length):.2f} ({length})" for acceptance, length in lengths.items()]
         assert line == f"| {gpu.name} | {' | '.join(cells)} |"
+
+
+def test_page_shows_the_predictions_beside_published_figures() -> None:
+    """gpt-fast's 70B is Llama 2's."""
+    large = llama(80, 8192, 28672, 64, 8, 32000)
+    eight, four = (Quantizations(*[Quantization(bits, 32)] * 2) for bits in ("int8", "int4"))
+
+    def plain(geometry: Geometry, gpu: str, bits: Quantizations = UNQUANTIZED, ranks: int = 1) -> float:
+        return 1e3 * predict.predict(shaped(geometry, quantization=bits), GPUS[gpu], 4096, ranks=ranks).verify[0]
+
+    times = [plain(LLAMA_3_8B, gpu) for gpu in ("h100", "h200", "rtx5090")]
+    rows = [f"{time:.2f} ({1e3 / time:.0f})" for time in times]
+    rows.append(", ".join(f"{plain(large, 'h100', ranks=ranks):.1f}" for ranks in (2, 8)))
+    rows += [f"{plain(large, gpu, bits):.1f}" for gpu, bits in (("h100", eight), ("h200", eight), ("h100", four))]
+    table = PAGE.read_text().partition("## Beside published figures\n")[2].split("\n| ")[2:9]
+    assert [line.split(" | ")[1] for line in table] == rows

@@ -51,10 +51,12 @@ NOISE = {"scores": "*fp64", "values": "*fp64", "seed": "i64"} | dict.fromkeys(("
 FUSED = {"scale": "fp32"} | dict.fromkeys(("q", "keys", "values", "logits"), "*bf16")
 FUSED |= dict.fromkeys(("sums", "peaks", "best"), "*fp32") | dict.fromkeys(("write_indices", "below", "tree", "tokens"), "*i64")
 SIZES = {"KV_HEADS": 8, "GROUP": 4, "SIZE": 128, "WIDTH": 128, "ROWS": fused.ROWS, "STEP": 64, "SPLIT": 128}
+WIDEST = SIZES | {"SIZE": fused.WIDEST_HEAD, "WIDTH": fused.WIDEST_HEAD, "STEP": 32}
 OTHERS: tuple[tuple[Any, dict[str, str], dict[str, Any], tuple[str, ...]], ...] = (
     (_noisy_best, NOISE, {"COUNT": 2, "WIDTH": WIDE}, ("seed", "size")),
     (_noisy_best, NOISE, {"COUNT": 2, "WIDTH": WIDE, "tokens": None}, ("seed", "size")),
     (fused._attend, FUSED, SIZES, ("count", "columns", "scale")),
+    (fused._attend, FUSED, WIDEST, ("count", "columns", "scale")),
     (fused._attend, FUSED, SIZES | {"below": None, "tree": None}, ("count", "columns", "scale")),
     (fused._best_of_part, FUSED | {"keys": "*i64"}, {"COUNT": 8, "WIDTH": fused.PART}, ("size",)),
     (fused._join_best, FUSED | {"keys": "*i64"}, {"COUNT": 8, "PARTS": 32, "KEYS": 256}, ("parts",)),
