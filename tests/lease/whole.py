@@ -181,7 +181,7 @@ def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
 
 
 def served(clients: int, lease: Lease) -> dict[str, Any]:
-    """Ask the HTTP server with so many clients, without drafts and with the batch's. Of ten drafts seven are right."""
+    """Time the HTTP server with that many clients, plain and drafting. The server accepts seven of ten drafts."""
     if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
         return {"skipped": f"the server needs {', '.join(missing)}"}
     from eesd.serve.http.options import ServeOptions
