@@ -173,9 +173,10 @@ def rotate_and_write(
 def _attend(  # type: ignore[no-untyped-def]
     q, keys, values, write_indices, below, tree, sums, peaks, count, columns, cache_row, cache_head, scale,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    STEP: tl.constexpr, SPLIT: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A split of the slots, for a KV head and some of its queries: sums, not divided yet, their peak and their weight."""
+    STEP: tl.constexpr = 64 if WIDTH <= 128 else 32
     split, head = tl.program_id(0), tl.program_id(1)
     row, kv_head = (head // KV_HEADS).to(tl.int64), head % KV_HEADS
     begin, first = split * SPLIT, tl.load(write_indices + row).to(tl.int32)
@@ -259,10 +260,9 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
     sums = torch.empty((splits, batch * count * heads, size), dtype=torch.float32, device=q.device)
     peaks = torch.empty((splits, batch * count * heads, 2), dtype=torch.float32, device=q.device)
     sizes = {"SIZE": size, "WIDTH": width, "SPLIT": split}
-    heads_of, steps = {"KV_HEADS": kv_heads, "GROUP": group}, {"ROWS": ROWS, "STEP": 64 if width <= 128 else 32}
     into = sums, peaks, count, 0 if tree is None else tree.shape[2], *keys.stride()[:2], size**-0.5
     programs = splits, batch * kv_heads, triton.cdiv(group * count, ROWS)
-    _attend[programs](q, keys, values, first, below, tree, *into, **heads_of, **sizes, **steps, num_stages=2)
+    _attend[programs](q, keys, values, first, below, tree, *into, kv_heads, group, ROWS=ROWS, **sizes, num_stages=2)
     y = q.new_empty((batch, count, heads * size))
     _combine[(batch * count * heads,)](sums, peaks, first, y, count, heads, **sizes, SPLITS=triton.next_power_of_2(splits))
     return y

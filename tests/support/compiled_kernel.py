@@ -50,8 +50,8 @@ def made_of(
 NOISE = {"scores": "*fp64", "values": "*fp64", "seed": "i64"} | dict.fromkeys(("positions", "tokens", "columns"), "*i64")
 FUSED = {"scale": "fp32"} | dict.fromkeys(("q", "keys", "values", "logits"), "*bf16")
 FUSED |= dict.fromkeys(("sums", "peaks", "best"), "*fp32") | dict.fromkeys(("write_indices", "below", "tree", "tokens"), "*i64")
-SIZES = {"KV_HEADS": 8, "GROUP": 4, "SIZE": 128, "WIDTH": 128, "ROWS": fused.ROWS, "STEP": 64, "SPLIT": 128}
-WIDEST = SIZES | {"SIZE": fused.WIDEST_HEAD, "WIDTH": fused.WIDEST_HEAD, "STEP": 32}
+SIZES = {"KV_HEADS": 8, "GROUP": 4, "SIZE": 128, "WIDTH": 128, "ROWS": fused.ROWS, "SPLIT": 128}
+WIDEST = SIZES | {"SIZE": fused.WIDEST_HEAD, "WIDTH": fused.WIDEST_HEAD}
 OTHERS: tuple[tuple[Any, dict[str, str], dict[str, Any], tuple[str, ...]], ...] = (
     (_noisy_best, NOISE, {"COUNT": 2, "WIDTH": WIDE}, ("seed", "size")),
     (_noisy_best, NOISE, {"COUNT": 2, "WIDTH": WIDE, "tokens": None}, ("seed", "size")),
