@@ -1,6 +1,8 @@
-"""Builds the library of ``runtime/operators/`` with the package. Everything else about the package is in ``pyproject.toml``.
+"""Builds the library of ``runtime/operators/`` with the package. Everything else about the package
+is in ``pyproject.toml``.
 
-Without a C++ compiler the package is installed without the library, and ONNX Runtime's own operators run the models.
+Without a C++ compiler the package is installed without the library, and ONNX Runtime's own
+operators run the models.
 """
 
 import logging
@@ -19,40 +21,70 @@ from setuptools.command.build_ext import build_ext
 SOURCES = Path("src/eesd/runtime/operators")
 LIBRARY = "eesd.runtime.engines.libeesd_operators"
 COMMON = [
-    *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden", *(["-fPIC"] if sys.platform != "win32" else [])),
-    *("-Wall", "-Wextra", "-Wno-maybe-uninitialized", "-Wno-uninitialized", "-Wno-unknown-warning-option"),
-    # The order and the rounding of sums are specified, so that all kernels give the same bits. Nothing from the environment is
-    # added: -ffast-math or contraction would change them, and -march=native the processors that can load the library.
+    *(
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-fvisibility=hidden",
+        *(["-fPIC"] if sys.platform != "win32" else []),
+    ),
+    *(
+        "-Wall",
+        "-Wextra",
+        "-Wno-maybe-uninitialized",
+        "-Wno-uninitialized",
+        "-Wno-unknown-warning-option",
+    ),
+    # The order and the rounding of sums are specified, so that all kernels give the same bits.
+    # Nothing from the environment is added: -ffast-math or contraction would change them, and
+    # -march=native the processors that can load the library.
     "-ffp-contract=off",
 ]
 KERNELS = ["-fno-exceptions", "-fno-rtti"]
 ARM = "-march=armv8.2-a+dotprod"
 VECTORS = {
     "x86_64": {
-        "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"],
+        "avx512": [
+            "-mavx512f",
+            "-mavx512bw",
+            "-mavx512vl",
+            "-mavx512dq",
+            "-mavx512vnni",
+            "-mfma",
+            "-mf16c",
+        ],
         "avx2vnni": ["-mavx2", "-mfma", "-mf16c", "-mavxvnni"],
         "avx2": ["-mavx2", "-mfma", "-mf16c"],
         "scalar": ["-O1"],
     },
     "aarch64": {"i8mm": [f"{ARM}+i8mm"], "neon": [ARM], "scalar": []},
 }
-"""By machine and kernels: what only their code may use. The library looks at the processor before it calls any of it. No
-x86-64 processor runs models with the scalar kernels, which the others are compared with: -O3 takes five times as long."""
+"""By machine and kernels: what only their code may use. The library looks at the processor before
+it calls any of it. No x86-64 processor runs models with the scalar kernels, which the others are
+compared with: -O3 takes five times as long."""
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64", "ARM64": "aarch64"}
 """Names of machines on macOS and Windows."""
-LINK = ["-shared", *(["-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s"] if sys.platform == "linux" else [])]
+LINK = [
+    "-shared",
+    *(["-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s"] if sys.platform == "linux" else []),
+]
 WITH_CPP_LIBRARY = ["-static-libstdc++", "-static-libgcc"]
-"""The library then needs only the C library, in the version that it was linked with or a later one."""
+"""The library then needs only the C library, in the version that it was linked with or a later
+one."""
 WARNING = """
 warning: eesd's operators are not built ({reason}).
-warning: The package works without them, but ONNX Runtime's own operators run models 2 to 6 times slower on the CPU.
+warning: The package works without them. On the CPU, ONNX Runtime's own operators run models 2 to 6
+warning: times slower.
 warning: Install a C++ compiler (g++ or clang++; $CXX names another one), and then eesd again.
 """
 
 
 def flags_of(name: str, compiler: list[str]) -> list[str]:
-    """The flags for kernels. Those of another machine, or that an old compiler does not know, are only named."""
-    own = VECTORS.get(MACHINES.get(platform.machine(), platform.machine()), {"scalar": []}).get(name)
+    """The flags for kernels. Those of another machine, or that an old compiler does not know, are
+    only named."""
+    own = VECTORS.get(MACHINES.get(platform.machine(), platform.machine()), {"scalar": []}).get(
+        name
+    )
     if own is None or not knows(compiler, own):
         own = ["-DEESD_MISSING"]
     return [*COMMON, *KERNELS, f"-DEESD_KERNELS={name}", *own]
@@ -78,7 +110,9 @@ def make_library(library: Path, scratch: Path) -> None:
     scratch.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
     names = {name for kernels in VECTORS.values() for name in kernels}
-    flags = {f"kernels_{name}": ("kernels", flags_of(name, compiler)) for name in names} | {"operators": ("operators", COMMON)}
+    flags = {f"kernels_{name}": ("kernels", flags_of(name, compiler)) for name in names} | {
+        "operators": ("operators", COMMON)
+    }
     objects = [scratch / f"{made}.o" for made in flags]
     commands = [
         [*compiler, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", str(made)]
@@ -97,7 +131,9 @@ def run(command: list[str]) -> None:
     """Run a compiler. Raises RuntimeError with what it said if it fails."""
     logging.info(shlex.join(command))
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        )
     except OSError as error:
         raise RuntimeError(f"{command[0]}: {error.strerror}") from None
     if done.returncode:
@@ -129,7 +165,8 @@ class BuildOperators(build_ext):
 
 
 class PlatformWheel(bdist_wheel):
-    """A wheel for a platform and every version of Python if it has the library, else one for everything."""
+    """A wheel for a platform and every version of Python if it has the library, else one for
+    everything."""
 
     def run(self) -> None:
         """Build first: only then it is known which wheel it is."""

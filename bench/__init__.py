@@ -1,5 +1,6 @@
-"""Benchmarks: measure engines (``measure``), replay controllers on recorded traces (``replay``), write reports (``report``).
+"""Benchmarks: measure engines (``measure``), replay controllers on recorded traces (``replay``),
+write reports (``report``).
 
-``report`` imports ``replay`` and ``measure``, ``replay`` imports ``measure``, and never the other way. ``tools`` are for the
-maintainers, and not in wheels.
+``report`` imports ``replay`` and ``measure``, ``replay`` imports ``measure``, and never the other
+way. ``tools`` are for the maintainers, and not in wheels.
 """

@@ -16,7 +16,14 @@ from eesd.bench.measure.tasks import load_tasks
 from eesd.bench.replay.costs import COST_MODELS
 from eesd.bench.replay.simulation import MEASURED, Simulation, find_costs, run_simulation
 from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts, table
-from eesd.bench.replay.traces import TRACE_FILE, TUNING_TRACE_FILE, check_same_origin, check_sampling, load_trace, record_traces
+from eesd.bench.replay.traces import (
+    TRACE_FILE,
+    TUNING_TRACE_FILE,
+    check_same_origin,
+    check_sampling,
+    load_trace,
+    record_traces,
+)
 from eesd.bench.report.markdown import write_report
 from eesd.common import cli
 from eesd.common.errors import EESDError
@@ -31,26 +38,60 @@ QUICK = {"per_task": 1, "tuning_per_task": 1, "max_new_tokens": 32, "widths": "1
 """Values that ``--quick`` gives to options that are not on the command line."""
 DEFAULT = Options()
 COUNT = click.IntRange(1, 10**6)
-THREADS = click.option("--threads", type=click.IntRange(1, 1024), help="CPU threads.  [default: all, one fewer if over four]")
+THREADS = click.option(
+    "--threads",
+    type=click.IntRange(1, 1024),
+    help="CPU threads.  [default: all, one fewer if over four]",
+)
 OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace existing results in --output.")
 
 
-def prompt_options(new_tokens: int, per_task: int, tuning_per_task: int, output: str) -> Callable[[F], F]:
+def prompt_options(
+    new_tokens: int, per_task: int, tuning_per_task: int, output: str
+) -> Callable[[F], F]:
     """Options of all commands that run prompts, with these defaults."""
     return cli.options(
         click.option(
-            "--task", "tasks", multiple=True, metavar="FILE", help="Prompts, JSON lines; repeatable.  [default: bundled]"
+            "--task",
+            "tasks",
+            multiple=True,
+            metavar="FILE",
+            help="Prompts, JSON lines; repeatable.  [default: bundled]",
         ),
-        click.option("--temperature", type=cli.Number(0, 100), default=DEFAULT.temperature, help="Where it is not greedy."),
-        click.option("-n", "--max-new-tokens", type=COUNT, default=new_tokens, help="Tokens to generate behind each prompt."),
-        click.option("--per-task", type=COUNT, default=per_task, help="Most reported prompts of each task."),
-        click.option("--tuning-per-task", type=COUNT, default=tuning_per_task, help="Most tuning prompts of each task."),
+        click.option(
+            "--temperature",
+            type=cli.Number(0, 100),
+            default=DEFAULT.temperature,
+            help="Where it is not greedy.",
+        ),
+        click.option(
+            "-n",
+            "--max-new-tokens",
+            type=COUNT,
+            default=new_tokens,
+            help="Tokens to generate behind each prompt.",
+        ),
+        click.option(
+            "--per-task", type=COUNT, default=per_task, help="Most reported prompts of each task."
+        ),
+        click.option(
+            "--tuning-per-task",
+            type=COUNT,
+            default=tuning_per_task,
+            help="Most tuning prompts of each task.",
+        ),
         click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
-        click.option("--seed", type=cli.SEED, default=DEFAULT.seed, help="Seed of controllers and sampling."),
+        click.option(
+            "--seed", type=cli.SEED, default=DEFAULT.seed, help="Seed of controllers and sampling."
+        ),
         click.option("--backend", type=click.Choice(BACKENDS), default=DEFAULT.backend),
-        click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run."),
+        click.option(
+            "--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help="As in eesd-run."
+        ),
         THREADS,
-        click.option("-o", "--output", type=cli.OUTPUT, default=Path(output), help="Directory to write."),
+        click.option(
+            "-o", "--output", type=cli.OUTPUT, default=Path(output), help="Directory to write."
+        ),
         OVERWRITE,
     )
 
@@ -59,12 +100,16 @@ def read_options(given: dict[str, Any]) -> Options:
     """Make :class:`Options` from a command's options, with ``--quick`` applied."""
     if given.pop("quick"):
         source = click.get_current_context().get_parameter_source
-        given |= {name: value for name, value in QUICK.items() if source(name) == ParameterSource.DEFAULT}
+        given |= {
+            name: value for name, value in QUICK.items() if source(name) == ParameterSource.DEFAULT
+        }
     for name, option in {"widths": "--tree-widths", "budgeted": "--budgeted"}.items():
         try:
             given[name] = tuple(int(width) for width in given[name].split())
         except ValueError:
-            raise EESDError(f"{option} {given[name]!r} is not a list of whole numbers separated by spaces.") from None
+            raise EESDError(
+                f"{option} {given[name]!r} is not a list of whole numbers separated by spaces."
+            ) from None
     given |= {name: tuple(given[name].split()) for name in ("controllers", "samplings")}
     return Options(**{item.name: given[item.name] for item in fields(Options)})
 
@@ -78,32 +123,57 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
 
 
 @cli.group(invoke_without_command=True)
-@click.option("--engine-dir", "directories", type=cli.PATH, multiple=True, help="Engine directory; repeatable.")
+@click.option(
+    "--engine-dir",
+    "directories",
+    type=cli.PATH,
+    multiple=True,
+    help="Engine directory; repeatable.",
+)
 @click.option("--controllers", default=" ".join(DEFAULT.controllers), help="fixed is tuned.")
-@click.option("--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain.")
-@click.option("--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="What drafts.")
+@click.option(
+    "--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain."
+)
+@click.option(
+    "--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="What drafts."
+)
 @click.option("--budgeted", default="", help="Tree widths to measure also with a tree budget.")
-@click.option("--samplings", default=" ".join(DEFAULT.samplings), help="greedy, coupled, rejection.")
-@click.option("--guard/--no-guard", default=DEFAULT.guard, help="Pause drafting while it is slower than plain decoding.")
-@click.option("--quick", is_flag=True, help="Take about a minute: few prompts, few tokens, chains only.")
+@click.option(
+    "--samplings", default=" ".join(DEFAULT.samplings), help="greedy, coupled, rejection."
+)
+@click.option(
+    "--guard/--no-guard",
+    default=DEFAULT.guard,
+    help="Pause drafting while it is slower than plain decoding.",
+)
+@click.option(
+    "--quick", is_flag=True, help="Take about a minute: few prompts, few tokens, chains only."
+)
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --output.")
 @prompt_options(DEFAULT.max_new_tokens, DEFAULT.per_task, DEFAULT.tuning_per_task, "bench-results")
 @click.pass_context
 def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any) -> None:
-    """Measure drafting against plain decoding, for every controller, tree width and sampling, and compare all tokens.
+    """Measure drafting against plain decoding, for every controller, tree width and sampling, and
+    compare all tokens.
 
-    Lists are separated by spaces. Of several engine directories, such as exit heads of one model, all are measured alike.
+    Lists are separated by spaces. Of several engine directories, such as exit heads of one model,
+    all are measured alike.
     """
     if context.invoked_subcommand is not None:
         return
     if not directories:
-        raise EESDError("--engine-dir is missing; give a directory that eesd-export wrote, or a subcommand (see --help).")
+        raise EESDError(
+            "--engine-dir is missing; give a directory that eesd-export wrote, or a "
+            "subcommand (see --help)."
+        )
     names = [directory.resolve().name for directory in directories]
     if len({*names}) < len(names):
         raise EESDError("Two engine directories have the same name; names must be unique.")
     options = read_options(given)
     prompts, path = load_tasks(options.tasks), given["output"] / "result.json"
-    result = Result("run", options.to_dict(), {}, []).begun(path, given["resume"], given["overwrite"])
+    result = Result("run", options.to_dict(), {}, []).begun(
+        path, given["resume"], given["overwrite"]
+    )
     with announce_resume(path):
         for name, directory in zip(names, directories, strict=True):
             bench = Bench(directory, options.backend, options.threads, options.kv_cache_dtype)
@@ -117,30 +187,57 @@ def _refuse_recording_options(names: Iterable[str]) -> None:
     """Raise :class:`EESDError` if one of these options is on the command line."""
     context = click.get_current_context()
     for option in context.command.params:
-        if option.name in names and context.get_parameter_source(option.name) != ParameterSource.DEFAULT:
-            raise EESDError(f"{option.opts[-1]} is for recording traces and has no effect with --trace; remove it.")
+        if (
+            option.name in names
+            and context.get_parameter_source(option.name) != ParameterSource.DEFAULT
+        ):
+            raise EESDError(
+                f"{option.opts[-1]} is for recording traces and has no effect with --trace; "
+                "remove it."
+            )
 
 
 @main.command(context_settings=cli.HELP)
-@click.option("--engine-dir", type=cli.PATH, help="Record traces with this directory, which eesd-export wrote.")
+@click.option(
+    "--engine-dir",
+    type=cli.PATH,
+    help="Record traces with this directory, which eesd-export wrote.",
+)
 @click.option("--trace", type=cli.PATH, help="Replay this recorded trace; needs --tuning-trace.")
 @click.option("--tuning-trace", type=cli.PATH, help="Recorded trace of the tuning prompts.")
-@click.option("--costs", multiple=True, default=(MEASURED, "70b"), help=f"{', '.join((MEASURED, *COST_MODELS))}; repeatable.")
+@click.option(
+    "--costs",
+    multiple=True,
+    default=(MEASURED, "70b"),
+    help=f"{', '.join((MEASURED, *COST_MODELS))}; repeatable.",
+)
 @click.option("--sampling", default="greedy", help="greedy or coupled.")
-@click.option("--depth", type=click.IntRange(1, 512), default=16, help="Tokens to draft from every position.")
+@click.option(
+    "--depth", type=click.IntRange(1, 512), default=16, help="Tokens to draft from every position."
+)
 @prompt_options(128, 99, 99, "simulation")
-def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any) -> None:
-    """Replay all controllers on recorded traces under several cost models, and compare their speed."""
-    output, costs, depth, overwrite = (given.pop(name) for name in ("output", "costs", "depth", "overwrite"))
+def simulate(
+    engine_dir: Path | None, trace: Path | None, tuning_trace: Path | None, **given: Any
+) -> None:
+    """Replay all controllers on recorded traces under several cost models, and compare their
+    speed."""
+    output, costs, depth, overwrite = (
+        given.pop(name) for name in ("output", "costs", "depth", "overwrite")
+    )
     find_costs(costs, None)
     if (trace is None) != (tuning_trace is None) or (trace is None) == (engine_dir is None):
-        raise EESDError("Give --engine-dir to record traces, or both --trace and --tuning-trace to replay recorded traces.")
+        raise EESDError(
+            "Give --engine-dir to record traces, or both --trace and --tuning-trace to replay "
+            "recorded traces."
+        )
     if engine_dir is None:
         _refuse_recording_options((*given, "depth"))
     options = Options(samplings=(given.pop("sampling"),), widths=(1,), **given)
     result = output / "simulation.json"
     if not overwrite:
-        refuse_existing(result, *((output / TRACE_FILE, output / TUNING_TRACE_FILE) if engine_dir else ()))
+        refuse_existing(
+            result, *((output / TRACE_FILE, output / TUNING_TRACE_FILE) if engine_dir else ())
+        )
     if engine_dir is not None:
         check_sampling(options.sampling(options.samplings[0], 0))
         prompts = load_tasks(options.tasks)
@@ -158,22 +255,41 @@ def simulate(engine_dir: Path | None, trace: Path | None, tuning_trace: Path | N
 
 
 @main.command(context_settings=cli.HELP)
-@click.option("--trace", type=cli.PATH, help="Decode what simulate --engine-dir recorded, instead of made-up texts.")
-@click.option("--costs", help=f"{', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, with --trace measured]")
+@click.option(
+    "--trace",
+    type=cli.PATH,
+    help="Decode what simulate --engine-dir recorded, instead of made-up texts.",
+)
+@click.option(
+    "--costs",
+    help=f"{', '.join((MEASURED, *COST_MODELS))}.  [default: 4bit, with --trace measured]",
+)
 @click.option("--controller", default=Speculation().controller, help="Controller and its options.")
-@click.option("--starts", type=click.IntRange(1, 10_000), default=200, help="Processes of each head and machine.")
+@click.option(
+    "--starts",
+    type=click.IntRange(1, 10_000),
+    default=200,
+    help="Processes of each head and machine.",
+)
 def starts(trace: Path | None, costs: str | None, controller: str, starts: int) -> None:
-    """Simulate fresh processes, with noise, load, stalls and a burst. Shows the time that drafting costs them."""
+    """Simulate fresh processes, with noise, load, stalls and a burst. Shows the time that drafting
+    costs them."""
     make_controller(controller)
     recorded = load_trace(trace) if trace else None
     name = costs or (MEASURED if recorded else "4bit")
     if recorded is None and name == MEASURED:
-        raise EESDError(f"Only a --trace has measured costs; give --costs with one of {', '.join(COST_MODELS)}.")
+        raise EESDError(
+            f"Only a --trace has measured costs; give --costs with one of {', '.join(COST_MODELS)}."
+        )
     model = find_costs([name], recorded).get(name) or COST_MODELS[name]
     heads = {"recorded": recorded} if recorded else HEADS
     click.echo("worst / 5 % / median of each")
     for head, machine in product(heads, MACHINES):
-        click.echo(table(head, machine, [*simulate_starts(heads[head], model, machine, controller, starts)]))
+        click.echo(
+            table(
+                head, machine, [*simulate_starts(heads[head], model, machine, controller, starts)]
+            )
+        )
 
 
 @main.command(context_settings=cli.HELP)

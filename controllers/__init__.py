@@ -1,4 +1,5 @@
-"""When to stop drafting: controllers that see draft steps and round outcomes, and know nothing of engines.
+"""When to stop drafting: controllers that see draft steps and round outcomes, and know nothing of
+engines.
 
 By name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.9``.
 """
@@ -15,7 +16,15 @@ from eesd.controllers.fixed import Fixed
 from eesd.controllers.thompson import BetaTS, CalibrationTS
 from eesd.controllers.value import RoundValue
 
-__all__ = ["CONTROLLERS", "Controller", "DraftStep", "RoundOutcome", "SiblingLabel", "TextStep", "make_controller"]
+__all__ = [
+    "CONTROLLERS",
+    "Controller",
+    "DraftStep",
+    "RoundOutcome",
+    "SiblingLabel",
+    "TextStep",
+    "make_controller",
+]
 
 CONTROLLERS: dict[str, Callable[..., Controller]] = {
     "beta-ts": BetaTS,
@@ -37,7 +46,8 @@ def make_controller(
     Args:
         spec: ``name`` or ``name:key=value,...``.
         seed: Of its random generator.
-        prior: Calibration prior of the exit head, for the controllers that calibrate. None: the default prior.
+        prior: Calibration prior of the exit head, for the controllers that calibrate. None: the
+            default prior.
         value: What it shares with other rules, if it needs costs. None: its own.
         kinds: The controllers to choose from, by name.
 
@@ -46,7 +56,9 @@ def make_controller(
     """
     name, colon, rest = spec.partition(":")
     if name not in kinds:
-        raise EESDError(f"There is no controller {name[:80]!r}; there are {', '.join(sorted(kinds))}.")
+        raise EESDError(
+            f"There is no controller {name[:80]!r}; there are {', '.join(sorted(kinds))}."
+        )
     kind = kinds[name]
     found = inspect.signature(kind).parameters
     parameters = {k: v for k, v in found.items() if k not in ("seed", "prior", "value")}
@@ -58,11 +70,15 @@ def make_controller(
             known = ", ".join(parameters) or "none"
             raise EESDError(f"The controller {name} has no option {key[:40]!r}; it has {known}.")
         if key in options:
-            raise EESDError(f"The controller {spec[:80]!r} has the option {key} twice; give it once.")
+            raise EESDError(
+                f"The controller {spec[:80]!r} has the option {key} twice; give it once."
+            )
         try:
             options[key] = type(parameters[key].default)(text)
         except ValueError:
-            raise EESDError(f"The option {key}={text[:40]} of the controller {name} is not a number.") from None
+            raise EESDError(
+                f"The option {key}={text[:40]} of the controller {name} is not a number."
+            ) from None
     try:
         return kind(**options, **given, seed=seed)
     except ValueError as error:

@@ -1,8 +1,10 @@
-"""The map from the draft's confidence to the chance of acceptance, learned while decoding (docs/controllers.md).
+"""The map from the draft's confidence to the chance of acceptance, learned while decoding
+(docs/controllers.md).
 
-A *score* z is a fixed weighted sum of a token's features. Offline it predicts the acceptance sigma(z). Online a Gaussian
-posterior over (shift a, slope s, request offset b) recalibrates it: P(accepted) = sigma(a + s z + b). Shift and slope belong to
-the model and persist. The offset belongs to the request: it starts at 0 with its prior width and drifts with the text.
+A *score* z is a fixed weighted sum of a token's features. Offline it predicts the acceptance
+sigma(z). Online a Gaussian posterior over (shift a, slope s, request offset b) recalibrates it:
+P(accepted) = sigma(a + s z + b). Shift and slope belong to the model and persist. The offset
+belongs to the request: it starts at 0 with its prior width and drifts with the text.
 """
 
 from collections.abc import Sequence
@@ -16,10 +18,17 @@ CERTAIN = 0.9999
 
 
 def features(step: DraftStep) -> tuple[float, ...]:
-    """1, log(1 + margin), log-odds of the token, depth / 6, and 1 for a round's first token; all bounded."""
+    """1, log(1 + margin), log-odds of the token, depth / 6, and 1 for a round's first token; all
+    bounded."""
     p, margin, depth = step.probability, step.margin, step.depth
     odds = log(p / (1 - p)) if 0.05 < p < 0.9996 else (-3.0 if p < 0.5 else 8.0)
-    return (1.0, log1p(min(max(margin, 0.0), 12.0)), odds, min(depth, 6) / 6, 1.0 if depth == 1 else 0.0)
+    return (
+        1.0,
+        log1p(min(max(margin, 0.0), 12.0)),
+        odds,
+        min(depth, 6) / 6,
+        1.0 if depth == 1 else 0.0,
+    )
 
 
 def sigmoid(z: float) -> float:
@@ -29,15 +38,20 @@ def sigmoid(z: float) -> float:
 class Calibrator:
     """Posterior over (a, s, b) for one score.
 
-    Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace) gives the next Gaussian.
-    Between rounds the variances of a, s and b grow, up to the prior's.
+    Assumed-density filtering: each label is a logistic likelihood; one Newton step (online Laplace)
+    gives the next Gaussian. Between rounds the variances of a, s and b grow, up to the prior's.
 
-    ``shared`` is a calibrator with the same a and s: labels of both teach them. Their b is taken as independent of a and s.
+    ``shared`` is a calibrator with the same a and s: labels of both teach them. Their b is taken as
+    independent of a and s.
     """
 
-    def __init__(self, weights: Sequence[float], prior: CalibrationPrior, shared: "Calibrator | None" = None) -> None:
+    def __init__(
+        self, weights: Sequence[float], prior: CalibrationPrior, shared: "Calibrator | None" = None
+    ) -> None:
         self._weights, self._prior, self._shared = tuple(weights), prior, shared is not None
-        self._model: list[float] = shared._model if shared else [0.0, 1.0, prior.shift**2, 0.0, prior.slope**2]
+        self._model: list[float] = (
+            shared._model if shared else [0.0, 1.0, prior.shift**2, 0.0, prior.slope**2]
+        )
         """Means of a and s, and their covariances aa, as and ss."""
         self.begin_request()
 
@@ -59,14 +73,16 @@ class Calibrator:
 
     def begin_request(self) -> None:
         """Integrate out the previous request's offset; the new one's is unknown."""
-        self._offset = [0.0, 0.0, 0.0, self._prior.request**2]  # mean of b, and its covariances ab, sb and bb
+        # The mean of b, and its covariances ab, sb and bb.
+        self._offset = [0.0, 0.0, 0.0, self._prior.request**2]
 
     def learn(self, z: float, accepted: bool) -> None:
         """Update the posterior with one label."""
         a, s, aa, as_, ss = self._model
         b, ab, sb, bb = self._offset
         p = sigmoid(a + s * z + b)
-        ga, gs, gb = aa + as_ * z + ab, as_ + ss * z + sb, ab + sb * z + bb  # covariance times the gradient (1, z, 1)
+        # The covariance times the gradient (1, z, 1).
+        ga, gs, gb = aa + as_ * z + ab, as_ + ss * z + sb, ab + sb * z + bb
         curvature = p * (1 - p)
         scale = 1 + curvature * (ga + gs * z + gb)
         step, shrink = (accepted - p) / scale, curvature / scale
@@ -81,7 +97,8 @@ class Calibrator:
         self._offset = [b + gb * step, ab, sb, bb - gb * gb * shrink]
 
     def advance(self) -> None:
-        """Let a, s and b drift: one round has passed. With ``shared`` only b, as a and s are the other's."""
+        """Let a, s and b drift: one round has passed. With ``shared`` only b, as a and s are the
+        other's."""
         model, offset, prior = self._model, self._offset, self._prior
         if not self._shared:
             model[2] = min(model[2] + prior.drift**2, prior.shift**2)
@@ -89,9 +106,11 @@ class Calibrator:
         offset[3] = min(offset[3] + prior.wander**2, prior.request**2)
 
     def draw(self, normal: Sequence[float]) -> tuple[float, float]:
-        """Draw (intercept a + b, slope s) from the posterior with two standard normal numbers; b takes its mean given a and s.
+        """Draw (intercept a + b, slope s) from the posterior with two standard normal numbers; b
+        takes its mean given a and s.
 
-        Exploring a and s pays because they persist. The offset b is gone with the request and is not explored.
+        Exploring a and s pays because they persist. The offset b is gone with the request and is
+        not explored.
         """
         a, s, aa, as_, ss = self._model
         b, ab, sb, _ = self._offset
@@ -101,4 +120,6 @@ class Calibrator:
         along, with_a = as_ / sd, ab / sd
         rest = max(ss - along * along, 0.0) ** 0.5
         with_s = (sb - along * with_a) / rest if rest else 0.0
-        return a + b + (sd + with_a) * normal[0] + with_s * normal[1], s + along * normal[0] + rest * normal[1]
+        return a + b + (sd + with_a) * normal[0] + with_s * normal[1], s + along * normal[
+            0
+        ] + rest * normal[1]

@@ -16,28 +16,31 @@ PRIOR_WEIGHT = 1e-3
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 PACE, SHAPE = 1 / 3, 0.1
-"""The pace follows a sample by this share, and at most this share of what it is off is its own size's: the machine becomes
-slower and faster all the time, and calls of all sizes do alike."""
+"""The pace follows a sample by this share, and at most this share of what it is off is its own
+size's: the machine becomes slower and faster all the time, and calls of all sizes do alike."""
 LEAST = 1e-9
 """Seconds that each part of the line has at least."""
 FIRST = 24
 """The first samples count as they are: the pace is that of theirs."""
 LINE_WEIGHT, MOST_SAMPLES = 0.5, 30.0
-"""Samples of one number of nodes that weigh as much as the line through all numbers, and the most that it can have."""
+"""Samples of one number of nodes that weigh as much as the line through all numbers, and the most
+that it can have."""
 
 
 class CallCosts:
     """Seconds of a call over B rows of N nodes in all, with S slots each.
 
-    The pace of the machine, times a line through all calls, a + b N + c B S + d N S: reading the weights, computing nodes,
-    reading caches, attention. Kernels take nodes in blocks, so each N that was seen has a factor: what its calls took, over
-    what the line says of them. Between such N factors are interpolated.
+    The pace of the machine, times a line through all calls, a + b N + c B S + d N S: reading the
+    weights, computing nodes, reading caches, attention. Kernels take nodes in blocks, so each N
+    that was seen has a factor: what its calls took, over what the line says of them. Between such N
+    factors are interpolated.
     """
 
     def __init__(self) -> None:
         self._line = np.zeros(4)
         self._moments = np.zeros((5, 5))
-        """Of the features over the seconds, and 1: relative errors count, or the largest calls would decide alone."""
+        """Of the features over the seconds, and 1: relative errors count, or the largest calls
+        would decide alone."""
         self._seen: dict[int, tuple[float, NDArray[np.float64]]] = {}
         """By N: the samples, and the means of their features and seconds, at a pace of 1 [5]."""
         self._factors: tuple[list[int], NDArray[np.float64]] = [1], np.ones(1)
@@ -45,7 +48,8 @@ class CallCosts:
         self._samples, self._pace = 0, 1.0
 
     def add(self, rows: int, nodes: int, slots: float, seconds: float) -> None:
-        """Note a call over ``rows`` sequences, with ``nodes`` nodes in all. A sequence has ``slots`` slots on average."""
+        """Note a call over ``rows`` sequences, with ``nodes`` nodes in all. A sequence has
+        ``slots`` slots on average."""
         self._samples += 1
         if self._samples > FIRST:
             expected = self.seconds(rows, nodes, slots)
@@ -64,9 +68,14 @@ class CallCosts:
     def _fit(self) -> None:
         """Compute the line, and the factors of all N that were seen."""
         known, wanted = self._moments[:4, :4], self._moments[:4, 4]
-        self._line = self._line + np.linalg.solve(known + PRIOR_WEIGHT * np.eye(4), wanted - known @ self._line)
+        self._line = self._line + np.linalg.solve(
+            known + PRIOR_WEIGHT * np.eye(4), wanted - known @ self._line
+        )
         nodes = sorted(self._seen)
-        counts, means = np.array([self._seen[n][0] for n in nodes]), np.array([self._seen[n][1] for n in nodes]).T
+        counts, means = (
+            np.array([self._seen[n][0] for n in nodes]),
+            np.array([self._seen[n][1] for n in nodes]).T,
+        )
         ratios = means[4] / (np.maximum(self._line, LEAST) @ means[:4])
         self._factors = nodes, (LINE_WEIGHT + counts * ratios) / (LINE_WEIGHT + counts)
 
@@ -74,11 +83,17 @@ class CallCosts:
         """The expected time of a call."""
         return float(self._expected(rows, nodes, slots))
 
-    def curve(self, rows: NDArray[np.int64], nodes: NDArray[np.int64], slots: float) -> NDArray[np.float64]:
-        """The expected times of calls over ``rows`` rows of ``nodes`` nodes in all [n]. They grow, and no call costs more than
-        a larger one: disturbances only ever add time."""
+    def curve(
+        self, rows: NDArray[np.int64], nodes: NDArray[np.int64], slots: float
+    ) -> NDArray[np.float64]:
+        """The expected times of calls over ``rows`` rows of ``nodes`` nodes in all [n]. They grow,
+        and no call costs more than a larger one: disturbances only ever add time."""
         return np.minimum.accumulate(self._expected(rows, nodes, slots)[::-1])[::-1]
 
     def _expected(self, rows: Any, nodes: Any, slots: float) -> Any:
         (a, b, c, d), length = np.maximum(self._line, LEAST).tolist(), slots / SLOTS
-        return self._pace * (a + b * nodes + c * rows * length + d * nodes * length) * np.interp(nodes, *self._factors)
+        return (
+            self._pace
+            * (a + b * nodes + c * rows * length + d * nodes * length)
+            * np.interp(nodes, *self._factors)
+        )

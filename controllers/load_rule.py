@@ -1,7 +1,8 @@
-"""How far a batch drafts: what another node of every row is worth, against what it costs the whole batch.
+"""How far a batch drafts: what another node of every row is worth, against what it costs the whole
+batch.
 
-With few rows a node costs little, because reading the weights decides; with many rows each node costs its computation, and
-drafting fades. docs/controllers.md derives the rule.
+With few rows a node costs little, because reading the weights decides; with many rows each node
+costs its computation, and drafting fades. docs/controllers.md derives the rule.
 """
 
 from collections import Counter
@@ -26,50 +27,60 @@ FIRST_RIGHT, FIRST_LABELS = 2.0, 4.0
 MEMORY = 256.0
 """Labels that make the acceptance of first tokens."""
 FADING, FADED = 0.998, 16.0
-"""Share of its labels that is kept over a round in which nothing is drafted, and the labels that are always kept. What was
-learned long ago is in doubt, so a draft is tried again now and then; with fewer labels that would be too often."""
+"""Share of its labels that is kept over a round in which nothing is drafted, and the labels that
+are always kept. What was learned long ago is in doubt, so a draft is tried again now and then; with
+fewer labels that would be too often."""
 RATE_DISCOUNT = 0.98
 """Weight of a round in the rate for each later one."""
 LEAST_VALUE = 0.1
 """Chance of a token of the text, and all before it, below which it is not proposed to the batch."""
 DEAREST = 0.8
-"""Price of a node from which on no drafts are made: what is left of a certain token is not worth the host's time for them."""
+"""Price of a node from which on no drafts are made: what is left of a certain token is not worth
+the host's time for them."""
 LONGEST_COPY = 16
 """Tokens of the text that one round verifies at most."""
 MOST_LEVELS = 32
 """Levels that have a price; further ones have that of the last."""
 
 Size = Callable[[int, int], tuple[int, int]]
-"""Given the rows of a call and the nodes of each: the rows and nodes that the engine computes, which may fill up both."""
+"""Given the rows of a call and the nodes of each: the rows and nodes that the engine computes,
+which may fill up both."""
 
 
 class LoadRule:
-    """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number of rows.
+    """Shared by all rows: costs of calls, acceptance, and the rate in tokens per second by number
+    of rows.
 
     Attributes:
         draft, verify: What calls cost, with all that the host does for them.
         draft_size, verify_size: What engines compute for a call.
-        padded: Whether all rows of a verify pass have as many nodes as the longest. Then they verify as many levels each; else
-            each row verifies its own number of nodes.
+        padded: Whether all rows of a verify pass have as many nodes as the longest. Then they
+            verify as many levels each; else each row verifies its own number of nodes.
         accept, following: The calibrations of drafts.
         text: Chances of what texts propose.
-        normals: This round's random numbers, the same for all rows: those of many rows would cancel out, and explore nothing.
-        first: The chance that the first token of a row's draft is right, drawn for this round: the less was seen lately, the
-            more it varies.
-        rate: What a second of this round is worth, in tokens: as many as all rows lately brought together, at least what they
-            bring without drafts, and as many for each request that waits as for a row. 0 with fixed levels.
+        normals: This round's random numbers, the same for all rows: those of many rows would cancel
+            out, and explore nothing.
+        first: The chance that the first token of a row's draft is right, drawn for this round: the
+            less was seen lately, the more it varies.
+        rate: What a second of this round is worth, in tokens: as many as all rows lately brought
+            together, at least what they bring without drafts, and as many for each request that
+            waits as for a row. 0 with fixed levels.
         can_pay: Whether any drafts may be worth their time in this round.
     """
 
     def __init__(self, prior: CalibrationPrior | None = None, fixed: int | None = None) -> None:
-        """Begin with the prior of the exit head. With ``fixed``, each round drafts this number of levels."""
+        """Begin with the prior of the exit head. With ``fixed``, each round drafts this number of
+        levels."""
         self._fixed = fixed
         self.prior = prior = prior or CalibrationPrior()
         self.draft, self.verify = CallCosts(), CallCosts()
         self.draft_size: Size = _as_asked
         self.verify_size: Size = _as_asked
         self.padded = False
-        self.accept, self.following = Calibrator(prior.accept, prior), Calibrator(prior.following, prior)
+        self.accept, self.following = (
+            Calibrator(prior.accept, prior),
+            Calibrator(prior.following, prior),
+        )
         self.text = Calibrator(TEXT_PRIOR.accept, TEXT_PRIOR)
         self.random = np.random.Generator(np.random.PCG64(0))
         self._right, self._judged = FIRST_RIGHT, FIRST_LABELS
@@ -80,8 +91,8 @@ class LoadRule:
         self.rows, self._rounds, self.first = 1, 0, FIRST_RIGHT / FIRST_LABELS
 
     def begin_round(self, rows: int, slots: float, waiting: int = 0) -> None:
-        """Begin a round of ``rows`` rows with ``slots`` slots each. ``waiting`` prompts are read after the round. The
-        calibrations drift, and the round draws its numbers."""
+        """Begin a round of ``rows`` rows with ``slots`` slots each. ``waiting`` prompts are read
+        after the round. The calibrations drift, and the round draws its numbers."""
         self.rows, self.slots = rows, slots
         self._rounds += 1
         if self._rounds % REFIT_EVERY == 0:
@@ -90,7 +101,11 @@ class LoadRule:
             self._known[rows] = self._curves()
         verifying, self._drafting = self._known[rows]
         tokens, seconds, _ = self._lately.get(rows, (0.0, 1.0, 1.0))
-        self.rate = 0.0 if self._fixed is not None else max(tokens / seconds, rows / verifying[0]) * (1 + waiting / rows)
+        self.rate = (
+            0.0
+            if self._fixed is not None
+            else max(tokens / seconds, rows / verifying[0]) * (1 + waiting / rows)
+        )
         self._prices = self.rate * (verifying - verifying[0])
         most = DEAREST * np.arange(len(verifying)) * (rows if self.padded else 1)
         self.can_pay = bool((self._prices <= most)[1:].any())
@@ -109,18 +124,28 @@ class LoadRule:
         if not drafted and self._judged > FADED:
             self._judged *= FADING
             self._right *= FADING
-        known, discount = self._lately.get(self.rows, (0.0, 0.0, 0.0)), RATE_DISCOUNT ** min(self.rows, 8)
-        self._lately[self.rows] = known[0] * discount + tokens, known[1] * discount + seconds, known[2] * discount + 1
+        known, discount = (
+            self._lately.get(self.rows, (0.0, 0.0, 0.0)),
+            RATE_DISCOUNT ** min(self.rows, 8),
+        )
+        self._lately[self.rows] = (
+            known[0] * discount + tokens,
+            known[1] * discount + seconds,
+            known[2] * discount + 1,
+        )
 
-    def goes_on(self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]) -> int:
-        """How many of the rows draft another level: as many as bring the most beyond their price, with up to ``HORIZON``
-        levels. All or none where rows are padded.
+    def goes_on(
+        self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]
+    ) -> int:
+        """How many of the rows draft another level: as many as bring the most beyond their price,
+        with up to ``HORIZON`` levels. All or none where rows are padded.
 
         Args:
-            reaches: Of each row that would draft on, the likeliest first: the chance that all it drafted is accepted, and that
-                the next token is.
+            reaches: Of each row that would draft on, the likeliest first: the chance that all it
+                drafted is accepted, and that the next token is.
             depth: Levels that are drafted.
-            values: Of each row of the batch, the chances of the tokens that it has drafted, or took from its text.
+            values: Of each row of the batch, the chances of the tokens that it has drafted, or took
+                from its text.
         """
         if self._fixed is not None:
             return len(reaches) if depth < self._fixed else 0
@@ -137,14 +162,19 @@ class LoadRule:
         return int(counts[most.argmax()]) if most.max() >= 0 else 0
 
     def levels(self, values: Sequence[Sequence[float]]) -> list[int]:
-        """How many levels each row verifies, of those whose chances are ``values``: the most valuable nodes of all rows."""
+        """How many levels each row verifies, of those whose chances are ``values``: the most
+        valuable nodes of all rows."""
         if self._fixed is not None:
             return [min(len(row), self._fixed) for row in values]
         if self.padded:
             sums = [sum(level) for level in zip_longest(*values, fillvalue=0.0)]
             return [most_valuable(sums, self._price)[0]] * len(values)
-        nodes = sorted(((value, row) for row, own in enumerate(values) for value in own), reverse=True)
-        chosen = Counter(row for _, row in nodes[: most_valuable([value for value, _ in nodes], self._price)[0]])
+        nodes = sorted(
+            ((value, row) for row, own in enumerate(values) for value in own), reverse=True
+        )
+        chosen = Counter(
+            row for _, row in nodes[: most_valuable([value for value, _ in nodes], self._price)[0]]
+        )
         return [chosen[row] for row in range(len(values))]
 
     def price(self, nodes: int) -> float:
@@ -152,28 +182,38 @@ class LoadRule:
         return float(self._price(nodes if self.padded else nodes * self.rows)) / self.rows
 
     def _price(self, count: Any) -> Any:
-        """The price, in tokens, of ``count`` levels of padded rows, or of ``count`` nodes of all rows together."""
+        """The price, in tokens, of ``count`` levels of padded rows, or of ``count`` nodes of all
+        rows together."""
         return self._prices[np.minimum(count, len(self._prices) - 1)]
 
     def _curves(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Seconds of a verify pass with 0, 1, 2, ... levels of padded rows, or nodes of all rows together; and of a draft step
-        of 1, 2, ... rows."""
+        """Seconds of a verify pass with 0, 1, 2, ... levels of padded rows, or nodes of all rows
+        together; and of a draft step of 1, 2, ... rows."""
         if self.padded:
             sizes = [self.verify_size(self.rows, 1 + levels) for levels in range(1 + MOST_LEVELS)]
         else:
-            sizes = [(self.rows, self.rows + nodes) for nodes in range(self.rows * (1 + MOST_LEVELS))]
+            sizes = [
+                (self.rows, self.rows + nodes) for nodes in range(self.rows * (1 + MOST_LEVELS))
+            ]
         drafts = [self.draft_size(count, 1) for count in range(1, self.rows + 1)]
         (rows, nodes), (drafting, drafted) = np.array(sizes).T, np.array(drafts).T
-        return self.verify.curve(rows, nodes, self.slots), self.draft.curve(drafting, drafted, self.slots)
+        return self.verify.curve(rows, nodes, self.slots), self.draft.curve(
+            drafting, drafted, self.slots
+        )
 
     def round_seconds(self, rows: int, slots: float) -> float:
         """Seconds that recent rounds of ``rows`` rows took, drafts included."""
-        _, seconds, rounds = self._lately.get(rows) or (0.0, self.verify.seconds(*self.verify_size(rows, 1), slots), 1.0)
+        _, seconds, rounds = self._lately.get(rows) or (
+            0.0,
+            self.verify.seconds(*self.verify_size(rows, 1), slots),
+            1.0,
+        )
         return seconds / rounds
 
 
 class RowController(CalibratedDraft):
-    """What one row tells the batch: how likely its draft is accepted. The batch decides how far to draft.
+    """What one row tells the batch: how likely its draft is accepted. The batch decides how far to
+    draft.
 
     Attributes:
         values: For each drafted level, the chance that it and all before it are accepted.
@@ -182,7 +222,9 @@ class RowController(CalibratedDraft):
     def __init__(self, rule: LoadRule) -> None:
         self._rule, prior = rule, rule.prior
         accept = Calibrator(prior.accept, prior, rule.accept)
-        super().__init__(accept, Calibrator(prior.following, prior, rule.following), lambda: rule.normals)
+        super().__init__(
+            accept, Calibrator(prior.following, prior, rule.following), lambda: rule.normals
+        )
 
     def begin_round(self, width: int) -> int | None:
         super().begin_round(width)
@@ -208,7 +250,8 @@ class RowController(CalibratedDraft):
 
 
 class RowTextRule(TextRule):
-    """A row takes all that its text proposes where that is worth more than what is expected of the exit head.
+    """A row takes all that its text proposes where that is worth more than what is expected of the
+    exit head.
 
     All rows share the calibration, and the batch decides how much of it is verified.
     """
@@ -219,7 +262,9 @@ class RowTextRule(TextRule):
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
         worth = [value for value in values[:LONGEST_COPY] if value >= LEAST_VALUE]
-        exit_head = sum(self._rule.first**level for level in range(1, HORIZON + 1)) if drafts else 0.0
+        exit_head = (
+            sum(self._rule.first**level for level in range(1, HORIZON + 1)) if drafts else 0.0
+        )
         return len(worth) if sum(worth) > exit_head else 0
 
     def observe(self, outcome: RoundOutcome) -> None:

@@ -1,4 +1,5 @@
-"""When to verify what the text itself proposes, instead of drafting or of decoding plainly (docs/controllers.md)."""
+"""When to verify what the text itself proposes, instead of drafting or of decoding plainly
+(docs/controllers.md)."""
 
 from collections.abc import Sequence
 from math import log
@@ -13,7 +14,8 @@ PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, 0.0), request=0.6, wan
 LONGEST_MATCH, MOST_TIMES = 32, 8
 """More says nothing more about the next token."""
 DOUBT = 1.0
-"""Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting for some."""
+"""Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting
+for some."""
 FIRST_DRAFTS = 4
 """Drafting rounds before the text is compared with them."""
 DISCOUNT = 0.99
@@ -21,24 +23,30 @@ DISCOUNT = 0.99
 SLOPE_PRIOR = 4.0
 """Squared tokens by which the slope of drafting's worth over the text's is drawn to 0."""
 SIZES = (1, 2, 4, 8, 16, 32)
-"""Tokens that are verified: an engine prepares each size once, which takes time on a CPU. All sizes are worth 0.4 % more."""
+"""Tokens that are verified: an engine prepares each size once, which takes time on a CPU. All sizes
+are worth 0.4 % more."""
 FIRST_NODES = 4
-"""Nodes of a pass at most while none is measured; afterwards twice as many as were. What more would cost is a guess."""
+"""Nodes of a pass at most while none is measured; afterwards twice as many as were. What more would
+cost is a guess."""
 FEW = 8
 """Nodes up to which drafts have any number, so every size is prepared."""
 
 
 def text_features(step: TextStep) -> tuple[float, ...]:
-    """1, log length, log times, and log share of the continuations, all bounded. The fifth feature is not used."""
+    """1, log length, log times, and log share of the continuations, all bounded. The fifth feature
+    is not used."""
     length, times = min(step.length, LONGEST_MATCH), min(step.times, MOST_TIMES)
     return (1.0, log(length), log(times), max(log(step.times / step.of), -4.0), 0.0)
 
 
-def combined(chances: Sequence[float], index: int | None, chance: float) -> tuple[list[float], float]:
+def combined(
+    chances: Sequence[float], index: int | None, chance: float
+) -> tuple[list[float], float]:
     """Chances of a node's children when the draft and the text both propose some.
 
-    Both are taken as independent witnesses of the verifier's token, so their distributions are multiplied. Of the draft's,
-    what its candidates leave is the share of a token that only the text proposes.
+    Both are taken as independent witnesses of the verifier's token, so their distributions are
+    multiplied. Of the draft's, what its candidates leave is the share of a token that only the text
+    proposes.
 
     Args:
         chances: Of the draft's candidates.
@@ -50,20 +58,25 @@ def combined(chances: Sequence[float], index: int | None, chance: float) -> tupl
     """
     own = chances[index] if index is not None else max(1 - sum(chances), 0.0)
     total = own * chance + max(1 - own, 0.0) * (1 - chance)
-    mixed = [(one * chance if i == index else one * (1 - chance)) / total for i, one in enumerate(chances)]
+    mixed = [
+        (one * chance if i == index else one * (1 - chance)) / total
+        for i, one in enumerate(chances)
+    ]
     return mixed, own * chance / total
 
 
 class DraftingWorth:
     """What a round that drafts is worth, as a line over what the text was worth in it.
 
-    Where the text has much to offer, drafting does well, too: tokens are easy, and the text goes on behind the draft. The mean
-    of all rounds that drafted would say that drafting is as good where it stands alone.
+    Where the text has much to offer, drafting does well, too: tokens are easy, and the text goes on
+    behind the draft. The mean of all rounds that drafted would say that drafting is as good where
+    it stands alone.
     """
 
     def __init__(self) -> None:
         self.sums = [0.0] * 7
-        """Of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds, w the text's worth; discounted."""
+        """Of 1, w, w^2, tokens, seconds, w tokens, and w seconds over the rounds, w the text's
+        worth; discounted."""
 
     @property
     def rounds(self) -> float:
@@ -71,13 +84,15 @@ class DraftingWorth:
         return self.sums[0]
 
     def add(self, text_worth: float, tokens: float, seconds: float) -> None:
-        """A round that drafted where the text was worth so much brought ``tokens`` in ``seconds``."""
+        """A round that drafted where the text was worth so much brought ``tokens`` in
+        ``seconds``."""
         w = text_worth
         new = (1.0, w, w * w, tokens, seconds, w * tokens, w * seconds)
         self.sums = [old * DISCOUNT + value for old, value in zip(self.sums, new, strict=True)]
 
     def expected(self, text_worth: float, rate: float) -> float:
-        """Tokens minus ``rate`` times seconds of a round that drafts where the text is worth so much."""
+        """Tokens minus ``rate`` times seconds of a round that drafts where the text is worth so
+        much."""
         rounds, w, ww, tokens, seconds, w_tokens, w_seconds = self.sums
         mean, gained = w / rounds, (tokens - rate * seconds) / rounds
         slope = (w_tokens - rate * w_seconds - w * gained) / (ww - w * mean + SLOPE_PRIOR)
@@ -85,11 +100,13 @@ class DraftingWorth:
 
 
 class TextRule:
-    """How many tokens that the text proposes one sequence verifies: the most valuable number, or none.
+    """How many tokens that the text proposes one sequence verifies: the most valuable number, or
+    none.
 
-    The committed tokens tell in every round whether the text was right, also when nothing was verified, so chances need no
-    exploration. The value of a round is its expected tokens minus lambda times its seconds; ``value`` knows both. What drafting
-    is worth is learned from the rounds that drafted.
+    The committed tokens tell in every round whether the text was right, also when nothing was
+    verified, so chances need no exploration. The value of a round is its expected tokens minus
+    lambda times its seconds; ``value`` knows both. What drafting is worth is learned from the
+    rounds that drafted.
     """
 
     def __init__(self, value: RoundValue | None = None, accept: Calibrator | None = None) -> None:
@@ -107,7 +124,8 @@ class TextRule:
         self.accept.begin_request()
 
     def chance(self, step: TextStep) -> float:
-        """The chance that the verifier agrees, if it agreed with everything before; lower by what the rule is in doubt."""
+        """The chance that the verifier agrees, if it agreed with everything before; lower by what
+        the rule is in doubt."""
         shift, slope = self.accept.draw((-DOUBT, 0.0))
         return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
 
@@ -128,10 +146,13 @@ class TextRule:
         if drafts and self.drafts < FIRST_DRAFTS:
             return 0
         plain = 1 - self.value.rate * self.value.seconds(0, 0)
-        return 0 if drafts and self.drafting.expected(most, self.value.rate) - plain >= most else best
+        return (
+            0 if drafts and self.drafting.expected(most, self.value.rate) - plain >= most else best
+        )
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """How many tokens of the text to verify behind a draft: with it at most ``FEW`` nodes, or one of ``SIZES``.
+        """How many tokens of the text to verify behind a draft: with it at most ``FEW`` nodes, or
+        one of ``SIZES``.
 
         Args:
             values: For each token the chance that it and all before it are right, if the draft is.
@@ -141,14 +162,19 @@ class TextRule:
             return 0
         return self._best(values, nodes, self.whole / self.drafting.rounds, FEW)[0]
 
-    def _best(self, values: Sequence[float], nodes: int = 0, right: float = 1.0, few: int = 0) -> tuple[int, float]:
-        """The most valuable number of tokens, and its worth; 0 and 0.0 where none is worth anything.
+    def _best(
+        self, values: Sequence[float], nodes: int = 0, right: float = 1.0, few: int = 0
+    ) -> tuple[int, float]:
+        """The most valuable number of tokens, and its worth; 0 and 0.0 where none is worth
+        anything.
 
         Args:
-            values: For each token the chance that it and all before it are right, if the nodes before them are.
+            values: For each token the chance that it and all before it are right, if the nodes
+                before them are.
             nodes: Nodes before them in the pass.
             right: The chance that those are right.
-            few: Passes of at most so many nodes may have any number of them, others one of ``SIZES``.
+            few: Passes of at most so many nodes may have any number of them, others one of
+                ``SIZES``.
         """
         known = max(FIRST_NODES, 2 * max(self.value.verify.samples)) - nodes
         return most_valuable(

@@ -13,14 +13,18 @@ from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 
 class BetaTS(Controller):
-    """After each drafted token draw theta ~ Beta(alpha, beta), and draft another with probability theta.
+    """After each drafted token draw theta ~ Beta(alpha, beta), and draft another with probability
+    theta.
 
-    After verification alpha grows by the accepted tokens, and beta by one if a token was rejected. Tokens behind the first
-    rejection were never judged and do not count. ``discount`` < 1 multiplies both counts each round, so that about the last
-    1 / (1 - discount) rounds count, because acceptance differs from text to text; 1 is the paper's.
+    After verification alpha grows by the accepted tokens, and beta by one if a token was rejected.
+    Tokens behind the first rejection were never judged and do not count. ``discount`` < 1
+    multiplies both counts each round, so that about the last 1 / (1 - discount) rounds count,
+    because acceptance differs from text to text; 1 is the paper's.
     """
 
-    def __init__(self, alpha: float = 2.0, beta: float = 1.0, discount: float = 0.9, seed: int = 0) -> None:
+    def __init__(
+        self, alpha: float = 2.0, beta: float = 1.0, discount: float = 0.9, seed: int = 0
+    ) -> None:
         if not (0 < alpha < inf and 0 < beta < inf):
             raise ValueError("alpha and beta must be above 0 and finite")
         if not 0 < discount <= 1:
@@ -43,8 +47,8 @@ class BetaTS(Controller):
 
 
 class CalibrationTS(Controller):
-    """Like ``beta-ts``, with one theta for each token: P(accepted | the draft's confidence), under a calibration drawn from
-    its posterior. Draft another token with probability theta.
+    """Like ``beta-ts``, with one theta for each token: P(accepted | the draft's confidence), under
+    a calibration drawn from its posterior. Draft another token with probability theta.
     """
 
     def __init__(self, seed: int = 0, prior: CalibrationPrior | None = None) -> None:
@@ -69,6 +73,8 @@ class CalibrationTS(Controller):
     def observe(self, outcome: RoundOutcome) -> None:
         if not outcome.steps:
             return
-        for depth, score in enumerate(self._scores[: min(outcome.num_expanded + 1, outcome.depth)], start=1):
+        for depth, score in enumerate(
+            self._scores[: min(outcome.num_expanded + 1, outcome.depth)], start=1
+        ):
             self.accept.learn(score, depth <= outcome.num_expanded)
         self.accept.advance()

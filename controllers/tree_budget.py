@@ -1,4 +1,5 @@
-"""The tree budget: which of the proposed nodes are worth their place in the verify pass (docs/controllers.md)."""
+"""The tree budget: which of the proposed nodes are worth their place in the verify pass
+(docs/controllers.md)."""
 
 from collections.abc import Callable, Sequence
 from math import exp
@@ -11,23 +12,29 @@ from eesd.controllers.value import RoundValue, most_valuable
 FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
 """Node counts of the first rounds, which measure what they cost."""
 SHARPNESS = 1.25
-"""Of the second candidates, one whose score is higher by d is exp(1.25 d) times as likely to be the verifier's token."""
+"""Of the second candidates, one whose score is higher by d is exp(1.25 d) times as likely to be the
+verifier's token."""
 COVERED = (6.5, 3.5)
-"""Beta prior of how often the verifier's token is among the other candidates when it is not the first."""
+"""Beta prior of how often the verifier's token is among the other candidates when it is not the
+first."""
 DISCOUNT = 0.998
 """Weight of a label in this for each later one."""
 
 
 class TreeBudget:
-    """Chances of candidates, and how many nodes to verify: the n that maximises the sum of n values - lambda v(n + 1).
+    """Chances of candidates, and how many nodes to verify: the n that maximises the sum of n
+    values - lambda v(n + 1).
 
-    A node's value is the chance that its whole path is accepted. The first candidate's chance is a :class:`Calibrator`'s
-    posterior mean. If it is wrong, the verifier's token is among the other candidates with probability kappa (a Beta
-    posterior), shared by their scores. The verifier judges every candidate behind an accepted node, verified or not, so there
-    is nothing to explore. lambda, the recent rate, and v(n) are those of ``value``.
+    A node's value is the chance that its whole path is accepted. The first candidate's chance is a
+    :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
+    candidates with probability kappa (a Beta posterior), shared by their scores. The verifier
+    judges every candidate behind an accepted node, verified or not, so there is nothing to explore.
+    lambda, the recent rate, and v(n) are those of ``value``.
     """
 
-    def __init__(self, prior: CalibrationPrior | None = None, value: RoundValue | None = None) -> None:
+    def __init__(
+        self, prior: CalibrationPrior | None = None, value: RoundValue | None = None
+    ) -> None:
         self.value = value or RoundValue()
         prior = prior or CalibrationPrior()
         self.accept = Calibrator(prior.accept, prior)
@@ -43,17 +50,22 @@ class TreeBudget:
 
         Args:
             step: The first candidate as a draft step.
-            scores: Log-probability of each candidate, best first; with coupled sampling with its noise.
+            scores: Log-probability of each candidate, best first; with coupled sampling with its
+                noise.
 
         Returns:
-            The first candidate's calibration score, for :class:`SiblingLabel`, and the chance of each candidate; none is
-            higher than the first's.
+            The first candidate's calibration score, for :class:`SiblingLabel`, and the chance of
+            each candidate; none is higher than the first's.
         """
         z = self.accept.score(features(step))
         shift, slope = self.accept.draw((0.0, 0.0))
         first = min(sigmoid(shift + slope * z), CERTAIN)
         weights = [exp(SHARPNESS * (score - scores[1])) for score in scores[1:]]
-        share = (1 - first) * self.covered / (self.covered + self.missed) / sum(weights) if weights else 0.0
+        share = (
+            (1 - first) * self.covered / (self.covered + self.missed) / sum(weights)
+            if weights
+            else 0.0
+        )
         return z, [first, *(min(share * weight, first) for weight in weights)]
 
     def size(self, values: Sequence[float], price: Callable[[int], float] | None = None) -> int:
@@ -61,7 +73,8 @@ class TreeBudget:
 
         Args:
             values: The chance of each.
-            price: Of 1, 2, ... nodes together, in tokens. None: what they cost a request alone, which verifies at least one.
+            price: Of 1, 2, ... nodes together, in tokens. None: what they cost a request alone,
+                which verifies at least one.
         """
         if price is not None:
             return most_valuable(values, price)[0]
@@ -77,7 +90,11 @@ class TreeBudget:
         for label in outcome.labels:
             self.accept.learn(label.score, label.chosen == 0)
             if label.chosen != 0:
-                self.covered = COVERED[0] + (self.covered - COVERED[0]) * DISCOUNT + (label.chosen is not None)
-                self.missed = COVERED[1] + (self.missed - COVERED[1]) * DISCOUNT + (label.chosen is None)
+                self.covered = (
+                    COVERED[0] + (self.covered - COVERED[0]) * DISCOUNT + (label.chosen is not None)
+                )
+                self.missed = (
+                    COVERED[1] + (self.missed - COVERED[1]) * DISCOUNT + (label.chosen is None)
+                )
         self.accept.advance()
         self.rounds += 1

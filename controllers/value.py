@@ -1,4 +1,5 @@
-"""What rounds cost, and what their seconds are worth: one for all that decide how a request drafts (docs/controllers.md)."""
+"""What rounds cost, and what their seconds are worth: one for all that decide how a request drafts
+(docs/controllers.md)."""
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate, pairwise
@@ -8,14 +9,18 @@ from eesd.controllers.base import RoundOutcome
 MEMORY = 64
 """About this many of the last samples of a count make its mean."""
 FORGETTING = 1 / 32
-"""Share of its weight that a count loses for each sample of another one. What was once measured, perhaps while the machine was
-slow, is not believed for long if it keeps the controller from measuring it again."""
+"""Share of its weight that a count loses for each sample of another one. What was once measured,
+perhaps while the machine was slow, is not believed for long if it keeps the controller from
+measuring it again."""
 CLIP = 0.25
-"""A sample moves an estimate as if it were off by at most this share, so that stalls of the machine hardly count."""
+"""A sample moves an estimate as if it were off by at most this share, so that stalls of the machine
+hardly count."""
 STIFFNESS = 8.0
-"""This many samples of one count weigh as much as the line through all counts, and as the line's usual slope."""
+"""This many samples of one count weigh as much as the line through all counts, and as the line's
+usual slope."""
 USUAL_SLOPE = 0.1
-"""Where only one count is known, each more costs this share of a count of 0; from zero, costs are proportional."""
+"""Where only one count is known, each more costs this share of a count of 0; from zero, costs are
+proportional."""
 FORGOTTEN = 1e-3
 """A count with less weight is dropped."""
 FIRST_SAMPLE = 2.0
@@ -29,14 +34,16 @@ FIRST_WEIGHT = 5.0
 FIRST_FITS, REFIT_EVERY = 16, 8
 """Costs are fitted after each of the first rounds, then after every ``REFIT_EVERY``-th."""
 HORIZON = 3
-"""Levels that a rule looks ahead: more than one only because the verify pass may cost more in steps."""
+"""Levels that a rule looks ahead: more than one only because the verify pass may cost more in
+steps."""
 
 
 class CostCurve:
     """Seconds as a function of a count.
 
-    Each count has Huber's mean of its own samples. Where samples are few, the estimate leans on a line through all counts. It
-    never falls as the count grows. ``from_zero``: a count of 0 costs nothing.
+    Each count has Huber's mean of its own samples. Where samples are few, the estimate leans on a
+    line through all counts. It never falls as the count grows. ``from_zero``: a count of 0 costs
+    nothing.
     """
 
     def __init__(self, from_zero: bool = False) -> None:
@@ -46,7 +53,8 @@ class CostCurve:
         self._table: list[float] = []
 
     def add(self, count: int, seconds: float) -> None:
-        """Note one call. The mean starts at the least of three samples, so that an early outlier hardly counts."""
+        """Note one call. The mean starts at the least of three samples, so that an early outlier
+        hardly counts."""
         samples, mean = self.samples.get(count, (0.0, 0.0))
         if not samples:
             mean = min(seconds, FIRST_SAMPLE * self._expected(count)) if self.samples else seconds
@@ -58,7 +66,9 @@ class CostCurve:
             bound = CLIP * mean
             mean += min(max(seconds - mean, -bound), bound) / min(samples + 1, MEMORY)
         aged = {
-            other: (weight * (1 - FORGETTING), seen) for other, (weight, seen) in self.samples.items() if weight > FORGOTTEN
+            other: (weight * (1 - FORGETTING), seen)
+            for other, (weight, seen) in self.samples.items()
+            if weight > FORGOTTEN
         }
         self.samples = aged | {count: (samples + 1, mean)}
 
@@ -75,7 +85,10 @@ class CostCurve:
 
     def fit(self) -> None:
         """Compute the table from the samples."""
-        points = [(count, min(samples, MEMORY), mean) for count, (samples, mean) in sorted(self.samples.items())]
+        points = [
+            (count, min(samples, MEMORY), mean)
+            for count, (samples, mean) in sorted(self.samples.items())
+        ]
         total = sum(w for _, w, _ in points)
         x0 = sum(w * n for n, w, _ in points) / total
         y0 = sum(w * y for _, w, y in points) / total
@@ -83,7 +96,10 @@ class CostCurve:
         usual = y0 / max(x0, 1.0) if self._from_zero else USUAL_SLOPE * y0 / (1 + USUAL_SLOPE * x0)
         found = sum(w * (n - x0) * (y - y0) for n, w, y in points)
         slope = max((found + STIFFNESS * usual) / (spread + STIFFNESS), 0.0)
-        knots = [(n, (w * y + STIFFNESS * (y0 + slope * (n - x0))) / (w + STIFFNESS)) for n, w, y in points]
+        knots = [
+            (n, (w * y + STIFFNESS * (y0 + slope * (n - x0))) / (w + STIFFNESS))
+            for n, w, y in points
+        ]
         (first, begin), (last, end) = knots[0], knots[-1]
         table = [begin + slope * (n - first) for n in range(first)]
         for (n, y), (following, to) in pairwise(knots):
@@ -101,7 +117,9 @@ class CostCurve:
         try:
             return table[count]
         except IndexError:
-            return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (count - len(table) + 1)
+            return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (
+                count - len(table) + 1
+            )
 
 
 class RoundValue:
@@ -110,11 +128,12 @@ class RoundValue:
     Who runs rounds tells it of each that is committed, once, and before the rules that share it.
 
     Attributes:
-        draft: Seconds of a round's draft, by steps. The first step costs more than later ones where a device switches from
-            one engine to the other (on a CPU three times as much); one more step then costs only the difference.
+        draft: Seconds of a round's draft, by steps. The first step costs more than later ones where
+            a device switches from one engine to the other (on a CPU three times as much); one more
+            step then costs only the difference.
         verify: Seconds of a verify pass, by nodes besides the root.
-        brought: Tokens and seconds of the recent rounds: older ones count less. The seconds are those of the curves, so that
-            stalls of the machine hardly count.
+        brought: Tokens and seconds of the recent rounds: older ones count less. The seconds are
+            those of the curves, so that stalls of the machine hardly count.
         rounds: Committed rounds.
     """
 
@@ -137,7 +156,10 @@ class RoundValue:
         discount = min(DISCOUNT, 1 - 1 / (self.rounds + FIRST_WEIGHT))
         tokens, seconds = self.brought
         spent = max(self.seconds(outcome.steps, outcome.nodes), 1e-9)
-        self.brought = [tokens * discount + weight * (outcome.accepted + 1), seconds * discount + weight * spent]
+        self.brought = [
+            tokens * discount + weight * (outcome.accepted + 1),
+            seconds * discount + weight * spent,
+        ]
 
     @property
     def rate(self) -> float:
@@ -148,8 +170,11 @@ class RoundValue:
         """What a round of so many draft steps and nodes costs."""
         return (self.draft.seconds(steps) if steps else 0.0) + self.verify.seconds(nodes)
 
-    def price(self, steps: int, nodes: int, more: tuple[int, int] = (0, 1)) -> Callable[[int], float]:
-        """A function that gives the price of n times ``more`` steps and nodes beside these, in tokens at the recent rate."""
+    def price(
+        self, steps: int, nodes: int, more: tuple[int, int] = (0, 1)
+    ) -> Callable[[int], float]:
+        """A function that gives the price of n times ``more`` steps and nodes beside these, in
+        tokens at the recent rate."""
         rate, seconds, (step, node) = self.rate, self.seconds, more
         before = rate * seconds(steps, nodes)
         return lambda n: rate * seconds(steps + n * step, nodes + n * node) - before
@@ -177,9 +202,12 @@ def pays(reach: float, following: float, price: Callable[[int], float]) -> bool:
 
 
 def most_valuable(
-    values: Iterable[float], price: Callable[[int], float], allowed: Callable[[int], bool] | None = None
+    values: Iterable[float],
+    price: Callable[[int], float],
+    allowed: Callable[[int], bool] | None = None,
 ) -> tuple[int, float]:
-    """The number of nodes that brings most beyond its price, and how much; 0 and 0.0 where no number brings more.
+    """The number of nodes that brings most beyond its price, and how much; 0 and 0.0 where no
+    number brings more.
 
     Args:
         values: The tokens that each node is expected to bring.

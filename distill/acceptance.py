@@ -1,8 +1,8 @@
 """Acceptance of a head's drafts, replayed from one parallel pass over the model's own greedy text.
 
-For given tokens, a parallel pass computes what drafting computes, and a greedy
-draft is accepted if it is the next token of the model's greedy text. One bit per position is therefore enough to replay rounds
-of any draft length, and the counts are equal to those of the runtime's statistics.
+For given tokens, a parallel pass computes what drafting computes, and a greedy draft is accepted if
+it is the next token of the model's greedy text. One bit per position is therefore enough to replay
+rounds of any draft length, and the counts are equal to those of the runtime's statistics.
 """
 
 import re
@@ -38,7 +38,8 @@ class Acceptance:
     """Counts over replayed rounds, as in the runtime's statistics.
 
     Attributes:
-        verified: For each depth, rounds that drafted to this depth and had all drafts before it accepted.
+        verified: For each depth, rounds that drafted to this depth and had all drafts before it
+            accepted.
         accepted: For each depth, rounds whose draft at this depth was accepted, too.
         rounds: Number of rounds.
         tokens: Number of tokens that the rounds generated.
@@ -82,9 +83,10 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
     """Replay rounds over one text.
 
     Args:
-        correct: Whether the head's draft of token i, behind a drafted tokens, is token i [A, T]; more than A - 1 count as so
-            many.
-        draft_length: Drafts in a round. The last round has fewer, because each round ends with a token of the verifier.
+        correct: Whether the head's draft of token i, behind a drafted tokens, is token i [A, T];
+            more than A - 1 count as so many.
+        draft_length: Drafts in a round. The last round has fewer, because each round ends with a
+            token of the verifier.
 
     Yields:
         The rounds, in order.
@@ -93,16 +95,21 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
     ages, tokens = correct.shape
     while start < tokens:
         drafted = min(draft_length, tokens - start - 1)
-        accepted = next((i for i in range(drafted) if not correct[min(i, ages - 1), start + i]), drafted)
+        accepted = next(
+            (i for i in range(drafted) if not correct[min(i, ages - 1), start + i]), drafted
+        )
         yield ReplayedRound(start, drafted, accepted)
         start += accepted + 1
 
 
-def replay_acceptance(texts: Sequence[NDArray[np.bool_]], draft_length: int = DRAFTS_PER_ROUND) -> Acceptance:
+def replay_acceptance(
+    texts: Sequence[NDArray[np.bool_]], draft_length: int = DRAFTS_PER_ROUND
+) -> Acceptance:
     """Count acceptance over several texts.
 
     Args:
-        texts: For each text, whether the head's draft of token i is token i [A, T]; see :func:`replay_rounds`.
+        texts: For each text, whether the head's draft of token i is token i [A, T]; see
+            :func:`replay_rounds`.
         draft_length: Drafts in a round.
 
     Returns:
@@ -116,20 +123,23 @@ def replay_acceptance(texts: Sequence[NDArray[np.bool_]], draft_length: int = DR
                 verified[level] += 1
                 accepted[level] += level < replayed.accepted
             rounds += 1
-    return Acceptance(tuple(verified), tuple(accepted), rounds, sum(correct.shape[1] for correct in texts))
+    return Acceptance(
+        tuple(verified), tuple(accepted), rounds, sum(correct.shape[1] for correct in texts)
+    )
 
 
 @dataclass(frozen=True)
 class GreedyDrafts:
     """The head's greedy draft for each token of one text, behind 0, 1, ... A - 1 drafted tokens.
 
-    Without deep layers A is 1, because it makes no difference. Drafts that no round can reach are not computed, and false or 0:
-    those behind a drafted token that is wrong.
+    Without deep layers A is 1, because it makes no difference. Drafts that no round can reach are
+    not computed, and false or 0: those behind a drafted token that is wrong.
 
     Attributes:
         correct: Whether the draft is the text's token [A, T].
         probability: The head's probability of the draft [A, T].
-        margin: Difference between the logits of the draft and of the second most likely token [A, T], in nats.
+        margin: Difference between the logits of the draft and of the second most likely token
+            [A, T], in nats.
     """
 
     correct: NDArray[np.bool_]
@@ -137,8 +147,11 @@ class GreedyDrafts:
     margin: NDArray[np.float32]
 
 
-def drafted_rounds(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -> list[DraftedRound]:
-    """Replay rounds over one text, with what a controller is told of each draft up to the first rejection.
+def drafted_rounds(
+    drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND
+) -> list[DraftedRound]:
+    """Replay rounds over one text, with what a controller is told of each draft up to the first
+    rejection.
 
     Args:
         drafts: The head's drafts.
@@ -146,7 +159,11 @@ def drafted_rounds(drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND) -
     """
     return [
         DraftedRound(
-            [_step(drafts, replayed.start + level, level + 1) for level in range(replayed.verified)], replayed.accepted
+            [
+                _step(drafts, replayed.start + level, level + 1)
+                for level in range(replayed.verified)
+            ],
+            replayed.accepted,
         )
         for replayed in replay_rounds(drafts.correct, draft_length)
     ]
@@ -185,7 +202,11 @@ class ValidationSet:
 
     @classmethod
     def make(
-        cls, writer: Writer, prompts: Sequence[Sequence[int]], new_tokens: int, eos_token_ids: Sequence[int]
+        cls,
+        writer: Writer,
+        prompts: Sequence[Sequence[int]],
+        new_tokens: int,
+        eos_token_ids: Sequence[int],
     ) -> "ValidationSet":
         """Continue the prompts.
 
@@ -200,22 +221,32 @@ class ValidationSet:
         """
         greedy = [0.0] * len(prompts)
         limits = [len(prompt) + new_tokens for prompt in prompts]
-        writing = Writing(prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS)
+        writing = Writing(
+            prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS
+        )
         texts = continue_prompts(writer, writing)
         tokens, ends = padded(texts, max(map(len, texts)))
         return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, {})
 
-    def with_states(self, teacher: TeacherCall, device: torch.device, batch: int = 16) -> "ValidationSet":
-        """The same texts with the hidden states of a teacher on this device, which gets ``batch`` rows at a time."""
+    def with_states(
+        self, teacher: TeacherCall, device: torch.device, batch: int = 16
+    ) -> "ValidationSet":
+        """The same texts with the hidden states of a teacher on this device, which gets ``batch``
+        rows at a time."""
         passes = [teacher(part.to(device))[0] for part in torch.split(self.tokens, batch)]
-        hidden = {layer: torch.cat([states[layer] for states in passes]).cpu() for layer in passes[0]}
+        hidden = {
+            layer: torch.cat([states[layer] for states in passes]).cpu() for layer in passes[0]
+        }
         return replace(self, hidden=self.hidden | hidden)
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
         tensors = {f"hidden.{layer}": states for layer, states in self.hidden.items()}
         with saved_whole(path) as temporary:
-            save_file(tensors | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends}, temporary)
+            save_file(
+                tensors | {"tokens": self.tokens, "starts": self.starts, "ends": self.ends},
+                temporary,
+            )
 
     @classmethod
     def load(cls, path: Path) -> "ValidationSet":
@@ -223,7 +254,11 @@ class ValidationSet:
         tensors = load_tensors(path)
         try:
             tokens, starts, ends = (tensors[name] for name in ("tokens", "starts", "ends"))
-            hidden = {int(name[7:]): states for name, states in tensors.items() if re.fullmatch("hidden\\.[0-9]{1,9}", name)}
+            hidden = {
+                int(name[7:]): states
+                for name, states in tensors.items()
+                if re.fullmatch("hidden\\.[0-9]{1,9}", name)
+            }
         except KeyError:
             raise damaged(path) from None
         states_fit = all(states.shape[:2] == tokens.shape for states in hidden.values())
@@ -232,7 +267,9 @@ class ValidationSet:
         return cls(tokens, starts, ends, hidden)
 
     @torch.no_grad()
-    def drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor, batch: int = 16) -> list[GreedyDrafts]:
+    def drafts(
+        self, head: ExitHead, geometry: Geometry, lm_head: Tensor, batch: int = 16
+    ) -> list[GreedyDrafts]:
         """Compute the head's draft for each token of each continuation, in float32.
 
         Args:
@@ -245,22 +282,34 @@ class ValidationSet:
             The drafts of each continuation.
         """
         parts = [
-            self._drafts_of_rows(head, geometry, lm_head, rows) for rows in torch.split(torch.arange(len(self.tokens)), batch)
+            self._drafts_of_rows(head, geometry, lm_head, rows)
+            for rows in torch.split(torch.arange(len(self.tokens)), batch)
         ]
         arrays = [torch.cat(part, 1).numpy() for part in zip(*parts, strict=True)]
-        spans = [slice(start - 1, end - 1) for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)]
-        return [GreedyDrafts(*(array[:, row, span] for array in arrays)) for row, span in enumerate(spans)]
+        spans = [
+            slice(start - 1, end - 1)
+            for start, end in zip(self.starts.tolist(), self.ends.tolist(), strict=True)
+        ]
+        return [
+            GreedyDrafts(*(array[:, row, span] for array in arrays))
+            for row, span in enumerate(spans)
+        ]
 
     def _drafts_of_rows(
         self, head: ExitHead, geometry: Geometry, lm_head: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """What :class:`GreedyDrafts` holds, of some texts [A, B, T].
 
-        A draft behind a drafted tokens is reached if they are accepted: if the position before is right at age a - 1.
+        A draft behind a drafted tokens is reached if they are accepted: if the position before is
+        right at age a - 1.
         """
         device, config = lm_head.device, head.exit_config
-        x, *deep = (self.hidden[layer][rows].to(device).float() for layer in (config.layer, *config.deep))
-        inputs, caches = full_sequence_inputs(geometry, len(rows), x.shape[1], len(head.blocks), torch.float32, device)
+        x, *deep = (
+            self.hidden[layer][rows].to(device).float() for layer in (config.layer, *config.deep)
+        )
+        inputs, caches = full_sequence_inputs(
+            geometry, len(rows), x.shape[1], len(head.blocks), torch.float32, device
+        )
         attended, _ = head.attend(x, inputs, caches)
         states = deep_states(head.deep, deep) if deep else None
         wanted = head.columns(self.tokens[rows, 1:].to(device)).cpu()
@@ -274,19 +323,28 @@ class ValidationSet:
             if not len(row):
                 break
             root = position - age
-            state = None if states is None else states[row, (root - 1).clamp_min(0)] * (root > 0).to(device)[:, None]
+            state = (
+                None
+                if states is None
+                else states[row, (root - 1).clamp_min(0)] * (root > 0).to(device)[:, None]
+            )
             columns, *scores = _greedy_columns(head, lm_head, head.finish(attended[cell], state))
             done[age][cell], correct[age][cell] = True, columns == wanted[cell]
             probability[age][cell], margin[age][cell] = scores
             reached = pad((reached & correct[age])[:, :-1], (1, 0))
         return correct, probability, margin
 
-    def correct_drafts(self, head: ExitHead, geometry: Geometry, lm_head: Tensor) -> list[NDArray[np.bool_]]:
-        """For each continuation, whether the head's draft of token i is token i [A, T]. Arguments as for :meth:`drafts`."""
+    def correct_drafts(
+        self, head: ExitHead, geometry: Geometry, lm_head: Tensor
+    ) -> list[NDArray[np.bool_]]:
+        """For each continuation, whether the head's draft of token i is token i [A, T]. Arguments
+        as for :meth:`drafts`."""
         return [drafts.correct for drafts in self.drafts(head, geometry, lm_head)]
 
 
-def acceptance_by_kind(texts: Sequence[NDArray[np.bool_]], kinds: Sequence[str]) -> dict[str, Acceptance]:
+def acceptance_by_kind(
+    texts: Sequence[NDArray[np.bool_]], kinds: Sequence[str]
+) -> dict[str, Acceptance]:
     """The counts of :func:`replay_acceptance` for the texts of each kind, in the order of names."""
     found: dict[str, list[NDArray[np.bool_]]] = {}
     for kind, text in zip(kinds, texts, strict=False):
@@ -294,13 +352,18 @@ def acceptance_by_kind(texts: Sequence[NDArray[np.bool_]], kinds: Sequence[str])
     return {kind: replay_acceptance(found[kind]) for kind in sorted(found)}
 
 
-def _greedy_columns(head: ExitHead, lm_head: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its margin; each [n], on the CPU."""
+def _greedy_columns(
+    head: ExitHead, lm_head: Tensor, features: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its
+    margin; each [n], on the CPU."""
     weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
     found = []
     for chunk in torch.split(features, chunk_rows(len(weight), features.device)):
         logits = linear(chunk, weight)
         (first, second), ids = (part.T for part in logits.topk(2))
-        found.append((ids[0].cpu(), (first - logits.logsumexp(-1)).exp().cpu(), (first - second).cpu()))
+        found.append(
+            (ids[0].cpu(), (first - logits.logsumexp(-1)).exp().cpu(), (first - second).cpu())
+        )
     columns, probability, margin = (torch.cat(part) for part in zip(*found, strict=True))
     return columns, probability, margin

@@ -1,8 +1,9 @@
 """The age of a drafted token, and what a head with deep layers knows at it.
 
-All draft steps of a round read the deep state of the token before the root. So what a position computes depends on its *age*,
-the number of drafted tokens before it in the round. Training gives each position of a row a root, with rounds of random
-lengths; validation computes each age where rounds reach it.
+All draft steps of a round read the deep state of the token before the root. So what a position
+computes depends on its *age*, the number of drafted tokens before it in the round. Training gives
+each position of a row a root, with rounds of random lengths; validation computes each age where
+rounds reach it.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from torch import Tensor
 from eesd.model.exit_head import ExitHead, deep_states
 
 AGES = 8
-"""Ages that are told apart: in training most drafts are shorter, and validation replays rounds of so many drafts."""
+"""Ages that are told apart: in training most drafts are shorter, and validation replays rounds of
+so many drafts."""
 MEAN_ROUND = 3.0
-"""Tokens of a training round on average: about what rounds commit, so most roots are where they matter."""
+"""Tokens of a training round on average: about what rounds commit, so most roots are where they
+matter."""
 
 
 def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
@@ -38,7 +41,8 @@ def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
 
 
 def states_before(head: ExitHead, hidden: Sequence[Tensor], roots: Tensor) -> Tensor:
-    """The deep state [B, T, 2 KV D] that each position reads: that of the token before its root, zero if there is none.
+    """The deep state [B, T, 2 KV D] that each position reads: that of the token before its root,
+    zero if there is none.
 
     Args:
         head: A head with deep layers.

@@ -1,8 +1,9 @@
-"""Fits the prior of the controllers' calibration (docs/controllers.md) to rounds that were drafted over several texts.
+"""Fits the prior of the controllers' calibration (docs/controllers.md) to rounds that were drafted
+over several texts.
 
-Each draft up to and including the first rejection gives a label. The weights of both scores are fitted to the labels, and the
-standard deviation of the request offset is the one with which the controllers' online calibration predicts best. All reported
-metrics are cross-validated.
+Each draft up to and including the first rejection gives a label. The weights of both scores are
+fitted to the labels, and the standard deviation of the request offset is the one with which the
+controllers' online calibration predicts best. All reported metrics are cross-validated.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,14 +19,16 @@ from eesd.controllers.base import DraftStep
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 SCORES = ("accept", "following")
-"""Fields of the prior. ``accept`` predicts whether a draft is accepted, ``following`` whether the next draft is, too."""
+"""Fields of the prior. ``accept`` predicts whether a draft is accepted, ``following`` whether the
+next draft is, too."""
 FOLDS = 4
 """Folds of the cross-validation over texts."""
 REQUEST_STDS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
-"""Candidate standard deviations of the request offset. With larger ones an offset can fall so low that nothing is drafted, and
-then no label arrives to raise it again."""
+"""Candidate standard deviations of the request offset. With larger ones an offset can fall so low
+that nothing is drafted, and then no label arrives to raise it again."""
 MIN_GAIN = 0.005
-"""A standard deviation must lower the loss by this fraction. One that gained less made sampling slower."""
+"""A standard deviation must lower the loss by this fraction. One that gained less made sampling
+slower."""
 BINS = 10
 """Bins of the expected calibration error, all of equal width."""
 
@@ -52,8 +55,9 @@ def label_rounds(rounds: Iterable[DraftedRound]) -> LabelledText:
     """Label the drafts of a text's rounds.
 
     Returns:
-        For ``accept``, each draft up to the first rejection, with whether it is accepted. For ``following``, each accepted
-        draft that has a labelled next one, with whether that one is accepted.
+        For ``accept``, each draft up to the first rejection, with whether it is accepted. For
+        ``following``, each accepted draft that has a labelled next one, with whether that one is
+        accepted.
     """
     accept: list[LabelledRound] = []
     following: list[LabelledRound] = []
@@ -111,14 +115,18 @@ class Predictions(NamedTuple):
 
     @property
     def calibration_error(self) -> float:
-        """Expected calibration error: mean distance between probability and frequency over ``BINS`` bins of equal width."""
+        """Expected calibration error: mean distance between probability and frequency over ``BINS``
+        bins of equal width."""
         bins = np.minimum((self.p * BINS).astype(int), BINS - 1)
         gaps = np.bincount(bins, self.p - self.y, BINS)
         return float(np.abs(gaps).sum() / max(len(self.p), 1))
 
 
-def predict(prior: CalibrationPrior, score: str, texts: Sequence[LabelledText], online: bool = True) -> list[Predictions]:
-    """Predict the labels of several texts, as a controller does that gets them as requests, one after another.
+def predict(
+    prior: CalibrationPrior, score: str, texts: Sequence[LabelledText], online: bool = True
+) -> list[Predictions]:
+    """Predict the labels of several texts, as a controller does that gets them as requests, one
+    after another.
 
     Args:
         prior: The prior to begin with.
@@ -184,8 +192,8 @@ class CalibrationResult:
 def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
     """Fit a prior to the labelled drafts of several texts.
 
-    It is accepted if its cross-validated losses, of the prior alone and with online learning together, are lower than the
-    default's by more than a standard error.
+    It is accepted if its cross-validated losses, of the prior alone and with online learning
+    together, are lower than the default's by more than a standard error.
     """
     fold_of = np.arange(len(labelled)) % FOLDS
     folds = [_select(labelled, fold_of == fold) for fold in range(FOLDS)]
@@ -194,7 +202,10 @@ def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
     for fold, (held_out, prior) in enumerate(zip(folds, priors, strict=True)):
         for number, std in enumerate(REQUEST_STDS):
             losses[number, fold_of == fold] = _online_losses(replace(prior, request=std), held_out)
-    priors = [replace(prior, request=best_request_std(losses[:, fold_of != fold])) for fold, prior in enumerate(priors)]
+    priors = [
+        replace(prior, request=best_request_std(losses[:, fold_of != fold]))
+        for fold, prior in enumerate(priors)
+    ]
     default, default_losses = _evaluate([CalibrationPrior()] * FOLDS, folds)
     fitted, fitted_losses = _evaluate(priors, folds)
     better = _significant(default_losses - fitted_losses)
@@ -203,11 +214,15 @@ def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
 
 
 def fit_prior(texts: Sequence[LabelledText]) -> CalibrationPrior:
-    """Fit both scores' weights to labelled texts. The default prior is the mean of the weights' own prior, N(default, 1)."""
+    """Fit both scores' weights to labelled texts. The default prior is the mean of the weights' own
+    prior, N(default, 1)."""
     default, weights = CalibrationPrior(), []
     for score in SCORES:
         rows = [row for text in texts for labelled in text[score] for row in labelled]
-        x, y = np.array([x for x, _ in rows]).reshape(-1, FEATURES), np.array([label for _, label in rows], np.float64)
+        x, y = (
+            np.array([x for x, _ in rows]).reshape(-1, FEATURES),
+            np.array([label for _, label in rows], np.float64),
+        )
         fitted = fit_weights(x, y, getattr(default, score))
         weights.append(tuple(round(weight, 4) for weight in fitted))
     return replace(default, accept=weights[0], following=weights[1])
@@ -220,11 +235,16 @@ def best_request_std(losses: Floats) -> float:
         losses: Loss of each candidate on each text [candidates, texts].
 
     Returns:
-        The candidate with the lowest loss, or the default if the gain is not at least ``MIN_GAIN`` and a standard error.
+        The candidate with the lowest loss, or the default if the gain is not at least ``MIN_GAIN``
+        and a standard error.
     """
     default = CalibrationPrior().request
     default_losses, best = losses[REQUEST_STDS.index(default)], int(losses.sum(1).argmin())
-    return REQUEST_STDS[best] if _significant((1 - MIN_GAIN) * default_losses - losses[best]) else default
+    return (
+        REQUEST_STDS[best]
+        if _significant((1 - MIN_GAIN) * default_losses - losses[best])
+        else default
+    )
 
 
 def _significant(gains: Floats) -> bool:
@@ -238,7 +258,10 @@ def _select(texts: Sequence[LabelledText], mask: NDArray[np.bool_]) -> list[Labe
 
 def _online_losses(prior: CalibrationPrior, texts: Sequence[LabelledText]) -> Floats:
     """For each text, the loss of both scores with online learning [texts], in nats."""
-    losses = [[predictions.losses.sum() for predictions in predict(prior, score, texts)] for score in SCORES]
+    losses = [
+        [predictions.losses.sum() for predictions in predict(prior, score, texts)]
+        for score in SCORES
+    ]
     return np.asarray(np.sum(losses, axis=0), np.float64)
 
 
@@ -252,7 +275,8 @@ def _evaluate(
         folds: The texts of each fold.
 
     Returns:
-        The quality for each score, and the sum of all losses for each text [texts], in nats, in the order of the folds.
+        The quality for each score, and the sum of all losses for each text [texts], in nats, in the
+        order of the folds.
     """
     qualities, losses = {}, []
     for score in SCORES:
@@ -263,7 +287,10 @@ def _evaluate(
                 for prior, texts in zip(priors, folds, strict=True)
                 for predictions in predict(prior, score, texts, online)
             ]
-            whole = Predictions(np.concatenate([text.p for text in by_text]), np.concatenate([text.y for text in by_text]))
+            whole = Predictions(
+                np.concatenate([text.p for text in by_text]),
+                np.concatenate([text.y for text in by_text]),
+            )
             metrics += [float(whole.losses.sum()) / max(len(whole.p), 1), whole.calibration_error]
             losses.append([text.losses.sum() for text in by_text])
         qualities[score] = PredictionQuality(len(whole.p), *metrics)
@@ -272,7 +299,15 @@ def _evaluate(
 
 def table(result: CalibrationResult) -> str:
     """A Markdown table of the qualities."""
-    columns = ("label", "prior", "drafts", "log-loss, prior alone", "ECE, prior alone", "log-loss, online", "ECE, online")
+    columns = (
+        "label",
+        "prior",
+        "drafts",
+        "log-loss, prior alone",
+        "ECE, prior alone",
+        "log-loss, online",
+        "ECE, online",
+    )
     rows = [
         (name, kind, qualities[score].drafts, *(f"{value:.4f}" for value in qualities[score][1:]))
         for score, name in zip(SCORES, ("accepted", "next accepted"), strict=True)

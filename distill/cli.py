@@ -24,119 +24,248 @@ INTERVAL = click.IntRange(1, 10**9)
 
 
 @cli.command()
-@click.option("--model", type=cli.NAME, required=True, help="Model directory, GGUF file, Hugging Face id, or short name.")
+@click.option(
+    "--model",
+    type=cli.NAME,
+    required=True,
+    help="Model directory, GGUF file, Hugging Face id, or short name.",
+)
 @click.option(
     "--exit-layer",
     type=click.IntRange(1, 10_000),
     help="Number of model layers before the exit head (N).  [default: 4, or fewer]",
 )
-@click.option("-o", "--output", type=cli.OUTPUT, required=True, help="Directory for the head, checkpoints and metrics.")
+@click.option(
+    "-o",
+    "--output",
+    type=cli.OUTPUT,
+    required=True,
+    help="Directory for the head, checkpoints and metrics.",
+)
 @click.option(
     "--blocks",
     type=click.IntRange(0, 1000),
-    help="Number of decoder blocks in the head (E). 0 with --steps 0: the model's own norm and LM head, for models that were "
+    help="Number of decoder blocks in the head (E). 0 with --steps 0: the model's own norm and LM "
+    "head, for models that were "
     "trained to exit early.  [default: 1]",
 )
 @click.option(
     "--own-lm-head/--shared-lm-head",
     default=None,
-    help="Train an LM head for the exit head, or use the model's.  [default: its own with a draft vocabulary]",
+    help=(
+        "Train an LM head for the exit head, or use the model's.  [default: its own with a draft "
+        "vocabulary]"
+    ),
 )
 @click.option(
     "--draft-vocab",
     type=click.IntRange(0, LARGEST_SIZE),
-    help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole vocabulary.  [default: a "
+    help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole "
+    "vocabulary.  [default: a "
     "quarter of a large vocabulary]",
 )
 @click.option(
     "--deep",
-    help="Layers above N whose states verify gives the draft, e.g. 10,20,30, or none.  [default: the thirds of the model]",
+    help=(
+        "Layers above N whose states verify gives the draft, e.g. 10,20,30, or none.  [default: "
+        "the thirds of the model]"
+    ),
 )
 @click.option(
     "--init-head",
     type=cli.NAME,
-    help="Start from this head, a directory or Hugging Face id, and with its structure, instead of the model's last layers.",
+    help=(
+        "Start from this head, a directory or Hugging Face id, and with its structure, instead of "
+        "the model's last layers."
+    ),
 )
-@click.option("--data", type=cli.PATH, multiple=True, help="Rows to train on: .txt, .jsonl, .npy, .safetensors; repeatable.")
 @click.option(
-    "--self-generate", type=cli.PATH, multiple=True, help="Prompts; the model's continuations are trained on; repeatable."
+    "--data",
+    type=cli.PATH,
+    multiple=True,
+    help="Rows to train on: .txt, .jsonl, .npy, .safetensors; repeatable.",
+)
+@click.option(
+    "--self-generate",
+    type=cli.PATH,
+    multiple=True,
+    help="Prompts; the model's continuations are trained on; repeatable.",
 )
 @click.option(
     "--self-prompt",
     type=click.IntRange(0, 10**9),
     default=0,
-    help="Prompts that the model writes itself.  [default: half as many as --own-rows if there is no other data]",
+    help=(
+        "Prompts that the model writes itself.  [default: half as many as --own-rows if there is "
+        "no other data]"
+    ),
 )
 @click.option(
-    "--self-prompt-start", default=STARTS, multiple=True, help="Words that its prompts begin with, in turn; repeatable."
-)
-@click.option("--own-text", type=cli.OUTPUT, help="Directory of the generated text.  [default: OUTPUT/own-text]")
-@click.option("--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate.")
-@click.option("--own-batch", type=click.IntRange(1, 65536), default=64, help="Rows generated at a time.")
-@click.option("--temperatures", default="0,0.7,1", help="Temperatures of the generated rows, in turn.")
-@click.option("--prompt-tokens", type=click.IntRange(1, 10**6), default=32, help="Tokens in a prompt that is cut from text.")
-@click.option("--mix", type=cli.PATH, multiple=True, help="Ground-truth text to mix in; repeatable.")
-@click.option(
-    "--mix-share", type=cli.Number(0, 1, max_open=True), default=0.25, help="Fraction of each batch that is mixed in."
+    "--self-prompt-start",
+    default=STARTS,
+    multiple=True,
+    help="Words that its prompts begin with, in turn; repeatable.",
 )
 @click.option(
-    "--validation", type=cli.PATH, multiple=True, help="Validation prompts; repeatable.  [default: held out from the data]"
+    "--own-text",
+    type=cli.OUTPUT,
+    help="Directory of the generated text.  [default: OUTPUT/own-text]",
 )
-@click.option("--validation-prompts", type=click.IntRange(1, 10**6), default=64, help="Maximum number of validation prompts.")
+@click.option(
+    "--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate."
+)
+@click.option(
+    "--own-batch", type=click.IntRange(1, 65536), default=64, help="Rows generated at a time."
+)
+@click.option(
+    "--temperatures", default="0,0.7,1", help="Temperatures of the generated rows, in turn."
+)
+@click.option(
+    "--prompt-tokens",
+    type=click.IntRange(1, 10**6),
+    default=32,
+    help="Tokens in a prompt that is cut from text.",
+)
+@click.option(
+    "--mix", type=cli.PATH, multiple=True, help="Ground-truth text to mix in; repeatable."
+)
+@click.option(
+    "--mix-share",
+    type=cli.Number(0, 1, max_open=True),
+    default=0.25,
+    help="Fraction of each batch that is mixed in.",
+)
+@click.option(
+    "--validation",
+    type=cli.PATH,
+    multiple=True,
+    help="Validation prompts; repeatable.  [default: held out from the data]",
+)
+@click.option(
+    "--validation-prompts",
+    type=click.IntRange(1, 10**6),
+    default=64,
+    help="Maximum number of validation prompts.",
+)
 @click.option(
     "--validation-tokens",
     type=click.IntRange(2, 10**6),
     default=128,
     help="Tokens that the model appends to each validation prompt.",
 )
-@click.option("--offline", type=cli.OUTPUT, help="Cache of the teacher's targets. With a complete cache no teacher is loaded.")
-@click.option("--ce", type=WEIGHT, default=0.5, help="Weight of the cross-entropy on the teacher's most likely token.")
-@click.option("--kl", type=WEIGHT, default=1.0, help="Weight of the KL divergence from the teacher's distribution.")
-@click.option("--tv", type=WEIGHT, default=0.0, help="Weight of the total variation distance, for rejection sampling.")
-@click.option("--top-k", type=click.IntRange(1, 10**6), default=64, help="Tokens of the teacher's distribution that are kept.")
+@click.option(
+    "--offline",
+    type=cli.OUTPUT,
+    help="Cache of the teacher's targets. With a complete cache no teacher is loaded.",
+)
+@click.option(
+    "--ce",
+    type=WEIGHT,
+    default=0.5,
+    help="Weight of the cross-entropy on the teacher's most likely token.",
+)
+@click.option(
+    "--kl",
+    type=WEIGHT,
+    default=1.0,
+    help="Weight of the KL divergence from the teacher's distribution.",
+)
+@click.option(
+    "--tv",
+    type=WEIGHT,
+    default=0.0,
+    help="Weight of the total variation distance, for rejection sampling.",
+)
+@click.option(
+    "--top-k",
+    type=click.IntRange(1, 10**6),
+    default=64,
+    help="Tokens of the teacher's distribution that are kept.",
+)
 @click.option(
     "--steps",
     type=click.IntRange(0, 10**9),
     default=4000,
-    help="Training steps. 0: only evaluate and calibrate the --init-head, or with --blocks 0 the model's own exit.",
+    help=(
+        "Training steps. 0: only evaluate and calibrate the --init-head, or with --blocks 0 the "
+        "model's own exit."
+    ),
 )
-@click.option("--batch", type=click.IntRange(1, 65536), default=8, help="Rows in a forward pass, on each process.")
-@click.option("--accumulate", type=click.IntRange(1, 65536), default=1, help="Forward passes in a step.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1, 65536),
+    default=8,
+    help="Rows in a forward pass, on each process.",
+)
+@click.option(
+    "--accumulate", type=click.IntRange(1, 65536), default=1, help="Forward passes in a step."
+)
 @click.option("--length", type=click.IntRange(2, 10**6), default=256, help="Tokens in a row.")
-@click.option("--lr", type=cli.Number(0, 100, min_open=True), default=3e-3, help="Peak learning rate.")
-@click.option("--warmup", type=cli.Number(0, 1), default=0.01, help="Fraction of the steps with a rising learning rate.")
-@click.option("--cooldown", type=cli.Number(0, 1), default=0.55, help="Fraction of the steps with a falling learning rate.")
-@click.option("--clip", type=cli.Number(0, 1e6, min_open=True), default=1.0, help="Maximum norm of the gradient.")
+@click.option(
+    "--lr", type=cli.Number(0, 100, min_open=True), default=3e-3, help="Peak learning rate."
+)
+@click.option(
+    "--warmup",
+    type=cli.Number(0, 1),
+    default=0.01,
+    help="Fraction of the steps with a rising learning rate.",
+)
+@click.option(
+    "--cooldown",
+    type=cli.Number(0, 1),
+    default=0.55,
+    help="Fraction of the steps with a falling learning rate.",
+)
+@click.option(
+    "--clip",
+    type=cli.Number(0, 1e6, min_open=True),
+    default=1.0,
+    help="Maximum norm of the gradient.",
+)
 @click.option("--precision", type=click.Choice(PRECISIONS), default="bf16")
 @click.option(
-    "--dtype", type=click.Choice(DTYPES), help="Type of the model's weights.  [default: float32 on a CPU, else bfloat16]"
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Type of the model's weights.  [default: float32 on a CPU, else bfloat16]",
 )
 @click.option("--log-every", type=INTERVAL, default=50, help="Steps between lines of metrics.")
 @click.option("--eval-every", type=INTERVAL, default=500, help="Steps between validations.")
 @click.option("--save-every", type=INTERVAL, default=500, help="Steps between checkpoints.")
-@click.option("--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation.")
+@click.option(
+    "--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation."
+)
 def main(**options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
 
-    Without data the model writes its own prompts. The same command continues a run that was stopped.
+    Without data the model writes its own prompts. The same command continues a run that was
+    stopped.
     """
     try:
         import accelerate  # noqa: F401
 
         from eesd.distill.run import make_run
     except ImportError as error:
-        raise EESDError(f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'.") from None
+        raise EESDError(
+            f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'."
+        ) from None
     if options["deep"] is not None:
-        options["deep"] = () if options["deep"] == "none" else _parse_counts("--deep", options["deep"], 10_000)
-    options["temperatures"] = _parse_numbers("--temperatures", options["temperatures"], float, 0, 100)
+        options["deep"] = (
+            () if options["deep"] == "none" else _parse_counts("--deep", options["deep"], 10_000)
+        )
+    options["temperatures"] = _parse_numbers(
+        "--temperatures", options["temperatures"], float, 0, 100
+    )
     try:
         run = make_run(options, progress_bar)
         with run.resources:
             _run(run)
     except RuntimeError as error:
-        if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":  # what torch raises on CPUs and GPUs
+        # What torch raises on CPUs, and on GPUs.
+        if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":
             raise
-        raise EESDError("There is not enough memory; reduce --batch, --own-batch or --length.") from None
+        raise EESDError(
+            "There is not enough memory; reduce --batch, --own-batch or --length."
+        ) from None
 
 
 def _run(run: Run) -> None:
@@ -155,25 +284,36 @@ def _evaluate(run: Run) -> None:
         return
     click.echo(table(calibration))
     if calibration.prior is None:
-        click.echo("The fitted prior is not significantly better; the head keeps the default prior.")
+        click.echo(
+            "The fitted prior is not significantly better; the head keeps the default prior."
+        )
     else:
         std = calibration.prior.request
-        click.echo(f"The fitted prior is written with the head; standard deviation of the request offset: {std}.")
+        click.echo(
+            "The fitted prior is written with the head; standard deviation of the request "
+            f"offset: {std}."
+        )
     depths = " ".join(f"{value:.3f}" for value in acceptance.by_depth)
     tokens = acceptance.tokens_per_round
     click.echo(
-        f"{run.output}: acceptance by depth {depths}, {tokens:.2f} tokens per round of {len(acceptance.verified)} drafts"
+        f"{run.output}: acceptance by depth {depths}, {tokens:.2f} tokens per round of "
+        f"{len(acceptance.verified)} drafts"
     )
 
 
-def _parse_numbers(option: str, text: str | None, kind: Callable[[str], Any], least: int, most: int) -> tuple[Any, ...]:
+def _parse_numbers(
+    option: str, text: str | None, kind: Callable[[str], Any], least: int, most: int
+) -> tuple[Any, ...]:
     """Parse numbers separated by commas, from ``least`` to ``most``."""
     try:
         numbers = tuple(kind(part) for part in text.split(",")) if text is not None else ()
     except ValueError:
         numbers = (math.nan,)
     if not all(least <= number <= most for number in numbers):  # a nan is not
-        raise EESDError(f"{option} takes numbers from {least} to {most} separated by commas; {text!r} was given.")
+        raise EESDError(
+            f"{option} takes numbers from {least} to {most} separated by commas; {text!r} was "
+            "given."
+        )
     return numbers
 
 
@@ -192,12 +332,17 @@ def print_metrics(metrics: dict[str, Any]) -> None:
         values = f"acceptance by depth {depths}  tokens per round {metrics['tokens_per_round']:.3f}"
         kinds = metrics.get("kinds", {}).items()
         values += "".join(
-            f"\n{'':12}{kind:16} first {first:.3f}  tokens per round {tokens:.3f}" for kind, (first, tokens) in kinds
+            f"\n{'':12}{kind:16} first {first:.3f}  tokens per round {tokens:.3f}"
+            for kind, (first, tokens) in kinds
         )
     else:
-        values = "  ".join(f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "tv", "agreement"))
+        values = "  ".join(
+            f"{name} {metrics[name]:.4f}" for name in ("loss", "ce", "kl", "tv", "agreement")
+        )
         values += f"  {metrics['seconds']:.0f} s"
-        values += f"  at most {metrics['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in metrics else ""
+        values += (
+            f"  at most {metrics['peak_bytes'] / 1e9:.1f} GB" if "peak_bytes" in metrics else ""
+        )
     click.echo(f"step {metrics['step']:6}  {values}")
 
 

@@ -1,7 +1,8 @@
-"""Continuing prompts in rows that are decoded together. A row whose text has ended takes the next prompt.
+"""Continuing prompts in rows that are decoded together. A row whose text has ended takes the next
+prompt.
 
-A text has random numbers of its own, so it does not depend on how many rows there are, nor on which one it has. Tokens are
-chosen where the logits are: a GPU sends tokens to the host, and no logits.
+A text has random numbers of its own, so it does not depend on how many rows there are, nor on which
+one it has. Tokens are chosen where the logits are: a GPU sends tokens to the host, and no logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,8 @@ class Writing:
 
     Attributes:
         prompts: Token ids of each prompt; lengths may differ.
-        limits: Maximum number of tokens of each text, its prompt included. A text also ends behind its first EOS token.
+        limits: Maximum number of tokens of each text, its prompt included. A text also ends behind
+            its first EOS token.
         temperatures: Sampling temperature of each text. 0 is greedy.
         numbers: The random numbers of each text.
         eos_token_ids: Tokens that end a text.
@@ -54,15 +56,23 @@ class Writing:
 
     def __post_init__(self) -> None:
         if not len(self.prompts) == len(self.limits) == len(self.temperatures):
-            raise EESDError("Each prompt has a limit and a temperature of its own; give as many of each.")
+            raise EESDError(
+                "Each prompt has a limit and a temperature of its own; give as many of each."
+            )
         if not all(map(len, self.prompts)):
-            raise EESDError("A prompt has no tokens, and a model continues at least one; give other prompts.")
+            raise EESDError(
+                "A prompt has no tokens, and a model continues at least one; give other prompts."
+            )
         if min(self.temperatures, default=0) < 0 or (self.rows is not None and self.rows < 1):
             raise EESDError("Temperatures must be 0 or above, and rows at least 1.")
 
     def waiting(self) -> list[int]:
         """The prompts with room for a token, the first one last."""
-        return [index for index in reversed(range(len(self.prompts))) if len(self.prompts[index]) < self.limits[index]]
+        return [
+            index
+            for index in reversed(range(len(self.prompts)))
+            if len(self.prompts[index]) < self.limits[index]
+        ]
 
     def random(self, index: int) -> np.random.Generator | None:
         """The random numbers of a text; None if it is greedy."""
@@ -73,7 +83,8 @@ class Writer(Protocol):
     """A model that writes."""
 
     def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
-        """Each prompt's index and the prompt with its continuation, as they end. A prompt that fills its limit has none."""
+        """Each prompt's index and the prompt with its continuation, as they end. A prompt that
+        fills its limit has none."""
         ...
 
 
@@ -117,14 +128,19 @@ class _TorchRows:
         with torch.device(weight.device):
             caches = empty_caches(decoder.geometry, count, slots, decoder.geometry.num_layers)
             self._caches = [(k.to(weight.dtype), v.to(weight.dtype)) for k, v in caches]
-            self._cos, self._sin = (table.to(weight.dtype) for table in rotary_tables(decoder.geometry, slots))
+            self._cos, self._sin = (
+                table.to(weight.dtype) for table in rotary_tables(decoder.geometry, slots)
+            )
 
     def prefill(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         for start in range(0, len(rows), PREFILL_ROWS):
-            self._prefill(list(rows[start : start + PREFILL_ROWS]), texts[start : start + PREFILL_ROWS])
+            self._prefill(
+                list(rows[start : start + PREFILL_ROWS]), texts[start : start + PREFILL_ROWS]
+            )
 
     def _prefill(self, rows: list[int], texts: Sequence[Sequence[int]]) -> None:
-        """The slots after a short text get values, too, which its own tokens replace before they are seen."""
+        """The slots after a short text get values, too, which its own tokens replace before they
+        are seen."""
         longest = max(map(len, texts))
         if not longest:
             return
@@ -150,10 +166,17 @@ class _TorchRows:
 
     def _inputs(self, positions: Tensor, write_indices: Tensor, mask: Tensor) -> Inputs:
         device = self._weight.device
-        return Inputs(self._cos, self._sin, positions.to(device), write_indices.to(device), mask.to(self._weight))
+        return Inputs(
+            self._cos,
+            self._sin,
+            positions.to(device),
+            write_indices.to(device),
+            mask.to(self._weight),
+        )
 
     def _hidden(self, ids: Tensor, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states [B, n, hidden] after the last block for ids [B, n]. Writes the caches in place."""
+        """Hidden states [B, n, hidden] after the last block for ids [B, n]. Writes the caches in
+        place."""
         x: Tensor = self._decoder.model.embed_tokens(ids.to(self._weight.device))
         for block, cache in zip(self._decoder.model.layers, caches, strict=True):
             x, _ = block(x, inputs, cache)
@@ -169,7 +192,9 @@ def continue_prompts(writer: Writer, writing: Writing) -> list[list[int]]:
 
 
 @torch.inference_mode()
-def texts_of_rows(open_rows: Callable[[int, int], TextRows], writing: Writing) -> Iterator[tuple[int, list[int]]]:
+def texts_of_rows(
+    open_rows: Callable[[int, int], TextRows], writing: Writing
+) -> Iterator[tuple[int, list[int]]]:
     """What :meth:`Writer.texts` gives, from rows whose tokens are chosen here.
 
     Args:
@@ -186,10 +211,17 @@ def texts_of_rows(open_rows: Callable[[int, int], TextRows], writing: Writing) -
     begun, ended = [*range(len(busy))], set[int]()
     while len(ended) < len(busy):
         batch.prefill(begun, [texts[busy[row]][:-1] for row in begun])
-        logits = batch.step([texts[index][-1] for index in busy], [len(texts[index]) - 1 for index in busy])
-        uniforms = [own.random() if own and row not in ended else 0.0 for row, own in enumerate(map(random.get, busy))]
+        logits = batch.step(
+            [texts[index][-1] for index in busy], [len(texts[index]) - 1 for index in busy]
+        )
+        uniforms = [
+            own.random() if own and row not in ended else 0.0
+            for row, own in enumerate(map(random.get, busy))
+        ]
         begun = []
-        for row, token in enumerate(chosen_tokens(logits, [writing.temperatures[index] for index in busy], uniforms)):
+        for row, token in enumerate(
+            chosen_tokens(logits, [writing.temperatures[index] for index in busy], uniforms)
+        ):
             index = busy[row]
             if row in ended:
                 continue
@@ -199,14 +231,21 @@ def texts_of_rows(open_rows: Callable[[int, int], TextRows], writing: Writing) -
             yield index, texts[index]
             if waiting:
                 busy[row] = following = waiting.pop()
-                texts[following], random[following] = list(writing.prompts[following]), writing.random(following)
+                texts[following], random[following] = (
+                    list(writing.prompts[following]),
+                    writing.random(following),
+                )
                 begun.append(row)
             else:
                 ended.add(row)
         if len(ended) > batch.most_idle * len(busy):
             kept = [row for row in range(len(busy)) if row not in ended]
             batch.keep(kept)
-            begun, busy, ended = [kept.index(row) for row in begun], [busy[row] for row in kept], set()
+            begun, busy, ended = (
+                [kept.index(row) for row in begun],
+                [busy[row] for row in kept],
+                set(),
+            )
 
 
 def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
@@ -217,20 +256,27 @@ def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor([len(text) for text in texts])
 
 
-def chosen_tokens(logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]) -> list[int]:
-    """A token of each row [B] for logits [B, V]: the most likely one at temperature 0, else by inversion of the cumulative
-    distribution, with a uniform random number for each row."""
+def chosen_tokens(
+    logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
+) -> list[int]:
+    """A token of each row [B] for logits [B, V]: the most likely one at temperature 0, else by
+    inversion of the cumulative distribution, with a uniform random number for each row."""
     best = logits.argmax(-1)
     warm = [row for row, temperature in enumerate(temperatures) if temperature]
     if warm:
-        heat = torch.tensor([max(temperatures[row], 1e-4) for row in warm], device=logits.device)[:, None]
-        drawn = torch.tensor([uniforms[row] for row in warm], dtype=torch.float64, device=logits.device)[:, None]
+        heat = torch.tensor([max(temperatures[row], 1e-4) for row in warm], device=logits.device)[
+            :, None
+        ]
+        drawn = torch.tensor(
+            [uniforms[row] for row in warm], dtype=torch.float64, device=logits.device
+        )[:, None]
         best[warm] = _sampled(logits[warm], best[warm], heat, drawn)
     return best.tolist()
 
 
 def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tensor:
-    """Tokens [n] for logits [n, V] with the most likely tokens [n], temperatures [n, 1], and uniform random numbers [n, 1]."""
+    """Tokens [n] for logits [n, V] with the most likely tokens [n], temperatures [n, 1], and
+    uniform random numbers [n, 1]."""
     weights = ((logits - logits.gather(1, best[:, None])) / heat).exp()
     blocks = pad(weights, (0, -weights.shape[1] % BLOCK)).view(len(weights), -1, BLOCK)
     ends = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
@@ -239,6 +285,7 @@ def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tenso
     inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64) + before, drawn, right=True)
-    # Its sums may round to less than the block's own: the last token that has a probability then is meant.
+    # Its sums may round to less than the block's own: the last token that has a probability then is
+    # meant.
     last = (torch.arange(BLOCK, device=logits.device) * (inside > 0)).amax(-1, keepdim=True)
     return (block * BLOCK + torch.where(within < BLOCK, within, last))[:, 0]

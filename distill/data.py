@@ -1,7 +1,8 @@
-"""Rows of tokens from text, JSON lines and token arrays, and the endless order in which batches use them.
+"""Rows of tokens from text, JSON lines and token arrays, and the endless order in which batches use
+them.
 
-The order is a function of the seed and of the position in it, so a resumed run continues with the same rows and stores no
-random state.
+The order is a function of the seed and of the position in it, so a resumed run continues with the
+same rows and stores no random state.
 """
 
 import hashlib
@@ -29,7 +30,8 @@ Document = Sequence[int] | NDArray[Any]
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, and its kind: the line's ``kind``, ``category`` or ``task``, or else the file's name."""
+    """Token ids of a prompt, and its kind: the line's ``kind``, ``category`` or ``task``, or else
+    the file's name."""
 
     tokens: list[int]
     kind: str
@@ -42,7 +44,8 @@ class Rows:
     Attributes:
         tokens: int32 [R, length + 1], padded at the end.
         lengths: Number of valid tokens in each row [R].
-        num_primary: The first ``num_primary`` rows are the generated text or the rows of ``--data``. The others are mixed in.
+        num_primary: The first ``num_primary`` rows are the generated text or the rows of
+            ``--data``. The others are mixed in.
     """
 
     tokens: Tokens
@@ -54,30 +57,41 @@ class Rows:
 
     def digest(self, count: int | None = None) -> str:
         """SHA-256 of the tokens and lengths of the first ``count`` rows; None: of all."""
-        return hashlib.sha256(self.tokens[:count].tobytes() + self.lengths[:count].tobytes()).hexdigest()
+        return hashlib.sha256(
+            self.tokens[:count].tobytes() + self.lengths[:count].tobytes()
+        ).hexdigest()
 
 
 def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
     """Append rows that are mixed into the batches of the primary rows."""
-    tokens, lengths = np.concatenate([primary.tokens, mixed.tokens]), np.concatenate([primary.lengths, mixed.lengths])
+    tokens, lengths = (
+        np.concatenate([primary.tokens, mixed.tokens]),
+        np.concatenate([primary.lengths, mixed.lengths]),
+    )
     return Rows(tokens, lengths, len(primary))
 
 
 def count_next_tokens(rows: Rows, vocab_size: int) -> NDArray[np.int64]:
-    """How often the primary rows use each token where training predicts it: everywhere but at the beginning of a row [V]."""
-    tokens, lengths = rows.tokens[: rows.num_primary, 1:], rows.lengths[: rows.num_primary, None] - 1
+    """How often the primary rows use each token where training predicts it: everywhere but at the
+    beginning of a row [V]."""
+    tokens, lengths = (
+        rows.tokens[: rows.num_primary, 1:],
+        rows.lengths[: rows.num_primary, None] - 1,
+    )
     return np.bincount(tokens[np.arange(tokens.shape[1]) < lengths], minlength=vocab_size)
 
 
 def split_documents(documents: Iterable[Document], length: int) -> Rows:
-    """Split documents into windows of ``length`` + 1 tokens that overlap by one token. Short ones share a row where they fit.
+    """Split documents into windows of ``length`` + 1 tokens that overlap by one token. Short ones
+    share a row where they fit.
 
     Args:
         documents: Token ids of each document.
         length: Number of training positions in a row.
 
     Returns:
-        The windows, all primary. A last window of fewer than ``MIN_TOKENS`` tokens is dropped unless it fills a row.
+        The windows, all primary. A last window of fewer than ``MIN_TOKENS`` tokens is dropped
+        unless it fills a row.
     """
     tokens, lengths = [], []
     for ids in _joined(documents, length):
@@ -92,7 +106,8 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
 
 
 def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]]:
-    """Join consecutive documents that fit into a row. Head and teacher see the same tokens before each: targets stay right."""
+    """Join consecutive documents that fit into a row. Head and teacher see the same tokens before
+    each: targets stay right."""
     row: list[NDArray[Any]] = []
     for document in documents:
         ids = np.asarray(document)
@@ -118,14 +133,21 @@ def read_rows(paths: Sequence[Path], codec: TextCodec | None, vocab_size: int, l
         The rows, all primary.
 
     Raises:
-        EESDError: A file cannot be read, no text is long enough, or a token is not in the vocabulary.
+        EESDError: A file cannot be read, no text is long enough, or a token is not in the
+            vocabulary.
     """
     parts = [split_documents(read_documents(path, codec), length) for path in paths]
-    rows = Rows(np.concatenate([part.tokens for part in parts]), np.concatenate([part.lengths for part in parts]), 0)
+    rows = Rows(
+        np.concatenate([part.tokens for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        0,
+    )
     rows = replace(rows, num_primary=len(rows))
     names = ", ".join(map(str, paths))
     if not len(rows):
-        raise EESDError(f"There is nothing to train on in {names}; give texts of at least {MIN_TOKENS} tokens.")
+        raise EESDError(
+            f"There is nothing to train on in {names}; give texts of at least {MIN_TOKENS} tokens."
+        )
     _check_vocabulary(rows.tokens, vocab_size, names)
     return rows
 
@@ -139,7 +161,8 @@ def read_prompts(
     max_tokens: int,
     seed: int,
 ) -> list[Prompt]:
-    """Read at most ``count`` prompts: the lines of ``.jsonl`` files, and random passages of other files.
+    """Read at most ``count`` prompts: the lines of ``.jsonl`` files, and random passages of other
+    files.
 
     Args:
         paths: ``.txt``, ``.jsonl``, ``.npy`` or ``.safetensors`` files.
@@ -160,17 +183,25 @@ def read_prompts(
     rng = np.random.default_rng(seed)
     for path in paths:
         if path.suffix == ".jsonl":
-            prompts += [Prompt(ids[-max_tokens:], kind) for ids, kind in _read_lines(path, codec, answer=True)]
+            prompts += [
+                Prompt(ids[-max_tokens:], kind)
+                for ids, kind in _read_lines(path, codec, answer=True)
+            ]
             continue
         documents = [np.asarray(document) for document in read_documents(path, codec)]
         documents = [document for document in documents if len(document) >= prompt_tokens]
         sizes = np.asarray([len(document) for document in documents], np.float64)
         for index in rng.choice(len(documents), count, p=sizes / sizes.sum()) if documents else ():
             start = int(rng.integers(0, len(documents[index]) - prompt_tokens + 1))
-            prompts.append(Prompt(documents[index][start : start + prompt_tokens].tolist(), path.stem))
+            prompts.append(
+                Prompt(documents[index][start : start + prompt_tokens].tolist(), path.stem)
+            )
     prompts = [prompt for prompt in prompts if prompt.tokens]
     if not prompts:
-        raise EESDError(f"There are no prompts in {', '.join(map(str, paths))}; give JSON lines or longer texts.")
+        raise EESDError(
+            f"There are no prompts in {', '.join(map(str, paths))}; give JSON lines or longer "
+            "texts."
+        )
     every = np.concatenate([prompt.tokens for prompt in prompts]).astype(np.int32)
     _check_vocabulary(every, vocab_size, ", ".join(map(str, paths)))
     chosen = rng.permutation(len(prompts))[:count] if len(prompts) > count else range(len(prompts))
@@ -193,8 +224,13 @@ def hold_out_prompts(rows: Rows, count: int, prompt_tokens: int) -> tuple[list[l
     """
     held_out = min(count, rows.num_primary // 10)
     if not held_out:
-        raise EESDError(f"There are only {rows.num_primary} rows to train on; give more data, or --validation FILE.")
-    prompts = [rows.tokens[i, : min(prompt_tokens, int(rows.lengths[i]))].tolist() for i in range(held_out)]
+        raise EESDError(
+            f"There are only {rows.num_primary} rows to train on; give more data, or "
+            "--validation FILE."
+        )
+    prompts = [
+        rows.tokens[i, : min(prompt_tokens, int(rows.lengths[i]))].tolist() for i in range(held_out)
+    ]
     remaining = Rows(rows.tokens[held_out:], rows.lengths[held_out:], rows.num_primary - held_out)
     return prompts, remaining
 
@@ -204,13 +240,15 @@ def _check_vocabulary(tokens: Tokens, vocab_size: int, name: str) -> None:
     smallest, largest = int(tokens.min()), int(tokens.max())
     if smallest < 0 or largest >= vocab_size:
         raise EESDError(
-            f"{name} contains token {min(smallest, 0) or largest}, but the model's vocabulary has {vocab_size} tokens; "
+            f"{name} contains token {min(smallest, 0) or largest}, but the model's vocabulary "
+            f"has {vocab_size} tokens; "
             "give data of the model's tokenizer."
         )
 
 
 def read_documents(path: Path, codec: TextCodec | None) -> Iterator[Document]:
-    """Yield the documents of one file: each line of a ``.jsonl``, each row of a token array, or a whole text."""
+    """Yield the documents of one file: each line of a ``.jsonl``, each row of a token array, or a
+    whole text."""
     if path.suffix == ".npy":
         yield from np.atleast_2d(_load_npy(path))
     elif path.suffix == ".safetensors":
@@ -218,26 +256,38 @@ def read_documents(path: Path, codec: TextCodec | None) -> Iterator[Document]:
     elif path.suffix == ".jsonl":
         yield from (ids for ids, _ in _read_lines(path, codec, answer=False))
     else:
-        yield _needed(codec, path).encode(decode(path.read_bytes(), str(path), "give text, .jsonl, .npy or .safetensors"))
+        yield _needed(codec, path).encode(
+            decode(path.read_bytes(), str(path), "give text, .jsonl, .npy or .safetensors")
+        )
 
 
 def _needed(codec: TextCodec | None, path: Path) -> TextCodec:
     if codec is None:
-        raise EESDError(f"{path} is text and the model directory has no tokenizer.json; give token arrays.")
+        raise EESDError(
+            f"{path} is text and the model directory has no tokenizer.json; give token arrays."
+        )
     return codec
 
 
-def _read_lines(path: Path, codec: TextCodec | None, answer: bool) -> Iterator[tuple[list[int], str]]:
-    """Token ids and kind of each line of a ``.jsonl`` file; with ``answer``, chats up to where the model answers."""
+def _read_lines(
+    path: Path, codec: TextCodec | None, answer: bool
+) -> Iterator[tuple[list[int], str]]:
+    """Token ids and kind of each line of a ``.jsonl`` file; with ``answer``, chats up to where the
+    model answers."""
     codec = _needed(codec, path)
     for line in _read_json_lines(path):
-        kind = next((line[key] for key in ("kind", "category", "task") if isinstance(line.get(key), str)), path.stem)
+        kind = next(
+            (line[key] for key in ("kind", "category", "task") if isinstance(line.get(key), str)),
+            path.stem,
+        )
         yield _encode_line(path, line, codec, answer), kind
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     remedy = "give one JSON object a line"
-    for number, value in json_lines(decode(path.read_bytes(), str(path), remedy), str(path), remedy):
+    for number, value in json_lines(
+        decode(path.read_bytes(), str(path), remedy), str(path), remedy
+    ):
         if not isinstance(value, dict):
             raise EESDError(f"{path}, line {number} is not a JSON object; {remedy}.")
         yield value
@@ -250,32 +300,51 @@ def _encode_line(path: Path, line: dict[str, Any], codec: TextCodec, answer: boo
             return codec.encode(line[key])
     if isinstance(line.get("messages"), list):
         return codec.ids(codec.render(line["messages"], answer=answer), special=False)
-    raise EESDError(f"A line of {path} has no prompt, text or messages; give one of them in each line.")
+    raise EESDError(
+        f"A line of {path} has no prompt, text or messages; give one of them in each line."
+    )
 
 
 def _load_npy(path: Path) -> NDArray[Any]:
     try:
         array = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise EESDError(f"{path} is not an array of tokens ({error}); give integers in one or two dimensions.") from None
-    if not isinstance(array, np.ndarray) or array.ndim not in (1, 2) or array.dtype.kind not in "iu":
-        raise EESDError(f"{path} is not an array of tokens; give integers in one or two dimensions.")
+        raise EESDError(
+            f"{path} is not an array of tokens ({error}); give integers in one or two dimensions."
+        ) from None
+    if (
+        not isinstance(array, np.ndarray)
+        or array.ndim not in (1, 2)
+        or array.dtype.kind not in "iu"
+    ):
+        raise EESDError(
+            f"{path} is not an array of tokens; give integers in one or two dimensions."
+        )
     return array
 
 
 def _load_safetensors(path: Path) -> Iterator[NDArray[Any]]:
-    """Yield the rows of a shard of generated text, or of any safetensors file with a tensor ``tokens``."""
+    """Yield the rows of a shard of generated text, or of any safetensors file with a tensor
+    ``tokens``."""
     try:
         stored = load_file(path)
     except (SafetensorError, ValueError) as error:
-        raise EESDError(f"{path} is not a safetensors file ({error}); give one with a tensor `tokens`.") from None
+        raise EESDError(
+            f"{path} is not a safetensors file ({error}); give one with a tensor `tokens`."
+        ) from None
     tokens = stored.get("tokens")
     if tokens is None or tokens.ndim not in (1, 2) or tokens.dtype.kind not in "iu":
-        raise EESDError(f"{path} has no tensor `tokens`; give integers in one or two dimensions under this name.")
+        raise EESDError(
+            f"{path} has no tensor `tokens`; give integers in one or two dimensions under "
+            "this name."
+        )
     tokens = np.atleast_2d(tokens)
     lengths = stored.get("lengths", np.full(len(tokens), tokens.shape[1]))
     if lengths.shape != (len(tokens),) or lengths.dtype.kind not in "iu":
-        raise EESDError(f"{path} has `lengths` that do not fit its `tokens`; give one integer for each row, or none.")
+        raise EESDError(
+            f"{path} has `lengths` that do not fit its `tokens`; give one integer for each "
+            "row, or none."
+        )
     for row, length in zip(tokens, lengths, strict=True):
         yield row[:length]
 
@@ -291,7 +360,8 @@ def _permutation(seed: int, epoch: int, size: int) -> NDArray[np.int64]:
 
 
 def shuffled_indices(size: int, start: int, count: int, seed: int) -> NDArray[np.int64]:
-    """Part of an endless sequence that runs through ``size`` rows again and again, each time in another random order.
+    """Part of an endless sequence that runs through ``size`` rows again and again, each time in
+    another random order.
 
     Args:
         size: Number of rows.
@@ -302,10 +372,15 @@ def shuffled_indices(size: int, start: int, count: int, seed: int) -> NDArray[np
     Returns:
         Row indices [count].
     """
-    return np.asarray([_permutation(seed, at // size, size)[at % size] for at in range(start, start + count)], np.int64)
+    return np.asarray(
+        [_permutation(seed, at // size, size)[at % size] for at in range(start, start + count)],
+        np.int64,
+    )
 
 
-def batch_indices(rows: Rows, batch: int, mix_share: float, number: int, seed: int) -> NDArray[np.int64]:
+def batch_indices(
+    rows: Rows, batch: int, mix_share: float, number: int, seed: int
+) -> NDArray[np.int64]:
     """Choose the rows of one batch.
 
     Args:
@@ -323,7 +398,12 @@ def batch_indices(rows: Rows, batch: int, mix_share: float, number: int, seed: i
     primary = shuffled_indices(rows.num_primary, number * (batch - mixed), batch - mixed, seed)
     if not mixed:
         return primary
-    return np.concatenate([primary, rows.num_primary + shuffled_indices(num_mixed_rows, number * mixed, mixed, seed + 1)])
+    return np.concatenate(
+        [
+            primary,
+            rows.num_primary + shuffled_indices(num_mixed_rows, number * mixed, mixed, seed + 1),
+        ]
+    )
 
 
 def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> NDArray[np.int64]:
@@ -335,7 +415,8 @@ def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> ND
         always: Tokens that are always chosen: the tokens that end a text.
 
     Returns:
-        The ids [Vd], ascending. Of tokens that were seen as often, those with the lowest ids are chosen.
+        The ids [Vd], ascending. Of tokens that were seen as often, those with the lowest ids are
+        chosen.
     """
     ranked = counts.copy()
     ranked[[token for token in always if token < len(counts)]] = counts.max(initial=0) + 1

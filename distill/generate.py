@@ -19,10 +19,12 @@ from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 4
-"""Texts in a shard, as a multiple of the texts that are decoded together: at a shard's end fewer and fewer rows are busy."""
+"""Texts in a shard, as a multiple of the texts that are decoded together: at a shard's end fewer
+and fewer rows are busy."""
 
 LONGEST_ECHO, LEAST_ECHO = 64, 16
-"""Tokens that a text may say again and again at its end, and how many that are taken for an echo at least."""
+"""Tokens that a text may say again and again at its end, and how many that are taken for an echo at
+least."""
 STREAM = 2
 """Of the random numbers of own text; prompts that the model writes have the next one."""
 
@@ -62,8 +64,8 @@ def self_generate(
 ) -> None:
     """Write the shards that are missing.
 
-    Each shard is a function of the options and of its number, so a stopped run continues where it stopped, and several
-    processes share the work.
+    Each shard is a function of the options and of its number, so a stopped run continues where it
+    stopped, and several processes share the work.
 
     Args:
         writer: The model.
@@ -84,8 +86,12 @@ def self_generate(
         count = min(shard_rows, options.rows - start)
         path = directory / shard_name(number)
         if number % processes == process and not path.exists():
-            chosen = [prompts[i] for i in shuffled_indices(len(prompts), start, count, options.seed)]
-            temperatures = [options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)]
+            chosen = [
+                prompts[i] for i in shuffled_indices(len(prompts), start, count, options.seed)
+            ]
+            temperatures = [
+                options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)
+            ]
             numbers = partial(_random_numbers, options.seed, start)
             limits = [options.length + 1] * count
             writing = Writing(chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
@@ -94,7 +100,11 @@ def self_generate(
                 for text, prompt in zip(continue_prompts(writer, writing), chosen, strict=True)
             ]
             tokens, lengths = padded(texts, options.length + 1)
-            shard = {"tokens": tokens.int(), "lengths": lengths, "temperatures": torch.tensor(temperatures)}
+            shard = {
+                "tokens": tokens.int(),
+                "lengths": lengths,
+                "temperatures": torch.tensor(temperatures),
+            }
             with saved_whole(path) as temporary:
                 save_file(shard, temporary)
         elif number % processes == process:
@@ -103,7 +113,8 @@ def self_generate(
 
 
 def without_echo(text: list[int], start: int) -> list[int]:
-    """A text that does not end by saying the same again and again: what a continuation repeats at its end stays there once.
+    """A text that does not end by saying the same again and again: what a continuation repeats at
+    its end stays there once.
 
     Args:
         text: Prompt and continuation.
@@ -127,7 +138,13 @@ def _check_shard(path: Path, count: int) -> None:
     """Raise :class:`EESDError` if an earlier run's shard does not have this number of rows."""
     shard = load_tensors(path)
     tokens, lengths = shard.get("tokens"), shard.get("lengths")
-    if tokens is None or lengths is None or tokens.ndim != 2 or len(tokens) != count or lengths.shape != (count,):
+    if (
+        tokens is None
+        or lengths is None
+        or tokens.ndim != 2
+        or len(tokens) != count
+        or lengths.shape != (count,)
+    ):
         raise damaged(path)
 
 
@@ -140,6 +157,9 @@ def _check_stored_options(directory: Path, options: GenerationOptions) -> None:
         stored = read_json_object(path, f"delete {directory}, or give another --own-text")
         changed = first_difference(stored, entries)
         if changed:
-            raise EESDError(f"{directory} has text generated with other options ({changed}); give another --own-text.")
+            raise EESDError(
+                f"{directory} has text generated with other options ({changed}); give another "
+                "--own-text."
+            )
     with saved_whole(path) as temporary:
         temporary.write_text(json.dumps(entries, indent=2) + "\n")

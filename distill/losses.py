@@ -17,37 +17,49 @@ LOSS_NAMES = ("ce", "kl", "tv")
 """The losses that :func:`token_losses` computes."""
 
 
-def token_losses(features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def token_losses(
+    features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the losses of n tokens.
 
-    Logits are computed in chunks, and again in the backward pass: with a large vocabulary they take too much memory to keep.
-    A token outside of the draft vocabulary has no cross-entropy. In the KL divergence the tokens that are not kept are one
-    outcome: the kept ones alone, scaled to 1, would teach a head to be too sure. It is times the probability that the teacher
-    gives to the draft vocabulary, so a position counts as much as the draft can win there. The total variation is the
-    probability that rejection sampling at temperature 1 refuses the draft's token, without tokens that are not kept.
+    Logits are computed in chunks, and again in the backward pass: with a large vocabulary they take
+    too much memory to keep. A token outside of the draft vocabulary has no cross-entropy. In the KL
+    divergence the tokens that are not kept are one outcome: the kept ones alone, scaled to 1, would
+    teach a head to be too sure. It is times the probability that the teacher gives to the draft
+    vocabulary, so a position counts as much as the draft can win there. The total variation is the
+    probability that rejection sampling at temperature 1 refuses the draft's token, without tokens
+    that are not kept.
 
     Args:
         features: The head's LM head inputs [n, hidden].
         lm_head: Weight of the LM head [C, hidden]; C columns of logits.
-        top_ids: Columns of the teacher's most likely tokens [n, K], best first; -1 outside of the draft vocabulary.
+        top_ids: Columns of the teacher's most likely tokens [n, K], best first; -1 outside of the
+            draft vocabulary.
         top_logprobs: Their log-probabilities [n, K].
 
     Returns:
-        The losses ``LOSS_NAMES`` [3, n], and whether the head's most likely token is the teacher's [n].
+        The losses ``LOSS_NAMES`` [3, n], and whether the head's most likely token is the teacher's
+        [n].
     """
     rows = chunk_rows(len(lm_head), features.device)
     if len(features) <= rows:
         return _chunk_losses(features, lm_head, top_ids, top_logprobs)
-    chunks = zip(*(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs)), strict=True)
+    chunks = zip(
+        *(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs)), strict=True
+    )
     losses, agreements = [], []
     for x, ids, logprobs in chunks:
-        loss, agrees = checkpoint(_chunk_losses, x, lm_head, ids, logprobs, use_reentrant=False, preserve_rng_state=False)
+        loss, agrees = checkpoint(
+            _chunk_losses, x, lm_head, ids, logprobs, use_reentrant=False, preserve_rng_state=False
+        )
         losses.append(loss)
         agreements.append(agrees)
     return torch.cat(losses, -1), torch.cat(agreements)
 
 
-def _chunk_losses(features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def _chunk_losses(
+    features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor
+) -> tuple[Tensor, Tensor]:
     logits = linear(features, lm_head).float()
     outside, ids = top_ids < 0, top_ids.long().clamp_min(0)
     student = log_softmax(logits, -1).gather(1, ids)
@@ -76,7 +88,8 @@ def total_loss(losses: Tensor, weight: Tensor, options: LossOptions) -> tuple[Te
 
 
 class Student(nn.Module):
-    """An exit head with its losses. The frozen LM head is an argument of each call, so that it is not sharded or copied."""
+    """An exit head with its losses. The frozen LM head is an argument of each call, so that it is
+    not sharded or copied."""
 
     def __init__(self, head: ExitHead, options: LossOptions, precision: str) -> None:
         super().__init__()
@@ -95,12 +108,14 @@ class Student(nn.Module):
         Args:
             batch: States, and the teacher's predictions.
             roots: Root of each position [B, T], for a head with deep layers.
-            lm_head: Rows of the base model's LM head [C, hidden] for the head's columns; not used if it has its own.
+            lm_head: Rows of the base model's LM head [C, hidden] for the head's columns; not used
+                if it has its own.
             inputs: Inputs of the head's blocks.
             caches: Empty KV caches, one per block.
 
         Returns:
-            The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions that agree with the teacher.
+            The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions
+            that agree with the teacher.
         """
         own_lm_head, targets, mask = self.head.lm_head, batch.targets, batch.mask
         with autocast(self.precision, mask.device):

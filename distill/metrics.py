@@ -15,7 +15,8 @@ class MetricsLog:
         self.path = output / "metrics.jsonl"
 
     def start(self, step: int) -> None:
-        """Continue after ``step``. Lines of later steps are deleted, because the run logs those steps again.
+        """Continue after ``step``. Lines of later steps are deleted, because the run logs those
+        steps again.
 
         Raises:
             EESDError: The file is damaged.
@@ -25,13 +26,16 @@ class MetricsLog:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def lines(self) -> list[dict[str, Any]]:
-        """All metrics so far. A last line without an end, which a killed run may leave, does not count."""
+        """All metrics so far. A last line without an end, which a killed run may leave, does not
+        count."""
         if not self.path.exists():
             return []
         remedy = "delete it, and the next run begins a new one"
         text, _, _ = read_text(self.path, remedy).rpartition("\n")
         lines = [line for _, line in json_lines(text, str(self.path), remedy)]
-        depths = {len(line["acceptance"]) for line in lines if _is_metrics(line) and "acceptance" in line}
+        depths = {
+            len(line["acceptance"]) for line in lines if _is_metrics(line) and "acceptance" in line
+        }
         if not all(map(_is_metrics, lines)) or len(depths) > 1:
             raise damaged(self.path, remedy)
         return lines
@@ -46,5 +50,9 @@ def _is_metrics(line: Any) -> bool:
     """Whether a value is what the log has in a line: metrics of a step, or a validation."""
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         return False
-    values = line["acceptance"] if "acceptance" in line else [line.get(name) for name in ("loss", "ce", "kl")]
+    values = (
+        line["acceptance"]
+        if "acceptance" in line
+        else [line.get(name) for name in ("loss", "ce", "kl")]
+    )
     return isinstance(values, list) and all(isinstance(value, int | float) for value in values)

@@ -1,4 +1,5 @@
-"""Options of a run. The command checks the range of each; here stands what ranges do not say. Needs no torch."""
+"""Options of a run. The command checks the range of each; here stands what ranges do not say. Needs
+no torch."""
 
 import hashlib
 import json
@@ -9,9 +10,29 @@ from typing import Any
 from eesd.common.errors import EESDError
 
 STARTS = (
-    *("", "", "", "", "Explain ", "What is ", "Who ", "How do I ", "Write a short story about ", "Write an email "),
-    *("Write a Python function ", "Summarize the following text: ", "Rewrite this text: ", "Translate German to English: "),
-    *("Answer the question using this passage.\n\nPassage: ", "Solve this problem step by step: ", "Imagine you are "),
+    *(
+        "",
+        "",
+        "",
+        "",
+        "Explain ",
+        "What is ",
+        "Who ",
+        "How do I ",
+        "Write a short story about ",
+        "Write an email ",
+    ),
+    *(
+        "Write a Python function ",
+        "Summarize the following text: ",
+        "Rewrite this text: ",
+        "Translate German to English: ",
+    ),
+    *(
+        "Answer the question using this passage.\n\nPassage: ",
+        "Solve this problem step by step: ",
+        "Imagine you are ",
+    ),
     *("Compare ", "List ", "Make a table of ", "Extract the names from this text: "),
 )
 """What the prompts that a model writes begin with, in turn: kinds of tasks that people have."""
@@ -24,7 +45,8 @@ class LossOptions:
 
     Attributes:
         ce: Weight of the cross-entropy on the teacher's most likely token.
-        kl: Weight of the KL divergence from the teacher's distribution: its top k tokens, and all others as one.
+        kl: Weight of the KL divergence from the teacher's distribution: its top k tokens, and all
+            others as one.
         tv: Weight of the total variation distance from it.
     """
 
@@ -39,14 +61,16 @@ class LossOptions:
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options that determine a training run. The same options and data give the same losses, resumed or not.
+    """Options that determine a training run. The same options and data give the same losses,
+    resumed or not.
 
     Attributes:
         exit_layer: N, the number of base layers before the head.
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head trains its own LM head.
         draft_vocab: Vd, the tokens that the head can predict. 0: the whole vocabulary.
-        deep: Deep layers, of whose states verify makes the head's keys and values of committed tokens.
+        deep: Deep layers, of whose states verify makes the head's keys and values of committed
+            tokens.
         losses: Weights of the losses.
         steps: Optimizer steps. 0 trains nothing.
         batch: Rows in a forward pass, on each process.
@@ -97,7 +121,8 @@ class DataOptions:
 
     Attributes:
         files: Files of rows to train on.
-        prompts: Files of prompts that the model continues into ``own_rows`` rows. Used instead of ``files``.
+        prompts: Files of prompts that the model continues into ``own_rows`` rows. Used instead of
+            ``files``.
         self_prompt: Number of prompts that the model writes itself, besides those of ``prompts``.
         self_prompt_start: What those begin with, in turn.
         mixed: Files of ground-truth text to mix in.
@@ -106,7 +131,8 @@ class DataOptions:
         own_batch: Rows generated at a time.
         temperatures: Temperatures of the generated rows, in turn.
         prompt_tokens: Tokens in a prompt that is cut from text.
-        validation: Files of validation prompts. Without any, some of the training rows are held out.
+        validation: Files of validation prompts. Without any, some of the training rows are held
+            out.
         validation_prompts: Maximum number of validation prompts.
         validation_tokens: Tokens that the model appends to each validation prompt.
     """
@@ -128,7 +154,8 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class Intervals:
-    """Steps between logged metrics, validations, and checkpoints. They do not affect the result of the training."""
+    """Steps between logged metrics, validations, and checkpoints. They do not affect the result of
+    the training."""
 
     log: int = 50
     validate: int = 500

@@ -1,4 +1,5 @@
-"""The frozen model as an engine of this project's operators, which writes and reads text. Weights are the checkpoint's."""
+"""The frozen model as an engine of this project's operators, which writes and reads text. Weights
+are the checkpoint's."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -24,7 +25,8 @@ from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.operators import make_session
 
 LEAST_SLOTS = 1024
-"""Slots of an engine, at least, if the model has so many positions: own prompts and own text then share it."""
+"""Slots of an engine, at least, if the model has so many positions: own prompts and own text then
+share it."""
 LAYER = 1
 """The exit layer of its head, which nothing runs."""
 READING = "states.onnx"
@@ -35,7 +37,8 @@ def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Pat
     """Export the model into a directory, unless an engine of this model with enough slots is there.
 
     Args:
-        checkpoint: The model. Levels of a quantized one stay as they are, and so do weights of 16 and 32 bits.
+        checkpoint: The model. Levels of a quantized one stay as they are, and so do weights of 16
+            and 32 bits.
         directory: The process's own. An engine with fewer slots that is there is replaced.
         slots: Slots of the engine, at least.
 
@@ -54,12 +57,15 @@ def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
     own = checkpoint.own_levels if dtype == "float32" else {}
     quantization = Quantizations(checkpoint.quantization, tensors=own)
     slots = max(slots, min(LEAST_SLOTS, checkpoint.config.max_positions, MAX_SLOTS))
-    options = ExportOptions(dtype, slots, max_tree_nodes=1, draft_top_k=1, quantization=quantization)
+    options = ExportOptions(
+        dtype, slots, max_tree_nodes=1, draft_top_k=1, quantization=quantization
+    )
     return export(checkpoint, untrained_head(checkpoint, LAYER), options, directory)
 
 
 def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:
-    """The manifest of the engine that is there; None if there is none of this model, or a damaged one."""
+    """The manifest of the engine that is there; None if there is none of this model, or a damaged
+    one."""
     try:
         manifest = load_manifest(directory)
     except EESDError:
@@ -68,7 +74,8 @@ def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:
 
 
 class EngineWriter:
-    """Writes any number of texts in a call. The engine is exported when there is something to write."""
+    """Writes any number of texts in a call. The engine is exported when there is something to
+    write."""
 
     def __init__(self, checkpoint: Checkpoint, directory: Path, threads: int) -> None:
         """See :func:`own_engine`. ``threads``: CPU threads."""
@@ -99,13 +106,21 @@ class _EngineRows:
         for row, text in zip(rows, texts, strict=True):
             for start in range(0, len(text), most):
                 piece = text[start : start + most]
-                call = Call(self._kv_caches[row], piece, range(start, start + len(piece)), start, logits=False)
+                call = Call(
+                    self._kv_caches[row],
+                    piece,
+                    range(start, start + len(piece)),
+                    start,
+                    logits=False,
+                )
                 self._engine.forward([call])
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         places = zip(self._kv_caches, tokens, positions, strict=False)
         calls = [Call(kv_cache, (token,), (at,), at) for kv_cache, token, at in places]
-        return torch.from_numpy(np.stack([outputs.logits[0] for outputs in self._engine.forward(calls)]))
+        return torch.from_numpy(
+            np.stack([outputs.logits[0] for outputs in self._engine.forward(calls)])
+        )
 
     def keep(self, rows: Sequence[int]) -> None:
         self._kv_caches = [self._kv_caches[row] for row in rows]
@@ -150,28 +165,44 @@ class EngineTeacher:
         self._kv_cache = CpuKVCache(manifest)
 
     def __call__(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
-        """Hidden states [B, T, hidden] after each of the layers, and the targets, for token ids [B, T]."""
+        """Hidden states [B, T, hidden] after each of the layers, and the targets, for token ids
+        [B, T]."""
         parts = [self._read(chunk, start) for row in ids for start, chunk in self._chunks(row)]
         states, top_ids, top_logprobs = zip(*parts, strict=True)
-        hidden = {layer: torch.cat([part[index] for part in states]) for index, layer in enumerate(self.layers)}
+        hidden = {
+            layer: torch.cat([part[index] for part in states])
+            for index, layer in enumerate(self.layers)
+        }
         return (
             {layer: part.view(*ids.shape, -1) for layer, part in hidden.items()},
-            Targets(torch.cat(top_ids).view(*ids.shape, -1), torch.cat(top_logprobs).view(*ids.shape, -1)),
+            Targets(
+                torch.cat(top_ids).view(*ids.shape, -1),
+                torch.cat(top_logprobs).view(*ids.shape, -1),
+            ),
         )
 
     def _chunks(self, row: Tensor) -> list[tuple[int, Tensor]]:
         """The pieces of a row, and where they begin."""
-        return [(self.CHUNK * number, piece) for number, piece in enumerate(torch.split(row, self.CHUNK))]
+        return [
+            (self.CHUNK * number, piece)
+            for number, piece in enumerate(torch.split(row, self.CHUNK))
+        ]
 
     def _read(self, ids: Tensor, start: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row, whose beginning was read before."""
+        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row, whose beginning
+        was read before."""
         count = len(ids)
         slots = np.arange(start, start + count)
-        tokens = np.stack([np.full(count, self._kv_cache.address), slots, slots, slots + 1, np.zeros(count)], 1).astype(
-            np.int64
-        )
+        tokens = np.stack(
+            [np.full(count, self._kv_cache.address), slots, slots, slots + 1, np.zeros(count)], 1
+        ).astype(np.int64)
         paths = np.zeros((count, 1), np.int32)
-        given = {"input_ids": ids.numpy(), "tokens": tokens, "paths": paths, "logit_rows": np.arange(count)}
+        given = {
+            "input_ids": ids.numpy(),
+            "tokens": tokens,
+            "paths": paths,
+            "logit_rows": np.arange(count),
+        }
         logits, *states = map(torch.from_numpy, self._session.run(None, given))
         return [state.to(self._dtype) for state in states], *top_tokens(logits, self._top_k)
 
@@ -183,5 +214,7 @@ def _add_states(graph: Path, output: Path, layers: Sequence[int]) -> None:
     model = read_graph(graph)
     for layer in layers:
         name = f"model.layers.{layer - 1}.out"
-        model.graph.output.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None]))
+        model.graph.output.append(
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [None, None])
+        )
     output.write_bytes(model.SerializeToString())

@@ -1,6 +1,7 @@
 """One ``eesd-distill`` command: its options checked, its parts built, training and evaluation.
 
-The base model itself loads only if something is missing: generated rows, targets, or the validation set.
+The base model itself loads only if something is missing: generated rows, targets, or the validation
+set.
 """
 
 import os
@@ -57,7 +58,8 @@ from eesd.runtime.engines import operators
 from eesd.runtime.text import TextCodec
 
 SLOWLY = (
-    "torch writes the model's own text, several times slower than this project's operators: they are not built (install a C++ "
+    "torch writes the model's own text, several times slower than this project's operators: "
+    "they are not built (install a C++ "
     "compiler, and then eesd again), or this processor has neither AVX2 nor AVX-512."
 )
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
@@ -116,23 +118,29 @@ class Run:
 
     @cached_property
     def lm_head(self) -> Tensor:
-        """Weight of the base model's LM head [V, hidden], float32, on this process's device; without rows if the head has its
-        own, because none is read then."""
+        """Weight of the base model's LM head [V, hidden], float32, on this process's device;
+        without rows if the head has its own, because none is read then."""
         if self.training.own_lm_head:
-            return torch.zeros(0, self.checkpoint.geometry.hidden_size, device=self.accelerator.device)
+            return torch.zeros(
+                0, self.checkpoint.geometry.hidden_size, device=self.accelerator.device
+            )
         return self.checkpoint.lm_head().float().to(self.accelerator.device)
 
     @cached_property
     def rows(self) -> Rows:
-        """All rows, validation rows included. Empty if nothing needs them: validation has its own prompts, nothing is trained,
-        and no draft vocabulary is chosen."""
+        """All rows, validation rows included. Empty if nothing needs them: validation has its own
+        prompts, nothing is trained, and no draft vocabulary is chosen."""
         vocab_size, length = self.checkpoint.geometry.vocab_size, self.training.length
         chooses = self.init_head is None and self.training.draft_vocab
         if not (self.training.steps or chooses) and self.data.validation:
             return split_documents((), length)
         rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
         mixed = self.data.mixed
-        return add_mixed_rows(rows, read_rows(mixed, self.codec, vocab_size, length)) if mixed else rows
+        return (
+            add_mixed_rows(rows, read_rows(mixed, self.codec, vocab_size, length))
+            if mixed
+            else rows
+        )
 
     def _generate_rows(self) -> list[Path]:
         """Generate the missing shards of own text; returns all shards."""
@@ -151,7 +159,9 @@ class Run:
         process, processes = self.accelerator.process_index, self.accelerator.num_processes
         with self.progress("own text", data.own_rows) as advance:
             eos_token_ids = self.checkpoint.config.eos_token_ids
-            self_generate(writer, prompts, options, data.own_text, eos_token_ids, advance, process, processes)
+            self_generate(
+                writer, prompts, options, data.own_text, eos_token_ids, advance, process, processes
+            )
         self.accelerator.wait_for_everyone()
         return sorted(data.own_text.glob("shard-*.safetensors"))
 
@@ -167,7 +177,8 @@ class Run:
         return self.accelerator.device.type == "cpu" and not operators.missing()
 
     def _writer(self) -> Writer:
-        """What writes the model's own text: on a CPU this project's operators, which read the weights as they are stored."""
+        """What writes the model's own text: on a CPU this project's operators, which read the
+        weights as they are stored."""
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
         if self.accelerator.device.type == "cpu" and self.is_main:
@@ -187,9 +198,18 @@ class Run:
             base=self.checkpoint.fingerprint(),
             max_positions=self.checkpoint.config.max_positions,
         )
-        write = partial(self_prompts, codec=self.codec, options=options, directory=data.own_text, rows=data.own_batch)
+        write = partial(
+            self_prompts,
+            codec=self.codec,
+            options=options,
+            directory=data.own_text,
+            rows=data.own_batch,
+        )
         eos_token_ids = self.checkpoint.config.eos_token_ids
-        with self.accelerator.main_process_first(), self.progress("own prompts", data.self_prompt) as advance:
+        with (
+            self.accelerator.main_process_first(),
+            self.progress("own prompts", data.self_prompt) as advance,
+        ):
             return write(writer, eos_token_ids=eos_token_ids, advance=advance)
 
     def _prompts(self, paths: Sequence[Path], count: int) -> list[Prompt]:
@@ -216,12 +236,18 @@ class Run:
         kinds: tuple[str, ...] = ()
         if data.validation:
             read = self._prompts(data.validation, data.validation_prompts)
-            prompts, kinds = [prompt.tokens for prompt in read], tuple(prompt.kind for prompt in read)
+            prompts, kinds = (
+                [prompt.tokens for prompt in read],
+                tuple(prompt.kind for prompt in read),
+            )
         else:
             prompts, rows = hold_out_prompts(rows, data.validation_prompts, data.prompt_tokens)
         free = self.checkpoint.config.max_positions - max(map(len, prompts))
         if free < 2:
-            raise EESDError(f"A validation prompt leaves {free} of the model's positions free; give shorter prompts.")
+            raise EESDError(
+                f"A validation prompt leaves {free} of the model's positions free; give "
+                "shorter prompts."
+            )
         key = [self.checkpoint.fingerprint(), prompts, data.validation_tokens, str(self.dtype)]
         directory = self.offline or self.output
         path = directory / f"validation-{digest(key)[:16]}.safetensors"
@@ -236,14 +262,17 @@ class Run:
         if path.exists():
             validation = ValidationSet.load(path)
         else:
-            validation = ValidationSet.make(self._writer(), prompts, new_tokens, self.checkpoint.config.eos_token_ids)
+            validation = ValidationSet.make(
+                self._writer(), prompts, new_tokens, self.checkpoint.config.eos_token_ids
+            )
         missing = [layer for layer in self.training.layers if layer not in validation.hidden]
         if missing:
             teacher = self._teacher(missing, validation.tokens.shape[1])
             validation.with_states(teacher, self.accelerator.device).save(path)
 
     def targets(self, rows: Rows) -> TargetSource:
-        """Make the source of training batches. With ``offline``, the missing part of the cache is computed first.
+        """Make the source of training batches. With ``offline``, the missing part of the cache is
+        computed first.
 
         Args:
             rows: The rows to train on.
@@ -256,15 +285,28 @@ class Run:
         """
         training, geometry = self.training, self.checkpoint.geometry
         if self.offline is None:
-            return OnlineTargets(rows, self._teacher(training.layers, training.length), self.accelerator.device)
+            return OnlineTargets(
+                rows, self._teacher(training.layers, training.length), self.accelerator.device
+            )
         base, top_k = self.checkpoint.fingerprint(), min(training.top_k, geometry.vocab_size)
         cache = TargetCache(self.offline, rows, base, training.layers, top_k, training.precision)
         missing = len(cache.missing_shards())
         if missing:
             process, processes = self.accelerator.process_index, self.accelerator.num_processes
             with self.progress("teacher's targets", missing // processes) as advance:
-                teacher, device = self._teacher(cache.layers, training.length), self.accelerator.device
-                cache.fill(teacher, device, geometry.hidden_size, training.batch, advance, process, processes)
+                teacher, device = (
+                    self._teacher(cache.layers, training.length),
+                    self.accelerator.device,
+                )
+                cache.fill(
+                    teacher,
+                    device,
+                    geometry.hidden_size,
+                    training.batch,
+                    advance,
+                    process,
+                    processes,
+                )
         self.accelerator.wait_for_everyone()
         vars(self).pop("decoder", None)  # training needs no model beside it, and has its memory
         return cache
@@ -274,7 +316,9 @@ class Run:
         top_k, precision = self.training.top_k, self.training.precision
         if self._has_operators:
             threads = torch.get_num_threads()
-            return EngineTeacher(self.checkpoint, self._engine_directory, layers, top_k, precision, slots, threads)
+            return EngineTeacher(
+                self.checkpoint, self._engine_directory, layers, top_k, precision, slots, threads
+            )
         return Teacher(self.decoder, layers, top_k, precision)
 
     def given_head(self) -> ExitHead | None:
@@ -289,17 +333,27 @@ class Run:
         stored = head.exit_config
         if replace(stored, trained=True, calibration=None) != wanted:
             lm_head = "own" if stored.own_lm_head else "shared"
-            draft_vocab = f" --draft-vocab {stored.draft_vocab}" if stored.draft_vocab or wanted.draft_vocab else ""
-            deep = f" --deep {','.join(map(str, stored.deep)) or 'none'}" if stored.deep != wanted.deep else ""
+            draft_vocab = (
+                f" --draft-vocab {stored.draft_vocab}"
+                if stored.draft_vocab or wanted.draft_vocab
+                else ""
+            )
+            deep = (
+                f" --deep {','.join(map(str, stored.deep)) or 'none'}"
+                if stored.deep != wanted.deep
+                else ""
+            )
             raise EESDError(
-                f"The head in {self.init_head} was made with --exit-layer {stored.layer} --blocks {stored.blocks} "
+                f"The head in {self.init_head} was made with --exit-layer {stored.layer} "
+                f"--blocks {stored.blocks} "
                 f"--{lm_head}-lm-head{draft_vocab}{deep}; give these options to start from it."
             )
         head.exit_config = wanted
         return head
 
     def initial_head(self, rows: Rows) -> ExitHead:
-        """The head before training: the one in ``init_head``, or one made from the model's last layers.
+        """The head before training: the one in ``init_head``, or one made from the model's last
+        layers.
 
         Args:
             rows: The rows to train on; a draft vocabulary has the tokens that they use most.
@@ -342,23 +396,34 @@ class Run:
             "processes": self.accelerator.num_processes,
         }
         trainer = Trainer(
-            self.accelerator, self.initial_head(rows), self.checkpoint.geometry, self.lm_head, self.training, rows,
-            self.targets(rows), validation, self.output, identity,
-        )  # fmt: skip
+            self.accelerator,
+            self.initial_head(rows),
+            self.checkpoint.geometry,
+            self.lm_head,
+            self.training,
+            rows,
+            self.targets(rows),
+            validation,
+            self.output,
+            identity,
+        )
         with self.progress("training", self.training.steps) as advance:
             trainer.run(self.intervals, report, advance)
 
     def write_initial_head(self) -> None:
-        """Copy the head in ``init_head`` into the output directory, unless it is there already. Without one the head is the
-        model's own norm and LM head, with the draft vocabulary that the options say.
+        """Copy the head in ``init_head`` into the output directory, unless it is there already.
+        Without one the head is the model's own norm and LM head, with the draft vocabulary that the
+        options say.
 
         Raises:
-            EESDError: The head has another shape than the options say, or weights that are not finite; or the output directory
-                has another head.
+            EESDError: The head has another shape than the options say, or weights that are not
+                finite; or the output directory has another head.
         """
         self._check_head()
         if self.init_head is None:
-            rows = self.validation_and_training_rows()[1] if self.training.draft_vocab else self.rows
+            rows = (
+                self.validation_and_training_rows()[1] if self.training.draft_vocab else self.rows
+            )
             self._check_head()
             if self.is_main:
                 save(self.initial_head(rows), self.output)
@@ -367,7 +432,9 @@ class Run:
         head = self.given_head()
         assert head is not None
         if not all(value.isfinite().all() for value in head.state_dict().values()):
-            raise EESDError(f"The head in {self.init_head} has weights that are not finite; train it again.")
+            raise EESDError(
+                f"The head in {self.init_head} has weights that are not finite; train it again."
+            )
         self.output.mkdir(parents=True, exist_ok=True)
         if self.is_main and not self.output.samefile(self.init_head):
             for name in (WEIGHTS_FILE, CONFIG_FILE):
@@ -376,7 +443,8 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _check_head(self) -> None:
-        """Raise :class:`EESDError` if the output directory has a head that this command would not make again."""
+        """Raise :class:`EESDError` if the output directory has a head that this command would not
+        make again."""
         weights, config = self.output / WEIGHTS_FILE, self.output / CONFIG_FILE
         if not weights.exists():
             same = not config.exists()
@@ -388,7 +456,8 @@ class Run:
             raise EESDError(f"{self.output} has another exit head; give another --output.")
 
     def evaluate(self) -> tuple[Acceptance, CalibrationResult]:
-        """Evaluate the head in the output directory, and write its calibration prior into its configuration.
+        """Evaluate the head in the output directory, and write its calibration prior into its
+        configuration.
 
         Raises:
             EESDError: The head computes values that are not finite.
@@ -397,7 +466,9 @@ class Run:
         head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
-            raise EESDError(f"The head in {self.output} computes logits that are not finite; train it again.")
+            raise EESDError(
+                f"The head in {self.output} computes logits that are not finite; train it again."
+            )
         result = calibrate([label_rounds(drafted_rounds(text)) for text in drafts])
         acceptance = replay_acceptance([text.correct for text in drafts])
         if self.is_main:
@@ -407,15 +478,20 @@ class Run:
 
 def make_accelerator() -> Accelerator:
     """The accelerator of this process, alone or started by torchrun or ``accelerate launch``."""
-    cpu = not torch.accelerator.is_available()  # without this, accelerate does not distribute over CPU processes
+    # Without this, accelerate does not distribute over CPU processes.
+    cpu = not torch.accelerator.is_available()
     accelerator = Accelerator(cpu=cpu)
     for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
         if os.environ.get(name, "").lower() == "true":
-            raise EESDError(f"Each process has a copy of the head, and nothing is sharded; unset {name}.")
+            raise EESDError(
+                f"Each process has a copy of the head, and nothing is sharded; unset {name}."
+            )
     return accelerator
 
 
-def checked(options: dict[str, Any], config: ModelConfig, given: ExitConfig | None) -> tuple[TrainingOptions, DataOptions]:
+def checked(
+    options: dict[str, Any], config: ModelConfig, given: ExitConfig | None
+) -> tuple[TrainingOptions, DataOptions]:
     """Check what the command's options say about training and data.
 
     Args:
@@ -442,24 +518,41 @@ def checked(options: dict[str, Any], config: ModelConfig, given: ExitConfig | No
         options["self_prompt"] = max(1, options["own_rows"] // 2)
     data = DataOptions(**renamed, **{name: options[name] for name in same_names})
     if not training.steps and training.blocks and options["init_head"] is None:
-        raise EESDError("--steps 0 trains nothing; give the head to calibrate with --init-head DIR.")
-    if not training.steps and options["init_head"] is None and training.draft_vocab and not any(given_data):
         raise EESDError(
-            "--draft-vocab takes the tokens that text uses most; give text with --data FILE or --self-generate FILE."
+            "--steps 0 trains nothing; give the head to calibrate with --init-head DIR."
+        )
+    if (
+        not training.steps
+        and options["init_head"] is None
+        and training.draft_vocab
+        and not any(given_data)
+    ):
+        raise EESDError(
+            "--draft-vocab takes the tokens that text uses most; give text with --data FILE "
+            "or --self-generate FILE."
         )
     if training.steps and not training.blocks:
-        raise EESDError("A head without blocks is the model's own norm and LM head; give --steps 0, or --blocks of at least 1.")
+        raise EESDError(
+            "A head without blocks is the model's own norm and LM head; give --steps 0, or "
+            "--blocks of at least 1."
+        )
     if all(given_data) or not (training.steps or data.validation or any(given_data)):
         raise EESDError(
-            "Give either --data FILE (rows to train on), or prompts for the model: --self-generate FILE or --self-prompt N."
+            "Give either --data FILE (rows to train on), or prompts for the model: "
+            "--self-generate FILE or --self-prompt N."
         )
     for path in (*data.files, *data.prompts, *data.mixed, *data.validation):
         if not path.is_file():
-            raise EESDError(f"{path} is not a file; give files of text, JSON lines or token arrays.")
+            raise EESDError(
+                f"{path} is not a file; give files of text, JSON lines or token arrays."
+            )
     if training.draft_vocab >= config.geometry.vocab_size:
         training = replace(training, draft_vocab=0)
     if training.length > config.max_positions:
-        raise EESDError(f"--length {training.length} exceeds the model's {config.max_positions} positions; give a lower one.")
+        raise EESDError(
+            f"--length {training.length} exceeds the model's {config.max_positions} "
+            "positions; give a lower one."
+        )
     return training, data
 
 
@@ -489,7 +582,9 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
             raise EESDError(f"{directory} is not a directory; give another one.")
         remove_leftovers(directory)
     on_cpu = accelerator.device.type == "cpu"
-    dtype = options["dtype"] or ("float32" if on_cpu or training.precision == "float32" else "bfloat16")
+    dtype = options["dtype"] or (
+        "float32" if on_cpu or training.precision == "float32" else "bfloat16"
+    )
     run = Run(
         checkpoint=checkpoint,
         accelerator=accelerator,
@@ -505,11 +600,15 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
     check_exit(checkpoint.geometry, run.head_config())
     if data.self_prompt:
         if run.codec is None:
-            raise EESDError("The model has no tokenizer to write prompts with; give token arrays with --data FILE.")
+            raise EESDError(
+                "The model has no tokenizer to write prompts with; give token arrays with "
+                "--data FILE."
+            )
         try:
             around_turns(run.codec)
         except EESDError:
             raise EESDError(
-                "The model has no chat template to write prompts with; give --data FILE or --self-generate FILE."
+                "The model has no chat template to write prompts with; give --data FILE or "
+                "--self-generate FILE."
             ) from None
     return run

@@ -1,5 +1,5 @@
-"""Prompts that the model writes itself: it continues the beginning of its chat template's user turn (Magpie, Xu et al. 2024,
-arXiv 2406.08464)."""
+"""Prompts that the model writes itself: it continues the beginning of its chat template's user turn
+(Magpie, Xu et al. 2024, arXiv 2406.08464)."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -56,14 +56,16 @@ def self_prompts(
 ) -> list[Path]:
     """Write the JSON lines files of prompts that are missing.
 
-    Each file is a function of the options and of its number, so a stopped run continues where it stopped.
+    Each file is a function of the options and of its number, so a stopped run continues where it
+    stopped.
 
     Args:
         writer: The model.
         codec: The tokenizer and chat template.
         options: Options of the prompts.
         directory: Directory of the files.
-        eos_token_ids: Tokens that end a turn, besides the first token that the template puts behind one.
+        eos_token_ids: Tokens that end a turn, besides the first token that the template puts behind
+            one.
         advance: Called with the number of prompts of each file.
         rows: Prompts that are decoded together.
 
@@ -81,7 +83,10 @@ def self_prompts(
         path = directory / f"self-prompts-{key}-{number:05}.jsonl"
         if not path.exists():
             turns = _user_turns(writer, codec, options, number, eos_token_ids, rows)
-            lines = (json.dumps({"messages": [{"role": "user", "content": turn}]}) + "\n" for turn in turns)
+            lines = (
+                json.dumps({"messages": [{"role": "user", "content": turn}]}) + "\n"
+                for turn in turns
+            )
             with saved_whole(path) as temporary:
                 temporary.write_text("".join(lines))
         written = path.read_bytes().count(b"\n")
@@ -92,18 +97,26 @@ def self_prompts(
         if found >= options.prompts:
             return paths
         if failures == MAX_FAILURES:
-            raise EESDError("The model writes no user turns by itself; give prompts with --self-generate.")
+            raise EESDError(
+                "The model writes no user turns by itself; give prompts with --self-generate."
+            )
     raise AssertionError
 
 
 def around_turns(codec: TextCodec) -> tuple[str, str]:
-    """The text that the chat template puts before and after a user's turn. Raises :class:`EESDError` if there is none."""
+    """The text that the chat template puts before and after a user's turn. Raises
+    :class:`EESDError` if there is none."""
     opening, _, closing = codec.render([{"role": "user", "content": MARK}]).partition(MARK)
     return opening, closing
 
 
 def _user_turns(
-    writer: Writer, codec: TextCodec, options: SelfPromptOptions, number: int, eos_token_ids: Sequence[int], rows: int
+    writer: Writer,
+    codec: TextCodec,
+    options: SelfPromptOptions,
+    number: int,
+    eos_token_ids: Sequence[int],
+    rows: int,
 ) -> list[str]:
     """The different user turns of one file that the model has ended."""
     opening, closing = around_turns(codec)

@@ -1,4 +1,5 @@
-"""Files that a run writes and reads again. A stopped run, a full disk or a hand may have damaged them in the meantime."""
+"""Files that a run writes and reads again. A stopped run, a full disk or a hand may have damaged
+them in the meantime."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ def damaged(path: Path, remedy: str = MAKE_AGAIN) -> EESDError:
 
 
 def load_tensors(path: Path, remedy: str = MAKE_AGAIN) -> dict[str, Tensor]:
-    """Read a safetensors file. Raises :class:`EESDError` with the remedy if that is not possible."""
+    """Read a safetensors file. Raises :class:`EESDError` with the remedy if that is not
+    possible."""
     try:
         tensors: dict[str, Tensor] = load_file(path)
     except (SafetensorError, OSError, ValueError):
@@ -30,16 +32,24 @@ def load_tensors(path: Path, remedy: str = MAKE_AGAIN) -> dict[str, Tensor]:
 
 @contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Name the file or directory if it cannot be written. safetensors and full disks report errors without a name."""
+    """Name the file or directory if it cannot be written. safetensors and full disks report errors
+    without a name."""
     try:
         yield
     except (SafetensorError, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error).removeprefix("Error while serializing: ")
-        raise EESDError(f"{path} cannot be written ({reason}); free some space, and the same command continues.") from None
+        reason = (
+            error.strerror
+            if isinstance(error, OSError)
+            else str(error).removeprefix("Error while serializing: ")
+        )
+        raise EESDError(
+            f"{path} cannot be written ({reason}); free some space, and the same command continues."
+        ) from None
 
 
 @contextmanager
 def saved_whole(path: Path) -> Iterator[Path]:
-    """A temporary file that takes the name ``path`` when the block ends normally; errors name ``path``."""
+    """A temporary file that takes the name ``path`` when the block ends normally; errors name
+    ``path``."""
     with saving(path), written_whole(path) as temporary:
         yield temporary

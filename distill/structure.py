@@ -1,4 +1,5 @@
-"""The structure of the head that a run trains: what the options say, else that of the head it starts from, else a usual one."""
+"""The structure of the head that a run trains: what the options say, else that of the head it
+starts from, else a usual one."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -9,13 +10,16 @@ from eesd.common.geometry import ExitConfig, Geometry
 EXIT_LAYER = 4
 """Layers before the head; of a model with few layers a quarter of them."""
 LARGE_VOCABULARY = 16384
-"""With more tokens the LM head is a large part of a draft step, and a quarter of them is drafted."""
+"""With more tokens the LM head is a large part of a draft step, and a quarter of them is
+drafted."""
 LEAST_DRAFTED = 8192
 NAMES = ("exit_layer", "blocks", "own_lm_head", "draft_vocab", "deep")
 """The options that say it, as in :class:`~eesd.distill.options.TrainingOptions`."""
 
 
-def structure(options: Mapping[str, Any], geometry: Geometry, given: ExitConfig | None) -> dict[str, Any]:
+def structure(
+    options: Mapping[str, Any], geometry: Geometry, given: ExitConfig | None
+) -> dict[str, Any]:
     """The values of ``NAMES``.
 
     Args:
@@ -30,9 +34,14 @@ def structure(options: Mapping[str, Any], geometry: Geometry, given: ExitConfig 
     usual = {"exit_layer": min(EXIT_LAYER, max(1, geometry.num_layers // 4)), "blocks": 1} | said
     large = geometry.vocab_size > LARGE_VOCABULARY
     trains = usual["blocks"] > 0  # else it is the model's own norm and LM head
-    usual.setdefault("draft_vocab", max(LEAST_DRAFTED, geometry.vocab_size // 4) if large and trains else 0)
-    usual.setdefault("own_lm_head", trains and 0 < usual["draft_vocab"] < geometry.vocab_size)  # reads no more
-    usual.setdefault("deep", deep_layers(geometry.num_layers, usual["exit_layer"]) if trains else ())
+    usual.setdefault(
+        "draft_vocab", max(LEAST_DRAFTED, geometry.vocab_size // 4) if large and trains else 0
+    )
+    # Reads no more.
+    usual.setdefault("own_lm_head", trains and 0 < usual["draft_vocab"] < geometry.vocab_size)
+    usual.setdefault(
+        "deep", deep_layers(geometry.num_layers, usual["exit_layer"]) if trains else ()
+    )
     return usual
 
 

@@ -1,4 +1,5 @@
-"""The frozen model as the teacher: hidden states and top-k targets, computed for each batch or cached on disk."""
+"""The frozen model as the teacher: hidden states and top-k targets, computed for each batch or
+cached on disk."""
 
 import json
 import shutil
@@ -30,7 +31,8 @@ LOGITS_PER_CHUNK = 1 << 25
 DEVICE_CHUNKS = 8
 """How much more logits a GPU has in memory at a time: fewer and larger kernels."""
 TOP_BLOCK = 64
-"""Logits whose largest one is found first, so that a GPU need not search all of them for the k largest."""
+"""Logits whose largest one is found first, so that a GPU need not search all of them for the k
+largest."""
 SHARD_ROWS = 256
 """Rows in a shard of the target cache."""
 
@@ -57,7 +59,8 @@ class Batch:
     """Rows [B, T] with everything that a training step needs.
 
     Attributes:
-        hidden: Hidden states after the exit layer [B, T, hidden], and after each deep layer of the head.
+        hidden: Hidden states after the exit layer [B, T, hidden], and after each deep layer of the
+            head.
         targets: The teacher's predictions.
         mask: 1 for positions that have a next token, else 0 [B, T].
     """
@@ -80,7 +83,8 @@ class Batch:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device. A GPU copies it from pinned memory, so that nothing waits for the work before it."""
+    """A tensor on a device. A GPU copies it from pinned memory, so that nothing waits for the work
+    before it."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -121,7 +125,8 @@ def full_sequence_inputs(
         caches: Number of KV caches.
         dtype: Type of the KV caches, the rotary tables and the mask.
         device: Device of all tensors.
-        whole: Whether the pass needs no caches and no mask; they are then empty. None: on all devices but CPUs.
+        whole: Whether the pass needs no caches and no mask; they are then empty. None: on all
+            devices but CPUs.
 
     Returns:
         The inputs of the blocks, and the empty KV caches.
@@ -129,17 +134,23 @@ def full_sequence_inputs(
     whole = device.type != "cpu" if whole is None else whole
     with torch.device(device):
         inputs = causal_inputs(geometry, batch, tokens, tokens)
-        empty = [(k.to(dtype), v.to(dtype)) for k, v in empty_caches(geometry, batch, 0 if whole else tokens, caches)]
+        empty = [
+            (k.to(dtype), v.to(dtype))
+            for k, v in empty_caches(geometry, batch, 0 if whole else tokens, caches)
+        ]
     if whole:
         inputs.attn_mask, inputs.whole = inputs.attn_mask[..., :0, :0], True
-    inputs.cos, inputs.sin, inputs.attn_mask = (t.to(dtype) for t in (inputs.cos, inputs.sin, inputs.attn_mask))
+    inputs.cos, inputs.sin, inputs.attn_mask = (
+        t.to(dtype) for t in (inputs.cos, inputs.sin, inputs.attn_mask)
+    )
     return inputs, empty
 
 
 class Teacher(nn.Module):
     """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
-    All layers share one KV cache: a pass over whole sequences reads only what the same layer just wrote.
+    All layers share one KV cache: a pass over whole sequences reads only what the same layer just
+    wrote.
     """
 
     def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str) -> None:
@@ -155,11 +166,14 @@ class Teacher(nn.Module):
         self.decoder, self.layers, self.precision = decoder, tuple(layers), precision
         self.top_k = min(top_k, decoder.geometry.vocab_size)
 
-    @torch.no_grad()  # not inference_mode: inference tensors cannot take part in the student's backward pass
+    # Not inference_mode: inference tensors cannot take part in the student's backward pass.
+    @torch.no_grad()
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
         """Hidden states [B, T, hidden] after each exit layer, and the targets."""
         backbone, dtype = self.decoder.model, storage_dtype(self.precision)
-        inputs, (cache,) = full_sequence_inputs(self.decoder.geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device)
+        inputs, (cache,) = full_sequence_inputs(
+            self.decoder.geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device
+        )
         hidden = {}
         with autocast(self.precision, ids.device):
             x = backbone.embed_tokens(ids)
@@ -168,11 +182,14 @@ class Teacher(nn.Module):
                 if number in self.layers:
                     hidden[number] = x.to(dtype)
             x = backbone.norm(x)
-        # Outside the autocast: rounded logits would change the label where two tokens are almost equally likely.
+        # Outside the autocast: rounded logits would change the label where two tokens are almost
+        # equally likely.
         flat = x.flatten(0, 1)
         rows = chunk_rows(self.decoder.geometry.vocab_size, ids.device)
         top = [self._top_tokens(chunk) for chunk in flat.chunk(-(-len(flat) // rows))]
-        top_ids, top_logprobs = (torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True))
+        top_ids, top_logprobs = (
+            torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True)
+        )
         return hidden, Targets(top_ids, top_logprobs)
 
     def _top_tokens(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,7 +199,8 @@ class Teacher(nn.Module):
 
 
 def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
-    """Logits [n, V], float32, from LM head inputs [n, hidden]. A GPU never rounds its sums to the type of the weight."""
+    """Logits [n, V], float32, from LM head inputs [n, hidden]. A GPU never rounds its sums to the
+    type of the weight."""
     x = x.to(weight.dtype)
     if x.device.type == "cuda" and x.dtype != torch.float32:
         wide: Tensor = torch.mm(x, weight.T, out_dtype=torch.float32)
@@ -191,18 +209,22 @@ def wide_logits(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Ids, int32, and log-probabilities, float16, of the most likely tokens [n, count] for logits [n, V], best first."""
+    """Ids, int32, and log-probabilities, float16, of the most likely tokens [n, count] for logits
+    [n, V], best first."""
     values, ids = logits.topk(count) if logits.device.type == "cpu" else largest(logits, count)
     return ids.int(), (values - logits.logsumexp(-1, keepdim=True)).half()
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What ``topk`` gives for logits [n, V], from the blocks with the largest maxima: no other block has one of the tokens."""
+    """What ``topk`` gives for logits [n, V], from the blocks with the largest maxima: no other
+    block has one of the tokens."""
     if logits.shape[1] % TOP_BLOCK or logits.shape[1] // TOP_BLOCK <= count:
         return logits.topk(count)
     blocks = logits.view(len(logits), -1, TOP_BLOCK)
     chosen = blocks.amax(-1).topk(count).indices
-    values, within = blocks.gather(1, chosen[..., None].expand(-1, -1, TOP_BLOCK)).flatten(1).topk(count)
+    values, within = (
+        blocks.gather(1, chosen[..., None].expand(-1, -1, TOP_BLOCK)).flatten(1).topk(count)
+    )
     return values, chosen.gather(1, within // TOP_BLOCK) * TOP_BLOCK + within % TOP_BLOCK
 
 
@@ -219,19 +241,32 @@ class OnlineTargets:
         self.rows, self.teacher, self.device = rows, teacher, device
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
-        ids = on_device(torch.from_numpy(self.rows.tokens[indices, :-1].astype(np.int64)), self.device)
+        ids = on_device(
+            torch.from_numpy(self.rows.tokens[indices, :-1].astype(np.int64)), self.device
+        )
         hidden, targets = self.teacher(ids)
-        return Batch([hidden[layer] for layer in layers], targets, _mask(self.rows, indices)).to(self.device)
+        return Batch([hidden[layer] for layer in layers], targets, _mask(self.rows, indices)).to(
+            self.device
+        )
 
 
 class TargetCache:
-    """A directory with the hidden states and targets of all rows, in safetensors shards of 256 rows.
+    """A directory with the hidden states and targets of all rows, in safetensors shards of 256
+    rows.
 
-    A complete cache replaces the teacher. If rows are added behind the others, only theirs are computed. Shards contain
-    ``hidden.<layer>``, ``top_ids`` and ``top_logprobs``.
+    A complete cache replaces the teacher. If rows are added behind the others, only theirs are
+    computed. Shards contain ``hidden.<layer>``, ``top_ids`` and ``top_logprobs``.
     """
 
-    def __init__(self, directory: Path, rows: Rows, base: str, layers: Sequence[int], top_k: int, precision: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        rows: Rows,
+        base: str,
+        layers: Sequence[int],
+        top_k: int,
+        precision: str,
+    ) -> None:
         """Open a cache, or create one without shards.
 
         Args:
@@ -259,7 +294,9 @@ class TargetCache:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / "cache.json"
         if path.exists():
-            stored = read_json_object(path, f"delete {directory}, or give another --offline directory")
+            stored = read_json_object(
+                path, f"delete {directory}, or give another --offline directory"
+            )
             self._check(stored)
             if stored["rows"] == len(rows):
                 return
@@ -267,7 +304,8 @@ class TargetCache:
             temporary.write_text(json.dumps(self.meta, indent=2) + "\n")
 
     def _check(self, stored: dict[str, Any]) -> None:
-        """Check that a cache holds the targets of the first of these rows, or of all, and keep its layers."""
+        """Check that a cache holds the targets of the first of these rows, or of all, and keep its
+        layers."""
         kept, count = stored.get("layers"), stored.get("rows")
         if isinstance(kept, list) and all(layer in kept for layer in self.meta["layers"]):
             self.meta["layers"] = kept
@@ -277,7 +315,8 @@ class TargetCache:
         changed = first_difference(stored, expected)
         if changed:
             raise EESDError(
-                f"The cache {self.directory} was made with other data or options ({changed}); give another --offline directory."
+                f"The cache {self.directory} was made with other data or options ({changed}); "
+                "give another --offline directory."
             )
 
     @property
@@ -300,7 +339,9 @@ class TargetCache:
 
     def _row_bytes(self, hidden_size: int) -> int:
         """Bytes of one row on disk: states, ids and log-probabilities."""
-        states = hidden_size * len(self.meta["layers"]) * storage_dtype(self.meta["precision"]).itemsize
+        states = (
+            hidden_size * len(self.meta["layers"]) * storage_dtype(self.meta["precision"]).itemsize
+        )
         return int(self.meta["length"] * (states + 6 * self.meta["top_k"]))
 
     def fill(
@@ -328,16 +369,28 @@ class TargetCache:
             EESDError: The disk is too small.
         """
         missing = self.missing_shards()
-        needed, free = len(missing) * SHARD_ROWS * self._row_bytes(hidden_size), shutil.disk_usage(self.directory).free
+        needed, free = (
+            len(missing) * SHARD_ROWS * self._row_bytes(hidden_size),
+            shutil.disk_usage(self.directory).free,
+        )
         if needed > free:
             raise EESDError(
-                f"The cache {self.directory} needs {needed / 1e9:.1f} GB more, but the disk has {free / 1e9:.1f} GB free; "
+                f"The cache {self.directory} needs {needed / 1e9:.1f} GB more, but the disk "
+                f"has {free / 1e9:.1f} GB free; "
                 "give another directory, fewer rows, or a smaller --top-k."
             )
         for number in missing[process::processes]:
-            tokens = torch.from_numpy(self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(np.int64))
-            parts = [_cached_tensors(*teacher(ids.to(device))) for ids in torch.split(tokens, batch)]
-            shard = {name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]}
+            tokens = torch.from_numpy(
+                self.rows.tokens[number * SHARD_ROWS : (number + 1) * SHARD_ROWS, :-1].astype(
+                    np.int64
+                )
+            )
+            parts = [
+                _cached_tensors(*teacher(ids.to(device))) for ids in torch.split(tokens, batch)
+            ]
+            shard = {
+                name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]
+            }
             path = self.directory / shard_name(number)
             with saved_whole(path) as temporary:
                 save_file(shard, temporary)
@@ -349,14 +402,23 @@ class TargetCache:
         return Batch(hidden, targets, _mask(self.rows, indices))
 
     def _read(self, name: str, indices: NDArray[np.int64]) -> Tensor:
-        return torch.cat([self._shard(int(i) // SHARD_ROWS).get_slice(name)[int(i) % SHARD_ROWS][None] for i in indices])
+        return torch.cat(
+            [
+                self._shard(int(i) // SHARD_ROWS).get_slice(name)[int(i) % SHARD_ROWS][None]
+                for i in indices
+            ]
+        )
 
     def _shard(self, number: int) -> Any:
         if number not in self._open_shards:
             path = self.directory / shard_name(number)
             try:
                 shard: Any = safe_open(path, framework="pt")
-                names = [*(f"hidden.{layer}" for layer in self.meta["layers"]), "top_ids", "top_logprobs"]
+                names = [
+                    *(f"hidden.{layer}" for layer in self.meta["layers"]),
+                    "top_ids",
+                    "top_logprobs",
+                ]
                 shapes = {name: tuple(shard.get_slice(name).get_shape()[:2]) for name in names}
             except (SafetensorError, OSError):
                 raise damaged(path) from None

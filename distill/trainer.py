@@ -1,4 +1,5 @@
-"""The training loop: steps, checkpoints that a run resumes from exactly, validation by acceptance."""
+"""The training loop: steps, checkpoints that a run resumes from exactly, validation by
+acceptance."""
 
 import json
 import math
@@ -36,42 +37,59 @@ Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
 
 LATE = 3
-"""How much more later weights count in the mean of a run at a constant rate: step t as t to this power, so that the mean is a
-fifth of the run old."""
+"""How much more later weights count in the mean of a run at a constant rate: step t as t to this
+power, so that the mean is a fifth of the run old."""
 _FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
 """Of a checkpoint."""
-_STATES = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
+_STATES = {
+    torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
+    torch.optim.Muon: ("momentum_buffer",),
+}
 """What an optimizer remembers of a parameter."""
 
 
 def _foreign(checkpoint: Path) -> str:
     """Why a checkpoint's directory may not be replaced or deleted; "" if it holds nothing else."""
-    other = (path.name for path in checkpoint.iterdir() if path.name not in _FILES or not path.is_file())
+    other = (
+        path.name for path in checkpoint.iterdir() if path.name not in _FILES or not path.is_file()
+    )
     return next((f"it also holds {name}, which no run wrote" for name in other), "")
 
 
 def _checkpoints(output: Path) -> list[Path]:
     found = (re.fullmatch(r"checkpoint-([0-9]{1,18})", path.name) for path in output.iterdir())
-    return [output / match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))]
+    return [
+        output / match[0] for match in sorted(filter(None, found), key=lambda match: int(match[1]))
+    ]
 
 
 def check_output(output: Path) -> None:
-    """Raise :class:`EESDError` if a directory has checkpoints or a head that training in it would replace and did not write."""
+    """Raise :class:`EESDError` if a directory has checkpoints or a head that training in it would
+    replace and did not write."""
     checkpoints = _checkpoints(output)
     for found in checkpoints:
         if found.is_symlink() or not found.is_dir() or _foreign(found):
-            raise EESDError(f"{found} is no checkpoint of eesd-distill; give another --output, or move it away.")
+            raise EESDError(
+                f"{found} is no checkpoint of eesd-distill; give another --output, or move it away."
+            )
     if not checkpoints and not MetricsLog(output).path.exists():
         _check_head(output)
 
 
 def _check_head(output: Path) -> None:
-    if any((output / name).exists() for name in (exit_head_file.WEIGHTS_FILE, exit_head_file.CONFIG_FILE)):
-        raise EESDError(f"{output} has an exit head that no run here trained; move it away, or give another --output.")
+    if any(
+        (output / name).exists()
+        for name in (exit_head_file.WEIGHTS_FILE, exit_head_file.CONFIG_FILE)
+    ):
+        raise EESDError(
+            f"{output} has an exit head that no run here trained; move it away, or give "
+            "another --output."
+        )
 
 
 def learning_rate(options: TrainingOptions, step: int) -> float:
-    """The learning rate of step ``step`` (from 0): linear warm-up, plateau, linear cooldown to 2 % of the peak."""
+    """The learning rate of step ``step`` (from 0): linear warm-up, plateau, linear cooldown to 2 %
+    of the peak."""
     warmup = (step + 1) / max(1.0, options.warmup * options.steps)
     remaining = (options.steps - step) / options.steps
     cooldown = 0.02 + 0.98 * remaining / options.cooldown if options.cooldown else 1.0
@@ -79,21 +97,31 @@ def learning_rate(options: TrainingOptions, step: int) -> float:
 
 
 def make_optimizers(head: nn.Module, options: TrainingOptions) -> list[torch.optim.Optimizer]:
-    """Make the optimizers of a head: Muon (Jordan et al. 2024) for the blocks' matrices, and AdamW for the rest.
+    """Make the optimizers of a head: Muon (Jordan et al. 2024) for the blocks' matrices, and AdamW
+    for the rest.
 
     Muon's updates are scaled so that both optimizers use the same learning rate.
     """
-    matrices = [p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith("lm_head")]
+    matrices = [
+        p for name, p in head.named_parameters() if p.ndim == 2 and not name.startswith("lm_head")
+    ]
     matrix_ids = set(map(id, matrices))
     others = [p for p in head.parameters() if id(p) not in matrix_ids]
     return [
-        torch.optim.Muon(matrices, lr=options.lr, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.Muon(
+            matrices,
+            lr=options.lr,
+            weight_decay=0.05,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
         torch.optim.AdamW(others, lr=options.lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
 
 
 class Trainer:
-    """Trains one head. Writes the head, ``metrics.jsonl`` and ``checkpoint-<step>/`` into the output directory."""
+    """Trains one head. Writes the head, ``metrics.jsonl`` and ``checkpoint-<step>/`` into the
+    output directory."""
 
     def __init__(
         self,
@@ -120,9 +148,15 @@ class Trainer:
             targets: Gives the batches of these rows.
             validation: The validation set.
             output: Existing output directory.
-            identity: Model, data and initial weights. A run resumes only if they and the options are the same.
+            identity: Model, data and initial weights. A run resumes only if they and the options
+                are the same.
         """
-        self.accelerator, self.geometry, self.options, self.rows = accelerator, geometry, options, rows
+        self.accelerator, self.geometry, self.options, self.rows = (
+            accelerator,
+            geometry,
+            options,
+            rows,
+        )
         self.targets, self.validation, self.output, self.head = targets, validation, output, head
         self.lm_head = lm_head.to(accelerator.device)
         head = head.to(accelerator.device)
@@ -136,9 +170,15 @@ class Trainer:
         )
         self.metrics, self._own_head = MetricsLog(output), False
         self.step = 0
-        self._means = [] if options.cooldown else [value.detach().clone() for value in self.student.parameters()]
+        self._means = (
+            []
+            if options.cooldown
+            else [value.detach().clone() for value in self.student.parameters()]
+        )
 
-    def run(self, intervals: Intervals, report: Report, advance: Callable[[int], None] = lambda _: None) -> Acceptance:
+    def run(
+        self, intervals: Intervals, report: Report, advance: Callable[[int], None] = lambda _: None
+    ) -> Acceptance:
         """Train to the last step, from the last checkpoint if there is one.
 
         Args:
@@ -150,11 +190,13 @@ class Trainer:
             The final acceptance.
 
         Raises:
-            EESDError: The loss is not a number (the last checkpoint is kept), or the checkpoint is from a run with other
-                options.
+            EESDError: The loss is not a number (the last checkpoint is kept), or the checkpoint is
+                from a run with other options.
         """
         self._resume()
-        self._lm_head_rows = self.head.rows_of(self.lm_head) if self.head.lm_head is None else self.lm_head
+        self._lm_head_rows = (
+            self.head.rows_of(self.lm_head) if self.head.lm_head is None else self.lm_head
+        )
         advance(self.step)
         acceptance = self._validate(report) if self.step == 0 else None
         started = time.monotonic()
@@ -163,7 +205,11 @@ class Trainer:
             self.step += 1
             self._average()
             last = self.step == self.options.steps
-            if last or self.step == 1 or any(self.step % every == 0 for every in asdict(intervals).values()):
+            if (
+                last
+                or self.step == 1
+                or any(self.step % every == 0 for every in asdict(intervals).values())
+            ):
                 metrics = self._read(mean, self.step)
             if self.step % intervals.log == 0 or last or self.step == 1:
                 report(self._log({"step": self.step, **metrics, **self._spent(started)}))
@@ -175,14 +221,16 @@ class Trainer:
         return acceptance or self._validate(report)
 
     def _spent(self, started: float) -> dict[str, float]:
-        """Seconds of the training, and on a GPU the most bytes that this process held, of all phases."""
+        """Seconds of the training, and on a GPU the most bytes that this process held, of all
+        phases."""
         spent: dict[str, float] = {"seconds": round(time.monotonic() - started, 2)}
         if self.accelerator.device.type == "cuda":
             spent["peak_bytes"] = torch.cuda.max_memory_allocated(self.accelerator.device)
         return spent
 
     def _train_step(self) -> Tensor:
-        """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for :meth:`_read`.
+        """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for
+        :meth:`_read`.
 
         A GPU gets the next step before it has done this one: nothing here reads a number of its.
         """
@@ -193,13 +241,19 @@ class Trainer:
                 group["lr"] = rate
         total = torch.zeros(len(LOSS_NAMES) + 2, device=self.accelerator.device)
         for micro_step in range(options.accumulate):
-            number = (self.step * options.accumulate + micro_step) * processes + self.accelerator.process_index
-            indices = batch_indices(self.rows, options.batch, options.mix_share, number, options.seed)
+            number = (
+                self.step * options.accumulate + micro_step
+            ) * processes + self.accelerator.process_index
+            indices = batch_indices(
+                self.rows, options.batch, options.mix_share, number, options.seed
+            )
             batch = self.targets.batch(indices, options.layers).to(self.accelerator.device)
             roots = self._roots(number)
             last = micro_step == options.accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.student):
-                loss, metrics = self.student(batch, roots, self._lm_head_rows, self._inputs, self._caches)
+                loss, metrics = self.student(
+                    batch, roots, self._lm_head_rows, self._inputs, self._caches
+                )
                 self.accelerator.backward(loss / options.accumulate)
             total += torch.cat([loss.detach()[None], metrics]) / options.accumulate
         mean: Tensor = self.accelerator.reduce(total, "mean")
@@ -212,19 +266,24 @@ class Trainer:
         return mean
 
     def _read(self, mean: Tensor, step: int) -> dict[str, float]:
-        """The metrics of a step. A loss that is not a number stays so: what a GPU trained with it is not saved."""
+        """The metrics of a step. A loss that is not a number stays so: what a GPU trained with it
+        is not saved."""
         values = mean.tolist()
         if not math.isfinite(values[0]):
             raise EESDError(
-                f"The loss at step {step} is not a number; the last checkpoint in {self.output} is kept. Lower --lr, "
+                f"The loss at step {step} is not a number; the last checkpoint in "
+                f"{self.output} is kept. Lower --lr, "
                 "or check the data for damaged rows."
             )
-        metrics: dict[str, float] = dict(zip(("loss", *LOSS_NAMES, "agreement"), values, strict=True))
+        metrics: dict[str, float] = dict(
+            zip(("loss", *LOSS_NAMES, "agreement"), values, strict=True)
+        )
         return metrics | {"lr": learning_rate(self.options, step - 1)}
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Let the mean follow the weights (Shamir and Zhang 2013). It does what a cooldown does, and needs no end."""
+        """Let the mean follow the weights (Shamir and Zhang 2013). It does what a cooldown does,
+        and needs no end."""
         share = (LATE + 1) / (self.step + LATE)
         for mean, value in zip(self._means, self.student.parameters(), strict=False):
             mean.lerp_(value, share)
@@ -250,14 +309,25 @@ class Trainer:
         options = self.options
         if not options.deep:
             return None
-        return on_device(random_roots(options.batch, options.length, options.seed, number), self.accelerator.device)
+        return on_device(
+            random_roots(options.batch, options.length, options.seed, number),
+            self.accelerator.device,
+        )
 
     def _validate(self, report: Report) -> Acceptance:
         texts = self.validation.correct_drafts(self.full_head(), self.geometry, self.lm_head)
-        acceptance, kinds = replay_acceptance(texts), acceptance_by_kind(texts, self.validation.kinds)
-        metrics: dict[str, Any] = {"acceptance": acceptance.by_depth, "tokens_per_round": acceptance.tokens_per_round}
+        acceptance, kinds = (
+            replay_acceptance(texts),
+            acceptance_by_kind(texts, self.validation.kinds),
+        )
+        metrics: dict[str, Any] = {
+            "acceptance": acceptance.by_depth,
+            "tokens_per_round": acceptance.tokens_per_round,
+        }
         if len(kinds) > 1:
-            metrics["kinds"] = {kind: [one.by_depth[0], one.tokens_per_round] for kind, one in kinds.items()}
+            metrics["kinds"] = {
+                kind: [one.by_depth[0], one.tokens_per_round] for kind, one in kinds.items()
+            }
         report(self._log({"step": self.step, **metrics}))
         return acceptance
 
@@ -283,7 +353,8 @@ class Trainer:
         return head.to(self.accelerator.device)
 
     def _save(self) -> None:
-        """Write checkpoint and head. The checkpoint's directory gets its name when it is complete."""
+        """Write checkpoint and head. The checkpoint's directory gets its name when it is
+        complete."""
         if self.accelerator.is_main_process:
             averaged = self.full_head()
             final = self.output / f"checkpoint-{self.step}"
@@ -292,7 +363,9 @@ class Trainer:
                 if self._means:
                     save_file(averaged.state_dict(), temporary / "average.safetensors")
                 save_file(self._optimizer_state(), temporary / "optimizer.safetensors")
-                (temporary / "run.json").write_text(json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n")
+                (temporary / "run.json").write_text(
+                    json.dumps({"step": self.step, "options": self.identity}, indent=2) + "\n"
+                )
             for other in _checkpoints(self.output):
                 if other != final and (kept := remove_directory(other, _foreign)):
                     notice(f"{other} is kept: {kept}.")
@@ -319,12 +392,17 @@ class Trainer:
         remedy = f"delete {newest}, and the next run starts from the checkpoint before it, or anew"
         run = read_json_object(newest / "run.json", remedy)
         step, stored_options = run.get("step"), run.get("options")
-        if not isinstance(stored_options, dict) or type(step) is not int or newest.name != f"checkpoint-{step}":
+        if (
+            not isinstance(stored_options, dict)
+            or type(step) is not int
+            or newest.name != f"checkpoint-{step}"
+        ):
             raise damaged(newest / "run.json", remedy)
         changed = first_difference(*map(self._fixed, (stored_options, self.identity)))
         if changed:
             raise EESDError(
-                f"{self.output} has a run with other options ({changed}); give the same options to continue it, "
+                f"{self.output} has a run with other options ({changed}); give the same "
+                "options to continue it, "
                 "or another --output."
             )
         self._load_head(newest / "head.safetensors", remedy)
@@ -333,17 +411,22 @@ class Trainer:
                 self._load_head(newest / "average.safetensors", remedy)
         self._load_optimizers(newest / "optimizer.safetensors", remedy)
         if self.accelerator.is_main_process:
-            self._save_head(self.full_head())  # the run may have been killed between the checkpoint and the head
+            # The run may have been killed between the checkpoint and the head.
+            self._save_head(self.full_head())
         self.step = step
         self.metrics.start(self.step)
 
     def _fixed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What a run must keep of its options. At a constant rate it may go on with more steps and more data."""
+        """What a run must keep of its options. At a constant rate it may go on with more steps and
+        more data."""
         return options | {"steps": 0, "data": ""} if self.options.cooldown == 0 else options
 
     def _load_head(self, path: Path, remedy: str) -> None:
         state = load_tensors(path, remedy)
-        shapes, wanted = ({name: value.shape for name, value in of.items()} for of in (state, self.head.state_dict()))
+        shapes, wanted = (
+            {name: value.shape for name, value in of.items()}
+            for of in (state, self.head.state_dict())
+        )
         if shapes != wanted:
             raise damaged(path, remedy)
         self.head.load_state_dict(state)
@@ -352,7 +435,9 @@ class Trainer:
         stored, used = load_tensors(path, remedy), 0
         for number, optimizer in enumerate(self._own_optimizers):
             state = optimizer.state_dict()
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            parameters = [
+                parameter for group in optimizer.param_groups for parameter in group["params"]
+            ]
             for index, parameter in enumerate(parameters):
                 names = _STATES[type(optimizer)]
                 values = {name: stored.get(f"{number}|{index}|{name}") for name in names}

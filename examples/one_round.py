@@ -1,9 +1,10 @@
-"""Greedy decoding with a draft of fixed length, over an engine directory, with numpy and onnxruntime alone.
+"""Greedy decoding with a draft of fixed length, over an engine directory, with numpy and
+onnxruntime alone.
 
     python examples/one_round.py plans/ 5 9 3        # ids of the prompt; prints those of the text
 
-For float32 directories without stages, deep layers and EAGLE-3 heads (docs/engine-directory.md). It is what EESD does in a
-round, without trees, sampling, and everything that makes it fast.
+For float32 directories without stages, deep layers and EAGLE-3 heads (docs/engine-directory.md). It
+is what EESD does in a round, without trees, sampling, and everything that makes it fast.
 """
 
 import json
@@ -21,21 +22,39 @@ def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
     """Greedy tokens after ``prompt``, up to EOS."""
     manifest = json.loads((directory / "manifest.json").read_text("utf-8"))
     [verify_info], draft_info = manifest["verify"], manifest["draft"]
-    verify, draft = (ort.InferenceSession(directory / info["file"]) for info in (verify_info, draft_info))
+    verify, draft = (
+        ort.InferenceSession(directory / info["file"]) for info in (verify_info, draft_info)
+    )
     geometry, slots = manifest["geometry"], manifest["max_seq_len"]
     shape = 1, geometry["num_kv_heads"], slots, geometry["head_dim"]
-    caches = {f"{kind}_{i}": np.zeros(shape, np.float32) for i in verify_info["caches"] for kind in ("key", "value")}
+    caches = {
+        f"{kind}_{i}": np.zeros(shape, np.float32)
+        for i in verify_info["caches"]
+        for kind in ("key", "value")
+    }
 
     def call(session: ort.InferenceSession, tokens: list[int], slot: int) -> list[np.ndarray]:
-        """Results of a chain of tokens from ``slot`` on, whose keys and values are written in place."""
+        """Results of a chain of tokens from ``slot`` on, whose keys and values are written in
+        place."""
         positions = np.arange(slot, slot + len(tokens))
         hidden = np.arange(slots) > positions[:, None]
-        given = {"input_ids": [tokens], "position_ids": [positions], "write_indices": [slot], "logit_rows": range(len(tokens))}
+        given = {
+            "input_ids": [tokens],
+            "position_ids": [positions],
+            "write_indices": [slot],
+            "logit_rows": range(len(tokens)),
+        }
         given = {name: np.array(values, np.int64) for name, values in given.items()}
         given |= {"attn_mask": np.where(hidden, -30000, 0).astype(np.float32)[None, None]} | caches
         results = session.run(None, {one.name: given[one.name] for one in session.get_inputs()})
         named = dict(zip([one.name for one in session.get_outputs()], results, strict=True))
-        caches.update({name.removesuffix("_out"): value for name, value in named.items() if name.endswith("_out")})
+        caches.update(
+            {
+                name.removesuffix("_out"): value
+                for name, value in named.items()
+                if name.endswith("_out")
+            }
+        )
         return [value for name, value in named.items() if not name.endswith("_out")]
 
     tokens, end = list(prompt), len(prompt) + new_tokens
@@ -43,13 +62,16 @@ def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
         call(verify, tokens[:-1], 0)  # all but the last token, which is the first root
     while len(tokens) < end:
         root, drafted = len(tokens) - 1, list[int]()
-        for step in range(min(LENGTH, end - len(tokens) - 1)):  # draft: the bonus token must fit behind it
+        # Draft: the bonus token must fit behind it.
+        for step in range(min(LENGTH, end - len(tokens) - 1)):
             _, ids, _ = call(draft, [[tokens[-1], *drafted][step]], root + step)
             drafted.append(int(ids[0, 0, 0]))
-        [logits] = call(verify, [tokens[-1], *drafted], root)  # verify: one pass over the root and the draft
+        # Verify: one pass over the root and the draft.
+        [logits] = call(verify, [tokens[-1], *drafted], root)
         chosen = logits[0].argmax(-1).tolist()
         accepted = next((i for i, token in enumerate(drafted) if token != chosen[i]), len(drafted))
-        for token in chosen[: accepted + 1]:  # commit: what was accepted, and the bonus token, the next root
+        # Commit: what was accepted, and the bonus token, the next root.
+        for token in chosen[: accepted + 1]:
             tokens.append(token)
             if token in manifest["eos_token_ids"]:
                 return tokens[len(prompt) :]

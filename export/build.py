@@ -1,4 +1,5 @@
-"""``eesd-build``: build TensorRT plans, or what the CPU runs, from the graphs of an engine directory."""
+"""``eesd-build``: build TensorRT plans, or what the CPU runs, from the graphs of an engine
+directory."""
 
 import resource
 import shutil
@@ -28,7 +29,8 @@ from eesd.runtime.engines.trt_plans import FLAVOURS, capabilities_for
 
 CPU = "cpu"
 FLOAT16 = (
-    "Other projects report wrong results of TensorRT's attention in float16 after about 1,000 tokens; export with --dtype "
+    "Other projects report wrong results of TensorRT's attention in float16 after about 1,000 "
+    "tokens; export with --dtype "
     "bfloat16, or add --check on the GPU."
 )
 
@@ -40,18 +42,36 @@ FLOAT16 = (
     type=click.Choice((*FLAVOURS, CPU)),
     help="Flavour to build, or cpu.  [default: the installed flavour]",
 )
-@click.option("--precision", help="Fail unless the engines have this element type, such as float16.")
-@click.option("--batch", type=click.IntRange(1, 64), default=1, help="Most rows of a batch: sequences that decode in one call.")
 @click.option(
-    "--prefill-chunk", type=click.IntRange(1, 2**31 - 1), help="Largest number of prompt tokens of a call.  [default: 512]"
+    "--precision", help="Fail unless the engines have this element type, such as float16."
 )
 @click.option(
-    "--compute-capability", "capabilities", multiple=True, help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable."
+    "--batch",
+    type=click.IntRange(1, 64),
+    default=1,
+    help="Most rows of a batch: sequences that decode in one call.",
 )
-@click.option("--strip-weights", is_flag=True, help="Plans hold no weights; loading takes those of DIRECTORY. Needs a GPU.")
+@click.option(
+    "--prefill-chunk",
+    type=click.IntRange(1, 2**31 - 1),
+    help="Largest number of prompt tokens of a call.  [default: 512]",
+)
+@click.option(
+    "--compute-capability",
+    "capabilities",
+    multiple=True,
+    help="tensorrt-rtx: GPU to build for, such as 8.9. Repeatable.",
+)
+@click.option(
+    "--strip-weights",
+    is_flag=True,
+    help="Plans hold no weights; loading takes those of DIRECTORY. Needs a GPU.",
+)
 @click.option("--force", is_flag=True, help="Also build what is up to date.")
 @click.option(
-    "--check", is_flag=True, help="Then run the plans, and compare them with torch and with their graphs. Needs a GPU."
+    "--check",
+    is_flag=True,
+    help="Then run the plans, and compare them with torch and with their graphs. Needs a GPU.",
 )
 def main(
     directory: Path,
@@ -64,23 +84,31 @@ def main(
     force: bool,
     check: bool,
 ) -> None:
-    """Build a plan from each graph in DIRECTORY, and record the plans in its manifest. For the CPU, pack the weights."""
+    """Build a plan from each graph in DIRECTORY, and record the plans in its manifest. For the CPU,
+    pack the weights."""
     manifest = load_manifest(directory)
     remove_leftovers(directory)
     if target == CPU:
         if precision or batch > 1 or prefill_chunk or capabilities or strip_weights or check:
             raise EESDError("--target cpu takes no option but --force; leave the others out.")
-        click.echo(f"built for the CPU: {describe_build(build_for_cpu(directory, manifest, force))}")
+        click.echo(
+            f"built for the CPU: {describe_build(build_for_cpu(directory, manifest, force))}"
+        )
         return
     plans.check_precision(manifest)
     if precision not in (None, manifest.dtype):
         raise EESDError(
-            f"{directory} was exported as {manifest.dtype}; for {precision} plans export with --dtype {precision} first."
+            f"{directory} was exported as {manifest.dtype}; for {precision} plans export with "
+            f"--dtype {precision} first."
         )
     chunk, flavour = prefill_chunk or manifest.gpu_prefill_chunk, plans.find_flavour(target)
-    options = plans.BuildOptions(flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest), strip_weights)
+    options = plans.BuildOptions(
+        flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest), strip_weights
+    )
     plans.check_options(manifest, options)
-    outdated = [g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)]
+    outdated = [
+        g for g in manifest.graphs if force or not plans.up_to_date(directory, manifest, g, options)
+    ]
     if outdated or files_changed(directory, manifest):
         verify_files(directory, manifest)
     for graph in manifest.graphs:
@@ -94,7 +122,9 @@ def main(
         notice(FLOAT16)
 
 
-def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions) -> Manifest:
+def _build_plan(
+    directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions
+) -> Manifest:
     """Build one plan, report time and memory, and return the manifest that records it."""
     estimate = check_resources(directory, manifest, graph, options)
     started = time.perf_counter()
@@ -103,15 +133,19 @@ def _build_plan(directory: Path, manifest: Manifest, graph: GraphInfo, options: 
     manifest = plans.record(directory, manifest, graph, plan)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     click.echo(
-        f"{plan.file}: {plan.size / 1e6:.1f} MB by {plan.flavour} {plan.version} in {time.perf_counter() - started:.1f} s, "
+        f"{plan.file}: {plan.size / 1e6:.1f} MB by {plan.flavour} {plan.version} in "
+        f"{time.perf_counter() - started:.1f} s, "
         f"peak memory {peak / 1e9:.2f} GB (estimated {estimate / 1e9:.2f} GB), "
-        f"{plan.fused_attentions} fused attentions, {plan.fused_cache_updates} cache updates in place"
+        f"{plan.fused_attentions} fused attentions, {plan.fused_cache_updates} cache updates "
+        "in place"
     )
     _warn_unfused(manifest, graph, plan)
     return manifest
 
 
-def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions) -> int:
+def check_resources(
+    directory: Path, manifest: Manifest, graph: GraphInfo, options: plans.BuildOptions
+) -> int:
     """Check that memory and disk suffice to build a plan.
 
     Args:
@@ -128,32 +162,45 @@ def check_resources(directory: Path, manifest: Manifest, graph: GraphInfo, optio
     """
     weights = weight_bytes(manifest, graph)
     needed = build_memory(weights)
-    available = available_memory() + weights  # the estimate includes the mapped file of weights, which can be evicted
+    # The estimate includes the mapped file of weights, which can be evicted.
+    available = available_memory() + weights
     if needed > available:
         raise EESDError(
-            f"Building {graph.file} needs about {needed / 1e9:.0f} GB of memory, and {available / 1e9:.0f} GB are available; "
+            f"Building {graph.file} needs about {needed / 1e9:.0f} GB of memory, and "
+            f"{available / 1e9:.0f} GB are available; "
             "build on a larger machine, or split the graph with eesd-export --stages."
         )
     size = (0 if options.strip_weights else round(1.05 * weights)) + 100_000_000
     free = shutil.disk_usage(directory).free
     if size > free:
         raise EESDError(
-            f"The plan of {graph.file} needs about {size / 1e9:.1f} GB, and {directory} has {free / 1e9:.1f} GB free; "
+            f"The plan of {graph.file} needs about {size / 1e9:.1f} GB, and {directory} has "
+            f"{free / 1e9:.1f} GB free; "
             "free some space."
         )
     return needed
 
 
 def _check(directory: Path, manifest: Manifest) -> None:
-    """Compare the plans with the torch backend on the same GPU, and with their graphs, and print the cosines. Without a GPU or
-    enough memory, only say so."""
-    from eesd.export.parity import LEAST_COSINE, compare_engines, compare_engines_memory, compare_texts
+    """Compare the plans with the torch backend on the same GPU, and with their graphs, and print
+    the cosines. Without a GPU or enough memory, only say so."""
+    from eesd.export.parity import (
+        LEAST_COSINE,
+        compare_engines,
+        compare_engines_memory,
+        compare_texts,
+    )
 
     if compute_capability() is None:
-        notice("The plans were not checked: there is no NVIDIA GPU here; run the same command on a machine with one.")
+        notice(
+            "The plans were not checked: there is no NVIDIA GPU here; run the same command on "
+            "a machine with one."
+        )
         return
     engines, by_torch = (
-        open_engines(directory, manifest, EngineOptions(backend, None, manifest.exit_head.can_draft))
+        open_engines(
+            directory, manifest, EngineOptions(backend, None, manifest.exit_head.can_draft)
+        )
         for backend in ("tensorrt", "torch")
     )
     cosines = compare_texts(engines, by_torch, manifest)
@@ -161,25 +208,35 @@ def _check(directory: Path, manifest: Manifest) -> None:
     if needed <= available_memory():
         cosines |= compare_engines(engines, directory, manifest)
     else:
-        notice(f"The plans were compared with torch alone: running their graphs takes about {needed / 1e9:.0f} GB of memory.")
+        notice(
+            "The plans were compared with torch alone: running their graphs takes about "
+            f"{needed / 1e9:.0f} GB of memory."
+        )
     least = LEAST_COSINE[manifest.dtype]
     for name, cosine in cosines.items():
         click.echo(f"{name}: lowest cosine {cosine:.6f} (required: {least})")
     if wrong := [name for name, cosine in cosines.items() if cosine < least]:
-        raise EESDError(f"The plans do not compute what their graphs compute ({wrong[0]}); please report this model.")
+        raise EESDError(
+            f"The plans do not compute what their graphs compute ({wrong[0]}); please report "
+            "this model."
+        )
 
 
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
-    """Warn if some attentions or cache updates of the graph are not single kernels, which makes decoding slow."""
+    """Warn if some attentions or cache updates of the graph are not single kernels, which makes
+    decoding slow."""
     # The first stage writes the cache of the last exit block without an attention.
     first_stage = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
     without = first_stage + state_caches(manifest.geometry, manifest.exit_head)
     attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
     if (plan.fused_attentions, plan.fused_cache_updates) < (attentions, updates):
         notice(
-            f"{graph.file}: {plan.flavour} has {plan.fused_attentions} of {attentions} attentions and "
-            f"{plan.fused_cache_updates} of {updates} cache updates as single kernels. Attention from parts writes all scores "
-            "to memory: the longer the cache, the slower. polygraphy inspect model --show layers lists the kernels of a plan."
+            f"{graph.file}: {plan.flavour} has {plan.fused_attentions} of {attentions} "
+            "attentions and "
+            f"{plan.fused_cache_updates} of {updates} cache updates as single kernels. "
+            "Attention from parts writes all scores "
+            "to memory: the longer the cache, the slower. polygraphy inspect model --show "
+            "layers lists the kernels of a plan."
         )
 
 

@@ -1,7 +1,9 @@
-"""The cache of engine directories that commands make of models: how one is found, and what is in it.
+"""The cache of engine directories that commands make of models: how one is found, and what is in
+it.
 
-Each is named after its model and a key of everything that it was made of. A mark file in it says so; its time is that of the
-last use. Only a directory with such a mark is ever removed, and only while it holds nothing else. Nothing here needs torch.
+Each is named after its model and a key of everything that it was made of. A mark file in it says
+so; its time is that of the last use. Only a directory with such a mark is ever removed, and only
+while it holds nothing else. Nothing here needs torch.
 """
 
 import json
@@ -33,7 +35,8 @@ _BUILT = r"weights\.bin|sizes\.json|(draft|verify|verify_[0-9]+|states)\.onnx"
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """The files of a directory that an export may read."""
 _SMALL = 1 << 26
-"""Bytes of the largest file that is hashed whole. That takes a moment, and models of gigabytes must start at once, too."""
+"""Bytes of the largest file that is hashed whole. That takes a moment, and models of gigabytes must
+start at once, too."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +59,20 @@ class Entry:
 
 
 def cache_directory(given: Path | None) -> Path:
-    """The directory of the cache: ``given``, or this user's. Raises :class:`EESDError` for a user without a home."""
+    """The directory of the cache: ``given``, or this user's. Raises :class:`EESDError` for a user
+    without a home."""
     found = given or user_cache()
     if found is None:
-        raise EESDError("This user has no home directory for a cache; give --cache-dir DIR, or set EESD_CACHE_DIR.")
+        raise EESDError(
+            "This user has no home directory for a cache; give --cache-dir DIR, or set "
+            "EESD_CACHE_DIR."
+        )
     return resolved(found.expanduser())
 
 
-def place_of(cache: Path, name: str, model: Path, options: Mapping[str, Any], head: Path | None) -> Path:
+def place_of(
+    cache: Path, name: str, model: Path, options: Mapping[str, Any], head: Path | None
+) -> Path:
     """Where the engine directory of a model lies.
 
     Args:
@@ -78,7 +87,8 @@ def place_of(cache: Path, name: str, model: Path, options: Mapping[str, Any], he
     """
     parts = [eesd.__version__, FORMAT_VERSION, options, _contents(model), head and _contents(head)]
     key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    named = model.resolve() if Path(name).expanduser().exists() else Path(name)  # the hub's directories are called like hashes
+    # The hub's directories are called like hashes.
+    named = model.resolve() if Path(name).expanduser().exists() else Path(name)
     readable = sub(r"[^A-Za-z0-9._-]+", "-", named.name.removesuffix(".gguf")).strip("-.")[:80]
     return cache / f"{readable or 'model'}-{key}"
 
@@ -88,14 +98,16 @@ def _contents(path: Path) -> dict[str, Any]:
     if path.is_file():
         return {"": _content(path)}
     if not any(path.glob("*config.json")) and not any(path.glob("exit_head.json")):
-        return {}  # neither a model nor a head, and perhaps a directory with very many files: the export will say what is wrong
+        # Neither a model nor a head, and perhaps a directory with very many files: the export will
+        # say what is wrong.
+        return {}
     found = {file for pattern in _READ for file in path.glob(pattern) if file.is_file()}
     return {file.relative_to(path).as_posix(): _content(file) for file in found}
 
 
 def _content(file: Path) -> str | tuple[int, int, str]:
-    """The SHA-256 of a small file. Of a large one size, time of the last change, and the SHA-256 of samples: an edit that the
-    samples miss changes the time."""
+    """The SHA-256 of a small file. Of a large one size, time of the last change, and the SHA-256 of
+    samples: an edit that the samples miss changes the time."""
     if file.stat().st_size <= _SMALL:
         return sha256_of(file)
     info = link_info(file)
@@ -104,9 +116,19 @@ def _content(file: Path) -> str | tuple[int, int, str]:
 
 def mark(directory: Path, place: Path, model: str, options: Mapping[str, Any]) -> None:
     """Write the mark into an engine directory that will be ``place``."""
-    given = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in options.items() if value is not None)
+    given = " ".join(
+        f"--{name.replace('_', '-')} {value}"
+        for name, value in options.items()
+        if value is not None
+    )
     files = sorted(file.name for file in directory.iterdir())
-    text = {"made_by": f"eesd {eesd.__version__}", "name": place.name, "model": model, "options": given, "files": files}
+    text = {
+        "made_by": f"eesd {eesd.__version__}",
+        "name": place.name,
+        "model": model,
+        "options": given,
+        "files": files,
+    }
     (directory / MARK_FILE).write_text(json.dumps(text, indent=2) + "\n")
 
 
@@ -122,36 +144,54 @@ def is_marked(place: Path) -> bool:
 
 
 def entries(cache: Path) -> Iterator[Entry]:
-    """The engine directories that commands made in this cache, by name. All else in it is passed over."""
+    """The engine directories that commands made in this cache, by name. All else in it is passed
+    over."""
     for path in sorted(cache.iterdir()) if cache.is_dir() else ():
         found = _mark_of(path, path.name)
         if found is not None:
             files = [file.lstat() for file in path.rglob("*")]
             used = (path / MARK_FILE).stat().st_mtime
-            yield Entry(path, str(found.get("model")), str(found.get("options")), used, sum(file.st_size for file in files))
+            yield Entry(
+                path,
+                str(found.get("model")),
+                str(found.get("options")),
+                used,
+                sum(file.st_size for file in files),
+            )
 
 
 def _mark_of(path: Path, name: str) -> dict[str, Any] | None:
     """The mark of an engine directory with this name in the cache; None for anything else."""
-    if is_temporary(name) or not fullmatch(r"(?s).+-[0-9a-f]{16}", name) or path.is_symlink() or not path.is_dir():
+    if (
+        is_temporary(name)
+        or not fullmatch(r"(?s).+-[0-9a-f]{16}", name)
+        or path.is_symlink()
+        or not path.is_dir()
+    ):
         return None
     if (path / MARK_FILE).is_symlink():
         return None
     with suppress(EESDError):
         found = read_json(path / MARK_FILE, "")
-        if isinstance(found, dict) and found.get("name") == name and str(found.get("made_by")).startswith("eesd "):
+        if (
+            isinstance(found, dict)
+            and found.get("name") == name
+            and str(found.get("made_by")).startswith("eesd ")
+        ):
             return found
     return None
 
 
 def remove(place: Path) -> str:
-    """Remove an engine directory of the cache, unless a process is making it. See :func:`discard`."""
+    """Remove an engine directory of the cache, unless a process is making it. See
+    :func:`discard`."""
     with turn(place, None) as mine:
         return discard(place) if mine else "another process is making it"
 
 
 def discard(place: Path) -> str:
-    """Remove an engine directory of the cache. Nothing is removed if it holds anything that no command of EESD wrote.
+    """Remove an engine directory of the cache. Nothing is removed if it holds anything that no
+    command of EESD wrote.
 
     Returns:
         Why it was kept; "" if it is gone.
@@ -161,7 +201,8 @@ def discard(place: Path) -> str:
 
 
 def foreign(path: Path, name: str) -> str:
-    """Why a directory of the cache with this name is not one to remove; "" if everything in it was made by EESD."""
+    """Why a directory of the cache with this name is not one to remove; "" if everything in it was
+    made by EESD."""
     found = _mark_of(path, name)
     if found is None:
         return "no command of EESD made it"
@@ -170,23 +211,39 @@ def foreign(path: Path, name: str) -> str:
 
 
 def other_file(directory: Path, made: Collection[str]) -> str:
-    """Why an engine directory is not one to remove; "" if all of it is ``made``, or added by builds and the runtime."""
+    """Why an engine directory is not one to remove; "" if all of it is ``made``, or added by builds
+    and the runtime."""
     graphs = [Path(name).stem for name in made if isinstance(name, str) and name.endswith(".onnx")]
-    known = {*_ADDED, *(stem + suffix for stem in graphs for suffix in (".plan", ".plan.onnx", ".kernels"))}
+    known = {
+        *_ADDED,
+        *(stem + suffix for stem in graphs for suffix in (".plan", ".plan.onnx", ".kernels")),
+    }
     for file in sorted(directory.iterdir()):
         if is_temporary(file.name):
             return "another process is writing into it"
-        if not ((file.name in known or file.name in made) and file.is_file() and not file.is_symlink()) and not is_build(file):
+        if not (
+            (file.name in known or file.name in made) and file.is_file() and not file.is_symlink()
+        ) and not is_build(file):
             return f"it also holds {file.name}, which EESD did not make"
     return ""
 
 
 def is_build(path: Path) -> bool:
     """Whether a build for the CPU made this directory, and it holds no other files."""
-    return fullmatch(_BUILD, path.name) is not None and not path.is_symlink() and path.is_dir() and not foreign_build(path)
+    return (
+        fullmatch(_BUILD, path.name) is not None
+        and not path.is_symlink()
+        and path.is_dir()
+        and not foreign_build(path)
+    )
 
 
 def foreign_build(path: Path) -> str:
-    """Why a directory with the name of a build for the CPU may not be replaced; "" if it holds nothing else."""
-    other = (file.name for file in path.iterdir() if not (fullmatch(_BUILT, file.name) and file.is_file()))
+    """Why a directory with the name of a build for the CPU may not be replaced; "" if it holds
+    nothing else."""
+    other = (
+        file.name
+        for file in path.iterdir()
+        if not (fullmatch(_BUILT, file.name) and file.is_file())
+    )
     return next((f"it also holds {name}" for name in other), "")

@@ -16,7 +16,11 @@ from eesd.export.memory import format_bytes
 
 _DAY = 24 * 3600
 _place = click.option(
-    "--cache-dir", type=cli.PATH, envvar="EESD_CACHE_DIR", metavar="DIR", help="Directory of the cache.  [default: the user's]"
+    "--cache-dir",
+    type=cli.PATH,
+    envvar="EESD_CACHE_DIR",
+    metavar="DIR",
+    help="Directory of the cache.  [default: the user's]",
 )
 
 
@@ -34,28 +38,44 @@ def show(cache_dir: Path | None) -> None:
     width = max((len(entry.path.name) for entry in found), default=0)
     for entry in found:
         used = datetime.fromtimestamp(entry.used).strftime("%Y-%m-%d %H:%M")
-        click.echo(f"{entry.path.name:{width}}  {format_bytes(entry.size):>9}  {used}  {entry.model} {entry.options}".rstrip())
+        click.echo(
+            (
+                f"{entry.path.name:{width}}  {format_bytes(entry.size):>9}  {used}  {entry.model} "
+                f"{entry.options}"
+            ).rstrip()
+        )
     click.echo(f"{cache}: {_count(found)}")
 
 
 @main.command()
 @click.argument("names", nargs=-1, type=cli.NAME)
 @click.option("--all", "everything", is_flag=True, help="Remove all of them.")
-@click.option("--older-than", type=cli.Number(0, 100_000), metavar="DAYS", help="Remove directories without use for DAYS days.")
+@click.option(
+    "--older-than",
+    type=cli.Number(0, 100_000),
+    metavar="DAYS",
+    help="Remove directories without use for DAYS days.",
+)
 @_place
-def clean(names: Sequence[str], everything: bool, older_than: float | None, cache_dir: Path | None) -> None:
+def clean(
+    names: Sequence[str], everything: bool, older_than: float | None, cache_dir: Path | None
+) -> None:
     """Remove the directories with these NAMES, as eesd-cache list shows them.
 
     Only what --model made is removed. A directory that holds any other file is kept.
     """
     if bool(names) + everything + (older_than is not None) != 1:
-        raise EESDError("Say what to remove: give NAMES, --all or --older-than DAYS, and only one of them.")
+        raise EESDError(
+            "Say what to remove: give NAMES, --all or --older-than DAYS, and only one of them."
+        )
     cache = cache_directory(cache_dir)
     remove_leftovers(cache)
     known = {entry.path.name: entry for entry in entries(cache)}
     for name in names:
         if name not in known:
-            raise EESDError(f"{cache} has no directory {name} that --model made; eesd-cache list shows them.")
+            raise EESDError(
+                f"{cache} has no directory {name} that --model made; eesd-cache list shows them."
+            )
     oldest = time() - (older_than or 0) * _DAY
     wanted = [known[name] for name in dict.fromkeys(names)] or [
         one for one in known.values() if everything or one.used < oldest

@@ -20,7 +20,10 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 
 @command()
 @click.option(
-    "--model", type=NAME, required=True, help="Model directory, GGUF file, Hugging Face id, or name such as llama-70b."
+    "--model",
+    type=NAME,
+    required=True,
+    help="Model directory, GGUF file, Hugging Face id, or name such as llama-70b.",
 )
 @click.option(
     "--exit-layer",
@@ -30,21 +33,34 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 @click.option(
     "--exit-head",
     type=NAME,
-    help="What drafts. A trained exit head or a published EAGLE-3 head: its directory or Hugging Face id. quantized: the whole "
-    "model in fewer bits, which needs no training. own: the model's norm and LM head, for models that were trained to exit "
-    "early. none: nothing but the text.  [default: the head in the model directory; own with --exit-layer if the model's name "
+    help="What drafts. A trained exit head or a published EAGLE-3 head: its directory or Hugging "
+    "Face id. quantized: the whole "
+    "model in fewer bits, which needs no training. own: the model's norm and LM head, for "
+    "models that were trained to exit "
+    "early. none: nothing but the text.  [default: the head in the model directory; own with "
+    "--exit-layer if the model's name "
     "says LayerSkip; quantized for weights of 8 bits or more; else none]",
 )
-@click.option("-o", "--output", type=OUTPUT, default=Path("plans"), help="Engine directory to write.")
-@click.option("--dtype", type=click.Choice(DTYPES), help="Element type of the engines.  [default: the checkpoint's]")
+@click.option(
+    "-o", "--output", type=OUTPUT, default=Path("plans"), help="Engine directory to write."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    help="Element type of the engines.  [default: the checkpoint's]",
+)
 @click.option(
     "--quantize",
     type=click.Choice((*QUANTIZED_OR_NONE, KEEP)),
-    help="Quantize the linear weights of the layers to 8 or 4 bits, or keep the file's own levels. fp8 is for GPUs of compute "
-    "capability 8.9 or newer, nvfp4 for 10.0.  [default: keep for float32 engines of a quantized GGUF file, else none]",
+    help="Quantize the linear weights of the layers to 8 or 4 bits, or keep the file's own levels. "
+    "fp8 is for GPUs of compute "
+    "capability 8.9 or newer, nvfp4 for 10.0.  [default: keep for float32 engines of a "
+    "quantized GGUF file, else none]",
 )
 @click.option(
-    "--quantize-head", type=click.Choice(QUANTIZED_OR_NONE), help="The same for the LM head.  [default: as --quantize]"
+    "--quantize-head",
+    type=click.Choice(QUANTIZED_OR_NONE),
+    help="The same for the LM head.  [default: as --quantize]",
 )
 @click.option(
     "--quantize-draft",
@@ -55,15 +71,23 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
-    help="4 bits without or with minimums, which are closer but TensorRT has none.  [default: symmetric for 16-bit engines]",
+    help=(
+        "4 bits without or with minimums, which are closer but TensorRT has none.  [default: "
+        "symmetric for 16-bit engines]"
+    ),
 )
 @click.option(
     "--round-on",
     type=PATH,
-    help="Text file as your users write. Weights of 4 bits are then rounded together, so that the outputs of layers "
+    help="Text file as your users write. Weights of 4 bits are then rounded together, so that the "
+    "outputs of layers "
     "change little on it (GPTQ). This takes minutes.  [default: round each weight to nearest]",
 )
-@click.option("--layers", type=click.IntRange(2, 10_000), help="Export only the first layers of the model, for a trial.")
+@click.option(
+    "--layers",
+    type=click.IntRange(2, 10_000),
+    help="Export only the first layers of the model, for a trial.",
+)
 @click.option(
     "--max-seq-len",
     type=click.IntRange(2, MAX_SLOTS),
@@ -82,17 +106,32 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     help="Candidates that the draft reports per token (K).",
 )
 @click.option(
-    "--stages", type=click.IntRange(1, 1000), default=1, help="Number of devices over which to split the layers of verify."
+    "--stages",
+    type=click.IntRange(1, 1000),
+    default=1,
+    help="Number of devices over which to split the layers of verify.",
 )
-@click.option("--link-weights", is_flag=True, help="Hard-link the checkpoint's files instead of copying the weights.")
-@click.option("--check/--no-check", default=None, help="Compare graphs and torch modules.  [default: if memory allows]")
+@click.option(
+    "--link-weights",
+    is_flag=True,
+    help="Hard-link the checkpoint's files instead of copying the weights.",
+)
+@click.option(
+    "--check/--no-check",
+    default=None,
+    help="Compare graphs and torch modules.  [default: if memory allows]",
+)
 @click.option(
     "--pack/--no-pack",
     default=None,
-    help="Build for the CPU, too, as eesd-build --target cpu does.  [default: if there is no GPU, and memory allows]",
+    help=(
+        "Build for the CPU, too, as eesd-build --target cpu does.  [default: if there is no GPU, "
+        "and memory allows]"
+    ),
 )
 def main(output: Path, **options: Any) -> None:
-    """Export a model and its exit head to an engine directory: draft and verify graphs, shared weights, tokenizer, manifest."""
+    """Export a model and its exit head to an engine directory: draft and verify graphs, shared
+    weights, tokenizer, manifest."""
     make_engines(Choices(**options), output, click.echo)
 
 

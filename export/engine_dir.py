@@ -1,4 +1,5 @@
-"""Export a checkpoint and an exit head to an engine directory. The directory appears complete or not at all."""
+"""Export a checkpoint and an exit head to an engine directory. The directory appears complete or
+not at all."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,14 @@ from eesd.common.manifest import (
 from eesd.common.outputs import existing_parent, resolved
 from eesd.common.prior import CalibrationPrior
 from eesd.common.quantization import EXIT_HEAD, LM_HEAD
-from eesd.common.weights import HEAD_TABLES, ROTARY_TABLES, StoredWeight, checkpoint_names, lm_head_name, model_shapes
+from eesd.common.weights import (
+    HEAD_TABLES,
+    ROTARY_TABLES,
+    StoredWeight,
+    checkpoint_names,
+    lm_head_name,
+    model_shapes,
+)
 from eesd.export.cache import other_file
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
@@ -52,13 +60,16 @@ from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
 
 WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37, 0.14, 0.12, -0.25))
-"""The prior of a draft that is the whole model in fewer bits: the mean of fits to three such drafts (docs/controllers.md)."""
+"""The prior of a draft that is the whole model in fewer bits: the mean of fits to three such drafts
+(docs/controllers.md)."""
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the current step or weight, the bytes just written, and the bytes to write in all (0: unknown)."""
+"""Called with the name of the current step or weight, the bytes just written, and the bytes to
+write in all (0: unknown)."""
 
 
 class ComputedTensor:
-    """A tensor that is computed instead of read: a rotary table, or the rows of an LM head for a draft vocabulary."""
+    """A tensor that is computed instead of read: a rotary table, or the rows of an LM head for a
+    draft vocabulary."""
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
         self.read = compute
@@ -90,7 +101,9 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
         EESDError: The head is missing or damaged, or was trained for another model.
     """
     config = exit_head_file.read_exit_config(directory, checkpoint.fingerprint())
-    sources: dict[str, TensorSource] = dict(exit_head_tensors(checkpoint.geometry, config, directory))
+    sources: dict[str, TensorSource] = dict(
+        exit_head_tensors(checkpoint.geometry, config, directory)
+    )
     if not config.draft_vocab:
         return Head(config, sources)
     ids = stored_draft_vocab(checkpoint.geometry, config, directory)
@@ -108,31 +121,43 @@ def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
     """
     config, tensors, ids = read_eagle(checkpoint, directory)
     # Copied, never linked: the files of such heads are called like those of models.
-    return Head(config, {name: ComputedTensor(tensor.read) for name, tensor in tensors.items()}, ids)
+    return Head(
+        config, {name: ComputedTensor(tensor.read) for name, tensor in tensors.items()}, ids
+    )
 
 
 def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
-    """Make an exit head after ``layer`` layers from the model's last layer, final norm and LM head."""
+    """Make an exit head after ``layer`` layers from the model's last layer, final norm and LM
+    head."""
     return _models_own(checkpoint, ExitConfig(layer=layer, base=checkpoint.fingerprint()))
 
 
 def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
-    """The exit after ``layer`` layers of a model that was trained for it: its own final norm and LM head, and no block."""
-    return _models_own(checkpoint, ExitConfig(layer=layer, blocks=0, base=checkpoint.fingerprint(), trained=True))
+    """The exit after ``layer`` layers of a model that was trained for it: its own final norm and LM
+    head, and no block."""
+    return _models_own(
+        checkpoint, ExitConfig(layer=layer, blocks=0, base=checkpoint.fingerprint(), trained=True)
+    )
 
 
 def whole_model(checkpoint: Checkpoint) -> Head:
-    """The whole model as the draft of itself: all layers, its own final norm and LM head, with weights of fewer bits."""
-    return _models_own(checkpoint, untrained_draft(checkpoint.geometry, True, checkpoint.fingerprint()))
+    """The whole model as the draft of itself: all layers, its own final norm and LM head, with
+    weights of fewer bits."""
+    return _models_own(
+        checkpoint, untrained_draft(checkpoint.geometry, True, checkpoint.fingerprint())
+    )
 
 
 def no_head(checkpoint: Checkpoint) -> Head:
     """A place holder, which has no weights of its own: nothing drafts but the text."""
-    return _models_own(checkpoint, untrained_draft(checkpoint.geometry, False, checkpoint.fingerprint()))
+    return _models_own(
+        checkpoint, untrained_draft(checkpoint.geometry, False, checkpoint.fingerprint())
+    )
 
 
 def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConfig:
-    """The configuration of the ``whole`` model as the draft, or of the place holder where nothing but the text drafts."""
+    """The configuration of the ``whole`` model as the draft, or of the place holder where nothing
+    but the text drafts."""
     layer, prior = (geometry.num_layers, WHOLE_MODEL_PRIOR) if whole else (1, None)
     return ExitConfig(layer, blocks=0, base=base, trained=whole, calibration=prior)
 
@@ -145,11 +170,14 @@ def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
 
 
 def _own_source(checkpoint: Checkpoint, name: str, base: Sequence[str]) -> TensorSource:
-    """A parameter of a head from some of the model's: the model's own tensor where it is one, which can be linked."""
+    """A parameter of a head from some of the model's: the model's own tensor where it is one, which
+    can be linked."""
     parts, geometry = [checkpoint.tensors[part] for part in base], checkpoint.geometry
     if len(parts) == 1 and geometry.experts is None:
         return parts[0]
-    return ComputedTensor(lambda: exit_head.joined(name, [part.read().float() for part in parts], geometry))
+    return ComputedTensor(
+        lambda: exit_head.joined(name, [part.read().float() for part in parts], geometry)
+    )
 
 
 def export(
@@ -163,45 +191,59 @@ def export(
 ) -> Manifest:
     """Write an engine directory.
 
-    Everything is written into a temporary directory beside ``output``, which is renamed at the end. An engine directory that is
-    already there is replaced.
+    Everything is written into a temporary directory beside ``output``, which is renamed at the end.
+    An engine directory that is already there is replaced.
 
     Args:
         checkpoint: The base model.
         head: The exit head.
         options: Options of the export.
         output: The engine directory to write.
-        check: Called with the temporary directory and its manifest. If it raises, nothing is left behind.
+        check: Called with the temporary directory and its manifest. If it raises, nothing is left
+            behind.
         progress: Called when a step begins, and after each weight.
-        announce: Called before anything is written, with the manifest but for its files, and the bytes of the weights.
+        announce: Called before anything is written, with the manifest but for its files, and the
+            bytes of the weights.
 
     Raises:
-        EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too small, or ``output`` holds
-            other files. If these came during the export, it is kept beside ``output``, and the message says where.
+        EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too
+            small, or ``output`` holds other files. If these came during the export, it is kept
+            beside ``output``, and the message says where.
     """
     output = resolved(output)
     check_output(output)
     before = _any_manifest(output)
 
     def foreign(directory: Path) -> str:
-        return _foreign(directory) or "another run wrote it meanwhile" * (_any_manifest(directory) != before)
+        return _foreign(directory) or "another run wrote it meanwhile" * (
+            _any_manifest(directory) != before
+        )
 
     try:
         checkpoint.geometry.check_window(options.max_tree_nodes)
     except ValueError as error:
-        raise EESDError(f"{checkpoint.path} cannot be exported so: {error}; give a smaller --max-tree-nodes.") from None
+        raise EESDError(
+            f"{checkpoint.path} cannot be exported so: {error}; give a smaller --max-tree-nodes."
+        ) from None
     try:
         Sampling(**checkpoint.config.sampling.given)
     except EESDError as error:
-        raise EESDError(f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file.") from None
-    splits = split_layers(checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages)
+        raise EESDError(
+            f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file."
+        ) from None
+    splits = split_layers(
+        checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages
+    )
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
     linked_names = frozenset(linked)
     progress("loading the tokenizer", 0, 0)
-    texts = resolved_tokenizer(checkpoint.path)  # first, because it refuses some models before the long work
+    # This comes first: it refuses some models before the long work.
+    texts = resolved_tokenizer(checkpoint.path)
     progress("tracing the draft graph", 0, 0)
-    graphs = {"draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)}
+    graphs = {
+        "draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)
+    }
     for number, layers in enumerate(splits):
         name = f"verify_{number}" if len(splits) > 1 else "verify"
         progress(f"tracing the {name} graph", 0, 0)
@@ -213,7 +255,9 @@ def export(
     sources = stored_sources(layout.weights, sources, checkpoint.geometry)
     progress("writing the weights", 0, 0)
     with directory_written_whole(output, foreign) as directory:
-        links = link_files(directory, (linked[name] for name in linked.keys() & layout.locations.keys()))
+        links = link_files(
+            directory, (linked[name] for name in linked.keys() & layout.locations.keys())
+        )
         files = _write_files(directory, sources, graphs, layout, texts, progress)
         if head.draft_vocab is not None:
             head.draft_vocab.numpy().astype("<i8").tofile(directory / DRAFT_VOCAB_FILE)
@@ -227,20 +271,26 @@ def export(
 
 
 def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
-    """The source of every tensor of checkpoint and exit head that graphs use, and of the rotary tables, by name.
+    """The source of every tensor of checkpoint and exit head that graphs use, and of the rotary
+    tables, by name.
 
     Args:
         checkpoint: The base model.
         head: The exit head.
         slots: S, the length of the rotary tables.
     """
-    sources: dict[str, TensorSource] = {name: checkpoint.tensors[name] for name in model_shapes(checkpoint.geometry)}
+    sources: dict[str, TensorSource] = {
+        name: checkpoint.tensors[name] for name in model_shapes(checkpoint.geometry)
+    }
     sources |= {EXIT_HEAD + name: source for name, source in head.sources.items()}
     tables = [(ROTARY_TABLES, checkpoint.geometry)]
     if head.config.eagle:
         tables.append((HEAD_TABLES, head.config.eagle.block))
     for names, of in tables:
-        sources |= {name: ComputedTensor(partial(_table, of, slots, index)) for index, name in enumerate(names)}
+        sources |= {
+            name: ComputedTensor(partial(_table, of, slots, index))
+            for index, name in enumerate(names)
+        }
     return sources
 
 
@@ -252,7 +302,8 @@ def _table(geometry: Geometry, slots: int, index: int) -> Tensor:
 def stored_sources(
     weights: Iterable[StoredWeight], sources: Mapping[str, TensorSource], geometry: Geometry
 ) -> dict[str, TensorSource]:
-    """The source of each weight of the graphs, by its name there; ``sources`` has the names of checkpoint and exit head."""
+    """The source of each weight of the graphs, by its name there; ``sources`` has the names of
+    checkpoint and exit head."""
     names = {weight.name: checkpoint_names(weight.name, geometry) for weight in weights}
     return {name: joined([sources[part] for part in parts]) for name, parts in names.items()}
 
@@ -267,7 +318,9 @@ def _write_files(
 ) -> dict[str, FileInfo]:
     """Write weights, graphs, and the files of the tokenizer."""
     total = sum(weight.nbytes for weight in layout.weights)
-    weights = write_weights(directory / WEIGHTS_FILE, layout, sources, lambda name, size: progress(name, size, total))
+    weights = write_weights(
+        directory / WEIGHTS_FILE, layout, sources, lambda name, size: progress(name, size, total)
+    )
     files = {WEIGHTS_FILE: weights}
     for graph in graphs.values():
         onnx.save(to_proto(graph, layout.locations), directory / graph.info.file)
@@ -282,7 +335,12 @@ def _file_info(path: Path) -> FileInfo:
     return FileInfo(path.stat().st_size, sha256_of(path))
 
 
-def _manifest(checkpoint: Checkpoint, exit_config: ExitConfig, options: ExportOptions, graphs: Mapping[str, Graph]) -> Manifest:
+def _manifest(
+    checkpoint: Checkpoint,
+    exit_config: ExitConfig,
+    options: ExportOptions,
+    graphs: Mapping[str, Graph],
+) -> Manifest:
     """The manifest of a directory, without its files."""
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -315,15 +373,18 @@ def _tools() -> dict[str, str]:
 
 
 def check_output(output: Path) -> None:
-    """Check that an export may write to ``output``, and remove what killed runs left beside it and in it.
+    """Check that an export may write to ``output``, and remove what killed runs left beside it and
+    in it.
 
-    A directory that exists must be empty, or an engine directory without other files. Packed weights are part of it.
+    A directory that exists must be empty, or an engine directory without other files. Packed
+    weights are part of it.
 
     Args:
         output: The directory, without links and "..".
 
     Raises:
-        EESDError: ``output`` holds files that replacing it would delete, one of its parents is a file, or it cannot be written.
+        EESDError: ``output`` holds files that replacing it would delete, one of its parents is a
+            file, or it cannot be written.
     """
     remove_leftovers(output.parent, output.name)
     remove_leftovers(output)
@@ -336,22 +397,32 @@ def check_output(output: Path) -> None:
         with temporary_beside(existing_parent(output) / output.name):
             pass  # the place can be written
     except OSError as error:
-        raise EESDError(f"{output} cannot be written ({error.strerror}); give another --output.") from None
+        raise EESDError(
+            f"{output} cannot be written ({error.strerror}); give another --output."
+        ) from None
 
 
 def _foreign(output: Path) -> str:
-    """Why a directory may not be replaced; "" if it is empty, or an engine directory without other files."""
+    """Why a directory may not be replaced; "" if it is empty, or an engine directory without other
+    files."""
     manifest = _any_manifest(output)
     if manifest is None:
         return "it is not an engine directory" * any(output.iterdir())
-    listed = [found for part in ("files", "linked") if isinstance(found := manifest.get(part), dict)]
+    listed = [
+        found for part in ("files", "linked") if isinstance(found := manifest.get(part), dict)
+    ]
     return other_file(output, {MANIFEST_FILE}.union(*listed))
 
 
 def _any_manifest(directory: Path) -> dict[str, Any] | None:
-    """Read an EESD manifest of any format version. Returns None for anything else: other programs have a manifest.json too."""
+    """Read an EESD manifest of any format version. Returns None for anything else: other programs
+    have a manifest.json too."""
     try:
         raw = read_json(directory / MANIFEST_FILE, "")
     except EESDError:
         return None
-    return raw if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"} else None
+    return (
+        raw
+        if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"}
+        else None
+    )

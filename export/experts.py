@@ -19,14 +19,17 @@ def keep_first_experts(module: nn.Module) -> None:
 
 
 def repeat_experts(graph: ir.Graph) -> None:
-    """Repeat for each expert what stands between the columns of the first one and the sum, with the expert's own weights."""
+    """Repeat for each expert what stands between the columns of the first one and the sum, with the
+    expert's own weights."""
     own, nodes = set[ir.Value](), list[ir.Node]()
     for node in list(graph):
         kind = f"{node.domain}::{node.op_type}"
         if kind == SUM_OF_EXPERTS:
             _repeat(graph, node, nodes)
             own, nodes = set(), []
-        elif kind == COLUMN_OF_EXPERT or any(value in own or _is_weight(value) for value in node.inputs):
+        elif kind == COLUMN_OF_EXPERT or any(
+            value in own or _is_weight(value) for value in node.inputs
+        ):
             own.update(node.outputs)
             nodes.append(node)
 
@@ -36,7 +39,8 @@ def _is_weight(value: ir.Value | None) -> TypeGuard[ir.Value]:
 
 
 def _repeat(graph: ir.Graph, total: ir.Node, nodes: list[ir.Node]) -> None:
-    """Put the sum over the experts in the place of ``total``, whose input the ``nodes`` compute for the first one."""
+    """Put the sum over the experts in the place of ``total``, whose input the ``nodes`` compute for
+    the first one."""
     columns = [node for node in nodes if f"{node.domain}::{node.op_type}" == COLUMN_OF_EXPERT]
     shapes = [node.inputs[0].shape for node in columns if node.inputs[0] is not None]
     assert shapes[0] is not None
@@ -44,7 +48,10 @@ def _repeat(graph: ir.Graph, total: ir.Node, nodes: list[ir.Node]) -> None:
     assert isinstance(count, int)
     summed: ir.Value | None = None
     sizes = constant(graph, "split", [1] * count)
-    splits = {node: ir.node("Split", [node.inputs[0], sizes], {"axis": -1}, num_outputs=count) for node in columns}
+    splits = {
+        node: ir.node("Split", [node.inputs[0], sizes], {"axis": -1}, num_outputs=count)
+        for node in columns
+    }
     made = list(splits.values())
     for expert in range(count):
         copies: dict[ir.Value | None, ir.Value | None] = {
@@ -54,9 +61,12 @@ def _repeat(graph: ir.Graph, total: ir.Node, nodes: list[ir.Node]) -> None:
             if node in splits:
                 continue
             inputs = [
-                _weight_of(graph, value, expert) if _is_weight(value) else copies.get(value, value) for value in node.inputs
+                _weight_of(graph, value, expert) if _is_weight(value) else copies.get(value, value)
+                for value in node.inputs
             ]
-            copy = ir.node(node.op_type, inputs, dict(node.attributes), num_outputs=len(node.outputs))
+            copy = ir.node(
+                node.op_type, inputs, dict(node.attributes), num_outputs=len(node.outputs)
+            )
             for old, new in zip(node.outputs, copy.outputs, strict=True):
                 new.shape, new.type, copies[old] = old.shape, old.type, new
             made.append(copy)
@@ -66,7 +76,11 @@ def _repeat(graph: ir.Graph, total: ir.Node, nodes: list[ir.Node]) -> None:
             added = made[-1].outputs[0]
         summed = added
     assert summed is not None
-    summed.name, summed.shape, summed.type = total.outputs[0].name, total.outputs[0].shape, total.outputs[0].type
+    summed.name, summed.shape, summed.type = (
+        total.outputs[0].name,
+        total.outputs[0].shape,
+        total.outputs[0].type,
+    )
     graph.insert_before(total, made)
     total.outputs[0].replace_all_uses_with(summed)
     graph.remove([*reversed(nodes), total], safe=True)

@@ -1,8 +1,9 @@
 """Attention that folds query heads for a few nodes, and keeps them apart for many.
 
-Folding the heads of a group into queries (:func:`~eesd.model.decoder.fold_mask`) reads each cache once, which is faster for the
-rounds of a batch. A piece of a prompt takes half the time with heads apart: ONNX Runtime gives each head to one thread, and
-few heads are no even share. From two nodes on both give the same bits.
+Folding the heads of a group into queries (:func:`~eesd.model.decoder.fold_mask`) reads each cache
+once, which is faster for the rounds of a batch. A piece of a prompt takes half the time with heads
+apart: ONNX Runtime gives each head to one thread, and few heads are no even share. From two nodes
+on both give the same bits.
 """
 
 import onnx_ir as ir
@@ -10,17 +11,21 @@ import onnx_ir as ir
 from eesd.export.constants import constant, values_of
 
 FEW_NODES = 3
-"""Query heads are folded in calls of B sequences with at most this many times B nodes each; see docs/decisions/0058."""
+"""Query heads are folded in calls of B sequences with at most this many times B nodes each; see
+docs/decisions/0058."""
 
 
 def part_heads(graph: ir.Graph) -> None:
     """Let a verify graph with folded heads keep them apart in calls with many nodes.
 
-    The shape of the queries, and how often a mask is repeated, are then chosen in the graph: by two ``Where``, the only ones
-    there, whose last input is for few nodes. A graph that folds no heads stays as it is.
+    The shape of the queries, and how often a mask is repeated, are then chosen in the graph: by two
+    ``Where``, the only ones there, whose last input is for few nodes. A graph that folds no heads
+    stays as it is.
     """
     attentions = [node for node in graph if node.op_type == "Attention"]
-    concats = list(dict.fromkeys(_producer(node.inputs[3]) for node in attentions if _is_made(node.inputs[3])))
+    concats = list(
+        dict.fromkeys(_producer(node.inputs[3]) for node in attentions if _is_made(node.inputs[3]))
+    )
     concats = [node for node in concats if node.op_type == "Concat" and len({*node.inputs}) == 1]
     if not concats:  # without groups a mask has the first query's row twice
         return
@@ -31,7 +36,14 @@ def part_heads(graph: ir.Graph) -> None:
     apart = constant(graph, "reshape", [batch, kv_heads * group, nodes, head_dim])
     choosing, many = _many_nodes(graph)
     shape = ir.node("Where", [many, apart, folded])
-    times = ir.node("Where", [many, constant(graph, "repeats", [1, 1, 1, 1]), constant(graph, "repeats", [1, 1, group, 1])])
+    times = ir.node(
+        "Where",
+        [
+            many,
+            constant(graph, "repeats", [1, 1, 1, 1]),
+            constant(graph, "repeats", [1, 1, group, 1]),
+        ],
+    )
     graph.insert_before(first, [*choosing, shape, times])
     for concat in concats:
         mask, old = concat.inputs[0], concat.outputs[0]
@@ -39,7 +51,11 @@ def part_heads(graph: ir.Graph) -> None:
         repeated = ir.node("Tile", [mask, times.outputs[0]])
         graph.insert_before(concat, [repeated])
         new = repeated.outputs[0]
-        new.name, new.type, new.shape = old.name, old.type, ir.Shape([mask.shape[0], 1, "queries", mask.shape[3]])
+        new.name, new.type, new.shape = (
+            old.name,
+            old.type,
+            ir.Shape([mask.shape[0], 1, "queries", mask.shape[3]]),
+        )
         old.replace_all_uses_with(new)
         graph.remove(concat, safe=True)
     for fold in folds:
@@ -55,7 +71,9 @@ def _is_made(value: ir.Value | None) -> bool:
 def _many_nodes(graph: ir.Graph) -> tuple[list[ir.Node], ir.Value]:
     """Nodes that compute whether a call has many nodes, [1], from the positions [B, n]."""
     [positions] = [value for value in graph.inputs if value.name == "position_ids"]
-    batch, count = (ir.node("Shape", [positions], {"start": axis, "end": axis + 1}) for axis in (0, 1))
+    batch, count = (
+        ir.node("Shape", [positions], {"start": axis, "end": axis + 1}) for axis in (0, 1)
+    )
     few = ir.node("Mul", [batch.outputs[0], constant(graph, "few", [FEW_NODES])])
     many = ir.node("Less", [few.outputs[0], count.outputs[0]])
     return [batch, count, few, many], many.outputs[0]

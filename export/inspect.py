@@ -26,20 +26,36 @@ from eesd.runtime.engines.exactness import Exactness
 @click.option(
     "--model",
     type=NAME,
-    help="With --predict and --memory, instead of DIRECTORY: a model as eesd-export takes it, which need not be exported. Of "
+    help="With --predict and --memory, instead of DIRECTORY: a model as eesd-export takes it, "
+    "which need not be exported. Of "
     "its files config.json is read.",
 )
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
-@click.option("--exact", is_flag=True, help="Compare the bits of logits between calls of 1 to M + 1 tokens, and with a tree.")
-@click.option("--backend", type=click.Choice(BACKENDS), default="auto", help="With --exact: what runs the calls.")
+@click.option(
+    "--exact",
+    is_flag=True,
+    help="Compare the bits of logits between calls of 1 to M + 1 tokens, and with a tree.",
+)
+@click.option(
+    "--backend",
+    type=click.Choice(BACKENDS),
+    default="auto",
+    help="With --exact: what runs the calls.",
+)
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
     help="With --exact: CPU threads.  [default: 1, and as many as eesd-run takes]",
 )
-@click.option("--memory", is_flag=True, help="Show only an estimate of the memory that running takes, by device.")
 @click.option(
-    "--predict", type=click.Choice(list(GPUS)), help="Show only how long calls take on a GPU, and the speed-up: predicted."
+    "--memory",
+    is_flag=True,
+    help="Show only an estimate of the memory that running takes, by device.",
+)
+@click.option(
+    "--predict",
+    type=click.Choice(list(GPUS)),
+    help="Show only how long calls take on a GPU, and the speed-up: predicted.",
 )
 @click.option(
     "--max-seq-len",
@@ -54,10 +70,22 @@ from eesd.runtime.engines.exactness import Exactness
 @click.option(
     "--parallel",
     type=click.IntRange(1, 1024),
-    help="With --memory and --predict: ranks of the torch backend that share the weights.  [default: 1]",
+    help=(
+        "With --memory and --predict: ranks of the torch backend that share the weights.  "
+        "[default: 1]"
+    ),
 )
-@click.option("--batch", type=click.IntRange(1, 65536), help="With --memory: number of sequences.  [default: 1]")
-@click.option("--json", "as_json", is_flag=True, help="Print the manifest, the estimate or the prediction as JSON.")
+@click.option(
+    "--batch",
+    type=click.IntRange(1, 65536),
+    help="With --memory: number of sequences.  [default: 1]",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the manifest, the estimate or the prediction as JSON.",
+)
 def main(
     directory: Path | None,
     model: str | None,
@@ -73,7 +101,8 @@ def main(
     batch: int | None,
     as_json: bool,
 ) -> None:
-    """Show the content of an engine directory, or predict that of a model's export with default options."""
+    """Show the content of an engine directory, or predict that of a model's export with default
+    options."""
     if (directory is None) == (model is None):
         raise EESDError("Give either an engine directory or --model.")
     if model is not None and (verify or exact or not (memory or predict)):
@@ -81,15 +110,27 @@ def main(
     manifest = load_manifest(directory) if directory is not None else _outlined(str(model))
     directory = directory or Path(manifest.model)
     if (batch and not memory) or (max_seq_len and not memory and not predict):
-        raise EESDError("--max-seq-len and --batch only apply to the memory estimate; add --memory.")
+        raise EESDError(
+            "--max-seq-len and --batch only apply to the memory estimate; add --memory."
+        )
     if parallel and not memory and not predict:
-        raise EESDError("--parallel only applies to the estimate and the prediction; add --memory or --predict.")
+        raise EESDError(
+            "--parallel only applies to the estimate and the prediction; add --memory or --predict."
+        )
     ranks = parallel or 1
     if text_tokens and not predict:
         raise EESDError("--text-tokens only applies to the prediction; add --predict.")
     console = Console()
     if predict:
-        _predict(console, manifest, predict, max_seq_len or manifest.max_seq_len, text_tokens, ranks, as_json)
+        _predict(
+            console,
+            manifest,
+            predict,
+            max_seq_len or manifest.max_seq_len,
+            text_tokens,
+            ranks,
+            as_json,
+        )
     elif memory:
         _memory(console, manifest, max_seq_len or manifest.max_seq_len, batch or 1, ranks, as_json)
     elif as_json:
@@ -106,12 +147,17 @@ def main(
                 _check_plan(directory, plan)
         click.echo("all files are as exported", err=as_json)
     if exact:
-        found = check_exactness(directory, manifest, backend, [1, None] if threads is None else [threads])
+        found = check_exactness(
+            directory, manifest, backend, [1, None] if threads is None else [threads]
+        )
         click.echo(f"logits {found.chains}", err=as_json)
-        click.echo(f"logits of a tree's nodes, against their paths as chains, {found.trees}", err=as_json)
+        click.echo(
+            f"logits of a tree's nodes, against their paths as chains, {found.trees}", err=as_json
+        )
         if found.chains.differing:
             raise EESDError(
-                "Logits depend on how many tokens a call has, so drafting can change tokens where two are as likely."
+                "Logits depend on how many tokens a call has, so drafting can change tokens "
+                "where two are as likely."
             )
 
 
@@ -120,33 +166,50 @@ def _outlined(model: str) -> Manifest:
     try:
         from eesd.export.outline import outlined
     except ImportError as error:
-        raise EESDError(f"Reading a model needs {error.name}; install it with: pip install 'eesd[export]'.") from None
+        raise EESDError(
+            f"Reading a model needs {error.name}; install it with: pip install 'eesd[export]'."
+        ) from None
     return outlined(model)
 
 
 def _check_plan(directory: Path, plan: PlanInfo) -> None:
-    """Check a plan's size and SHA-256. Raises :class:`EESDError` if it is missing or was changed."""
+    """Check a plan's size and SHA-256. Raises :class:`EESDError` if it is missing or was
+    changed."""
     path = directory / plan.file
     if not path.exists():
         raise EESDError(f"{path} is missing; build it with: eesd-build {directory}.")
     if path.stat().st_size != plan.size or sha256_of(path) != plan.sha256:
-        raise EESDError(f"{path} was changed after it was built; build it again with: eesd-build --force {directory}.")
+        raise EESDError(
+            f"{path} was changed after it was built; build it again with: eesd-build --force "
+            f"{directory}."
+        )
 
 
-def check_exactness(directory: Path, manifest: Manifest, backend: str, threads: Sequence[int | None]) -> Exactness:
-    """Compare the bits of logits in about M + 45 calls, most of them short, for each number of threads (None: the default)."""
+def check_exactness(
+    directory: Path, manifest: Manifest, backend: str, threads: Sequence[int | None]
+) -> Exactness:
+    """Compare the bits of logits in about M + 45 calls, most of them short, for each number of
+    threads (None: the default)."""
     exactness = Exactness(manifest)
     with progress_bar("comparing bits", exactness.layouts * len(threads)) as advance:
         for count in threads:
             exactness.check(
-                open_engines(directory, manifest, EngineOptions(backend, count, draft=False)).verify, lambda: advance(1)
+                open_engines(
+                    directory, manifest, EngineOptions(backend, count, draft=False)
+                ).verify,
+                lambda: advance(1),
             )
     return exactness
 
 
-def _memory(console: Console, manifest: Manifest, slots: int, batch: int, ranks: int, as_json: bool) -> None:
+def _memory(
+    console: Console, manifest: Manifest, slots: int, batch: int, ranks: int, as_json: bool
+) -> None:
     if slots <= manifest.max_tree_nodes:
-        raise EESDError(f"--max-seq-len {slots} has no room for the {manifest.max_tree_nodes} nodes of a round; give more.")
+        raise EESDError(
+            f"--max-seq-len {slots} has no room for the {manifest.max_tree_nodes} nodes of a "
+            "round; give more."
+        )
     manifest = replace(manifest, max_seq_len=slots)
     devices = estimate_memory(manifest, batch, ranks)
     if as_json:
@@ -156,7 +219,15 @@ def _memory(console: Console, manifest: Manifest, slots: int, batch: int, ranks:
         console.print(memory_table(manifest, devices, batch, ranks))
 
 
-def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: int | None, ranks: int, as_json: bool) -> None:
+def _predict(
+    console: Console,
+    manifest: Manifest,
+    gpu: str,
+    slots: int,
+    text: int | None,
+    ranks: int,
+    as_json: bool,
+) -> None:
     manifest.on_rank(ranks)  # refuses what cannot be split
     text = min(text or slots, slots)
     sized, hardware = replace(manifest, max_seq_len=slots), GPUS[gpu]
@@ -169,33 +240,55 @@ def _predict(console: Console, manifest: Manifest, gpu: str, slots: int, text: i
     needed = max(device.total + (device.shared_weights if ranks == 1 else 0) for device in devices)
     if needed > hardware.memory:
         notice(
-            f"A device needs {format_bytes(needed)}, and {hardware.name} has {format_bytes(int(hardware.memory))}: "
-            "split verify with eesd-export --stages, run more ranks, or quantize it. The prediction is as if it fitted."
+            f"A device needs {format_bytes(needed)}, and {hardware.name} has "
+            f"{format_bytes(int(hardware.memory))}: "
+            "split verify with eesd-export --stages, run more ranks, or quantize it. The "
+            "prediction is as if it fitted."
         )
     number = f"{ranks} x " if ranks > 1 else ""
-    console.print(f"{number}{hardware.name}, {slots} slots; predicted with constants of an H200 and the torch backend,")
+    console.print(
+        f"{number}{hardware.name}, {slots} slots; predicted with constants of an H200 and the "
+        "torch backend,"
+    )
     console.print("where no whole model and no plan was measured; limits: docs/predict.md")
     for table in prediction_tables(predicted):
         console.print(table)
 
 
 def prediction_tables(predicted: Prediction) -> list[Table]:
-    """The times of calls, and the best chain for each acceptance. Without a draft: of tokens that the text proposes."""
+    """The times of calls, and the best chain for each acceptance. Without a draft: of tokens that
+    the text proposes."""
     calls = Table("call", "ms", box=None, pad_edge=False)
     if predicted.draft:
-        calls.add_row("draft step", f"{predicted.draft * 1e3:.2f} ({predicted.draft / predicted.verify[0]:.0%} of verify 1)")
+        calls.add_row(
+            "draft step",
+            (
+                f"{predicted.draft * 1e3:.2f} ({predicted.draft / predicted.verify[0]:.0%} of "
+                "verify 1)"
+            ),
+        )
     most = len(predicted.verify)
     for nodes in sorted({1, 2, most, *(count for count in (3, 5, 9, 17, 33, 65) if count < most)}):
         words = f" ({1 / predicted.verify[0]:.0f} tokens/s without drafts)" if nodes == 1 else ""
         calls.add_row(f"verify {nodes}", f"{predicted.verify[nodes - 1] * 1e3:.2f}{words}")
-    best = Table("acceptance" if predicted.draft else "of the text", "drafted", "speed-up", box=None, pad_edge=False)
+    best = Table(
+        "acceptance" if predicted.draft else "of the text",
+        "drafted",
+        "speed-up",
+        box=None,
+        pad_edge=False,
+    )
     for acceptance in ACCEPTANCES:
         drafted = predicted.best_length(acceptance)
-        best.add_row(f"{acceptance:.1f}", str(drafted), f"{predicted.speed_up(acceptance, drafted):.2f}")
+        best.add_row(
+            f"{acceptance:.1f}", str(drafted), f"{predicted.speed_up(acceptance, drafted):.2f}"
+        )
     return [calls, best]
 
 
-def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int, ranks: int = 1) -> Table:
+def memory_table(
+    manifest: Manifest, devices: list[DeviceMemory], batch: int, ranks: int = 1
+) -> Table:
     """Format a memory estimate as a table with one column for each device, or one for all ranks.
 
     Args:
@@ -212,14 +305,26 @@ def memory_table(manifest: Manifest, devices: list[DeviceMemory], batch: int, ra
         "verify weights": [format_bytes(device.verify_weights) for device in devices],
         "shared by both (once)": [format_bytes(-device.shared_weights) for device in devices],
         f"KV cache, {slots}": [format_bytes(device.kv_cache) for device in devices],
-        f"buffers, {manifest.max_tree_nodes + 1} nodes": [format_bytes(device.round_buffers) for device in devices],
-        f"or prefill of {manifest.gpu_prefill_chunk} tokens": [format_bytes(device.prefill_buffers) for device in devices],
+        f"buffers, {manifest.max_tree_nodes + 1} nodes": [
+            format_bytes(device.round_buffers) for device in devices
+        ],
+        f"or prefill of {manifest.gpu_prefill_chunk} tokens": [
+            format_bytes(device.prefill_buffers) for device in devices
+        ],
         "total": [format_bytes(device.total) for device in devices],
     }
     if ranks == 1:
-        rows["total without sharing"] = [format_bytes(device.total + device.shared_weights) for device in devices]
-        rows["host memory to build plan"] = [f"~ {format_bytes(device.build_host_memory)}" for device in devices]
-    names = [f"device {number}" for number in range(len(devices))] if ranks == 1 else [f"each of {ranks} ranks"]
+        rows["total without sharing"] = [
+            format_bytes(device.total + device.shared_weights) for device in devices
+        ]
+        rows["host memory to build plan"] = [
+            f"~ {format_bytes(device.build_host_memory)}" for device in devices
+        ]
+    names = (
+        [f"device {number}" for number in range(len(devices))]
+        if ranks == 1
+        else [f"each of {ranks} ranks"]
+    )
     table = Table("", *names, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -234,8 +339,10 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
     rows = {
         "model": f"{manifest.model} ({geometry.architecture})",
         "geometry": (
-            f"{geometry.num_layers} layers, hidden size {geometry.hidden_size}, {geometry.num_heads} heads and "
-            f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}, vocabulary {geometry.vocab_size}"
+            f"{geometry.num_layers} layers, hidden size {geometry.hidden_size}, "
+            f"{geometry.num_heads} heads and "
+            f"{geometry.num_kv_heads} KV heads of {geometry.head_dim}, vocabulary "
+            f"{geometry.vocab_size}"
         ),
         "exit head": _head(manifest),
         "draft vocabulary": _draft_vocab(manifest),
@@ -246,7 +353,9 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
             f"{manifest.num_caches} caches, {manifest.max_seq_len} slots of {slot / 1024:.1f} KiB, "
             f"{slot * manifest.max_seq_len / 2**20:.0f} MiB when full"
         ),
-        "token tree": f"at most {manifest.max_tree_nodes} nodes, {manifest.draft_top_k} candidates for each",
+        ("token tree"): (
+            f"at most {manifest.max_tree_nodes} nodes, {manifest.draft_top_k} candidates for each"
+        ),
         "made with": ", ".join(f"{name} {value}" for name, value in manifest.tools.items()),
     }
     if len(manifest.verify) > 1:
@@ -304,7 +413,9 @@ def _files(manifest: Manifest) -> Table:
     for name, info in manifest.files.items():
         table.add_row(name, f"{info.size:,}", info.sha256[:16])
     for name, linked in manifest.linked.items():
-        table.add_row(name, f"{linked.size:,}", f"{linked.samples[:16]} of samples (linked checkpoint file)")
+        table.add_row(
+            name, f"{linked.size:,}", f"{linked.samples[:16]} of samples (linked checkpoint file)"
+        )
     return table
 
 
@@ -313,13 +424,19 @@ def _plans(manifest: Manifest) -> Table:
     for plan in manifest.plans.values():
         gpus = ", ".join(plan.compute_capabilities)
         (_, _, most), *prefill = plan.profiles
-        nodes = f"up to {most} nodes a call, {prefill[0][2]} in prefill" if prefill else "one node a call"
+        nodes = (
+            f"up to {most} nodes a call, {prefill[0][2]} in prefill"
+            if prefill
+            else "one node a call"
+        )
         table.add_row(
             plan.file,
-            f"{plan.size:,} bytes{' without weights' if plan.refit else ''} by {plan.flavour} {plan.version} for "
+            f"{plan.size:,} bytes{' without weights' if plan.refit else ''} by {plan.flavour} "
+            f"{plan.version} for "
             f"{f'compute capability {gpus}' if gpus else 'any supported GPU'}\n"
             f"{nodes}, batch {plan.max_batch}\n"
-            f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates as single kernels\n"
+            f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates "
+            "as single kernels\n"
             f"SHA-256 {plan.sha256[:16]}",
         )
     return table

@@ -1,4 +1,5 @@
-"""Make an engine directory of a model as a user asks: choose the exit head and the types of weights, export, check, report."""
+"""Make an engine directory of a model as a user asks: choose the exit head and the types of
+weights, export, check, report."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class Choices:
 
     Attributes:
         model: Directory, GGUF file, Hugging Face id or short name.
-        plans: Whether plans may be built of 16-bit engines, so that a 4-bit draft has no minimums, which TensorRT cannot read.
+        plans: Whether plans may be built of 16-bit engines, so that a 4-bit draft has no minimums,
+            which TensorRT cannot read.
     """
 
     model: str
@@ -93,10 +95,12 @@ def make_engines(
         output: The engine directory to write.
         say: Called with each line for the user, before and after the long work.
         log: Called with the name of each step where no progress bar can be shown.
-        finish: Called with the directory when it is complete, just before it gets its name. If it raises, nothing is left.
+        finish: Called with the directory when it is complete, just before it gets its name. If it
+            raises, nothing is left.
 
     Raises:
-        EESDError: A package is missing, the choices do not fit the model, the model is not supported, or the disk is too small.
+        EESDError: A package is missing, the choices do not fit the model, the model is not
+            supported, or the disk is too small.
     """
     with shown_steps(log) as steps:
         steps.begin("importing torch")
@@ -108,14 +112,18 @@ def make_engines(
             from eesd.model.checkpoint import Checkpoint
             from eesd.model.hub import find_model
         except ImportError as error:
-            raise EESDError(f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'.") from None
+            raise EESDError(
+                f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'."
+            ) from None
         check_output(output)
         steps.begin("reading the checkpoint")
         checkpoint = Checkpoint(find_model(choices.model))
         if choices.layers is not None:
             checkpoint = checkpoint.first_layers(choices.layers)
         head, options = _choose(choices, checkpoint)
-        unquantized = [] if options.quantization.layers is None else _unquantized_widths(checkpoint, options)
+        unquantized = (
+            [] if options.quantization.layers is None else _unquantized_widths(checkpoint, options)
+        )
         report: list[str] = []
 
         def check(directory: Path, manifest: Manifest) -> None:
@@ -131,18 +139,33 @@ def make_engines(
 
         if choices.round_on is not None:
             steps.begin("rounding the weights on the text")
-        with rounded_on(choices.round_on, checkpoint, head.config.layer, options, output, say_layer) as rounded:
+        with rounded_on(
+            choices.round_on, checkpoint, head.config.layer, options, output, say_layer
+        ) as rounded:
             manifest = export(rounded, head, options, output, check, steps.progress, announce)
         steps.begin("building for the CPU")
         report += _pack(output, manifest, choices.pack)
     say(_summary(output, manifest, options, own=_keeps_levels(checkpoint, options.quantization)))
-    if not manifest.exit_head.is_whole(checkpoint.geometry) and manifest.exit_head.can_draft and not head.config.blocks:
-        say("draft: the model's own final norm and LM head after its exit layer, without an exit head")
+    if (
+        not manifest.exit_head.is_whole(checkpoint.geometry)
+        and manifest.exit_head.can_draft
+        and not head.config.blocks
+    ):
+        say(
+            "draft: the model's own final norm and LM head after its exit layer, without an "
+            "exit head"
+        )
     if unquantized:
-        say(f"weights with {' and '.join(map(str, unquantized))} inputs stay {options.dtype}: not a multiple of {BLOCK}")
+        say(
+            f"weights with {' and '.join(map(str, unquantized))} inputs stay {options.dtype}: "
+            f"not a multiple of {BLOCK}"
+        )
     if choices.link_weights:
         linked = sum(info.size for info in manifest.linked.values())
-        say(f"weights: {linked / 1e9:.2f} GB linked, {manifest.files[WEIGHTS_FILE].size / 1e9:.2f} GB copied")
+        say(
+            f"weights: {linked / 1e9:.2f} GB linked, "
+            f"{manifest.files[WEIGHTS_FILE].size / 1e9:.2f} GB copied"
+        )
     for line in report:
         say(line)
     say(f"exported in {steps.seconds()}")
@@ -150,19 +173,26 @@ def make_engines(
 
 
 def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
-    """The model, and what its engines take: ``size`` bytes of weights, and ``free`` bytes of the disk."""
-    geometry, slots = manifest.geometry, manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches)
+    """The model, and what its engines take: ``size`` bytes of weights, and ``free`` bytes of the
+    disk."""
+    geometry, slots = (
+        manifest.geometry,
+        manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches),
+    )
     weights = sum(map(prod, model_shapes(geometry).values()))
     return [
-        f"{manifest.model}: {geometry.architecture}, {geometry.num_layers} layers of {geometry.hidden_size}, "
+        f"{manifest.model}: {geometry.architecture}, {geometry.num_layers} layers of "
+        f"{geometry.hidden_size}, "
         f"{weights / 1e6:,.0f} M weights",
-        f"will take {size / 1e9:.2f} GB of {free / 1e9:.0f} GB that the disk has, and in memory as much, and "
+        f"will take {size / 1e9:.2f} GB of {free / 1e9:.0f} GB that the disk has, and in "
+        "memory as much, and "
         f"{slots / 1e9:.2f} GB for a request that fills {manifest.max_seq_len} slots",
     ]
 
 
 def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptions]:
-    """The exit head, and the options of the export, that the choices and the defaults for this model give."""
+    """The exit head, and the options of the export, that the choices and the defaults for this
+    model give."""
     from eesd.export.onnx_graph import ExportOptions
 
     config = checkpoint.config
@@ -204,11 +234,15 @@ def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool
         drafts = "no exit head"
     if head.is_whole(geometry):
         drafts = "the whole model drafts"
-    return f"{output}: {geometry.architecture}, {_types(options, own)}, {drafts}, {options.max_seq_len} slots"
+    return (
+        f"{output}: {geometry.architecture}, {_types(options, own)}, {drafts}, "
+        f"{options.max_seq_len} slots"
+    )
 
 
 def _keeps_levels(checkpoint: Checkpoint, quantization: Quantizations) -> bool:
-    """Whether the layers have the levels of a checkpoint that says in ``config.json`` how it is quantized."""
+    """Whether the layers have the levels of a checkpoint that says in ``config.json`` how it is
+    quantized."""
     return quantization.layers is not None and quantization.layers == checkpoint.quantization
 
 
@@ -221,29 +255,54 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
     tokenizer, size = output / "tokenizer.json", checkpoint.geometry.vocab_size
     if not tokenizer.exists():
         notice("The model has no tokenizer, so prompts are token ids.")
-    elif (largest := max(Tokenizer.from_file(str(tokenizer)).get_vocab().values(), default=0)) >= size:
-        notice(f"The tokenizer has ids up to {largest}, and the model ids below {size}; prompts with the others are refused.")
+    elif (
+        largest := max(Tokenizer.from_file(str(tokenizer)).get_vocab().values(), default=0)
+    ) >= size:
+        notice(
+            f"The tokenizer has ids up to {largest}, and the model ids below {size}; prompts "
+            "with the others are refused."
+        )
     if {choices.quantize, choices.quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
-        notice("The file's weights are quantized, and --quantize rounds them a second time; --quantize keep does not.")
+        notice(
+            "The file's weights are quantized, and --quantize rounds them a second time; "
+            "--quantize keep does not."
+        )
     if checkpoint.config.packing is not None and checkpoint.quantization is None:
-        again = " --quantize rounds them a second time." if set(QUANTIZED) & {choices.quantize} else ""
-        notice(f"The checkpoint's quantized weights are dequantized, because engines do not have their levels.{again}")
+        again = (
+            " --quantize rounds them a second time." if set(QUANTIZED) & {choices.quantize} else ""
+        )
+        notice(
+            "The checkpoint's quantized weights are dequantized, because engines do not have "
+            f"their levels.{again}"
+        )
     if not head.config.can_draft:
         notice(
-            "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. Train an exit head with "
+            "Only the text drafts, where it repeats: weights of 4 bits leave no bits to save. "
+            "Train an exit head with "
             "eesd-distill to draft on all text."
         )
     elif not head.config.trained:
-        notice("The exit head is not trained, so acceptance will be low; train one with eesd-distill.")
+        notice(
+            "The exit head is not trained, so acceptance will be low; train one with eesd-distill."
+        )
 
 
 def _check_options(options: ExportOptions, max_positions: int) -> None:
     if options.max_seq_len > max_positions:
-        raise EESDError(f"--max-seq-len {options.max_seq_len} is more than the model's {max_positions} positions.")
+        raise EESDError(
+            f"--max-seq-len {options.max_seq_len} is more than the model's {max_positions} "
+            "positions."
+        )
     if options.max_tree_nodes >= options.max_seq_len:
-        raise EESDError(f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of {options.max_seq_len} slots.")
+        raise EESDError(
+            f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of "
+            f"{options.max_seq_len} slots."
+        )
     if options.dtype not in DTYPES:
-        raise EESDError(f"The checkpoint's type {options.dtype} cannot be exported; give --dtype {'|'.join(DTYPES)}.")
+        raise EESDError(
+            f"The checkpoint's type {options.dtype} cannot be exported; give --dtype "
+            f"{'|'.join(DTYPES)}."
+        )
 
 
 def choose_quantization(
@@ -275,25 +334,34 @@ def choose_quantization(
         own = None
     if layers is not None and own is not None:
         raise EESDError(
-            "The checkpoint's weights are quantized already, and are taken as they are; leave --quantize out, or give "
+            "The checkpoint's weights are quantized already, and are taken as they are; leave "
+            "--quantize out, or give "
             "--quantize none to dequantize them."
         )
     if link_weights and {layers, head} - {None, "none"}:
-        raise EESDError("--link-weights uses the weights as they are, and --quantize changes them; give one of the two.")
+        raise EESDError(
+            "--link-weights uses the weights as they are, and --quantize changes them; give "
+            "one of the two."
+        )
     head = head or layers
     if whole and draft == "none":
         raise EESDError(
-            "--quantize-draft none leaves the draft as slow as the whole model that it is; leave the option out, or give "
+            "--quantize-draft none leaves the draft as slow as the whole model that it is; "
+            "leave the option out, or give "
             "--exit-head none to draft from the text alone."
         )
     if draft is None and whole:
         eight_bits = layers == "int8" or (own is not None and own.weights == "int8")
-        draft = None if eight_bits and dtype == "float32" else "int4"  # the CPU reads the upper half of 8 bits
+        # The CPU reads the upper half of 8 bits.
+        draft = None if eight_bits and dtype == "float32" else "int4"
     elif draft is None:
-        draft = "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
+        draft = (
+            "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
+        )
     if dtype == "float32" and {layers, head, draft} & {"fp8", "nvfp4"}:
         raise EESDError(
-            "fp8 and nvfp4 weights are for engines of 16 bits; give --dtype float16 or bfloat16, or take int8 or int4."
+            "fp8 and nvfp4 weights are for engines of 16 bits; give --dtype float16 or "
+            "bfloat16, or take int8 or int4."
         )
     if symmetric is not None and "int4" not in (layers, head, draft):
         raise EESDError("--symmetric and --asymmetric are for int4; leave the option out.")
@@ -307,7 +375,9 @@ def choose_quantization(
             return SEARCHED_INT4
         return {"fp8": FP8_WEIGHTS, "nvfp4": NVFP4}.get(str(kind), Quantization(str(kind), BLOCK))
 
-    return Quantizations(scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=dict(tensors))
+    return Quantizations(
+        scheme(layers) if own is None else own, scheme(head), scheme(draft), tensors=dict(tensors)
+    )
 
 
 def _is_large(checkpoint: Checkpoint | Outline) -> bool:
@@ -315,27 +385,41 @@ def _is_large(checkpoint: Checkpoint | Outline) -> bool:
     return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
 
 
-def _check_keep(checkpoint: Checkpoint | Outline, dtype: str, head: str | None, link_weights: bool) -> None:
+def _check_keep(
+    checkpoint: Checkpoint | Outline, dtype: str, head: str | None, link_weights: bool
+) -> None:
     """Raise :class:`EESDError` if the file's own levels cannot be kept."""
     if checkpoint.quantization is not None:
         return  # as always
     if not checkpoint.own_levels:
-        raise EESDError("--quantize keep is for quantized weights, and the checkpoint's are not; leave the option out.")
+        raise EESDError(
+            "--quantize keep is for quantized weights, and the checkpoint's are not; leave "
+            "the option out."
+        )
     if dtype != "float32":
         raise EESDError(
-            f"--quantize keep is for float32 engines, and these are {dtype}; give --dtype float32, or leave --quantize out."
+            f"--quantize keep is for float32 engines, and these are {dtype}; give --dtype "
+            "float32, or leave --quantize out."
         )
     if link_weights:
         raise EESDError(
-            "--link-weights uses a checkpoint's weights in its own files, and --quantize keep stores levels; give one."
+            "--link-weights uses a checkpoint's weights in its own files, and --quantize keep "
+            "stores levels; give one."
         )
     if head is not None:
-        raise EESDError("--quantize keep also keeps the levels of the LM head; leave --quantize-head out, or give --quantize.")
+        raise EESDError(
+            "--quantize keep also keeps the levels of the LM head; leave --quantize-head out, "
+            "or give --quantize."
+        )
 
 
 def _types(options: ExportOptions, own: bool) -> str:
     """The element type, and what is quantized, in words."""
-    texts = [f"{one.name} {place}" for place, one in options.quantization.places.items() if one is not None]
+    texts = [
+        f"{one.name} {place}"
+        for place, one in options.quantization.places.items()
+        if one is not None
+    ]
     if own:
         texts[0] = f"the checkpoint's own {texts[0]}"
     kept = sorted({one.weights for one in options.quantization.tensors.values()})
@@ -345,20 +429,28 @@ def _types(options: ExportOptions, own: bool) -> str:
 
 
 def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
-    """The numbers of inputs of linear weights that cannot be quantized. Raises EESDError if none can be."""
-    linear = {name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)}
-    stored = [stored_weight(name, shape, options.dtype, options.quantization) for name, shape in linear.items()]
+    """The numbers of inputs of linear weights that cannot be quantized. Raises EESDError if none
+    can be."""
+    linear = {
+        name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)
+    }
+    stored = [
+        stored_weight(name, shape, options.dtype, options.quantization)
+        for name, shape in linear.items()
+    ]
     widths = sorted({weight.shape[1] for weight in stored if weight.quantization is None})
     if all(weight.quantization is None for weight in stored):
         raise EESDError(
-            f"--quantize needs weights whose number of inputs is a multiple of {BLOCK}; this model's weights have "
+            f"--quantize needs weights whose number of inputs is a multiple of {BLOCK}; this "
+            "model's weights have "
             f"{', '.join(map(str, widths))} inputs. Leave the option out."
         )
     return widths
 
 
 def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: str | None) -> Head:
-    """What drafts without training: the whole model in fewer bits, if its weights have more than 4; else nothing.
+    """What drafts without training: the whole model in fewer bits, if its weights have more than 4;
+    else nothing.
 
     Raises:
         EESDError: The whole model is ``given`` as the draft, and has too few bits.
@@ -371,7 +463,8 @@ def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: st
         return whole_model(checkpoint)
     if given == WHOLE_MODEL:
         raise EESDError(
-            "--exit-head quantized drafts with the whole model in 4 bits, and most of this model's weights have no more than "
+            "--exit-head quantized drafts with the whole model in 4 bits, and most of this "
+            "model's weights have no more than "
             "the draft would; give --exit-head DIR, or leave the option out to draft from the text."
         )
     return no_head(checkpoint)
@@ -380,18 +473,27 @@ def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: st
 def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
     """Whether most linear weights have no more bits than a draft in 4 bits would have."""
     shapes = {name: shape for name, shape in model_shapes(geometry).items() if is_linear(name)}
-    few = sum(prod(shape) for name, shape in shapes.items() if _has_few_bits(quantization.of(name, shape)))
+    few = sum(
+        prod(shape) for name, shape in shapes.items() if _has_few_bits(quantization.of(name, shape))
+    )
     return 2 * few > sum(map(prod, shapes.values()))
 
 
 def _has_few_bits(levels: Quantization | None) -> bool:
     """Whether weights with these levels cannot be read in half of their bits."""
-    return levels is not None and levels.weights != FP8 and (levels.weights != "int8" or levels.block != BLOCK)
+    return (
+        levels is not None
+        and levels.weights != FP8
+        and (levels.weights != "int8" or levels.block != BLOCK)
+    )
 
 
-def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None) -> Head | None:
-    """Open the exit head that is ``given`` or else in the model directory. Without either a model that exits early by training,
-    as its ``name`` says, needs none, and others get an untrained one after ``exit_layer``.
+def _choose_head(
+    checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None
+) -> Head | None:
+    """Open the exit head that is ``given`` or else in the model directory. Without either a model
+    that exits early by training, as its ``name`` says, needs none, and others get an untrained one
+    after ``exit_layer``.
 
     Returns:
         The head; None: :func:`_default_head` chooses.
@@ -411,7 +513,10 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, give
     exits_early = EARLY_EXIT in Path(name).name.lower()
     if given == OWN_HEAD or (directory is None and exits_early and exit_layer is not None):
         if exit_layer is None:
-            raise EESDError("The draft with the model's own norm and LM head needs a layer to exit after; give --exit-layer N.")
+            raise EESDError(
+                "The draft with the model's own norm and LM head needs a layer to exit after; "
+                "give --exit-layer N."
+            )
         return early_exit(checkpoint, exit_layer)
     if directory is not None and not (directory / CONFIG_FILE).exists() and is_eagle(directory):
         if exit_layer is not None:
@@ -421,7 +526,8 @@ def _choose_head(checkpoint: Checkpoint, name: str, exit_layer: int | None, give
         head = stored_head(checkpoint, directory)
         if exit_layer not in (None, head.config.layer):
             raise EESDError(
-                f"The exit head in {directory} was trained for an exit after layer {head.config.layer}, but --exit-layer is "
+                f"The exit head in {directory} was trained for an exit after layer "
+                f"{head.config.layer}, but --exit-layer is "
                 f"{exit_layer}; leave the option out or give another --exit-head."
             )
         return head
@@ -434,7 +540,12 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
     if wanted is False or (wanted is None and torch_sees_gpu()):
         return []
     if wanted is None and size > available_memory():  # this machine will hardly run it
-        return [f"not built for the CPU: this machine has too little memory; eesd-build --target cpu {directory} builds it"]
+        return [
+            (
+                "not built for the CPU: this machine has too little memory; eesd-build --target "
+                f"cpu {directory} builds it"
+            )
+        ]
     try:
         from eesd.export.cpu.build import build_for_cpu
         from eesd.runtime.engines import operators
@@ -446,34 +557,60 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
     try:
         build_for_cpu(directory, manifest)
     except EESDError as error:
-        return [f"not built for the CPU; try again with eesd-build --target cpu {directory}: {error}"]
+        return [
+            f"not built for the CPU; try again with eesd-build --target cpu {directory}: {error}"
+        ]
     return []
 
 
-def _check(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None) -> list[str]:
-    """Run the parity check, and return lines that report its result. Raises EESDError if a graph is wrong."""
-    from eesd.export.parity import check_bits, compare_graphs, compare_graphs_memory, quantization_drift
+def _check(
+    directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None
+) -> list[str]:
+    """Run the parity check, and return lines that report its result. Raises EESDError if a graph is
+    wrong."""
+    from eesd.export.parity import (
+        check_bits,
+        compare_graphs,
+        compare_graphs_memory,
+        quantization_drift,
+    )
 
     if wanted is False:
         return []
     needed = compare_graphs_memory(manifest)
     if wanted is None and needed > available_memory() // 4:
-        return [f"parity not checked: the check needs about {needed / 1e9:.0f} GB of memory; --check runs it anyway"]
+        return [
+            (
+                f"parity not checked: the check needs about {needed / 1e9:.0f} GB of memory; "
+                "--check runs it anyway"
+            )
+        ]
     differences = compare_graphs(directory, manifest, checkpoint, head)
     bad = [kind for kind, difference in differences.items() if not difference.acceptable]
     if bad:
-        raise EESDError(f"The {' and '.join(bad)} graph does not compute what the model does; please report this model.")
+        raise EESDError(
+            f"The {' and '.join(bad)} graph does not compute what the model does; please "
+            "report this model."
+        )
     lines = [
-        f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit {difference.scale:.1f})"
+        (
+            f"{kind}: largest difference to torch {difference.largest:.2e} (largest logit "
+            f"{difference.scale:.1f})"
+        )
         for kind, difference in differences.items()
     ]
     lines.append(
-        f"verify: logits of calls of 1 to {manifest.max_tree_nodes + 1} tokens {check_bits(directory, manifest).chains}"
+        f"verify: logits of calls of 1 to {manifest.max_tree_nodes + 1} tokens "
+        f"{check_bits(directory, manifest).chains}"
     )
-    if (manifest.quantization.layers or manifest.quantization.head) and not _keeps_levels(checkpoint, manifest.quantization):
+    if (manifest.quantization.layers or manifest.quantization.head) and not _keeps_levels(
+        checkpoint, manifest.quantization
+    ):
         drift = quantization_drift(manifest, checkpoint, head)
         lines.append(
-            f"quantized: logits change by {drift.logit_change:.1%} of their standard deviation; the most "
-            f"likely token is the unquantized model's at {drift.same_token} of {drift.positions} positions of a sampled text"
+            f"quantized: logits change by {drift.logit_change:.1%} of their standard "
+            "deviation; the most "
+            f"likely token is the unquantized model's at {drift.same_token} of "
+            f"{drift.positions} positions of a sampled text"
         )
     return lines

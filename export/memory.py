@@ -12,19 +12,33 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import Manifest
 from eesd.common.quantization import BITS, Quantizations, Shape
-from eesd.common.weights import StoredWeight, graph_shapes, layer_shapes, split_side, stored_weight, weights_of
+from eesd.common.weights import (
+    StoredWeight,
+    graph_shapes,
+    layer_shapes,
+    split_side,
+    stored_weight,
+    weights_of,
+)
 
 _BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
-"""Host memory of a build: bytes for each byte of weights, and a constant. Measured with TensorRT-RTX 1.7 on 1.8 GB of weights:
-2.6 for each byte, of which one is the mapped file of weights."""
+"""Host memory of a build: bytes for each byte of weights, and a constant. Measured with
+TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6 for each byte, of which one is the mapped file of
+weights."""
 
 
 def split_layers(
-    geometry: Geometry, exit_config: ExitConfig, dtype: str, quantization: Quantizations, stages: int
+    geometry: Geometry,
+    exit_config: ExitConfig,
+    dtype: str,
+    quantization: Quantizations,
+    stages: int,
 ) -> list[range]:
-    """Split the layers of verify into stages, so that the fullest device holds as few bytes of weights as possible.
+    """Split the layers of verify into stages, so that the fullest device holds as few bytes of
+    weights as possible.
 
-    The first device also runs the draft, on the same caches, so the first stage has at least the N layers before the exit.
+    The first device also runs the draft, on the same caches, so the first stage has at least the N
+    layers before the exit.
 
     Args:
         geometry: Geometry of the base model.
@@ -43,17 +57,20 @@ def split_layers(
     if exit_config.read_layers and stages > 1:
         raise EESDError(
             f"--stages {stages} cannot be used with this head: it reads states after the layers "
-            f"{', '.join(map(str, exit_config.read_layers))}, which another device would have; give a head without deep layers."
+            f"{', '.join(map(str, exit_config.read_layers))}, which another device would "
+            "have; give a head without deep layers."
         )
     if stages > 1 and exit_config.is_whole(geometry):
         raise EESDError(
-            f"--stages {stages} cannot be used with --exit-head quantized, whose draft runs all layers on one device; give "
+            f"--stages {stages} cannot be used with --exit-head quantized, whose draft runs "
+            "all layers on one device; give "
             "--exit-head DIR, or leave --stages out."
         )
     most = layers - before_exit + 1
     if not 1 <= stages <= most:
         raise EESDError(
-            f"--stages must be between 1 and {most} for this {layers}-layer model with its exit after layer {before_exit} "
+            f"--stages must be between 1 and {most} for this {layers}-layer model with its "
+            f"exit after layer {before_exit} "
             f"(the first stage holds what the draft uses); {stages} was given."
         )
 
@@ -62,7 +79,10 @@ def split_layers(
 
     def nbytes(shapes: Mapping[str, Shape]) -> int:
         wide = geometry.wide_norms
-        return sum(stored_weight(name, shape, dtype, quantization, wide_norms=wide).nbytes for name, shape in shapes.items())
+        return sum(
+            stored_weight(name, shape, dtype, quantization, wide_norms=wide).nbytes
+            for name, shape in shapes.items()
+        )
 
     def graph(layers: range, draft: bool) -> dict[str, Shape]:
         # Every device has rotary tables: count none.
@@ -74,7 +94,8 @@ def split_layers(
     other[0] = nbytes(graph(prefix, draft=True) | graph(prefix, draft=False)) - before_exit * layer
     other[-1] += nbytes(graph(range(layers - 1, layers), draft=False)) - layer
     counts = [before_exit] + [1] * (stages - 1)
-    for _ in range(layers - sum(counts)):  # layers have one size, so giving each to the emptiest device is optimal
+    # Layers have one size, so giving each to the emptiest device is optimal.
+    for _ in range(layers - sum(counts)):
         counts[min(range(stages), key=lambda stage: other[stage] + counts[stage] * layer)] += 1
     borders = [sum(counts[:stage]) for stage in range(stages + 1)]
     return [range(*pair) for pair in pairwise(borders)]
@@ -82,7 +103,8 @@ def split_layers(
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of the device that runs one stage of verify, in bytes. The draft runs on the first device.
+    """Memory of the device that runs one stage of verify, in bytes. The draft runs on the first
+    device.
 
     Attributes:
         graphs: Files of the graphs on the device.
@@ -92,8 +114,10 @@ class DeviceMemory:
         shared_weights: Weights that both use; they are part of both numbers.
         kv_cache: The caches of the stage when they are full.
         round_buffers: Mask, activations and logits of a verify pass over a full round.
-        prefill_buffers: Mask and activations of a prefill call of one sequence, and the logits of one token.
-        build_host_memory: Estimate of the host memory for building the plan of the device's largest graph.
+        prefill_buffers: Mask and activations of a prefill call of one sequence, and the logits of
+            one token.
+        build_host_memory: Estimate of the host memory for building the plan of the device's largest
+            graph.
     """
 
     graphs: tuple[str, ...]
@@ -108,7 +132,8 @@ class DeviceMemory:
 
     @property
     def total(self) -> int:
-        """Memory of the device if draft and verify share weights. Rounds and prefill use the same buffers."""
+        """Memory of the device if draft and verify share weights. Rounds and prefill use the same
+        buffers."""
         weights = self.draft_weights + self.verify_weights - self.shared_weights
         return weights + self.kv_cache + max(self.round_buffers, self.prefill_buffers)
 
@@ -133,14 +158,21 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
     """
     part = manifest.on_rank(ranks)
     devices, nodes = [], manifest.max_tree_nodes + 1
-    for number, (stage, layers) in enumerate(zip(manifest.verify, manifest.stage_layers, strict=True)):
+    for number, (stage, layers) in enumerate(
+        zip(manifest.verify, manifest.stage_layers, strict=True)
+    ):
         first, last = number == 0, number == len(manifest.verify) - 1
-        columns = manifest.geometry.vocab_size if last else draft_columns(manifest.geometry, manifest.exit_head)
+        columns = (
+            manifest.geometry.vocab_size
+            if last
+            else draft_columns(manifest.geometry, manifest.exit_head)
+        )
         verify = weights_of(manifest, stage)
         drafts = first and manifest.exit_head.can_draft
         draft = weights_of(manifest, manifest.draft) if drafts else {}
         draft_weights, verify_weights = (
-            sum(rank_bytes(weight, ranks) for weight in weights.values()) for weights in (draft, verify)
+            sum(rank_bytes(weight, ranks) for weight in weights.values())
+            for weights in (draft, verify)
         )
         devices.append(
             DeviceMemory(
@@ -148,10 +180,16 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
                 layers=(layers.start, layers.stop - 1),
                 draft_weights=draft_weights,
                 verify_weights=verify_weights,
-                shared_weights=sum(rank_bytes(verify[name], ranks) for name in verify.keys() & draft.keys()),
+                shared_weights=sum(
+                    rank_bytes(verify[name], ranks) for name in verify.keys() & draft.keys()
+                ),
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(part, len(stage.caches)),
-                round_buffers=_buffers(part, batch * nodes, batch * nodes if drafts or last else 0, columns),
-                prefill_buffers=_buffers(part, manifest.gpu_prefill_chunk, 1 if last else 0, columns),
+                round_buffers=_buffers(
+                    part, batch * nodes, batch * nodes if drafts or last else 0, columns
+                ),
+                prefill_buffers=_buffers(
+                    part, manifest.gpu_prefill_chunk, 1 if last else 0, columns
+                ),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )
@@ -159,20 +197,30 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
 
 
 def rank_bytes(weight: StoredWeight, ranks: int) -> int:
-    """Bytes of a weight that each of so many ranks has. Several ranks run the torch engine, which dequantizes float32 engines
-    and what its kernels for GPUs do not know."""
+    """Bytes of a weight that each of so many ranks has. Several ranks run the torch engine, which
+    dequantizes float32 engines and what its kernels for GPUs do not know."""
     kept = ranks == 1 or (weight.dtype != "float32" and weight.keeps_levels(ranks))
-    return (weight if kept else replace(weight, quantization=None)).nbytes // (ranks if is_split(weight) else 1)
+    return (weight if kept else replace(weight, quantization=None)).nbytes // (
+        ranks if is_split(weight) else 1
+    )
 
 
 def is_split(weight: StoredWeight) -> bool:
-    """Whether ranks have parts of a weight: a matrix of an attention, an MLP or the deep layers. Others are on each rank."""
+    """Whether ranks have parts of a weight: a matrix of an attention, an MLP or the deep layers.
+    Others are on each rank."""
     return len(weight.shape) == 2 and split_side(weight.name) is not None
 
 
 def slot_bytes(manifest: Manifest, caches: int) -> int:
     """Bytes of one token's keys and values in ``caches`` caches."""
-    return 2 * caches * manifest.geometry.num_kv_heads * manifest.geometry.head_dim * BITS[manifest.dtype] // 8
+    return (
+        2
+        * caches
+        * manifest.geometry.num_kv_heads
+        * manifest.geometry.head_dim
+        * BITS[manifest.dtype]
+        // 8
+    )
 
 
 def build_memory(weights: int) -> int:
@@ -181,16 +229,25 @@ def build_memory(weights: int) -> int:
 
 
 def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
-    """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused attention in float32.
+    """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused
+    attention in float32.
 
     Of ``tokens`` tokens, ``logits`` get logits of ``columns`` columns.
     """
-    element, hidden, slots = BITS[manifest.dtype] // 8, manifest.geometry.hidden_size, manifest.max_seq_len
-    heads = (manifest.geometry.num_heads + manifest.geometry.num_kv_heads) * manifest.geometry.head_dim
+    element, hidden, slots = (
+        BITS[manifest.dtype] // 8,
+        manifest.geometry.hidden_size,
+        manifest.max_seq_len,
+    )
+    heads = (
+        manifest.geometry.num_heads + manifest.geometry.num_kv_heads
+    ) * manifest.geometry.head_dim
     attention = (2 * hidden + 2 * heads) * element + 4 * manifest.geometry.num_heads * slots
     mlp = (2 * hidden + 3 * manifest.geometry.intermediate_size) * element
     head = (hidden + columns) * element + 4 * columns
-    return tokens * (slots + 2 * hidden) * element + max(tokens * attention, tokens * mlp, logits * head)
+    return tokens * (slots + 2 * hidden) * element + max(
+        tokens * attention, tokens * mlp, logits * head
+    )
 
 
 def format_bytes(count: int) -> str:

@@ -1,8 +1,9 @@
 """Trace the torch modules to ONNX graphs (opset 24) without loading any weight.
 
-The modules are created under fake tensors and traced by ``torch.onnx.export``. The graph is then simplified: reshapes copy
-dimensions instead of computing them, linear layers that read one input become one product, and linear weights lose their
-Transpose because they are stored transposed. Every weight becomes a reference to external data.
+The modules are created under fake tensors and traced by ``torch.onnx.export``. The graph is then
+simplified: reshapes copy dimensions instead of computing them, linear layers that read one input
+become one product, and linear weights lose their Transpose because they are stored transposed.
+Every weight becomes a reference to external data.
 """
 
 import logging
@@ -15,12 +16,22 @@ from typing import Any, NamedTuple
 import onnx
 import onnx_ir as ir
 import torch
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass, IdentityEliminationPass, RemoveUnusedNodesPass
+from onnx_ir.passes.common import (
+    ClearMetadataAndDocStringPass,
+    IdentityEliminationPass,
+    RemoveUnusedNodesPass,
+)
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
-from eesd.common.manifest import DEFAULT_TOP_K, DEFAULT_TREE_NODES, SLOTS_PROPERTY, GraphInfo, TensorInfo
+from eesd.common.manifest import (
+    DEFAULT_TOP_K,
+    DEFAULT_TREE_NODES,
+    SLOTS_PROPERTY,
+    GraphInfo,
+    TensorInfo,
+)
 from eesd.common.quantization import UNQUANTIZED, Quantizations
 from eesd.common.weights import (
     FACTOR,
@@ -49,10 +60,11 @@ OPSET = 24
 
 BATCH, TOKENS, SLOTS, ROWS = 100_003, 100_019, 100_043, 100_049
 SYMBOLS = {BATCH: "B", TOKENS: "n", SLOTS: "S", ROWS: "R"}
-"""Sizes that stand for the dynamic dimensions during tracing, and the names that replace them in the graph.
+"""Sizes that stand for the dynamic dimensions during tracing, and the names that replace them in
+the graph.
 
-They are primes that no model has as a size, and fake tensors take no memory. Tracing with symbolic dimensions gives the same
-graph but takes three times as long.
+They are primes that no model has as a size, and fake tensors take no memory. Tracing with symbolic
+dimensions gives the same graph but takes three times as long.
 """
 
 
@@ -101,7 +113,8 @@ class Graph:
 class _EngineModule(nn.Module):
     """Draft or Verify with the inputs and outputs of an engine. The rotary tables are constants.
 
-    The tables are float32 and cast in the graph, so that a 16-bit directory that runs in float32 loses nothing.
+    The tables are float32 and cast in the graph, so that a 16-bit directory that runs in float32
+    loses nothing.
     """
 
     def __init__(self, module: Draft | Verify, cos: Tensor, sin: Tensor) -> None:
@@ -135,33 +148,46 @@ def trace(
     layers: range | None = None,
     linked: frozenset[str] = frozenset(),
 ) -> Graph:
-    """Trace the draft, verify or a stage of verify. The memory it takes does not depend on the size of the weights.
+    """Trace the draft, verify or a stage of verify. The memory it takes does not depend on the size
+    of the weights.
 
     Args:
-        name: ``draft`` for the draft; any other name for verify or a stage. The file is called ``<name>.onnx``.
+        name: ``draft`` for the draft; any other name for verify or a stage. The file is called
+            ``<name>.onnx``.
         geometry: Geometry of the base model.
         exit_config: Configuration of the exit head.
         options: Options of the export.
         layers: Layers of the stage; None for all.
-        linked: Names of weights that stay in the checkpoint's layout. Linear ones keep their Transpose in the graph.
+        linked: Names of weights that stay in the checkpoint's layout. Linear ones keep their
+            Transpose in the graph.
     """
     layers = range(geometry.num_layers) if layers is None else layers
     draft: tuple[int, bool] | None = None
     if name == "draft":
         in_place = one_node_is_faster(options.max_seq_len, options.quantization)
-        folded = options.dtype != "float32" and not in_place  # plans then copy the caches, folded for no head twice
+        # Plans then copy the caches, folded for no head twice.
+        folded = options.dtype != "float32" and not in_place
         draft = (options.draft_top_k, folded)
-        caches, outputs = draft_caches(geometry, exit_config), ["logits", "topk_ids", "topk_logprobs"]
+        caches, outputs = (
+            draft_caches(geometry, exit_config),
+            ["logits", "topk_ids", "topk_logprobs"],
+        )
     else:
         exits = exit_caches(geometry, exit_config) if layers.start == 0 else ()
-        caches, outputs = [*layers, *exits], ["logits" if layers.stop == geometry.num_layers else "hidden_out"]
-    model = _traced(geometry, exit_config, options.dtype, options.max_seq_len, layers, len(caches), draft)
+        caches, outputs = (
+            [*layers, *exits],
+            ["logits" if layers.stop == geometry.num_layers else "hidden_out"],
+        )
+    model = _traced(
+        geometry, exit_config, options.dtype, options.max_seq_len, layers, len(caches), draft
+    )
     _name_dimensions(model.graph)
     _name_tensors(model, caches, "input_ids" if layers.start == 0 else "hidden", outputs)
     _fold_reshapes(model.graph)
     _fold_splits(model.graph)
     if name != "draft" and options.dtype == "float32":
-        part_heads(model.graph)  # it is for the CPU, where the prompts of 16-bit directories seldom are
+        # It is for the CPU, where the prompts of 16-bit directories seldom are.
+        part_heads(model.graph)
     IdentityEliminationPass()(model)
     RemoveUnusedNodesPass()(model)
     _name_weights(model.graph)
@@ -175,7 +201,12 @@ def trace(
     RemoveUnusedNodesPass()(model)
     ClearMetadataAndDocStringPass()(model)
     model.graph.name = f"eesd_{name}"
-    info = GraphInfo(f"{name}.onnx", tuple(caches), _tensor_infos(model.graph.inputs), _tensor_infos(model.graph.outputs))
+    info = GraphInfo(
+        f"{name}.onnx",
+        tuple(caches),
+        _tensor_infos(model.graph.inputs),
+        _tensor_infos(model.graph.outputs),
+    )
     return Graph(model, weights, info)
 
 
@@ -188,29 +219,42 @@ def _traced(
     caches: int,
     draft: tuple[int, bool] | None,
 ) -> ir.Model:
-    """The graph as torch writes it: the draft if its number of candidates and ``folded`` are given, else layers of verify."""
-    untied = replace(geometry, tied_embeddings=False)  # a quantized LM head is not the embedding table
+    """The graph as torch writes it: the draft if its number of candidates and ``folded`` are given,
+    else layers of verify."""
+    # A quantized LM head is not the embedding table.
+    untied = replace(geometry, tied_embeddings=False)
     with FakeTensorMode(), _default_dtype(getattr(torch, dtype)):
         decoder, head = Decoder(untied), make_head(geometry, exit_config, slots)
         keep_first_experts(decoder)
-        module: Draft | Verify = Verify(decoder, head, layers) if draft is None else Draft(decoder, head, *draft)
+        module: Draft | Verify = (
+            Verify(decoder, head, layers) if draft is None else Draft(decoder, head, *draft)
+        )
         engine = _EngineModule(module, *rotary_tables(geometry, slots)).eval()
         first, rows = layers.start == 0, draft is None and layers.stop == geometry.num_layers
-        return _export(engine, _example_inputs(geometry, caches, getattr(torch, dtype), first, rows))
+        return _export(
+            engine, _example_inputs(geometry, caches, getattr(torch, dtype), first, rows)
+        )
 
 
-def _example_inputs(geometry: Geometry, caches: int, dtype: torch.dtype, first: bool, rows: bool) -> tuple[Any, ...]:
+def _example_inputs(
+    geometry: Geometry, caches: int, dtype: torch.dtype, first: bool, rows: bool
+) -> tuple[Any, ...]:
     ids, positions = (torch.zeros(BATCH, TOKENS, dtype=torch.int64) for _ in range(2))
     x = ids if first else torch.zeros(BATCH, TOKENS, geometry.hidden_size, dtype=dtype)
     shape = (BATCH, geometry.num_kv_heads, SLOTS, geometry.head_dim)
     kv = [(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)) for _ in range(caches)]
-    slot, mask = torch.zeros(BATCH, dtype=torch.int64), torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype)
+    slot, mask = (
+        torch.zeros(BATCH, dtype=torch.int64),
+        torch.zeros(BATCH, 1, TOKENS, SLOTS, dtype=dtype),
+    )
     return x, positions, slot, mask, torch.zeros(ROWS, dtype=torch.int64) if rows else None, kv
 
 
 def _export(module: nn.Module, example: tuple[Any, ...]) -> ir.Model:
     with _quiet():
-        exported = torch.onnx.export(module, example, dynamo=True, opset_version=OPSET, optimize=False, verbose=False)
+        exported = torch.onnx.export(
+            module, example, dynamo=True, opset_version=OPSET, optimize=False, verbose=False
+        )
     assert exported is not None
     return exported.model
 
@@ -242,11 +286,14 @@ def _quiet() -> Iterator[None]:
 def _name_dimensions(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *(output for node in graph for output in node.outputs)):
         if value.shape is not None:
-            value.shape = ir.Shape([_symbol(dim) if isinstance(dim, int) else dim for dim in value.shape])
+            value.shape = ir.Shape(
+                [_symbol(dim) if isinstance(dim, int) else dim for dim in value.shape]
+            )
 
 
 def _symbol(dim: int) -> int | str:
-    """The symbol of a traced size; a size that was computed from n has none of its own, and is called after how."""
+    """The symbol of a traced size; a size that was computed from n has none of its own, and is
+    called after how."""
     times, more = divmod(dim, TOKENS)
     if times and more < 2 and dim not in SYMBOLS:
         return f"{times}n" + "+1" * more
@@ -259,18 +306,23 @@ def _name_tensors(model: ir.Model, caches: list[int], first: str, outputs: list[
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
     for value, name in zip(model.graph.inputs[-len(names) :], names, strict=True):
         value.name = name
-    for value, name in zip(model.graph.outputs, [*outputs, *(f"{name}_out" for name in names)], strict=True):
+    for value, name in zip(
+        model.graph.outputs, [*outputs, *(f"{name}_out" for name in names)], strict=True
+    ):
         value.name = name
 
 
 def _fold_reshapes(graph: ir.Graph) -> None:
-    """Replace computed target shapes by constants: 0 copies the dimension of the input, -1 is a multiple of n."""
+    """Replace computed target shapes by constants: 0 copies the dimension of the input, -1 is a
+    multiple of n."""
     for node in list(graph):
         shape = node.inputs[1] if node.op_type == "Reshape" else None
         producer = shape.producer() if shape is not None else None
         if producer is None or producer.op_type != "Concat":
             continue
-        parts = [ir.convenience.get_const_tensor(part) for part in producer.inputs if part is not None]
+        parts = [
+            ir.convenience.get_const_tensor(part) for part in producer.inputs if part is not None
+        ]
         dims = [int(part.numpy().item()) for part in parts if part is not None]
         assert dims[0] == BATCH and len(dims) == len(producer.inputs)
         dims = [0, 0 if dims[1] == TOKENS else dims[1], *dims[2:]]
@@ -287,11 +339,20 @@ def _fold_splits(graph: ir.Graph) -> None:
         sizes = values_of(node.inputs[1])
         sizes = sizes * len(parts) if len(sizes) == 1 else sizes
         attributes = {"axis": node.attributes["axis"].as_int()}
-        split = ir.node("Split", [node.inputs[0], constant(graph, "split", sizes)], attributes, num_outputs=len(sizes))
+        split = ir.node(
+            "Split",
+            [node.inputs[0], constant(graph, "split", sizes)],
+            attributes,
+            num_outputs=len(sizes),
+        )
         graph.insert_before(node, split)
         for part in parts:
             new = split.outputs[values_of(part.inputs[1])[0]]
-            new.name, new.shape, new.type = part.outputs[0].name, part.outputs[0].shape, part.outputs[0].type
+            new.name, new.shape, new.type = (
+                part.outputs[0].name,
+                part.outputs[0].shape,
+                part.outputs[0].type,
+            )
             part.outputs[0].replace_all_uses_with(new)
             graph.remove(part, safe=True)
         graph.remove(node, safe=True)
@@ -310,7 +371,8 @@ def _name_weights(graph: ir.Graph) -> None:
 
 
 def _pack_linear(graph: ir.Graph, quantization: Quantizations) -> None:
-    """Compute linear layers that read one input, and whose outputs are concatenated, as one product over a packed weight.
+    """Compute linear layers that read one input, and whose outputs are concatenated, as one product
+    over a packed weight.
 
     Those whose weights are not quantized alike stay apart.
     """
@@ -320,7 +382,9 @@ def _pack_linear(graph: ir.Graph, quantization: Quantizations) -> None:
         if len(found) < len(layers):
             continue
         shapes = {
-            str(layer.weight.name): tuple(layer.weight.shape.numpy()) for layer in found if layer.weight.shape is not None
+            str(layer.weight.name): tuple(layer.weight.shape.numpy())
+            for layer in found
+            if layer.weight.shape is not None
         }
         if not can_be_packed(list(shapes), shapes.__getitem__, quantization):
             continue
@@ -339,7 +403,8 @@ def _pack_linear(graph: ir.Graph, quantization: Quantizations) -> None:
 
 
 class _Linear(NamedTuple):
-    """A linear layer in a traced graph: MatMul with the Transpose of a weight [out, in], and perhaps Add with a bias [out]."""
+    """A linear layer in a traced graph: MatMul with the Transpose of a weight [out, in], and
+    perhaps Add with a bias [out]."""
 
     x: ir.Value
     weight: ir.Value
@@ -364,18 +429,25 @@ def _packed_weight(graph: ir.Graph, parts: list[ir.Value]) -> ir.Value:
     """A new initializer for the parts, one below the other."""
     shapes = [part.shape.numpy() for part in parts if part.shape is not None]
     name = packed_name([str(part.name) for part in parts])
-    packed = ir.val(name, dtype=parts[0].dtype, shape=(sum(shape[0] for shape in shapes), *shapes[0][1:]))
+    packed = ir.val(
+        name, dtype=parts[0].dtype, shape=(sum(shape[0] for shape in shapes), *shapes[0][1:])
+    )
     graph.initializers[name] = packed
     return packed
 
 
-def _rename_weights(graph: ir.Graph, geometry: Geometry, options: ExportOptions, draft: bool) -> None:
-    """Give weights the names that :func:`~eesd.common.weights.graph_name` says. Two of one name become one."""
+def _rename_weights(
+    graph: ir.Graph, geometry: Geometry, options: ExportOptions, draft: bool
+) -> None:
+    """Give weights the names that :func:`~eesd.common.weights.graph_name` says. Two of one name
+    become one."""
     for old in list(graph.initializers):
         value = graph.initializers[old]
         if is_constant(value) or value.shape is None:
             continue
-        name = graph_name(old, tuple(value.shape.numpy()), geometry, draft, options.dtype, options.quantization)
+        name = graph_name(
+            old, tuple(value.shape.numpy()), geometry, draft, options.dtype, options.quantization
+        )
         if name == old:
             continue
         del graph.initializers[old]
@@ -400,18 +472,23 @@ def _stored_weights(
             continue
         assert value.shape is not None
         shape, linked_here = value.shape.numpy(), name in linked
-        weights.append(stored_weight(name, shape, options.dtype, options.quantization, linked_here, wide_norms))
+        weights.append(
+            stored_weight(name, shape, options.dtype, options.quantization, linked_here, wide_norms)
+        )
     return tuple(weights)
 
 
 def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> None:
-    """Adapt the graph to the stored weights: remove the Transpose of transposed ones, dequantize quantized ones."""
+    """Adapt the graph to the stored weights: remove the Transpose of transposed ones, dequantize
+    quantized ones."""
     for weight in weights:
         value = graph.initializers[weight.name]
         value.shape = ir.Shape(weight.stored_shape)
         if weight.transposed:
             for user, _ in list(value.uses()):
-                assert user.op_type == "Transpose", f"{weight.name} is used by {user.op_type}, not as a linear weight"
+                assert user.op_type == "Transpose", (
+                    f"{weight.name} is used by {user.op_type}, not as a linear weight"
+                )
                 user.outputs[0].replace_all_uses_with(value)
                 graph.remove(user, safe=True)
         if weight.quantization is not None:
@@ -419,7 +496,8 @@ def _use_stored_layout(graph: ir.Graph, weights: tuple[StoredWeight, ...]) -> No
 
 
 def _dequantize(graph: ir.Graph, value: ir.Value, weight: StoredWeight) -> None:
-    """Make a weight its levels, and dequantize them where they are used: of a table that is gathered, only those rows."""
+    """Make a weight its levels, and dequantize them where they are used: of a table that is
+    gathered, only those rows."""
     assert weight.quantization is not None and value.dtype is not None
     uses, dtype = [(use.node, use.idx) for use in value.uses()], value.dtype
     value.dtype = ir.DataType[weight.quantization.weights.upper()]
@@ -439,7 +517,9 @@ def _dequantize(graph: ir.Graph, value: ir.Value, weight: StoredWeight) -> None:
         graph.initializers[weight.name + suffix] = parts[suffix]
     gathers = [node for node, _ in uses if node.op_type == "Gather"]
     for gather in gathers:
-        rows = {suffix: ir.node("Gather", [part, gather.inputs[1]]) for suffix, part in parts.items()}
+        rows = {
+            suffix: ir.node("Gather", [part, gather.inputs[1]]) for suffix, part in parts.items()
+        }
         graph.insert_before(gather, list(rows.values()))
         shape = (0, 0, weight.shape[1])  # 0: as many as there are
         outputs = {suffix: node.outputs[0] for suffix, node in rows.items()}
@@ -449,7 +529,15 @@ def _dequantize(graph: ir.Graph, value: ir.Value, weight: StoredWeight) -> None:
         graph.remove(gather, safe=True)
     products = [(node, index) for node, index in uses if node.op_type != "Gather"]
     if products:
-        new = _dequantized(graph, products[0][0], parts, weight, weight.stored_shape, 0 if weight.transposed else 1, dtype)
+        new = _dequantized(
+            graph,
+            products[0][0],
+            parts,
+            weight,
+            weight.stored_shape,
+            0 if weight.transposed else 1,
+            dtype,
+        )
         for node, index in products:
             node.replace_input_with(index, new)
 
@@ -465,8 +553,9 @@ def _dequantized(
 ) -> ir.Value:
     """Dequantize the parts of a weight, by suffix, in nodes before another one.
 
-    Scales of another type than the directory's are made float32 first: DequantizeLinear returns the type of the scales, and
-    nothing may be rounded to 16 bits before the minimum is added. Those with a factor are dequantized by it.
+    Scales of another type than the directory's are made float32 first: DequantizeLinear returns the
+    type of the scales, and nothing may be rounded to 16 bits before the minimum is added. Those
+    with a factor are dequantized by it.
 
     Args:
         graph: The graph.
@@ -491,11 +580,15 @@ def _dequantized(
     for suffix in (SCALES, MINIMUMS):
         if suffix in parts:
             narrow = cast and weight.quantization.scales != "float32"
-            widened[suffix] = add("Cast", [parts[suffix]], to=ir.DataType.FLOAT) if narrow else parts[suffix]
+            widened[suffix] = (
+                add("Cast", [parts[suffix]], to=ir.DataType.FLOAT) if narrow else parts[suffix]
+            )
     if FACTOR in parts:
         widened[SCALES] = add("DequantizeLinear", [parts[SCALES], parts[FACTOR]])
     zeros = [parts[ZEROS]] if ZEROS in parts else []
-    found = add("DequantizeLinear", [parts[""], widened[SCALES], *zeros], axis=axis, block_size=block)
+    found = add(
+        "DequantizeLinear", [parts[""], widened[SCALES], *zeros], axis=axis, block_size=block
+    )
     if MINIMUMS in parts:
         blocks = (*shape[:axis], shape[axis] // block)
         found = reshaped(found, (*blocks, block, *shape[axis + 1 :]))
@@ -523,7 +616,9 @@ def to_proto(graph: Graph, locations: Mapping[str, TensorLocation]) -> onnx.Mode
     for name, value in graph.model.graph.initializers.items():
         if name in locations:
             assert value.dtype is not None and value.shape is not None
-            value.const_value = ir.ExternalTensor(*locations[name], value.dtype, shape=value.shape, name=name)
+            value.const_value = ir.ExternalTensor(
+                *locations[name], value.dtype, shape=value.shape, name=name
+            )
     graph.model.producer_name = "eesd"
     tables = graph.model.graph.initializers
     rotary_shape = tables[HEAD_TABLES[0] if HEAD_TABLES[0] in tables else ROTARY_TABLES[0]].shape

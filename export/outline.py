@@ -1,4 +1,5 @@
-"""The engine directory that an export with default options would write, from a model's configuration alone."""
+"""The engine directory that an export with default options would write, from a model's
+configuration alone."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +26,8 @@ from eesd.model.hub import find_model
 
 @dataclass(frozen=True)
 class Outline:
-    """What the choices of an export depend on, without the weights. A :class:`Checkpoint` has the same attributes.
+    """What the choices of an export depend on, without the weights. A :class:`Checkpoint` has the
+    same attributes.
 
     Attributes:
         geometry: Geometry of the model.
@@ -42,14 +44,16 @@ def outlined(name: str) -> Manifest:
     """The manifest, without files, of an export with default options. No weight is read or fetched.
 
     Args:
-        name: A model as ``eesd-export`` takes it. Of a directory, ``config.json`` is read; of a GGUF file, the header.
+        name: A model as ``eesd-export`` takes it. Of a directory, ``config.json`` is read; of a
+            GGUF file, the header.
 
     Raises:
         EESDError: There is no such model, or it is not supported.
     """
     path, head = find_model(name, weights=False), None
     source: Checkpoint | Outline
-    if path.is_file() or (path / CONFIG_FILE).exists():  # whether a head is the model's, its weights say
+    # Whether a head is the model's, its weights say.
+    if path.is_file() or (path / CONFIG_FILE).exists():
         source = Checkpoint(path)
         config, dtype = source.config, source.dtype
         head = stored_head(source, path).config if path.is_dir() else None
@@ -57,8 +61,14 @@ def outlined(name: str) -> Manifest:
         config = load_config(path)
         source, dtype = Outline(config.geometry, _own_quantization(config)), config.dtype or ""
     if dtype not in DTYPES:
-        raise EESDError(f"{path / 'config.json'} does not say a type of weights that can be exported; export the model itself.")
-    geometry, quantization = config.geometry, choose_quantization(source, dtype, None, None, None, None, False, head is None)
+        raise EESDError(
+            f"{path / 'config.json'} does not say a type of weights that can be exported; "
+            "export the model itself."
+        )
+    geometry, quantization = (
+        config.geometry,
+        choose_quantization(source, dtype, None, None, None, None, False, head is None),
+    )
     if head is None:
         few = most_have_few_bits(geometry, quantization)
         quantization = replace(quantization, draft=None) if few else quantization
@@ -66,8 +76,11 @@ def outlined(name: str) -> Manifest:
     return outline(path, config, dtype, head, quantization)
 
 
-def outline(path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quantization: Quantizations) -> Manifest:
-    """The manifest, without files, of an export of the model at ``path`` with this head and these levels."""
+def outline(
+    path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quantization: Quantizations
+) -> Manifest:
+    """The manifest, without files, of an export of the model at ``path`` with this head and these
+    levels."""
     geometry = config.geometry
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -83,7 +96,11 @@ def outline(path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quant
         eos_token_ids=config.eos_token_ids,
         sampling=config.sampling,
         draft=GraphInfo("draft.onnx", tuple(draft_caches(geometry, head)), (), ()),
-        verify=(GraphInfo("verify.onnx", (*range(geometry.num_layers), *exit_caches(geometry, head)), (), ()),),
+        verify=(
+            GraphInfo(
+                "verify.onnx", (*range(geometry.num_layers), *exit_caches(geometry, head)), (), ()
+            ),
+        ),
         files={},
         linked={},
         tools={},
@@ -95,4 +112,6 @@ def _own_quantization(config: ModelConfig) -> Quantization | None:
     if config.packing is None:
         return None
     shapes = layer_shapes(config.geometry, range(config.geometry.num_layers))
-    return config.packing.quantization({shape[1] for name, shape in shapes.items() if is_linear(name)})
+    return config.packing.quantization(
+        {shape[1] for name, shape in shapes.items() if is_linear(name)}
+    )

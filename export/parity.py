@@ -1,10 +1,15 @@
-"""Check that graphs compute what the torch modules compute, and that engines compute what their graphs compute.
+"""Check that graphs compute what the torch modules compute, and that engines compute what their
+graphs compute.
 
-In the first two checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches widened to float32.
+In the first two checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches
+widened to float32.
 
-* :func:`compare_graphs` runs after an export: the graphs against the torch modules, on a random token tree.
-* :func:`compare_engines` runs after a build: engines of any backend against the graphs, on a random prompt and a draft step.
-* :func:`compare_texts` then compares them with engines of another backend, over a text that reaches each kernel.
+* :func:`compare_graphs` runs after an export: the graphs against the torch modules, on a random
+  token tree.
+* :func:`compare_engines` runs after a build: engines of any backend against the graphs, on a random
+  prompt and a draft step.
+* :func:`compare_texts` then compares them with engines of another backend, over a text that reaches
+  each kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +25,13 @@ from torch import Tensor, nn
 
 from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.common.quantization import EXIT_HEAD, UNQUANTIZED
-from eesd.common.weights import checkpoint_names, graph_name, stored_weight, weight_bytes, weights_of
+from eesd.common.weights import (
+    checkpoint_names,
+    graph_name,
+    stored_weight,
+    weight_bytes,
+    weights_of,
+)
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
 from eesd.export.widened import Widened, reference, widen
@@ -38,7 +49,8 @@ from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.trt_plans import attended_slots
 
 TOLERANCE = 1e-3
-"""Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of another order of additions."""
+"""Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of
+another order of additions."""
 LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
 """Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 11."""
 
@@ -83,13 +95,20 @@ class QuantizationDrift:
 
 
 def compare_graphs_memory(manifest: Manifest) -> int:
-    """Bytes that :func:`compare_graphs` takes: the modules, the session, and the session's packed weights, in float32."""
+    """Bytes that :func:`compare_graphs` takes: the modules, the session, and the session's packed
+    weights, in float32."""
     wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
-    nbytes = {name: weight.nbytes for graph in wide.graphs for name, weight in weights_of(wide, graph).items()}
+    nbytes = {
+        name: weight.nbytes
+        for graph in wide.graphs
+        for name, weight in weights_of(wide, graph).items()
+    }
     return 3 * sum(nbytes.values())
 
 
-def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head) -> dict[str, Difference]:
+def compare_graphs(
+    directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head
+) -> dict[str, Difference]:
     """Compare the graphs with the torch modules. Both use the stored weights, rounded or quantized.
 
     Args:
@@ -105,15 +124,20 @@ def compare_graphs(directory: Path, manifest: Manifest, checkpoint: Checkpoint, 
     count = min(_TREE_TOKENS, manifest.max_seq_len)
     ids = torch.randint(0, manifest.geometry.vocab_size, (1, count))
     inputs = _random_tree(checkpoint, count)
-    draft = Draft(*_stored_modules(checkpoint, head, manifest, draft=True), manifest.draft_top_k).eval()
+    draft = Draft(
+        *_stored_modules(checkpoint, head, manifest, draft=True), manifest.draft_top_k
+    ).eval()
     found = {"draft": _difference(directory, manifest, [manifest.draft], draft, ids, inputs)}
     del draft  # otherwise both are in memory
     verify = Verify(*_stored_modules(checkpoint, head, manifest)).eval()
-    return found | {"verify": _difference(directory, manifest, manifest.verify, verify, ids, inputs)}
+    return found | {
+        "verify": _difference(directory, manifest, manifest.verify, verify, ids, inputs)
+    }
 
 
 def check_bits(directory: Path, manifest: Manifest) -> Exactness:
-    """Whether ONNX Runtime gives a token's logits the same bits in calls of one, two and M + 1 tokens: in four calls."""
+    """Whether ONNX Runtime gives a token's logits the same bits in calls of one, two and M + 1
+    tokens: in four calls."""
     exactness = Exactness(manifest)
     exactness.check_quickly(reference(directory, manifest, manifest.verify, default_threads()))
     return exactness
@@ -121,7 +145,8 @@ def check_bits(directory: Path, manifest: Manifest) -> Exactness:
 
 @torch.no_grad()
 def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -> QuantizationDrift:
-    """Measure the effect of quantization on a text that the unquantized model samples at temperature 1.
+    """Measure the effect of quantization on a text that the unquantized model samples at
+    temperature 1.
 
     Args:
         manifest: Manifest of the quantized engine directory.
@@ -137,43 +162,67 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
     found = decoder(torch.tensor([ids]), causal_inputs(geometry, 1, length, length), caches)[0][0]
     deviation = exact.std(-1, correction=0).square().mean().sqrt()
     same = int((found.argmax(-1) == exact.argmax(-1)).sum())
-    return QuantizationDrift(float((found - exact).square().mean().sqrt() / deviation), same, length)
+    return QuantizationDrift(
+        float((found - exact).square().mean().sqrt() / deviation), same, length
+    )
 
 
-def _sampled_text(decoder: Decoder, checkpoint: Checkpoint, manifest: Manifest) -> tuple[list[int], Tensor]:
+def _sampled_text(
+    decoder: Decoder, checkpoint: Checkpoint, manifest: Manifest
+) -> tuple[list[int], Tensor]:
     """Tokens that a model samples at temperature 1, and its logits behind each [n, V]."""
     geometry, length = checkpoint.geometry, min(_TEXT_LENGTH, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
-    caches, ids, rows = empty_caches(geometry, 1, length, geometry.num_layers), [checkpoint.config.bos_token_id or 0], []
+    caches, ids, rows = (
+        empty_caches(geometry, 1, length, geometry.num_layers),
+        [checkpoint.config.bos_token_id or 0],
+        [],
+    )
     for position in range(length):
-        logits, caches = decoder(torch.tensor([ids[-1:]]), causal_inputs(geometry, 1, 1, length, position), caches)
+        logits, caches = decoder(
+            torch.tensor([ids[-1:]]), causal_inputs(geometry, 1, 1, length, position), caches
+        )
         rows.append(logits[0, 0])
         ids.append(int(torch.multinomial(rows[-1].softmax(-1), 1, generator=generator)))
     return ids[:-1], torch.stack(rows)
 
 
-def _stored_modules(checkpoint: Checkpoint, head: Head, manifest: Manifest, draft: bool = False) -> tuple[Decoder, ExitHead]:
-    """The modules of verify or of the draft in float32, with the stored weights: rounded to the engine's type, or quantized."""
+def _stored_modules(
+    checkpoint: Checkpoint, head: Head, manifest: Manifest, draft: bool = False
+) -> tuple[Decoder, ExitHead]:
+    """The modules of verify or of the draft in float32, with the stored weights: rounded to the
+    engine's type, or quantized."""
     geometry = checkpoint.geometry
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
-        modules = Decoder(replace(geometry, tied_embeddings=False)), make_head(geometry, head.config, _TREE_SLOTS)
+        modules = (
+            Decoder(replace(geometry, tied_embeddings=False)),
+            make_head(geometry, head.config, _TREE_SLOTS),
+        )
     for module, prefix in zip(modules, ("", EXIT_HEAD), strict=True):
         state = {}
         for name, parameter in module.named_parameters():
             shape = tuple(parameter.shape)
-            stored = graph_name(prefix + name, shape, geometry, draft, manifest.dtype, manifest.quantization)
+            stored = graph_name(
+                prefix + name, shape, geometry, draft, manifest.dtype, manifest.quantization
+            )
             source = joined([sources[part] for part in checkpoint_names(prefix + name, geometry)])
             state[name] = _stored_value(stored, shape, source, manifest)
         module.load_state_dict(state, strict=False, assign=True)
     modules[1].draft_vocab = head.draft_vocab
     if head.config.eagle:
-        modules[1].cos, modules[1].sin = rotary_tables(head.config.eagle.block, manifest.max_seq_len)
+        modules[1].cos, modules[1].sin = rotary_tables(
+            head.config.eagle.block, manifest.max_seq_len
+        )
     return modules
 
 
-def _stored_value(name: str, shape: tuple[int, ...], source: TensorSource, manifest: Manifest) -> Tensor:
-    weight = stored_weight(name, shape, manifest.dtype, manifest.quantization, wide_norms=manifest.geometry.wide_norms)
+def _stored_value(
+    name: str, shape: tuple[int, ...], source: TensorSource, manifest: Manifest
+) -> Tensor:
+    weight = stored_weight(
+        name, shape, manifest.dtype, manifest.quantization, wide_norms=manifest.geometry.wide_norms
+    )
     if weight.quantization is None:
         return source.read().to(getattr(torch, weight.dtype)).float()
     kind = weight.quantization.weights
@@ -182,9 +231,13 @@ def _stored_value(name: str, shape: tuple[int, ...], source: TensorSource, manif
 
 
 def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:
-    """A prompt followed by a random tree, ``count`` tokens in all. Each node sees the prompt, its ancestors and itself."""
+    """A prompt followed by a random tree, ``count`` tokens in all. Each node sees the prompt, its
+    ancestors and itself."""
     prompt = count - count // 3
-    parents = [*range(-1, prompt - 1), *(int(torch.randint(prompt - 1, i, ())) for i in range(prompt, count))]
+    parents = [
+        *range(-1, prompt - 1),
+        *(int(torch.randint(prompt - 1, i, ())) for i in range(prompt, count)),
+    ]
     visible = torch.eye(count, _TREE_SLOTS, dtype=torch.bool)
     positions = torch.zeros(count, dtype=torch.int64)
     for node, parent in enumerate(parents):
@@ -198,25 +251,37 @@ def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:
 
 @torch.no_grad()
 def _difference(
-    directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], module: nn.Module, ids: Tensor, inputs: Inputs
+    directory: Path,
+    manifest: Manifest,
+    stages: Sequence[GraphInfo],
+    module: nn.Module,
+    ids: Tensor,
+    inputs: Inputs,
 ) -> Difference:
     """Run a module, and the graph or the chain of stages that was exported from it."""
-    caches = {index: _empty_cache(manifest, _TREE_SLOTS) for graph in stages for index in graph.caches}
+    caches = {
+        index: _empty_cache(manifest, _TREE_SLOTS) for graph in stages for index in graph.caches
+    }
     module_caches = empty_caches(manifest.geometry, 1, _TREE_SLOTS, len(caches))
     expected = module(ids, inputs, module_caches)[0].numpy()
-    masked = {name: getattr(inputs, name).numpy() for name in ("position_ids", "write_indices", "attn_mask")}
+    masked = {
+        name: getattr(inputs, name).numpy()
+        for name in ("position_ids", "write_indices", "attn_mask")
+    }
     logits, _ = _run_stages(directory, stages, ids.numpy(), masked, caches)
     return Difference(float(np.abs(logits - expected).max()), float(np.abs(expected).max()))
 
 
 def compare_engines_memory(manifest: Manifest) -> int:
-    """Bytes that the reference of :func:`compare_engines` takes: the largest graph and its packed weights, in float32."""
+    """Bytes that the reference of :func:`compare_engines` takes: the largest graph and its packed
+    weights, in float32."""
     wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
     return 2 * max(weight_bytes(wide, graph) for graph in wide.graphs)
 
 
 def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> dict[str, float]:
-    """Compare engines with the graphs of a directory. Caches of all layers and exit blocks are compared.
+    """Compare engines with the graphs of a directory. Caches of all layers and exit blocks are
+    compared.
 
     Args:
         engines: Verify and draft engines of any backend, or verify alone.
@@ -224,22 +289,28 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
         manifest: Its manifest.
 
     Returns:
-        The lowest cosine over all tokens, for logits, keys and values of verify and draft. A vector holds a token's logits, or
-        its keys or values of all heads in one cache.
+        The lowest cosine over all tokens, for logits, keys and values of verify and draft. A vector
+        holds a token's logits, or its keys or values of all heads in one cache.
     """
     count = min(_ENGINE_PROMPT, manifest.max_tree_nodes + 1, manifest.max_seq_len - 1)
-    tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
+    tokens: list[int] = (
+        np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
+    )
     [kv_cache] = engines.verify.new_kv_caches()
     caches = {index: _empty_cache(manifest, count + 1) for index in range(manifest.num_caches)}
     cosines: dict[str, float] = {}
 
     def compare(kind: str, engine: Any, stages: Sequence[GraphInfo], first: int, stop: int) -> None:
-        logits = engine.forward([Call(kv_cache, tokens[first:stop], range(first, stop), first)])[0].logits.copy()
+        logits = engine.forward([Call(kv_cache, tokens[first:stop], range(first, stop), first)])[
+            0
+        ].logits.copy()
         expected, written = _run_chain(directory, stages, tokens[first:stop], first, caches)
         cosines[f"{kind} logits"] = least_cosine(logits, expected)
         for part, name in enumerate(("keys", "values")):
             pairs = [(kv_cache.read(index)[part], cache[part]) for index, cache in written.items()]
-            cosines[f"{kind} {name}"] = min(least_cosine(*(_rows(x, first, stop) for x in pair)) for pair in pairs)
+            cosines[f"{kind} {name}"] = min(
+                least_cosine(*(_rows(x, first, stop) for x in pair)) for pair in pairs
+            )
         caches.update(written)
 
     compare("verify", engines.verify, manifest.verify, 0, count)
@@ -249,8 +320,9 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
 
 
 def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> dict[str, float]:
-    """Compare engines with those of another backend over a random text: prompts in pieces, and a round and a draft step at the
-    end of each number of slots that attention of a plan reads. Attention can be wrong for long texts alone.
+    """Compare engines with those of another backend over a random text: prompts in pieces, and a
+    round and a draft step at the end of each number of slots that attention of a plan reads.
+    Attention can be wrong for long texts alone.
 
     Args:
         engines: Verify and draft engines, or verify alone.
@@ -258,12 +330,14 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
         manifest: Their manifest.
 
     Returns:
-        The lowest cosine over all tokens, for the logits of each call, and for keys and values of the first layer cache where
-        it is not acceptable, or else of the worst one.
+        The lowest cosine over all tokens, for the logits of each call, and for keys and values of
+        the first layer cache where it is not acceptable, or else of the worst one.
     """
     nodes, slots = manifest.max_tree_nodes + 1, attended_slots(manifest, manifest.verify[0])
     length = min(max(_LONG_TEXT, *slots[-2:-1], 0) + nodes, manifest.max_seq_len - 1)
-    tokens: list[int] = np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=length + 1).tolist()
+    tokens: list[int] = (
+        np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=length + 1).tolist()
+    )
     both = [(side, side.verify.new_kv_caches()[0]) for side in (engines, expected)]
     for _, kv_cache in both:
         kv_cache.reserve(length + 1)
@@ -273,10 +347,14 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
         found = []
         for side, kv_cache in both:
             engine: Any = side.draft if draft else side.verify
-            [outputs] = engine.forward([Call(kv_cache, tokens[first:stop], range(first, stop), first, logits=logits)])
+            [outputs] = engine.forward(
+                [Call(kv_cache, tokens[first:stop], range(first, stop), first, logits=logits)]
+            )
             found.append(outputs.logits.copy())
         if logits:
-            cosines[f"{'draft' if draft else 'verify'} logits after {first} tokens"] = least_cosine(found[0], found[1])
+            cosines[f"{'draft' if draft else 'verify'} logits after {first} tokens"] = least_cosine(
+                found[0], found[1]
+            )
 
     done = 0
     for stop in sorted({min(count, length) for count in slots}):
@@ -299,7 +377,11 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
 
 
 def _run_chain(
-    directory: Path, stages: Sequence[GraphInfo], tokens: list[int], slot: int, caches: Mapping[int, Array]
+    directory: Path,
+    stages: Sequence[GraphInfo],
+    tokens: list[int],
+    slot: int,
+    caches: Mapping[int, Array],
 ) -> tuple[Array, dict[int, Array]]:
     """Run consecutive tokens from ``slot`` on. Returns logits [n, V] and the written caches."""
     positions = np.arange(slot, slot + len(tokens))
@@ -315,7 +397,9 @@ def _run_chain(
 
 def _empty_cache(manifest: Manifest, slots: int) -> Array:
     """Keys and values of one cache [2, B, KV, S, D]."""
-    return np.zeros((2, 1, manifest.geometry.num_kv_heads, slots, manifest.geometry.head_dim), np.float32)
+    return np.zeros(
+        (2, 1, manifest.geometry.num_kv_heads, slots, manifest.geometry.head_dim), np.float32
+    )
 
 
 def _run_stages(
@@ -339,11 +423,20 @@ def _run_stages(
     """
     written: dict[int, Array] = {}
     for graph in stages:
-        own = {f"{part}_{i}": caches[i][n] for i in graph.caches for n, part in enumerate(("key", "value"))}
+        own = {
+            f"{part}_{i}": caches[i][n]
+            for i in graph.caches
+            for n, part in enumerate(("key", "value"))
+        }
         given = {**feeds, **own, "logit_rows": np.arange(x.shape[1]), graph.inputs[0].name: x}
-        outputs = _run_widened(directory / graph.file, {info.name: given[info.name] for info in graph.inputs})
+        outputs = _run_widened(
+            directory / graph.file, {info.name: given[info.name] for info in graph.inputs}
+        )
         x = outputs[graph.results[0].name]
-        written |= {i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")]) for i in graph.caches}
+        written |= {
+            i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")])
+            for i in graph.caches
+        }
     return x, written
 
 
@@ -351,7 +444,8 @@ def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArra
     """Run a graph with ONNX Runtime on the CPU, widened to float32."""
     options = ort.SessionOptions()
     options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
-    options.add_session_config_entry("session.disable_quant_qdq", "1")  # int4 and int8 kernels would round differently
+    # int4 and int8 kernels would round differently.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     weights: Widened = {}
     model = widen(path, options, weights)
     session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
@@ -367,5 +461,7 @@ def _rows(cache: Array, first: int, stop: int) -> Array:
 def least_cosine(a: Array, b: Array) -> float:
     """The lowest cosine between corresponding rows of two matrices. Rows with NaN count as 0."""
     a, b = a.astype(np.float64), b.astype(np.float64)
-    cosines = (a * b).sum(1) / np.maximum(np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-30)
+    cosines = (a * b).sum(1) / np.maximum(
+        np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-30
+    )
     return float(np.nan_to_num(cosines).min())

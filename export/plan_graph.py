@@ -9,13 +9,16 @@ from eesd.common.manifest import GraphInfo, Manifest
 from eesd.runtime.engines.trt_plans import attended_slots
 
 
-def plan_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool) -> bytes:
+def plan_graph(
+    directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool
+) -> bytes:
     """The graph as TensorRT reads it, for a file of ``directory``: it refers to the weights there.
 
-    The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be built from parts; the
-    builder then still takes a kernel for each profile that has one. Fixed dimensions are filled in, and attention reads the
-    first slots only. TensorRT-RTX multiplies by int8 weights as they are only if each output has one scale, so scales that
-    are equal in all blocks are given as one.
+    The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be
+    built from parts; the builder then still takes a kernel for each profile that has one. Fixed
+    dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by
+    int8 weights as they are only if each output has one scale, so scales that are equal in all
+    blocks are given as one.
     """
     import onnx
 
@@ -38,31 +41,46 @@ def plan_graph(directory: Path, manifest: Manifest, graph: GraphInfo, max_batch:
 
 
 def attend_to_first(graph: Any) -> None:
-    """Let attention read as many of the first slots as the mask has columns, which then is no longer S.
+    """Let attention read as many of the first slots as the mask has columns, which then is no
+    longer S.
 
-    What is copied for attention is then that part of the caches, not all slots. The caches are still updated in place.
+    What is copied for attention is then that part of the caches, not all slots. The caches are
+    still updated in place.
     """
     from onnx import helper, numpy_helper
 
     mask = next(value for value in graph.input if value.name == "attn_mask")
     mask.type.tensor_type.shape.dim[3].dim_param = "s"
     numbers = {"first_slot": 0, "slot_axis": 2}
-    graph.initializer.extend(numpy_helper.from_array(np.array([number]), name) for name, number in numbers.items())
+    graph.initializer.extend(
+        numpy_helper.from_array(np.array([number]), name) for name, number in numbers.items()
+    )
     nodes = [helper.make_node("Shape", [mask.name], ["slots_seen"], start=3, end=4)]
     for node in graph.node:
         if node.op_type == "Attention":
             for place, name in enumerate(node.input[1:3], 1):
                 node.input[place] = f"{name}_seen"
-                nodes.append(helper.make_node("Slice", [name, "first_slot", "slots_seen", "slot_axis"], [node.input[place]]))
+                nodes.append(
+                    helper.make_node(
+                        "Slice",
+                        [name, "first_slot", "slots_seen", "slot_axis"],
+                        [node.input[place]],
+                    )
+                )
         nodes.append(node)
     del graph.node[:]
     graph.node.extend(nodes)
 
 
 def fold_heads(graph: Any) -> None:
-    """Undo :func:`~eesd.export.heads.part_heads`: TensorRT fuses attention whose heads are known."""
+    """Undo :func:`~eesd.export.heads.part_heads`: TensorRT fuses attention whose heads are
+    known."""
     many = {node.output[0] for node in graph.node if node.op_type == "Less"}
-    for_few = {node.output[0]: node.input[2] for node in graph.node if node.op_type == "Where" and node.input[0] in many}
+    for_few = {
+        node.output[0]: node.input[2]
+        for node in graph.node
+        if node.op_type == "Where" and node.input[0] in many
+    }
     used, kept = {value.name for value in graph.output}, []
     for node in reversed(graph.node):
         if used.intersection(node.output):
@@ -74,7 +92,8 @@ def fold_heads(graph: Any) -> None:
 
 
 def join_scales(model: Any, directory: Path) -> None:
-    """Dequantize weights of 8 bits whose scales [blocks, out] are equal in all blocks with one scale for an output, [out]."""
+    """Dequantize weights of 8 bits whose scales [blocks, out] are equal in all blocks with one
+    scale for an output, [out]."""
     import onnx
     from onnx.external_data_helper import ExternalDataInfo
 
@@ -82,14 +101,22 @@ def join_scales(model: Any, directory: Path) -> None:
     eight_bits = (onnx.TensorProto.INT8, onnx.TensorProto.FLOAT8E4M3FN)
     for node in model.graph.node:
         scales = tensors.get(node.input[1]) if node.op_type == "DequantizeLinear" else None
-        if scales is None or len(scales.dims) != 2 or tensors[node.input[0]].data_type not in eight_bits:
+        if (
+            scales is None
+            or len(scales.dims) != 2
+            or tensors[node.input[0]].data_type not in eight_bits
+        ):
             continue
         place, shape = ExternalDataInfo(scales), tuple(scales.dims)
         bits = np.uint32 if scales.data_type == onnx.TensorProto.FLOAT else np.uint16
-        values = np.memmap(directory / place.location, bits, mode="r", offset=place.offset or 0, shape=shape)
+        values = np.memmap(
+            directory / place.location, bits, mode="r", offset=place.offset or 0, shape=shape
+        )
         if (values != values[0]).any():
             continue
-        next(entry for entry in scales.external_data if entry.key == "length").value = str(values[0].nbytes)
+        next(entry for entry in scales.external_data if entry.key == "length").value = str(
+            values[0].nbytes
+        )
         del scales.dims[0]
         del node.attribute[:]
         node.attribute.append(onnx.helper.make_attribute("axis", 1))

@@ -1,8 +1,8 @@
 """Build plans with TensorRT or TensorRT-RTX. Both have the same Python API.
 
-TensorRT-RTX builds on machines without a GPU: its plans hold portable kernels that are compiled when a plan is loaded. TensorRT
-times kernels on the GPU that will run them. The fused attention of both needs a fixed cache length S, an additive float mask,
-and a 16-bit element type.
+TensorRT-RTX builds on machines without a GPU: its plans hold portable kernels that are compiled
+when a plan is loaded. TensorRT times kernels on the GPU that will run them. The fused attention of
+both needs a fixed cache length S, an additive float mask, and a 16-bit element type.
 """
 
 import hashlib
@@ -56,7 +56,8 @@ class BuildOptions:
         flavour: ``tensorrt`` or ``tensorrt-rtx``.
         max_batch: Largest number of sequences of a call that decodes.
         prefill_chunk: Largest number of prompt tokens of a call.
-        compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every supported GPU.
+        compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every
+            supported GPU.
         strip_weights: Whether plans hold no weights; loading gives them those of the directory.
     """
 
@@ -68,16 +69,22 @@ class BuildOptions:
 
 
 def find_flavour(wanted: str | None) -> str:
-    """Return the flavour to build: ``wanted``, or else the installed one, preferring TensorRT to TensorRT-RTX.
+    """Return the flavour to build: ``wanted``, or else the installed one, preferring TensorRT to
+    TensorRT-RTX.
 
     Raises:
         EESDError: The flavour, or another package that building needs, is not installed.
     """
     found = [flavour for flavour, module in FLAVOURS.items() if importlib.util.find_spec(module)]
     if wanted is not None and wanted not in found:
-        raise EESDError(f"{wanted} is not installed; install it with: pip install 'eesd[{wanted}]'.")
+        raise EESDError(
+            f"{wanted} is not installed; install it with: pip install 'eesd[{wanted}]'."
+        )
     if not found:
-        raise EESDError("No TensorRT is installed; install one with: pip install 'eesd[tensorrt-rtx]' or 'eesd[tensorrt]'.")
+        raise EESDError(
+            "No TensorRT is installed; install one with: pip install 'eesd[tensorrt-rtx]' or "
+            "'eesd[tensorrt]'."
+        )
     flavour = wanted or found[0]
     if not importlib.util.find_spec("onnx"):
         raise EESDError(f"Building needs onnx; install it with: pip install 'eesd[{flavour}]'.")
@@ -85,15 +92,22 @@ def find_flavour(wanted: str | None) -> str:
 
 
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
-    """SHA-256 over everything that determines a plan. A plan with the same hash need not be built again."""
-    files = [manifest.files[name].sha256 for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE) if name in manifest.files]
+    """SHA-256 over everything that determines a plan. A plan with the same hash need not be built
+    again."""
+    files = [
+        manifest.files[name].sha256
+        for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE)
+        if name in manifest.files
+    ]
     files += [link.samples for link in manifest.linked.values()]
     parts = [files, asdict(options), library_version(options.flavour), manifest.gpu_slots]
     parts += [*profile_nodes(manifest, graph, options), attended_slots(manifest, graph)]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
-def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> bool:
+def up_to_date(
+    directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions
+) -> bool:
     """Whether the graph's plan exists and was built from the same sources with the same options."""
     plan = manifest.plans.get(graph.file)
     return (
@@ -102,49 +116,69 @@ def up_to_date(directory: Path, manifest: Manifest, graph: GraphInfo, options: B
         and (directory / plan.file).exists()
         and (directory / plan.file).stat().st_size == plan.size
         and graph_read(directory / plan.file).exists()
-        and (not plan.refit or plan.refit == refit_digest(graph_read(directory / plan.file), manifest))
+        and (
+            not plan.refit
+            or plan.refit == refit_digest(graph_read(directory / plan.file), manifest)
+        )
     )
 
 
 def check_options(manifest: Manifest, options: BuildOptions) -> None:
     """Raise :class:`EESDError` if the builder cannot build plans with these options.
 
-    Without ``compute_capabilities``, the plans must run on the GPU of this machine, if there is one.
+    Without ``compute_capabilities``, the plans must run on the GPU of this machine, if there is
+    one.
     """
     if options.prefill_chunk > manifest.max_seq_len:
         raise EESDError(
-            f"--prefill-chunk {options.prefill_chunk} is more than the cache's {manifest.max_seq_len} slots; reduce it."
+            f"--prefill-chunk {options.prefill_chunk} is more than the cache's "
+            f"{manifest.max_seq_len} slots; reduce it."
         )
     if options.compute_capabilities and options.flavour != "tensorrt-rtx":
-        raise EESDError("--compute-capability is for tensorrt-rtx; tensorrt builds for the GPU of this machine.")
+        raise EESDError(
+            "--compute-capability is for tensorrt-rtx; tensorrt builds for the GPU of this machine."
+        )
     here = compute_capability()
     if options.flavour == "tensorrt" and here is None:
-        raise EESDError("tensorrt needs a GPU to build on, and there is none; use --target tensorrt-rtx, or another machine.")
+        raise EESDError(
+            "tensorrt needs a GPU to build on, and there is none; use --target tensorrt-rtx, "
+            "or another machine."
+        )
     if options.strip_weights and here is None:
-        raise EESDError("tensorrt-rtx strips plans only where it finds a GPU, and there is none; leave --strip-weights out.")
+        raise EESDError(
+            "tensorrt-rtx strips plans only where it finds a GPU, and there is none; leave "
+            "--strip-weights out."
+        )
     for capability in options.compute_capabilities or ([here] if here else []):
         check_gpu_supported(options.flavour, capability, manifest)
 
 
 def check_precision(manifest: Manifest) -> None:
-    """Raise :class:`EESDError` if the builders have no kernels for the directory's element type or quantization."""
+    """Raise :class:`EESDError` if the builders have no kernels for the directory's element type or
+    quantization."""
     if manifest.dtype not in _PRECISIONS:
         raise EESDError(
-            f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has no {manifest.dtype} kernel; "
+            f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has "
+            f"no {manifest.dtype} kernel; "
             "export with --dtype float16 or --dtype bfloat16."
         )
     if manifest.geometry.attention_cap:
         raise EESDError(
-            f"TensorRT's attention has no cap for scores, which {manifest.geometry.architecture} needs; run the directory with "
+            "TensorRT's attention has no cap for scores, which "
+            f"{manifest.geometry.architecture} needs; run the directory with "
             "--backend torch."
         )
     if manifest.quantization.tensors:
         raise EESDError(
-            "The directory's weights have the levels of their GGUF file, for which TensorRT has no kernels; export with "
+            "The directory's weights have the levels of their GGUF file, for which TensorRT "
+            "has no kernels; export with "
             "--quantize none or int4."
         )
     if any(one.minimums for one in manifest.quantization.used):
-        raise EESDError("The directory's weights have minimums, for which TensorRT has no kernels; export with --symmetric.")
+        raise EESDError(
+            "The directory's weights have minimums, for which TensorRT has no kernels; export "
+            "with --symmetric."
+        )
     if any(one.zero_points for one in manifest.quantization.used):
         raise EESDError(
             "The directory's weights have zero points, and TensorRT has none for 4 bits; "
@@ -153,9 +187,13 @@ def check_precision(manifest: Manifest) -> None:
 
 
 def build(
-    directory: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any],
+    directory: Path,
+    manifest: Manifest,
+    graph: GraphInfo,
+    options: BuildOptions,
+    monitor: Callable[[Any], Any],
     attempts: tuple[bool, ...] = (True, False),
-) -> PlanInfo:  # fmt: skip
+) -> PlanInfo:
     """Build one plan. Write it beside its graph, and with it the graph that the builder read.
 
     Args:
@@ -164,7 +202,8 @@ def build(
         graph: Graph to build the plan from.
         options: Options of the build.
         monitor: Creates a progress monitor, given the builder's base class for monitors.
-        attempts: What is tried in turn: each attention as one kernel (True), or from parts where there is none.
+        attempts: What is tried in turn: each attention as one kernel (True), or from parts where
+            there is none.
 
     Returns:
         Description of the plan for the manifest.
@@ -177,13 +216,17 @@ def build(
     with written_whole(path) as temporary, written_whole(graph_read(path)) as source:
         for whole in attempts:
             source.write_bytes(plan_graph(directory, manifest, graph, options.max_batch, whole))
-            found = _build_once(trt, source, manifest, graph, options, monitor, whole, temporary, errors)
+            found = _build_once(
+                trt, source, manifest, graph, options, monitor, whole, temporary, errors
+            )
             if isinstance(found, Built):
                 refit = refit_digest(source, manifest) if options.strip_weights else ""
                 return _plan_info(path.name, found, manifest, graph, options, refit)
             if not found:
                 break
-        raise EESDError(f"{options.flavour} cannot build {directory / graph.file} ({first_error(errors)}).")
+        raise EESDError(
+            f"{options.flavour} cannot build {directory / graph.file} ({first_error(errors)})."
+        )
 
 
 class Built(NamedTuple):
@@ -195,18 +238,27 @@ class Built(NamedTuple):
 
 
 def _build_once(
-    trt: Any, source: Path, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Callable[[Any], Any],
-    whole: bool, path: Path, errors: list[str],
-) -> Built | bool:  # fmt: skip
+    trt: Any,
+    source: Path,
+    manifest: Manifest,
+    graph: GraphInfo,
+    options: BuildOptions,
+    monitor: Callable[[Any], Any],
+    whole: bool,
+    path: Path,
+    errors: list[str],
+) -> Built | bool:
     """Build a plan into a file. With ``whole`` each attention is one kernel, or the build fails.
 
     Returns:
-        The plan, or else whether the builder read the graph: then it may build the attention from parts.
+        The plan, or else whether the builder read the graph: then it may build the attention from
+        parts.
     """
     logger = make_logger(trt, errors)
     builder = create(options.flavour, "Builder", logger=logger, errors=errors)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    parser = trt.OnnxParser(network, logger)  # the weights are in its memory until the plan is built
+    # The weights are in its memory until the plan is built.
+    parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(source)):
         return False
     attentions, updates = count_fused(trt, network)
@@ -222,7 +274,8 @@ def _build_once(
 
 
 def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> FileInfo | None:
-    """Build a plan into a file piece by piece, and hash it at the same time. Returns None if the build fails.
+    """Build a plan into a file piece by piece, and hash it at the same time. Returns None if the
+    build fails.
 
     The plan is never in memory as a whole, which saves about a fifth of the memory (measured).
     """
@@ -250,7 +303,8 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
 
 
 def _load_timing_cache(options: BuildOptions, config: Any, path: Path) -> None:
-    """Give TensorRT the timings of the last build, if there are any. TensorRT-RTX times nothing when it builds."""
+    """Give TensorRT the timings of the last build, if there are any. TensorRT-RTX times nothing
+    when it builds."""
     if options.flavour == "tensorrt":
         timings = path.read_bytes() if path.exists() else b""
         config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False)
@@ -278,35 +332,47 @@ def count_fused(trt: Any, network: Any) -> tuple[int, int]:
     return attentions, kinds.count(trt.LayerType.KV_CACHE_UPDATE)
 
 
-def profile_nodes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> tuple[tuple[int, int, int], ...]:
-    """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for prefill.
+def profile_nodes(
+    manifest: Manifest, graph: GraphInfo, options: BuildOptions
+) -> tuple[tuple[int, int, int], ...]:
+    """The (min, opt, max) nodes of a call, for decoding and, unless the graph is the draft's, for
+    prefill.
 
-    The draft has one profile: with one for exactly one node and one for a range, the plan would hold its weights twice.
-    Verify is tuned for the nodes that its calls have: all of a round's where those are few.
+    The draft has one profile: with one for exactly one node and one for a range, the plan would
+    hold its weights twice. Verify is tuned for the nodes that its calls have: all of a round's
+    where those are few.
     """
     if graph.file == manifest.draft.file:
-        return ((1, 1, 1 if one_node_is_faster(manifest.max_seq_len, manifest.quantization) else 2),)
+        return (
+            (1, 1, 1 if one_node_is_faster(manifest.max_seq_len, manifest.quantization) else 2),
+        )
     largest = manifest.max_tree_nodes + 1
     usual = largest if largest <= EXACT_NODES else USUAL_NODES
     return (1, usual, largest), (1, options.prefill_chunk, options.prefill_chunk)
 
 
-def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> list[dict[str, list[tuple[int, ...]]]]:
+def profile_shapes(
+    manifest: Manifest, graph: GraphInfo, options: BuildOptions
+) -> list[dict[str, list[tuple[int, ...]]]]:
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
-    The mask has as many columns as attention reads slots. In decoding every node gets logits. In prefill one does; two are
-    allowed, because TensorRT-RTX writes the int8 weights of a product for exactly one row out as 16-bit ones. Several sequences
-    decode together, and each is prefilled alone.
+    The mask has as many columns as attention reads slots. In decoding every node gets logits. In
+    prefill one does; two are allowed, because TensorRT-RTX writes the int8 weights of a product for
+    exactly one row out as 16-bit ones. Several sequences decode together, and each is prefilled
+    alone.
     """
     batch, slots = options.max_batch, attended_slots(manifest, graph)
     seen = {"attn_mask": (slots[0], slots[len(slots) // 2], slots[-1])}
     counts_of, profiles = profile_nodes(manifest, graph, options), []
     for counts, rows, most in zip(counts_of, (counts_of[0], (1, 1, 2)), (batch, 1), strict=False):
-        sizes = [{"B": b, "n": n, "R": r} for b, n, r in zip((1, most, most), counts, rows, strict=True)]
+        sizes = [
+            {"B": b, "n": n, "R": r} for b, n, r in zip((1, most, most), counts, rows, strict=True)
+        ]
         profiles.append(
             {
                 tensor.name: [
-                    tensor.sized(**size, S=s) for size, s in zip(sizes, seen.get(tensor.name, slots[-1:] * 3), strict=True)
+                    tensor.sized(**size, S=s)
+                    for size, s in zip(sizes, seen.get(tensor.name, slots[-1:] * 3), strict=True)
                 ]
                 for tensor in graph.inputs
                 if {"n", "R"} & set(tensor.shape) or batch > 1
@@ -315,7 +381,14 @@ def profile_shapes(manifest: Manifest, graph: GraphInfo, options: BuildOptions) 
     return profiles
 
 
-def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, options: BuildOptions, monitor: Any) -> Any:
+def _config(
+    trt: Any,
+    builder: Any,
+    manifest: Manifest,
+    graph: GraphInfo,
+    options: BuildOptions,
+    monitor: Any,
+) -> Any:
     config = builder.create_builder_config()
     config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
     config.progress_monitor = monitor(trt.IProgressMonitor)
@@ -324,7 +397,8 @@ def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, option
         for name, sizes in shapes.items():
             profile.set_shape(name, *sizes)
         config.add_optimization_profile(profile)
-    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):  # calls that allocate cannot be captured in a CUDA graph
+    # Calls that allocate cannot be captured in a CUDA graph.
+    if hasattr(trt.BuilderFlag, "REQUIRE_USER_ALLOCATION"):
         config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
     if options.strip_weights:
         config.set_flag(trt.BuilderFlag.STRIP_PLAN)
@@ -332,11 +406,15 @@ def _config(trt: Any, builder: Any, manifest: Manifest, graph: GraphInfo, option
     if options.compute_capabilities:
         config.num_compute_capabilities = len(options.compute_capabilities)
         for index, capability in enumerate(options.compute_capabilities):
-            config.set_compute_capability(getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index)
+            config.set_compute_capability(
+                getattr(trt.ComputeCapability, f"SM{capability.replace('.', '')}"), index
+            )
     return config
 
 
-def _plan_info(name: str, built: Built, manifest: Manifest, graph: GraphInfo, options: BuildOptions, refit: str) -> PlanInfo:
+def _plan_info(
+    name: str, built: Built, manifest: Manifest, graph: GraphInfo, options: BuildOptions, refit: str
+) -> PlanInfo:
     capabilities = options.compute_capabilities
     if options.flavour == "tensorrt":
         capabilities = (compute_capability() or "unknown",)
@@ -357,7 +435,8 @@ def _plan_info(name: str, built: Built, manifest: Manifest, graph: GraphInfo, op
 
 
 def record(directory: Path, manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> Manifest:
-    """Add a plan to the manifest on disk, and return the new manifest. Raises EESDError if that is another one by now."""
+    """Add a plan to the manifest on disk, and return the new manifest. Raises EESDError if that is
+    another one by now."""
     if load_manifest(directory) != manifest:
         raise EESDError(f"{directory} was written again meanwhile; build its plans again.")
     manifest = replace(manifest, plans={**manifest.plans, graph.file: plan})

@@ -1,7 +1,8 @@
-"""Predict the time of draft steps and verify passes on a GPU, from bytes, operations and constants of the hardware.
+"""Predict the time of draft steps and verify passes on a GPU, from bytes, operations and constants
+of the hardware.
 
-docs/predict.md has the formula, and says which constants are published, which were measured on an H200 with the torch backend,
-and which are assumed.
+docs/predict.md has the formula, and says which constants are published, which were measured on an
+H200 with the torch backend, and which are assumed.
 """
 
 from collections.abc import Sequence
@@ -18,11 +19,12 @@ from eesd.runtime.engines.cpu_build import halved_weights
 from eesd.runtime.engines.trt_plans import attended_slots
 
 KERNELS_PER_BLOCK, OTHER_KERNELS = 13, 27
-"""Measured: norms, products, rotation, cache updates, attention and activation of a block; mask, embedding, head and copies."""
+"""Measured: norms, products, rotation, cache updates, attention and activation of a block; mask,
+embedding, head and copies."""
 MANY_NODES = 33
 LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
-"""Measured: times of a block's products with weights of 8 and of 4 bits over those with 16 bits, for one node and for
-:data:`MANY_NODES`. The bytes alone would give 0.52 and 0.28."""
+"""Measured: times of a block's products with weights of 8 and of 4 bits over those with 16 bits,
+for one node and for :data:`MANY_NODES`. The bytes alone would give 0.52 and 0.28."""
 TELLING = 100e-6
 """Assumed: seconds in which rank 0 tells the others what to run."""
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
@@ -66,8 +68,8 @@ GPUS = {
     "rtx5090": Hardware("RTX 5090", 1.792e12, 209.5e12, 32e9, link=64e9, gather=20e-6),
     "l4": Hardware("L4", 0.3e12, 121e12, 24e9, link=32e9, gather=20e-6),
 }
-"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense), memory and link are published. The other values are
-those of the H200; ``gather`` is assumed."""
+"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense), memory and link are
+published. The other values are those of the H200; ``gather`` is assumed."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +77,18 @@ class Prediction:
     """Predicted seconds of an engine directory's calls.
 
     Attributes:
-        draft: Seconds of a draft step; 0: the directory has no draft, and the text proposes tokens for nothing.
-        verify: Seconds of a verify pass over 1, 2, ... nodes, root included. The first is a plain step.
+        draft: Seconds of a draft step; 0: the directory has no draft, and the text proposes tokens
+            for nothing.
+        verify: Seconds of a verify pass over 1, 2, ... nodes, root included. The first is a plain
+            step.
     """
 
     draft: float
     verify: tuple[float, ...]
 
     def speed_up(self, acceptance: float, drafted: int) -> float:
-        """Speed over that of plain decoding, if chains of ``drafted`` tokens are verified and each token is accepted with
-        probability ``acceptance`` where those before it were."""
+        """Speed over that of plain decoding, if chains of ``drafted`` tokens are verified and each
+        token is accepted with probability ``acceptance`` where those before it were."""
         tokens = sum(acceptance**depth for depth in range(drafted + 1))
         return tokens * self.verify[0] / (drafted * self.draft + self.verify[drafted])
 
@@ -96,7 +100,11 @@ class Prediction:
         """The prediction as JSON values."""
         lengths = {acceptance: self.best_length(acceptance) for acceptance in ACCEPTANCES}
         speed_ups = [
-            {"acceptance": acceptance, "drafted": drafted, "speed_up": self.speed_up(acceptance, drafted)}
+            {
+                "acceptance": acceptance,
+                "drafted": drafted,
+                "speed_up": self.speed_up(acceptance, drafted),
+            }
             for acceptance, drafted in lengths.items()
         ]
         return {"draft": self.draft, "verify": list(self.verify), "speed_ups": speed_ups}
@@ -108,7 +116,13 @@ def slots_read(manifest: Manifest, graph: GraphInfo, text: int) -> int:
     return next(slots for slots in attended_slots(manifest, graph) if slots >= stop)
 
 
-def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int | None = None, ranks: int = 1) -> Prediction:
+def predict(
+    manifest: Manifest,
+    hardware: Hardware,
+    slots: int,
+    draft_slots: int | None = None,
+    ranks: int = 1,
+) -> Prediction:
     """Predict the calls of an engine directory.
 
     Args:
@@ -120,61 +134,102 @@ def predict(manifest: Manifest, hardware: Hardware, slots: int, draft_slots: int
     """
     drafting = slots if draft_slots is None else draft_slots
     return Prediction(
-        draft=call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks) if manifest.exit_head.can_draft else 0.0,
-        verify=tuple(_seconds(manifest, manifest.verify, hardware, slots, range(1, manifest.max_tree_nodes + 2), ranks)),
+        draft=call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks)
+        if manifest.exit_head.can_draft
+        else 0.0,
+        verify=tuple(
+            _seconds(
+                manifest,
+                manifest.verify,
+                hardware,
+                slots,
+                range(1, manifest.max_tree_nodes + 2),
+                ranks,
+            )
+        ),
     )
 
 
 def call_seconds(
-    manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, nodes: int, ranks: int = 1
+    manifest: Manifest,
+    graphs: tuple[GraphInfo, ...],
+    hardware: Hardware,
+    slots: int,
+    nodes: int,
+    ranks: int = 1,
 ) -> float:
     """Seconds of a call over ``nodes`` nodes through graphs that run one after another."""
     return _seconds(manifest, graphs, hardware, slots, (nodes,), ranks)[0]
 
 
 def _seconds(
-    manifest: Manifest, graphs: tuple[GraphInfo, ...], hardware: Hardware, slots: int, counts: Sequence[int], ranks: int
+    manifest: Manifest,
+    graphs: tuple[GraphInfo, ...],
+    hardware: Hardware,
+    slots: int,
+    counts: Sequence[int],
+    ranks: int,
 ) -> list[float]:
-    """Seconds of a call for each number of nodes in ``counts``. The weights, many of a graph with experts, are read once."""
+    """Seconds of a call for each number of nodes in ``counts``. The weights, many of a graph with
+    experts, are read once."""
     seconds = [hardware.host + (TELLING if ranks > 1 else 0) for _ in counts]
     for graph in graphs:
         as_read = _bytes_of_16_bits(manifest, graph, slots, ranks)
         few, many = (nbytes / (hardware.bandwidth * hardware.attained) for nbytes in as_read)
-        product = operations_of_node(manifest, graph, ranks) / (hardware.operations * hardware.attained_operations)
+        product = operations_of_node(manifest, graph, ranks) / (
+            hardware.operations * hardware.attained_operations
+        )
         blocks = _blocks(manifest, graph)
         launching = (blocks * KERNELS_PER_BLOCK + OTHER_KERNELS) * hardware.launch
         for place, nodes in enumerate(counts):
             reading = few + (many - few) * min((nodes - 1) / (MANY_NODES - 1), 1)
-            seconds[place] += max(reading, nodes * product) + launching + (nodes - 1) * blocks * hardware.node
+            seconds[place] += (
+                max(reading, nodes * product) + launching + (nodes - 1) * blocks * hardware.node
+            )
             seconds[place] += sum_seconds(manifest, graph, hardware, nodes, ranks)
     return seconds
 
 
-def _bytes_of_16_bits(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int) -> tuple[float, float]:
-    """Bytes of 16-bit weights and of the cache that take as long as those of a pass over one node, and over many.
+def _bytes_of_16_bits(
+    manifest: Manifest, graph: GraphInfo, slots: int, ranks: int
+) -> tuple[float, float]:
+    """Bytes of 16-bit weights and of the cache that take as long as those of a pass over one node,
+    and over many.
 
-    Kernels for levels are slower than their bytes. Engines of float32 have none on a GPU, and count by their bytes.
+    Kernels for levels are slower than their bytes. Engines of float32 have none on a GPU, and count
+    by their bytes.
     """
     few = many = float(bytes_of_pass(manifest, graph, slots, ranks))
     for weight in _weights_read(manifest, graph) if manifest.dtype != "float32" else ():
         if weight.quantization is not None and (ranks == 1 or weight.keeps_levels(ranks)):
-            kept, whole = rank_bytes(weight, ranks), rank_bytes(replace(weight, quantization=None), ranks)
+            kept, whole = (
+                rank_bytes(weight, ranks),
+                rank_bytes(replace(weight, quantization=None), ranks),
+            )
             for_few, for_many = LEVELS_TAKE[4 if BITS[weight.quantization.weights] <= 4 else 8]
             few, many = few + for_few * whole - kept, many + for_many * whole - kept
     return few, many
 
 
-def sum_seconds(manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int) -> float:
-    """Seconds of the sums over ranks in a pass: two in a block. Each rank gets the parts of all others, and adds them."""
+def sum_seconds(
+    manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int
+) -> float:
+    """Seconds of the sums over ranks in a pass: two in a block. Each rank gets the parts of all
+    others, and adds them."""
     if ranks == 1:
         return 0.0
     received = (ranks - 1) * nodes * manifest.geometry.hidden_size * BITS[manifest.dtype] / 8
-    one = hardware.gather + received / (hardware.link * hardware.attained) + (ranks - 1) * hardware.launch
+    one = (
+        hardware.gather
+        + received / (hardware.link * hardware.attained)
+        + (ranks - 1) * hardware.launch
+    )
     return 2 * _blocks(manifest, graph) * one
 
 
 def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int = 1) -> int:
-    """Bytes that a pass must read at least: the weights, without the embedding table unless it is the LM head, and the cache.
+    """Bytes that a pass must read at least: the weights, without the embedding table unless it is
+    the LM head, and the cache.
 
     Args:
         manifest: The engine directory's manifest.
@@ -187,12 +242,14 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
     if graph == manifest.draft and manifest.dtype == "float32":  # as the CPU reads them
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
-    read = len(graph.caches) - state_caches(manifest.geometry, manifest.exit_head)  # of caches of states a single slot
+    # Of caches of states, a single slot is read.
+    read = len(graph.caches) - state_caches(manifest.geometry, manifest.exit_head)
     return weights + slots * slot_bytes(manifest, read) // ranks
 
 
 def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> int:
-    """Operations of a node's products with weights, of each rank. Those of attention are left out."""
+    """Operations of a node's products with weights, of each rank. Those of attention are left
+    out."""
     matrices = [weight for weight in _weights_read(manifest, graph) if len(weight.shape) == 2]
     return sum(2 * prod(weight.shape) // (ranks if is_split(weight) else 1) for weight in matrices)
 
@@ -202,9 +259,13 @@ def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
     weights, head = weights_of(manifest, graph), graph in (manifest.draft, manifest.verify[-1])
     if not head or any(name.endswith(LM_HEAD) for name in weights):  # else the table is the LM head
         weights.pop(EMBEDDINGS, None)
-    return [weight for name, weight in weights.items() if name not in (*ROTARY_TABLES, *HEAD_TABLES)]
+    return [
+        weight for name, weight in weights.items() if name not in (*ROTARY_TABLES, *HEAD_TABLES)
+    ]
 
 
 def _blocks(manifest: Manifest, graph: GraphInfo) -> int:
     """The blocks with attention."""
-    return len(manifest.base_layers(graph)) + (manifest.exit_head.blocks if graph == manifest.draft else 0)
+    return len(manifest.base_layers(graph)) + (
+        manifest.exit_head.blocks if graph == manifest.draft else 0
+    )

@@ -1,4 +1,5 @@
-"""The engine directory of a model that a command is to run: found in the cache, or exported into it first.
+"""The engine directory of a model that a command is to run: found in the cache, or exported into it
+first.
 
 A process of its own exports: the one that goes on has neither torch nor the memory of an export.
 """
@@ -51,7 +52,12 @@ def engine_directory(model: str, options: Options, cache_dir: Path | None) -> Pa
 
 def command_of(place: Path, model: str, options: Options) -> list[str]:
     """The command line of the process that exports."""
-    return [sys.executable, "-m", "eesd.export.prepare", json.dumps([str(place), model, dict(options)])]
+    return [
+        sys.executable,
+        "-m",
+        "eesd.export.prepare",
+        json.dumps([str(place), model, dict(options)]),
+    ]
 
 
 def _run(command: list[str]) -> None:
@@ -89,7 +95,10 @@ def _export(place: Path, model: str, options: Options) -> None:
 
     def finish(directory: Path) -> None:
         if _place(place.parent, model, options) != place:
-            raise EESDError(f"The files of {model} changed while it was exported; start again when they no longer change.")
+            raise EESDError(
+                f"The files of {model} changed while it was exported; start again when they "
+                "no longer change."
+            )
         cache.mark(directory, place, model, options)
 
     _say(f"Exporting {model} to {place}. Later starts use it from there.")
@@ -105,7 +114,9 @@ def _place(directory: Path, model: str, options: Options) -> Path:
         found = None if head is None or head in NOT_STORED else find_head(head)
         return cache.place_of(directory, model, find_model(model), options, found)
     except ImportError as error:
-        raise EESDError(f"Fetching needs {error.name}; install it with: pip install 'eesd[export]'.") from None
+        raise EESDError(
+            f"Fetching needs {error.name}; install it with: pip install 'eesd[export]'."
+        ) from None
 
 
 def _is_whole(place: Path) -> bool:
@@ -118,7 +129,9 @@ def _is_whole(place: Path) -> bool:
 
 def _is_built(place: Path) -> bool:
     """Whether a whole engine directory is built for this machine's CPU, if that shall run it."""
-    return torch_sees_gpu() or bool(missing()) or find_build(place, load_manifest(place)) is not None
+    return (
+        torch_sees_gpu() or bool(missing()) or find_build(place, load_manifest(place)) is not None
+    )
 
 
 def _say(line: str) -> None:

@@ -1,8 +1,10 @@
-"""Rounding to 4 bits that knows the inputs of each layer (``--round-on``): a text goes through the model, block after block.
+"""Rounding to 4 bits that knows the inputs of each layer (``--round-on``): a text goes through the
+model, block after block.
 
-A block's inputs come from the blocks before with their rounded weights (:func:`~eesd.model.quantize.quantize_for`). One block
-is in memory at a time. Its levels lie in a file until the export is complete: verify, the draft and the checks read them in
-orders of their own.
+A block's inputs come from the blocks before with their rounded weights
+(:func:`~eesd.model.quantize.quantize_for`). One block is in memory at a time. Its levels lie in a
+file until the export is complete: verify, the draft and the checks read them in orders of their
+own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -47,7 +49,8 @@ def rounded_on(
     output: Path,
     say: Callable[[int, int], None],
 ) -> Iterator[Checkpoint]:
-    """The checkpoint with levels for weights of 4 bits that fit a text. They are readable within the block.
+    """The checkpoint with levels for weights of 4 bits that fit a text. They are readable within
+    the block.
 
     Args:
         text: The text file; None: weights are rounded to nearest, as the checkpoint is.
@@ -58,15 +61,19 @@ def rounded_on(
         say: Called with the number of each layer and their count.
 
     Raises:
-        EESDError: No weight gets 4 bits, or the text cannot be read, is too short, or has no tokens of the model.
+        EESDError: No weight gets 4 bits, or the text cannot be read, is too short, or has no tokens
+            of the model.
     """
     if text is None:
         yield checkpoint
         return
-    passes = [found for draft in (False, True) if (found := _to_round(checkpoint, layers, options, draft))]
+    passes = [
+        found for draft in (False, True) if (found := _to_round(checkpoint, layers, options, draft))
+    ]
     if options.link_weights or not passes:
         raise EESDError(
-            "--round-on is for weights that are rounded to 4 bits and not linked; give --quantize int4, or leave it out."
+            "--round-on is for weights that are rounded to 4 bits and not linked; give "
+            "--quantize int4, or leave it out."
         )
     rows = _rows(checkpoint, read_text(text, "give a text file"), text)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -79,32 +86,48 @@ def rounded_on(
         yield rounded
 
 
-def _to_round(checkpoint: Checkpoint, layers: int, options: ExportOptions, draft: bool) -> dict[str, StoredWeight]:
-    """The weights of base layers that verify, or the draft as copies of its own, has in 4 bits, by their names there."""
+def _to_round(
+    checkpoint: Checkpoint, layers: int, options: ExportOptions, draft: bool
+) -> dict[str, StoredWeight]:
+    """The weights of base layers that verify, or the draft as copies of its own, has in 4 bits, by
+    their names there."""
     found, quantization = {}, options.quantization
-    for name, shape in layer_shapes(checkpoint.geometry, range(layers if draft else checkpoint.geometry.num_layers)).items():
+    for name, shape in layer_shapes(
+        checkpoint.geometry, range(layers if draft else checkpoint.geometry.num_layers)
+    ).items():
         own = quantization.draft_name(name, shape, options.dtype) if draft else name
         if not is_linear(name) or (draft and own == name):
             continue
         weight = stored_weight(own, shape, options.dtype, quantization)
         of = weight.quantization
-        if of is not None and of.weights in ("int4", "uint4") and name not in quantization.tensors and not of.zero_points:
+        if (
+            of is not None
+            and of.weights in ("int4", "uint4")
+            and name not in quantization.tensors
+            and not of.zero_points
+        ):
             found[name] = weight
     return found
 
 
 def _rows(checkpoint: Checkpoint, text: str, path: Path) -> list[Tensor]:
-    """Token ids of parts of a text, spread over all of it, [rows, tokens] each. A row begins as a prompt does."""
+    """Token ids of parts of a text, spread over all of it, [rows, tokens] each. A row begins as a
+    prompt does."""
     tokenizer = resolved_tokenizer(checkpoint.path).get("tokenizer.json")
     if tokenizer is None:
-        raise EESDError("--round-on needs the model's tokenizer, and it has none; leave the option out.")
+        raise EESDError(
+            "--round-on needs the model's tokenizer, and it has none; leave the option out."
+        )
     coded = Tokenizer.from_str(tokenizer.decode())
     before, ids = coded.encode("").ids, coded.encode(text, add_special_tokens=False).ids
     if max(ids, default=0) >= checkpoint.geometry.vocab_size:
         raise EESDError(f"{path} has tokens that the model does not have; give another text.")
     length = min(ROW, checkpoint.config.max_positions) - len(before)
     if len(ids) < max(LEAST_TOKENS, length):
-        raise EESDError(f"{path} has {len(ids)} tokens, and rounding needs at least {LEAST_TOKENS}; give a longer text.")
+        raise EESDError(
+            f"{path} has {len(ids)} tokens, and rounding needs at least {LEAST_TOKENS}; give "
+            "a longer text."
+        )
     there = len(ids) // length
     count = min(there, MOST_TOKENS // ROW)
     starts = [index * there // count * length for index in range(count)]
@@ -125,25 +148,40 @@ def _round(
     with torch.device("meta"):
         table = Embeddings(geometry)
     table.load_state_dict({"weight": checkpoint.tensors[EMBEDDINGS].read()}, assign=True)
-    states, inputs = [table(part).float() for part in rows], [_inputs(checkpoint, part) for part in rows]
+    states, inputs = (
+        [table(part).float() for part in rows],
+        [_inputs(checkpoint, part) for part in rows],
+    )
     del table  # which is large
     layers = 1 + max(int(name.split(".")[2]) for name in weights)
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         with torch.device("meta"):
             block = Block(geometry.of_layer(layer), geometry.kind(layer)).eval()
-        state = {name: checkpoint.tensors[prefix + name].read().float() for name in block.state_dict()}
+        state = {
+            name: checkpoint.tensors[prefix + name].read().float() for name in block.state_dict()
+        }
         block.load_state_dict(state, assign=True)
         wanted = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
-        wanted = {name: weight for name, weight in wanted.items() if own_levels(checkpoint.tensors[name], weight) is None}
-        products = _products(block, {_first_reader(name) for name in wanted}, prefix, states, inputs)
-        levels = _round_block(block, wanted, prefix, {name: compensation(one) for name, one in products.items()})
+        wanted = {
+            name: weight
+            for name, weight in wanted.items()
+            if own_levels(checkpoint.tensors[name], weight) is None
+        }
+        products = _products(
+            block, {_first_reader(name) for name in wanted}, prefix, states, inputs
+        )
+        levels = _round_block(
+            block, wanted, prefix, {name: compensation(one) for name, one in products.items()}
+        )
         del products
         file = files.with_name(f"{files.name}-{layer}")
         torch.save({name: tuple(found) for name, found in levels.items()}, file)
         for name, weight in wanted.items():
             assert weight.quantization is not None
-            checkpoint.tensors[name] = RoundedTensor.of(checkpoint.tensors[name], name, weight.quantization, file)
+            checkpoint.tensors[name] = RoundedTensor.of(
+                checkpoint.tensors[name], name, weight.quantization, file
+            )
         states = _run(block, states, inputs)
         say(layer + 1, layers)
 
@@ -158,7 +196,9 @@ def _round_block(
         of, module = weights[name], _module(block, name, prefix)
         assert of.quantization is not None
         kind = of.quantization.weights
-        found = quantize_for(factors[_first_reader(name)], module.weight, kind, getattr(torch, of.scales_dtype))
+        found = quantize_for(
+            factors[_first_reader(name)], module.weight, kind, getattr(torch, of.scales_dtype)
+        )
         module.weight = nn.Parameter(dequantize(found, kind).t(), requires_grad=False)
         return found
 
@@ -168,7 +208,9 @@ def _round_block(
 
 def _inputs(checkpoint: Checkpoint, ids: Tensor) -> Inputs:
     """Inputs of whole rows [rows, tokens]."""
-    return replace(causal_inputs(checkpoint.geometry, len(ids), ids.shape[1], ids.shape[1]), whole=True)
+    return replace(
+        causal_inputs(checkpoint.geometry, len(ids), ids.shape[1], ids.shape[1]), whole=True
+    )
 
 
 def _run(block: Block, states: Sequence[Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
@@ -207,4 +249,6 @@ def _module(block: Block, name: str, prefix: str) -> nn.Linear:
 def _first_reader(name: str) -> str:
     """The first of the weights that read the same input."""
     readers = {part: parts[0] for parts in reversed(PACKED.values()) for part in parts}
-    return next((name.replace(part, first) for part, first in readers.items() if part in name), name)
+    return next(
+        (name.replace(part, first) for part, first in readers.items() if part in name), name
+    )

@@ -22,7 +22,8 @@ class Steps:
             self._log(step)
 
     def progress(self, text: str, size: int, total: int) -> None:
-        """What :func:`~eesd.export.engine_dir.export` tells: a step begins, or bytes of a weight were written."""
+        """What :func:`~eesd.export.engine_dir.export` tells: a step begins, or bytes of a weight
+        were written."""
         if size:
             self._bar.update(self._task, description=text, advance=size, total=total)
         else:
@@ -31,13 +32,16 @@ class Steps:
     def seconds(self) -> str:
         """The seconds of all steps, and of each that took one or more."""
         names, times = zip(*self._began, ("", perf_counter()), strict=True)
-        took = {name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)}
+        took = {
+            name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)
+        }
         parts = [f"{name} {seconds:.0f}" for name, seconds in took.items() if seconds >= 0.5]
         return f"{times[-1] - times[0]:.0f} s" + (f": {', '.join(parts)}" if parts else "")
 
 
 @contextmanager
 def shown_steps(log: Callable[[str], None]) -> Iterator[Steps]:
-    """A progress bar with the time left; where stderr is no terminal, ``log`` is called with the name of each step."""
+    """A progress bar with the time left; where stderr is no terminal, ``log`` is called with the
+    name of each step."""
     with progress() as bar:
         yield Steps(bar, log)

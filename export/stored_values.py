@@ -11,34 +11,49 @@ from onnx.external_data_helper import ExternalDataInfo
 from eesd.common.quantization import BITS, FP4, FP8
 
 KINDS = {
-    1: "float32", 3: "int8", 7: "int64", 10: "float16", 16: "bfloat16", 17: FP8, 21: "uint4", 22: "int4", 23: FP4,
-}  # fmt: skip
+    1: "float32",
+    3: "int8",
+    7: "int64",
+    10: "float16",
+    16: "bfloat16",
+    17: FP8,
+    21: "uint4",
+    22: "int4",
+    23: FP4,
+}
 """Element types by their number in ``TensorProto.DataType``."""
 _AS_INTEGERS = {"float16": "uint16", "bfloat16": "uint16", FP8: "uint8"}
 """What NumPy reads types as: it has no bfloat16, and reads nothing of 4 bits."""
 
 
 def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
-    """A tensor as it is stored, and its element type. 16-bit values are uint16, those of :data:`FP8` uint8.
+    """A tensor as it is stored, and its element type. 16-bit values are uint16, those of
+    :data:`FP8` uint8.
 
-    Levels of 4 bits are widened: integers to int8, those of :data:`FP4` to their codes. (onnx's own reader refuses files that
-    have several hard links.)
+    Levels of 4 bits are widened: integers to int8, those of :data:`FP4` to their codes. (onnx's own
+    reader refuses files that have several hard links.)
 
     Args:
         directory: Engine directory.
         tensor: The tensor in a graph, an ``onnx.TensorProto`` with external data.
 
     Raises:
-        KeyError, ValueError, TypeError, OverflowError, OSError: There are no such values in the directory.
+        KeyError, ValueError, TypeError, OverflowError, OSError: There are no such values in the
+            directory.
     """
     info, kind, shape = ExternalDataInfo(tensor), KINDS[tensor.data_type], tuple(tensor.dims)
     if Path(info.location).name != info.location:
         raise ValueError(tensor.name)
     half, count = BITS[kind] == 4, int(np.prod(shape))
-    dtype, size = _AS_INTEGERS.get(kind, "uint8" if half else kind), (count + 1) // 2 if half else count
+    dtype, size = (
+        _AS_INTEGERS.get(kind, "uint8" if half else kind),
+        (count + 1) // 2 if half else count,
+    )
     if info.length != size * np.dtype(dtype).itemsize:
         raise ValueError(tensor.name)
-    raw = np.memmap(directory / info.location, dtype, mode="r", offset=info.offset or 0, shape=(size,))
+    raw = np.memmap(
+        directory / info.location, dtype, mode="r", offset=info.offset or 0, shape=(size,)
+    )
     if not half:
         return raw.reshape(shape), kind
     both = np.stack((raw & 15, raw >> 4), -1).reshape(-1)[:count].view(np.int8)
@@ -48,7 +63,8 @@ def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
 
 
 def to_float32(values: NDArray[Any], kind: str) -> NDArray[Any]:
-    """Floating-point values as :func:`read_tensor` returns them in float32; nothing is rounded. Others as they are."""
+    """Floating-point values as :func:`read_tensor` returns them in float32; nothing is rounded.
+    Others as they are."""
     if kind == "float16":
         return values.view(np.float16).astype(np.float32)
     if kind == "bfloat16":

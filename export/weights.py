@@ -1,11 +1,13 @@
-"""Store the weights of an engine directory: stream them into ``weights.bin``, or hard-link the checkpoint's own files.
+"""Store the weights of an engine directory: stream them into ``weights.bin``, or hard-link the
+checkpoint's own files.
 
-Written tensors are cast, transposed and quantized one by one, so the memory needed is that of one tensor.
+Written tensors are cast, transposed and quantized one by one, so the memory needed is that of one
+tensor.
 
-Linked tensors stay where they are. Only hard links work with every backend: ONNX Runtime and TensorRT-RTX refuse ``..`` and
-absolute paths, and ONNX Runtime also refuses symbolic links that lead out of the directory. A linked directory survives when
-the checkpoint is moved, deleted or downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was modified in
-place.
+Linked tensors stay where they are. Only hard links work with every backend: ONNX Runtime and
+TensorRT-RTX refuse ``..`` and absolute paths, and ONNX Runtime also refuses symbolic links that
+lead out of the directory. A linked directory survives when the checkpoint is moved, deleted or
+downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was modified in place.
 """
 
 import errno
@@ -83,7 +85,8 @@ def layout_weights(
     for weight in chain.from_iterable(graphs):
         if weight.name in locations:
             continue
-        if weight.name == EXIT_HEAD + DRAFT_VOCAB:  # a file of its own, which the runtime reads without the graph
+        # It has a file of its own, which the runtime reads without the graph.
+        if weight.name == EXIT_HEAD + DRAFT_VOCAB:
             locations[weight.name] = TensorLocation(DRAFT_VOCAB_FILE, 0, weight.nbytes)
             continue
         if linked and weight.name in linked:
@@ -109,7 +112,10 @@ def check_space(directory: Path, needed: int) -> None:
 
 
 def write_weights(
-    path: Path, layout: WeightLayout, sources: Mapping[str, TensorSource], progress: Callable[[str, int], None]
+    path: Path,
+    layout: WeightLayout,
+    sources: Mapping[str, TensorSource],
+    progress: Callable[[str, int], None],
 ) -> FileInfo:
     """Write ``weights.bin`` tensor by tensor, and hash it at the same time.
 
@@ -154,7 +160,8 @@ def joined(parts: Sequence[TensorSource]) -> TensorSource:
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
     """The levels of a weight that is stored quantized: those of the checkpoint where they fit.
 
-    The parts of a packed weight are quantized one by one, but together if they share a factor. The values are the same.
+    The parts of a packed weight are quantized one by one, but together if they share a factor. The
+    values are the same.
     """
     assert weight.quantization is not None
     apart = isinstance(source, JointTensor) and not weight.quantization.factor
@@ -172,10 +179,15 @@ class RoundedTensor(ChangedTensor):
     chosen: Mapping[Quantization, tuple[Path, str]] = {}
 
     @classmethod
-    def of(cls, stored: StoredTensor, name: str, quantization: Quantization, file: Path) -> "RoundedTensor":
+    def of(
+        cls, stored: StoredTensor, name: str, quantization: Quantization, file: Path
+    ) -> "RoundedTensor":
         """The same tensor with levels for one more quantization."""
         tensor = cls(stored, lambda values: values)
-        tensor.chosen = {**(stored.chosen if isinstance(stored, RoundedTensor) else {}), quantization: (file, name)}
+        tensor.chosen = {
+            **(stored.chosen if isinstance(stored, RoundedTensor) else {}),
+            quantization: (file, name),
+        }
         return tensor
 
     def levels(self, quantization: Quantization) -> Quantized | None:
@@ -194,12 +206,16 @@ def own_levels(part: TensorSource, weight: StoredWeight) -> Quantized | None:
         return part.levels(quantization)
     if isinstance(part, GgufTensor):
         return part.levels(quantization, weight.transposed)
-    return part.levels(quantization, _scales_dtype(weight)) if isinstance(part, PackedTensor) else None
+    return (
+        part.levels(quantization, _scales_dtype(weight)) if isinstance(part, PackedTensor) else None
+    )
 
 
 def _scales_dtype(weight: StoredWeight) -> torch.dtype:
     assert weight.quantization is not None
-    dtype: torch.dtype = getattr(torch, weight.dtype if weight.quantization.factor else weight.scales_dtype)
+    dtype: torch.dtype = getattr(
+        torch, weight.dtype if weight.quantization.factor else weight.scales_dtype
+    )
     return dtype
 
 
@@ -209,7 +225,9 @@ def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
     own = own_levels(part, weight)
     if own is not None:
         return own
-    assert weight.transposed and quantization.zero_points is False, "only a checkpoint's own levels are stored so"
+    assert weight.transposed and quantization.zero_points is False, (
+        "only a checkpoint's own levels are stored so"
+    )
     values = part.read()
     if quantization.minimums and not bool(values.abs().max() <= LARGEST):
         raise EESDError(
@@ -222,7 +240,10 @@ def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
 def _read(source: TensorSource, weight: StoredWeight) -> Tensor:
     tensor = source.read()
     if tuple(tensor.shape) != weight.shape:
-        raise EESDError(f"The tensor {weight.name} has shape {list(tensor.shape)}, but the graph needs {list(weight.shape)}.")
+        raise EESDError(
+            f"The tensor {weight.name} has shape {list(tensor.shape)}, but the graph needs "
+            f"{list(weight.shape)}."
+        )
     return tensor
 
 
@@ -237,7 +258,10 @@ def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]
         tensor = tensor.t()
     converted = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
     if tensor.dtype != dtype and not all_finite(converted):
-        raise EESDError(f"The tensor {weight.name} has values that {weight.dtype} cannot hold; give another --dtype.")
+        raise EESDError(
+            f"The tensor {weight.name} has values that {weight.dtype} cannot hold; give "
+            "another --dtype."
+        )
     return {weight.name: _bytes_of(converted)}
 
 
@@ -245,10 +269,13 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data  # a dimension of 1 may have any stride
 
 
-def linkable_tensors(sources: Mapping[str, TensorSource], dtype: str) -> dict[str, CheckpointTensor]:
+def linkable_tensors(
+    sources: Mapping[str, TensorSource], dtype: str
+) -> dict[str, CheckpointTensor]:
     """Select the tensors that graphs can use in the checkpoint's own files.
 
-    They must have the engine's element type, and an offset that is a multiple of its width (torch maps no other offset).
+    They must have the engine's element type, and an offset that is a multiple of its width (torch
+    maps no other offset).
 
     Args:
         sources: The tensors by name.
@@ -258,19 +285,28 @@ def linkable_tensors(sources: Mapping[str, TensorSource], dtype: str) -> dict[st
         EESDError: No tensor can be linked.
     """
     wanted: torch.dtype = getattr(torch, dtype)
-    stored = {name: source for name, source in sources.items() if isinstance(source, CheckpointTensor)}
-    linkable = {name: t for name, t in stored.items() if t.dtype == wanted and t.offset % wanted.itemsize == 0}
+    stored = {
+        name: source for name, source in sources.items() if isinstance(source, CheckpointTensor)
+    }
+    linkable = {
+        name: t
+        for name, t in stored.items()
+        if t.dtype == wanted and t.offset % wanted.itemsize == 0
+    }
     if not linkable:
         other = next(iter(stored.values())).dtype
         raise EESDError(
-            f"--link-weights uses the checkpoint's weights as they are, and none of them is stored as {dtype} "
-            f"(the first is {str(other).removeprefix('torch.')}); leave the option out, or give the checkpoint's own --dtype."
+            "--link-weights uses the checkpoint's weights as they are, and none of them is "
+            f"stored as {dtype} "
+            f"(the first is {str(other).removeprefix('torch.')}); leave the option out, or "
+            "give the checkpoint's own --dtype."
         )
     return linkable
 
 
 def link_files(directory: Path, tensors: Iterable[CheckpointTensor]) -> dict[str, LinkInfo]:
-    """Hard-link the files of some tensors into a directory, under their own names. Symbolic links are followed.
+    """Hard-link the files of some tensors into a directory, under their own names. Symbolic links
+    are followed.
 
     Args:
         directory: Directory to link into.
@@ -285,12 +321,15 @@ def link_files(directory: Path, tensors: Iterable[CheckpointTensor]) -> dict[str
     paths = sorted({tensor.path for tensor in tensors})
     for path in paths:
         try:
-            os.link(path.resolve(), directory / path.name)  # files in the hub's cache are symbolic links
+            # Files in the hub's cache are symbolic links.
+            os.link(path.resolve(), directory / path.name)
         except OSError as error:
             if error.errno not in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP):
                 raise
             raise EESDError(
-                f"{path} cannot be linked into {directory.parent} ({error.strerror}): hard links need one file system that "
-                "supports them, and files that you own; give an --output beside the checkpoint, or leave --link-weights out."
+                f"{path} cannot be linked into {directory.parent} ({error.strerror}): hard "
+                "links need one file system that "
+                "supports them, and files that you own; give an --output beside the "
+                "checkpoint, or leave --link-weights out."
             ) from None
     return {path.name: link_info(path) for path in paths}

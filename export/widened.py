@@ -1,7 +1,9 @@
-"""16-bit graphs in float32, as checks run them: ONNX Runtime's own operators on the CPU are fast in float32 only.
+"""16-bit graphs in float32, as checks run them: ONNX Runtime's own operators on the CPU are fast in
+float32 only.
 
-Weights, scales, inputs, outputs and caches become float32. Every float16 and bfloat16 value is a float32 value, so nothing is
-rounded. Quantized levels and rotary tables (which are float32 in every directory) are read from their files as usual.
+Weights, scales, inputs, outputs and caches become float32. Every float16 and bfloat16 value is a
+float32 value, so nothing is rounded. Quantized levels and rotary tables (which are float32 in every
+directory) are read from their files as usual.
 """
 
 from collections.abc import Sequence
@@ -21,11 +23,13 @@ from eesd.export.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.ort_engine import NARROW, OrtEngine
 
 Widened = dict[str, Any]
-"""Widened weights by name, as ONNX Runtime's values: graphs that share weights share them. They must live as long as the
-sessions, which read those that they did not pack."""
+"""Widened weights by name, as ONNX Runtime's values: graphs that share weights share them. They
+must live as long as the sessions, which read those that they did not pack."""
 
 
-def reference(directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int) -> OrtEngine:
+def reference(
+    directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int
+) -> OrtEngine:
     """ONNX Runtime's own operators on the CPU, with weights of 16 bits widened in memory.
 
     Args:
@@ -46,14 +50,19 @@ def reference(directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], 
 
     verify = tuple(map(_widened_info, manifest.verify))
     wide = replace(manifest, draft=_widened_info(manifest.draft), verify=verify)
-    return OrtEngine(directory, wide, [_widened_info(graph) for graph in stages], threads, read=read)
+    return OrtEngine(
+        directory, wide, [_widened_info(graph) for graph in stages], threads, read=read
+    )
 
 
 def _widened_info(graph: GraphInfo) -> GraphInfo:
     """The description of a graph after :func:`widen`."""
 
     def wide(tensors: tuple[TensorInfo, ...]) -> tuple[TensorInfo, ...]:
-        return tuple(replace(tensor, dtype="float32") if tensor.dtype in NARROW else tensor for tensor in tensors)
+        return tuple(
+            replace(tensor, dtype="float32") if tensor.dtype in NARROW else tensor
+            for tensor in tensors
+        )
 
     return replace(graph, inputs=wide(graph.inputs), outputs=wide(graph.outputs))
 
@@ -63,8 +72,10 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
 
     Args:
         path: The graph.
-        options: Options of its session. This function adds the widened weights, and the directory of the other weights.
-        widened: Weights that other graphs of the directory have already widened. Those of this one are added.
+        options: Options of its session. This function adds the widened weights, and the directory
+            of the other weights.
+        widened: Weights that other graphs of the directory have already widened. Those of this one
+            are added.
         threads: Weights that are widened at the same time.
 
     Returns:
@@ -78,28 +89,48 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
     try:
         given = _decode_fp4(model.graph, path.parent, widened)
         given += _widen_weights(
-            [one for one in model.graph.initializer if one.data_type in kinds], path.parent, widened, threads
+            [one for one in model.graph.initializer if one.data_type in kinds],
+            path.parent,
+            widened,
+            threads,
         )
     except (KeyError, ValueError, TypeError, OverflowError, OSError):
-        raise EESDError(f"{path} and its weights do not fit each other; export the model again.") from None
-    # Values between keep their shapes: ONNX Runtime infers those of a large graph in quadratic time.
+        raise EESDError(
+            f"{path} and its weights do not fit each other; export the model again."
+        ) from None
+    # Values between keep their shapes: ONNX Runtime infers those of a large graph in quadratic
+    # time.
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.type.tensor_type.elem_type in kinds:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
-    for attribute in (a for node in model.graph.node if node.op_type == "Cast" for a in node.attribute if a.name == "to"):
+    for attribute in (
+        a
+        for node in model.graph.node
+        if node.op_type == "Cast"
+        for a in node.attribute
+        if a.name == "to"
+    ):
         attribute.i = TensorProto.FLOAT if attribute.i in kinds else attribute.i
     options.add_external_initializers(given, [widened[name] for name in given])
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    options.add_session_config_entry(
+        "session.model_external_initializers_file_folder_path", str(path.parent)
+    )
     data: bytes = model.SerializeToString()
     return data
 
 
-def _widen_weights(tensors: list[Any], directory: Path, widened: Widened, threads: int) -> list[str]:
-    """Make 16-bit weights float32. Arguments, results and errors are those of :func:`_decode_fp4`."""
+def _widen_weights(
+    tensors: list[Any], directory: Path, widened: Widened, threads: int
+) -> list[str]:
+    """Make 16-bit weights float32. Arguments, results and errors are those of
+    :func:`_decode_fp4`."""
     missing = [tensor for tensor in tensors if tensor.name not in widened]
     with ThreadPoolExecutor(threads) as pool:
         found = pool.map(lambda one: to_float32(*read_tensor(directory, one)), missing)
-        widened |= {one.name: ort.OrtValue.ortvalue_from_numpy(values) for one, values in zip(missing, found, strict=True)}
+        widened |= {
+            one.name: ort.OrtValue.ortvalue_from_numpy(values)
+            for one, values in zip(missing, found, strict=True)
+        }
     for tensor in tensors:
         tensor.data_type = TensorProto.FLOAT
     return [tensor.name for tensor in tensors]
@@ -117,15 +148,21 @@ def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
         Their names.
 
     Raises:
-        KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not where the graph says.
+        KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not where the graph
+            says.
     """
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     fp4 = {name for name, tensor in tensors.items() if tensor.data_type == TensorProto.FLOAT4E2M1}
-    dequantizing = {node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"}
+    dequantizing = {
+        node.output[0]: node for node in graph.node if node.op_type == "DequantizeLinear"
+    }
     names = {output: node.input[0] for output, node in dequantizing.items() if node.input[0] in fp4}
     for output, name in names.items():
         if name not in widened:
-            parts = (tensors[name], *(tensors[part] for part in dequantizing[dequantizing[output].input[1]].input))
+            parts = (
+                tensors[name],
+                *(tensors[part] for part in dequantizing[dequantizing[output].input[1]].input),
+            )
             levels, scales, factor = (to_float32(*read_tensor(directory, part)) for part in parts)
             values = levels * np.repeat(scales * factor, len(levels) // len(scales), 0)
             widened[name] = ort.OrtValue.ortvalue_from_numpy(values)
@@ -135,7 +172,10 @@ def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
     for node in kept:
         node.input[:] = [names.get(one, one) for one in node.input]
     used = {name for node in kept for name in node.input}
-    for values, left in ((graph.node, kept), (graph.initializer, [one for one in graph.initializer if one.name in used])):
+    for values, left in (
+        (graph.node, kept),
+        (graph.initializer, [one for one in graph.initializer if one.name in used]),
+    ):
         del values[:]
         values.extend(left)
     return list(names.values())

@@ -1,1 +1,2 @@
-"""The torch modules: decoder, exit head, draft and verify; and the reader of Hugging Face checkpoints."""
+"""The torch modules: decoder, exit head, draft and verify; and the reader of Hugging Face
+checkpoints."""

@@ -1,4 +1,5 @@
-"""Open checkpoints: their configuration, and their tensors by name. No tensor is read before it is asked for."""
+"""Open checkpoints: their configuration, and their tensors by name. No tensor is read before it is
+asked for."""
 
 import hashlib
 from collections.abc import Iterable
@@ -16,7 +17,14 @@ from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_input import read_json_object
 from eesd.common.quantization import LM_HEAD, Quantization, is_linear
-from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, exit_head_shapes, layer_shapes, lm_head_name, model_shapes
+from eesd.common.weights import (
+    DRAFT_VOCAB,
+    EMBEDDINGS,
+    exit_head_shapes,
+    layer_shapes,
+    lm_head_name,
+    model_shapes,
+)
 from eesd.model import exit_head, exit_head_file
 from eesd.model.config import REMEDY, ModelConfig, load_config, parse_config
 from eesd.model.decoder import Decoder
@@ -31,7 +39,8 @@ from eesd.model.safetensors_file import CheckpointTensor, read_header
 
 
 class Checkpoint:
-    """A Hugging Face model directory with safetensors weights, in one file or in shards; or a GGUF file.
+    """A Hugging Face model directory with safetensors weights, in one file or in shards; or a GGUF
+    file.
 
     Opening it reads ``config.json`` and the headers of the weight files, and checks the shapes.
 
@@ -60,11 +69,14 @@ class Checkpoint:
             geometry = replace(geometry, tied_embeddings=self._tie())
         self._check_shapes(geometry)
         check_routers(path, self.tensors, geometry)
-        self.config = replace(config, geometry=geometry, notices=(*config.notices, *self._notices(geometry)))
+        self.config = replace(
+            config, geometry=geometry, notices=(*config.notices, *self._notices(geometry))
+        )
         self.geometry = geometry
 
     def _tie(self) -> bool:
-        """Whether embeddings and LM head are one tensor, as the config says. Where only one is stored, it is both.
+        """Whether embeddings and LM head are one tensor, as the config says. Where only one is
+        stored, it is both.
 
         The config is wrong if both are stored and differ. transformers then uses both, too.
         """
@@ -79,11 +91,15 @@ class Checkpoint:
         for name, shape in model_shapes(geometry).items():
             tensor = self.tensors.get(name)
             if tensor is None:
-                raise EESDError(f"The checkpoint {self.path} has no tensor {name}; it is incomplete, fetch it again.")
+                raise EESDError(
+                    f"The checkpoint {self.path} has no tensor {name}; it is incomplete, "
+                    "fetch it again."
+                )
             if tensor.shape != shape:
                 source = "its metadata" if self.path.is_file() else "config.json"
                 raise EESDError(
-                    f"The tensor {name} of {self.path} has shape {list(tensor.shape)}, but {source} requires {list(shape)}; "
+                    f"The tensor {name} of {self.path} has shape {list(tensor.shape)}, but "
+                    f"{source} requires {list(shape)}; "
                     "weights and config belong to different models."
                 )
             _ = tensor.dtype  # refuses types that cannot be read
@@ -93,26 +109,36 @@ class Checkpoint:
         unused = sorted(self.tensors.keys() - model_shapes(geometry).keys())
         if any(isinstance(tensor, PackedTensor) for tensor in self.tensors.values()):
             biases = {name: self.tensors[name] for name in unused if name.endswith("_proj.bias")}
-            _check_biases(tensor for tensor in biases.values() if isinstance(tensor, CheckpointTensor))
+            _check_biases(
+                tensor for tensor in biases.values() if isinstance(tensor, CheckpointTensor)
+            )
             unused = [name for name in unused if name not in biases]
-        unused = [name for name in unused if name != LM_HEAD and not name.endswith("rotary_emb.inv_freq")]
+        unused = [
+            name for name in unused if name != LM_HEAD and not name.endswith("rotary_emb.inv_freq")
+        ]
         if not unused:
             return []
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
         if self.path.is_file():  # llama.cpp may compute with them
-            raise EESDError(f"{self.path} has the tensors {names}, which are not supported for {geometry.architecture}.")
+            raise EESDError(
+                f"{self.path} has the tensors {names}, which are not supported for "
+                f"{geometry.architecture}."
+            )
         return [f"{geometry.architecture} has no tensors {names}; ignored, as transformers does."]
 
     @property
     def dtype(self) -> str:
-        """Element type of the checkpoint, such as ``bfloat16``: the config's, else that of the embeddings."""
+        """Element type of the checkpoint, such as ``bfloat16``: the config's, else that of the
+        embeddings."""
         return self.config.dtype or str(self.tensors[EMBEDDINGS].dtype).removeprefix("torch.")
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization that keeps the levels of the layers' linear weights; None if they have none.
+        """The quantization that keeps the levels of the layers' linear weights; None if they have
+        none.
 
-        Where only some of them have levels, or engines do not have such levels, it is None, too: all are read dequantized.
+        Where only some of them have levels, or engines do not have such levels, it is None, too:
+        all are read dequantized.
         """
         if self.config.packing is None:
             return None
@@ -120,37 +146,52 @@ class Checkpoint:
         linear = {name: shape[1] for name, shape in shapes.items() if is_linear(name)}
         found = self.config.packing.quantization(set(linear.values()))
         stored = [self.tensors[name] for name in linear]
-        keeps = found is not None and all(isinstance(one, PackedTensor) and one.fits(found) for one in stored)
+        keeps = found is not None and all(
+            isinstance(one, PackedTensor) and one.fits(found) for one in stored
+        )
         return found if keeps else None
 
     @property
     def own_levels(self) -> dict[str, Quantization]:
-        """The quantizations that keep the levels of a GGUF file, by the names of the tensors in use that have some.
+        """The quantizations that keep the levels of a GGUF file, by the names of the tensors in use
+        that have some.
 
         The embedding table has 8-bit levels, because ONNX Runtime gathers rows of no others.
         """
         tensors = {name: self.tensors[name] for name in model_shapes(self.geometry)}
-        own = {name: tensor.quantization for name, tensor in tensors.items() if isinstance(tensor, GgufTensor)}
+        own = {
+            name: tensor.quantization
+            for name, tensor in tensors.items()
+            if isinstance(tensor, GgufTensor)
+        }
         kept = {name: one for name, one in own.items() if one is not None}
-        return {name: replace(one, weights="int8") if name == EMBEDDINGS else one for name, one in kept.items()}
+        return {
+            name: replace(one, weights="int8") if name == EMBEDDINGS else one
+            for name, one in kept.items()
+        }
 
     def first_layers(self, count: int) -> "Checkpoint":
         """The same checkpoint reduced to its first ``count`` layers, for a trial export.
 
-        The fingerprint stays the whole model's, so exit heads that were trained for the whole model fit.
+        The fingerprint stays the whole model's, so exit heads that were trained for the whole model
+        fit.
 
         Raises:
             EESDError: ``count`` is not between 2 and the number of layers.
         """
         most = self.geometry.num_layers
         if not 2 <= count <= most:
-            raise EESDError(f"--layers must be between 2 and {most} for this {most}-layer model; {count} was given.")
+            raise EESDError(
+                f"--layers must be between 2 and {most} for this {most}-layer model; {count} "
+                "was given."
+            )
         reduced = copy(self)
         reduced.geometry = replace(self.geometry, num_layers=count)
         return reduced
 
     def fingerprint(self) -> str:
-        """SHA-256 over name, shape, type and first kilobyte of every tensor. It does not depend on the sharding."""
+        """SHA-256 over name, shape, type and first kilobyte of every tensor. It does not depend on
+        the sharding."""
         digest = hashlib.sha256()
         for name in sorted(model_shapes(self.config.geometry)):
             tensor = self.tensors[name]
@@ -171,7 +212,8 @@ class Checkpoint:
         return model
 
     def initial_head(self, exit_config: ExitConfig, draft_vocab: Tensor | None = None) -> ExitHead:
-        """Create an untrained exit head from the base model's last layers. Only their tensors are read.
+        """Create an untrained exit head from the base model's last layers. Only their tensors are
+        read.
 
         ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
         """
@@ -203,10 +245,14 @@ class Checkpoint:
 def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
     """Configuration and tensors of a Hugging Face model directory."""
     if not directory.is_dir():
-        raise EESDError(f"{directory} is not a directory; give a Hugging Face model directory or a GGUF file.")
+        raise EESDError(
+            f"{directory} is not a directory; give a Hugging Face model directory or a GGUF file."
+        )
     config = load_config(directory)
     stored = stored_tensors(directory)
-    return config, dict(stored) if config.packing is None else dict(packed_tensors(stored, config.packing))
+    return config, dict(stored) if config.packing is None else dict(
+        packed_tensors(stored, config.packing)
+    )
 
 
 def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
@@ -217,17 +263,23 @@ def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
 
 
 def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
-    """Check that biases which the architecture does not have are zero. Some quantizers store them for every layer."""
+    """Check that biases which the architecture does not have are zero. Some quantizers store them
+    for every layer."""
     for bias in biases:
         if bool(bias.read().any()):
-            raise EESDError(f"{bias.path}: the architecture has no {bias.name}, and it is not zero; it is not supported.")
+            raise EESDError(
+                f"{bias.path}: the architecture has no {bias.name}, and it is not zero; it is "
+                "not supported."
+            )
 
 
 def stored_tensors(directory: Path) -> dict[str, CheckpointTensor]:
-    """The tensors in a directory's safetensors files. Of a tensor in several files, that in the file of the index counts.
+    """The tensors in a directory's safetensors files. Of a tensor in several files, that in the
+    file of the index counts.
 
     Raises:
-        EESDError: A file is missing, damaged or of another format, or the index does not say which of two tensors counts.
+        EESDError: A file is missing, damaged or of another format, or the index does not say which
+            of two tensors counts.
     """
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file():  # wins over an index, as in transformers
@@ -239,20 +291,27 @@ def stored_tensors(directory: Path) -> dict[str, CheckpointTensor]:
         )
     shards = read_json_object(index, REMEDY).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(shard, str) for shard in shards.values()):
-        raise EESDError(f"{index} is damaged: it has no weight_map of file names; fetch the file again.")
+        raise EESDError(
+            f"{index} is damaged: it has no weight_map of file names; fetch the file again."
+        )
     if not all(is_file_name(shard) for shard in shards.values()):
         raise EESDError(f"{index} names a file outside of its directory; fetch the file again.")
     stored: dict[str, CheckpointTensor] = {}
     for shard in sorted(set(shards.values())):
         for name, tensor in read_header(directory / shard).items():
             if name in stored and shards.get(name) not in (stored[name].path.name, shard):
-                raise EESDError(f"{index} does not say which file's {name} counts, and two have one; fetch the files again.")
+                raise EESDError(
+                    f"{index} does not say which file's {name} counts, and two have one; "
+                    "fetch the files again."
+                )
             if name not in stored or shards[name] == shard:
                 stored[name] = tensor
     return stored
 
 
-def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> dict[str, CheckpointTensor]:
+def exit_head_tensors(
+    geometry: Geometry, exit_config: ExitConfig, directory: Path
+) -> dict[str, CheckpointTensor]:
     """Find the weights of a stored exit head, and check their shapes.
 
     Args:
@@ -268,15 +327,21 @@ def exit_head_tensors(geometry: Geometry, exit_config: ExitConfig, directory: Pa
     shapes = exit_head_shapes(geometry, exit_config)
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
-            raise EESDError(f"The exit head in {directory} has no tensor {name} of shape {list(shape)}; it is damaged.")
+            raise EESDError(
+                f"The exit head in {directory} has no tensor {name} of shape {list(shape)}; "
+                "it is damaged."
+            )
     return {name: stored[name] for name in shapes if name != DRAFT_VOCAB}
 
 
 def stored_draft_vocab(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> Tensor:
-    """Read the ids of a stored head's draft vocabulary [Vd], int64, ascending. Raises EESDError if they are not that."""
+    """Read the ids of a stored head's draft vocabulary [Vd], int64, ascending. Raises EESDError if
+    they are not that."""
     tensor = read_header(directory / exit_head_file.WEIGHTS_FILE)[DRAFT_VOCAB]
     fits = tensor.stored == "I32" and tensor.nbytes == 4 * exit_config.draft_vocab
     ids = torch.frombuffer(tensor.read_bytes(), dtype=torch.int32) if fits else torch.zeros(2)
     if not are_draft_vocab(ids.numpy(), geometry.vocab_size):
-        raise EESDError(f"The exit head in {directory} has a damaged {DRAFT_VOCAB}; train it again.")
+        raise EESDError(
+            f"The exit head in {directory} has a damaged {DRAFT_VOCAB}; train it again."
+        )
     return ids.long()

@@ -1,7 +1,7 @@
 """Read a Hugging Face ``config.json`` as transformers reads it.
 
-Every field is honoured, known to be without effect, or refused by name. Fields that nobody knows are reported, because
-transformers ignores them, too.
+Every field is honoured, known to be without effect, or refused by name. Fields that nobody knows
+are reported, because transformers ignores them, too.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,11 @@ from eesd.common.manifest import SamplingDefaults
 from eesd.model.families import FAMILIES
 from eesd.model.family import Family, Sizes
 from eesd.model.fields import Fields
-from eesd.model.generation_config import GENERATION_CONFIG_FILE, GENERATION_FIELDS, parse_generation_config
+from eesd.model.generation_config import (
+    GENERATION_CONFIG_FILE,
+    GENERATION_FIELDS,
+    parse_generation_config,
+)
 from eesd.model.packing import Packing, read_packing
 from eesd.model.rope_config import read_rope
 
@@ -30,16 +34,50 @@ ACTIVATION_NAMES = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_
 """The decoder's activations by their names in transformers."""
 NO_EFFECT = frozenset(
     (
-        *("_attn_implementation", "_name_or_path", "attention_dropout", "attn_implementation", "chunk_size_feed_forward"),
-        *("id2label", "initializer_range", "label2id", "model_max_length", "name_or_path", "output_attentions"),
+        *(
+            "_attn_implementation",
+            "_name_or_path",
+            "attention_dropout",
+            "attn_implementation",
+            "chunk_size_feed_forward",
+        ),
+        *(
+            "id2label",
+            "initializer_range",
+            "label2id",
+            "model_max_length",
+            "name_or_path",
+            "output_attentions",
+        ),
         *("auto_map", "cache_implementation", "embd_pdrop", "resid_pdrop"),
-        *("output_hidden_states", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "tokenizer_class"),
-        *("torchscript", "transformers_version", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache"),
+        *(
+            "output_hidden_states",
+            "pad_token_id",
+            "pretraining_tp",
+            "problem_type",
+            "return_dict",
+            "tokenizer_class",
+        ),
+        *(
+            "torchscript",
+            "transformers_version",
+            "unsloth_fixed",
+            "unsloth_version",
+            "use_bfloat16",
+            "use_cache",
+        ),
     )
 )
 """Fields that do not change what a decoder computes from given tokens."""
-OTHER_FAMILIES = ("attention_bias", "max_window_layers", "mlp_bias", "sliding_window", "use_sliding_window")
-"""Fields that only some families have. In the config of another family transformers ignores them."""
+OTHER_FAMILIES = (
+    "attention_bias",
+    "max_window_layers",
+    "mlp_bias",
+    "sliding_window",
+    "use_sliding_window",
+)
+"""Fields that only some families have. In the config of another family transformers ignores
+them."""
 REFUSED = {
     "compression_config": "the weights are quantized; give the unquantized checkpoint",
     "attention_chunk_size": "attention in chunks is not supported",
@@ -59,13 +97,15 @@ class ModelConfig:
         family: Its family.
         geometry: Geometry of the decoder.
         max_positions: Number of positions that the model supports.
-        dtype: Element type of the checkpoint, such as ``bfloat16``. None if the config does not say.
+        dtype: Element type of the checkpoint, such as ``bfloat16``. None if the config does not
+            say.
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
         notices: Sentences about fields that are ignored. The export shows them.
         packing: How quantized weights are stored; None if there are none.
         divided: What tensors are divided by when they are read, by their names.
-        sampling: Sampling options of ``generation_config.json``; without the file, those of ``config.json``.
+        sampling: Sampling options of ``generation_config.json``; without the file, those of
+            ``config.json``.
     """
 
     family: Family
@@ -84,12 +124,15 @@ def load_config(model_dir: Path) -> ModelConfig:
     """Read ``config.json`` and ``generation_config.json`` of a model directory.
 
     Raises:
-        EESDError: A file is missing or damaged, a link leads nowhere, or the decoder does not implement the architecture or one
-            of its options.
+        EESDError: A file is missing or damaged, a link leads nowhere, or the decoder does not
+            implement the architecture or one of its options.
     """
     for file in sorted(path for pattern in _READ for path in model_dir.glob(pattern)):
         if not file.exists():  # transformers takes such a file to be absent
-            raise EESDError(f"{file} is a link that leads nowhere; fetch the model again, or delete the link to do without it.")
+            raise EESDError(
+                f"{file} is a link that leads nowhere; fetch the model again, or delete the "
+                "link to do without it."
+            )
     path, other = model_dir / "config.json", model_dir / MODELOPT_FILE
     raw = read_json_object(path, REMEDY)
     if raw.get("quantization_config") is None and other.exists():
@@ -117,29 +160,41 @@ def parse_config(fields: Fields, path: Path) -> ModelConfig:
         path: The file that they are from.
 
     Raises:
-        EESDError: A field is missing or damaged, or the decoder does not implement the architecture or one of its options.
+        EESDError: A field is missing or damaged, or the decoder does not implement the architecture
+            or one of its options.
     """
     try:
         return _read(fields, _family(fields))
     except KeyError as error:
-        raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
+        raise EESDError(
+            f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again."
+        ) from None
     except (ValueError, OverflowError) as error:
         raise EESDError(f"{path} cannot be used: {error}.") from None
 
 
 def _family(fields: Fields) -> Family:
-    """The family, which ``model_type`` and ``architectures`` must agree on. transformers goes by ``model_type`` alone."""
+    """The family, which ``model_type`` and ``architectures`` must agree on. transformers goes by
+    ``model_type`` alone."""
     names, model_type = fields.take("architectures", None), fields.text("model_type")
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+    if names is not None and not (
+        isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ):
         raise ValueError(f"architectures is {shown(names)}, and must be a list of names")
     family = FAMILIES.get(model_type or "")
-    named = names[0] if names else family.architecture if family else f"of model_type {model_type!r}"
+    named = (
+        names[0] if names else family.architecture if family else f"of model_type {model_type!r}"
+    )
     known = next((one for one in FAMILIES.values() if one.architecture == named), None)
     if known is None:
         supported = ", ".join(one.architecture for one in FAMILIES.values())
-        raise EESDError(f"The architecture {named[:80]} is not supported; supported are {supported}.")
+        raise EESDError(
+            f"The architecture {named[:80]} is not supported; supported are {supported}."
+        )
     if model_type is not None and family != known:
-        raise ValueError(f"model_type is {model_type!r}, which is not the model type of the architecture {named}")
+        raise ValueError(
+            f"model_type is {model_type!r}, which is not the model type of the architecture {named}"
+        )
     return known
 
 
@@ -160,7 +215,10 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
         "intermediate_size": fields.integer("intermediate_size"),
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": fields.integer("num_key_value_heads", family.kv_heads, optional=family.kv_heads_null) or heads,
+        "num_kv_heads": fields.integer(
+            "num_key_value_heads", family.kv_heads, optional=family.kv_heads_null
+        )
+        or heads,
         "head_dim": head_dim,
         "rms_norm_eps": fields.number("rms_norm_eps", family.eps),
         "tied_embeddings": fields.flag("tie_word_embeddings", family.tied),
@@ -177,7 +235,11 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
         dtype=dtype or torch_dtype,
         bos_token_id=fields.integer("bos_token_id", None, optional=True, least=-1),
         eos_token_ids=fields.token_ids("eos_token_id") or (),
-        notices=(*rope.notices, *own.notices, *_notices(fields, family, packing.unknown if packing else ())),
+        notices=(
+            *rope.notices,
+            *own.notices,
+            *_notices(fields, family, packing.unknown if packing else ()),
+        ),
         packing=packing,
         divided=own.divided,
     )
@@ -189,7 +251,8 @@ def _activation(fields: Fields, family: Family) -> str:
     found = ACTIVATION_NAMES.get(given) if isinstance(given, str) else None
     if found is None:
         raise ValueError(
-            f"the activation {shown(given)} is not supported; supported are {', '.join(map(repr, ACTIVATION_NAMES))}"
+            f"the activation {shown(given)} is not supported; supported are "
+            f"{', '.join(map(repr, ACTIVATION_NAMES))}"
         )
     return found
 
@@ -197,7 +260,10 @@ def _activation(fields: Fields, family: Family) -> str:
 def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
     given: int | None = fields.integer("head_dim", family.head_dim, optional=True)
     if given is None and hidden % heads:
-        raise ValueError(f"num_attention_heads {heads} does not divide hidden_size {hidden}, and there is no head_dim")
+        raise ValueError(
+            f"num_attention_heads {heads} does not divide hidden_size {hidden}, and there is "
+            "no head_dim"
+        )
     return given or hidden // heads
 
 
@@ -210,8 +276,13 @@ def _notices(fields: Fields, family: Family, of_packing: Sequence[str]) -> list[
     unknown += [f"quantization_config.{name}" for name in of_packing]
     notices = []
     if foreign:
-        notices.append(f"config.json: {family.architecture} has no {', '.join(foreign)}; ignored, as transformers does.")
+        notices.append(
+            f"config.json: {family.architecture} has no {', '.join(foreign)}; ignored, as "
+            "transformers does."
+        )
     if unknown:
-        names = ", ".join(shown(name) for name in unknown[:8]) + (f" and {len(unknown) - 8} more" if len(unknown) > 8 else "")
+        names = ", ".join(shown(name) for name in unknown[:8]) + (
+            f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
+        )
         notices.append(f"config.json: unknown fields are ignored, as transformers does: {names}.")
     return notices

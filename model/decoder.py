@@ -1,16 +1,20 @@
-"""The decoder over static KV caches: one definition for training, checking, export and the torch engine.
+"""The decoder over static KV caches: one definition for training, checking, export and the torch
+engine.
 
-A block is the Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU (``feed_forward.py``); or has other parts in
-their places, as the geometry says. Each layer has a cache [B, KV, S, D] for keys and one for values. A pass writes the keys and
-values of its ``n`` new tokens at ``write_indices``, and attention sees all S slots through an additive mask [B, 1, n, S].
-Positions and visibility are inputs, so the same pass serves a prompt, a single token, a chain or a token tree.
+A block is the Llama block: RMSNorm, rotary attention with grouped heads, SwiGLU
+(``feed_forward.py``); or has other parts in their places, as the geometry says. Each layer has a
+cache [B, KV, S, D] for keys and one for values. A pass writes the keys and values of its ``n`` new
+tokens at ``write_indices``, and attention sees all S slots through an additive mask [B, 1, n, S].
+Positions and visibility are inputs, so the same pass serves a prompt, a single token, a chain or a
+token tree.
 
-Parameters have the names of Llama's in a Hugging Face checkpoint. The four operations that engines fuse (norm, rotary
-embedding, cache write, attention) are exported as single ONNX opset 24 operators, so ``torch.onnx.export`` writes the graph
-that engines run.
+Parameters have the names of Llama's in a Hugging Face checkpoint. The four operations that engines
+fuse (norm, rotary embedding, cache write, attention) are exported as single ONNX opset 24
+operators, so ``torch.onnx.export`` writes the graph that engines run.
 
-A token's results must not depend on how many tokens a pass has: then drafting changes no bit of any logit. Matrix products and
-norms of ONNX Runtime keep this by themselves, attention only with two queries or more: see :func:`fold_mask`.
+A token's results must not depend on how many tokens a pass has: then drafting changes no bit of any
+logit. Matrix products and norms of ONNX Runtime keep this by themselves, attention only with two
+queries or more: see :func:`fold_mask`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,18 +32,23 @@ class Inputs:
     """The inputs of a pass that all layers share.
 
     Attributes:
-        cos: Rotary table [S, D/2], and where sliding layers have one of their own, that beside it: [S, D].
+        cos: Rotary table [S, D/2], and where sliding layers have one of their own, that beside it:
+            [S, D].
         sin: Rotary table of the same shape.
         position_ids: Position of each token in the text, [B, n].
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
-        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does not. Kernels that derive it use
-            only its shape.
-        query_mask: The same with a row for each query that a KV head gets, from :func:`fold_mask`. None: heads stay apart.
-        logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every sequence. None: all of them.
-        tree: For these kernels, if the tokens may be a tree: each sees the slots below a number [B], and of those from there on
-            where it has a 1 in [B, n, width]. None: each sees the slots up to its own.
-        whole: Whether the pass has its sequences from their first tokens on, and each token sees those up to itself. It uses
-            neither caches nor a mask then, and GPUs have fast kernels for such an attention.
+        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does
+            not. Kernels that derive it use only its shape.
+        query_mask: The same with a row for each query that a KV head gets, from
+            :func:`fold_mask`. None: heads stay apart.
+        logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every
+            sequence. None: all of them.
+        tree: For these kernels, if the tokens may be a tree: each sees the slots below a number
+            [B], and of those from there on where it has a 1 in [B, n, width]. None: each sees the
+            slots up to its own.
+        whole: Whether the pass has its sequences from their first tokens on, and each token sees
+            those up to itself. It uses neither caches nor a mask then, and GPUs have fast kernels
+            for such an attention.
         near: The same inputs for sliding layers, once one has asked for them.
         folded: The arguments that :func:`fold_mask` had.
     """
@@ -57,10 +66,12 @@ class Inputs:
     folded: tuple[int, int] = (1, 1)
 
     def within(self, window: int) -> "Inputs":
-        """These inputs for layers whose tokens see ``window`` tokens, their own included: made once, and kept in ``near``.
+        """These inputs for layers whose tokens see ``window`` tokens, their own included: made
+        once, and kept in ``near``.
 
-        The slots of tokens that a round has not committed are behind the window of none of its nodes, as long as the window is
-        longer than a round: so a slot's number stands for its position, wherever a node of a tree lies.
+        The slots of tokens that a round has not committed are behind the window of none of its
+        nodes, as long as the window is longer than a round: so a slot's number stands for its
+        position, wherever a node of a tree lies.
         """
         if self.near is None:
             hidden = numbers(self.attn_mask, 3) <= self.position_ids[:, None, :, None] - window
@@ -79,10 +90,14 @@ def numbers(x: Tensor, axis: int) -> Tensor:
     """0, 1, ... for the places of a tensor along an axis, int64."""
     if not torch.compiler.is_exporting():
         return torch.arange(x.shape[axis], device=x.device)
-    size = torch.onnx.ops.symbolic("Shape", (x,), {"start": axis, "end": axis + 1}, dtype=torch.int64, shape=(1,), version=23)
+    size = torch.onnx.ops.symbolic(
+        "Shape", (x,), {"start": axis, "end": axis + 1}, dtype=torch.int64, shape=(1,), version=23
+    )
     size = torch.onnx.ops.symbolic("Squeeze", (size,), {}, dtype=torch.int64, shape=(), version=23)
     ends = size * 0, size, size * 0 + 1  # constants of their own would be weights
-    found: Tensor = torch.onnx.ops.symbolic("Range", ends, {}, dtype=torch.int64, shape=(x.shape[axis],), version=11)
+    found: Tensor = torch.onnx.ops.symbolic(
+        "Range", ends, {}, dtype=torch.int64, shape=(x.shape[axis],), version=11
+    )
     return found
 
 
@@ -92,7 +107,8 @@ class RMSNorm(nn.Module):
     Args:
         size: Number of values.
         eps: What is added to the mean square.
-        wide: Whether the weight is float32, whatever the type of x, and only the product is rounded to that type.
+        wide: Whether the weight is float32, whatever the type of x, and only the product is rounded
+            to that type.
     """
 
     def __init__(self, size: int, eps: float, wide: bool = False) -> None:
@@ -147,7 +163,8 @@ def capped(x: Tensor, cap: float) -> Tensor:
 
 
 def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
-    """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. The two halves of D are rotated."""
+    """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. The two
+    halves of D are rotated."""
     half = x.shape[-1] // 2
     columns = slice(half, 2 * half) if local else slice(0, half)
     tables = inputs.cos, inputs.sin
@@ -161,14 +178,21 @@ def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
 
 
 def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
-    """Write keys or values of new tokens [B, KV, n, D] into a cache [B, KV, S, D], from the slots ``write_indices`` [B] on.
+    """Write keys or values of new tokens [B, KV, n, D] into a cache [B, KV, S, D], from the slots
+    ``write_indices`` [B] on.
 
-    Without autograd the cache is written in place, as engines do it: a copy would move all S slots for n tokens. With autograd
-    a copy is returned, because the backward pass may need the old content.
+    Without autograd the cache is written in place, as engines do it: a copy would move all S slots
+    for n tokens. With autograd a copy is returned, because the backward pass may need the old
+    content.
     """
     if torch.compiler.is_exporting():
         written: Tensor = torch.onnx.ops.symbolic(
-            "TensorScatter", (cache, new, write_indices), {"axis": 2}, dtype=cache.dtype, shape=cache.shape, version=24
+            "TensorScatter",
+            (cache, new, write_indices),
+            {"axis": 2},
+            dtype=cache.dtype,
+            shape=cache.shape,
+            version=24,
         )
         return written
     rows = torch.arange(len(new), device=new.device)[:, None]
@@ -180,17 +204,21 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
 
 
 def fold_mask(inputs: Inputs, group: int, kv_heads: int) -> Inputs:
-    """Inputs whose layers fold the ``group`` query heads of a KV head into its queries: [B, KV, group n, D].
+    """Inputs whose layers fold the ``group`` query heads of a KV head into its queries:
+    [B, KV, group n, D].
 
-    One attention then reads each cache once, and has at least two queries even for one token. ONNX Runtime computes a single
-    query in another order than several; with two or more, a query's result is the same bits whatever their number. Without
-    groups its graphs therefore compute the first query twice. Torch does not: its engine pads calls to an even number instead.
+    One attention then reads each cache once, and has at least two queries even for one token. ONNX
+    Runtime computes a single query in another order than several; with two or more, a query's
+    result is the same bits whatever their number. Without groups its graphs therefore compute the
+    first query twice. Torch does not: its engine pads calls to an even number instead.
     """
     mask = inputs.attn_mask
     if kv_heads == 1 and torch.compiler.is_exporting() and mask.dtype != torch.float32:
         return inputs  # TensorRT-RTX has no kernel for it
     again = [mask[:, :, :1]] if group == 1 and torch.compiler.is_exporting() else []
-    return replace(inputs, query_mask=torch.cat([mask] * group + again, 2), near=None, folded=(group, kv_heads))
+    return replace(
+        inputs, query_mask=torch.cat([mask] * group + again, 2), near=None, folded=(group, kv_heads)
+    )
 
 
 @dataclass(frozen=True)
@@ -209,11 +237,14 @@ class Scores:
 PLAIN = Scores()
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, scores: Scores = PLAIN) -> Tensor:
-    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D]; [B, H, n, D]. Torch reads only as
-    many of the first slots as the mask has columns.
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, scores: Scores = PLAIN
+) -> Tensor:
+    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D];
+    [B, H, n, D]. Torch reads only as many of the first slots as the mask has columns.
 
-    Torch always gets folded heads, because its own grouped attention repeats the caches for every head.
+    Torch always gets folded heads, because its own grouped attention repeats the caches for every
+    head.
     """
     mask, kv_heads = inputs.query_mask, keys.shape[1]
     if mask is None and torch.compiler.is_exporting():
@@ -222,7 +253,9 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, scores: Scor
         return _attention(torch.cat((q, q[:, :, :1]), 2), keys, values, mask, scores)[:, :, :-1]
     if mask is None:
         mask = inputs.attn_mask.repeat(1, 1, q.shape[1] // kv_heads, 1)
-    return _attention(q.reshape(q.shape[0], kv_heads, -1, q.shape[3]), keys, values, mask, scores).reshape(q.shape)
+    return _attention(
+        q.reshape(q.shape[0], kv_heads, -1, q.shape[3]), keys, values, mask, scores
+    ).reshape(q.shape)
 
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
@@ -239,14 +272,19 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Sc
 
 
 def attend_whole(q: Tensor, k: Tensor, v: Tensor, scores: Scores, window: int = 0) -> Tensor:
-    """Grouped-query attention of whole sequences, each token to those up to itself, or to ``window`` of them."""
+    """Grouped-query attention of whole sequences, each token to those up to itself, or to
+    ``window`` of them."""
     if not (scores.cap or window):
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scores.scale)
+        return nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True, scale=scores.scale
+        )
     at = torch.arange(q.shape[2], device=q.device)
     before = at[:, None] - at
     hidden = (before < 0) | (before >= window) if window else before < 0
     group = q.shape[1] // k.shape[1]
-    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, MASKED)[None, None]
+    mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill(hidden, MASKED)[
+        None, None
+    ]
     return _attention(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), mask, scores)
 
 
@@ -255,7 +293,11 @@ class Attention(nn.Module):
 
     def __init__(self, geometry: Geometry, kind: str = FULL) -> None:
         super().__init__()
-        self.head_dim, self.rotates, self.norm_last = geometry.head_dim, kind != UNROTATED, geometry.qk_norm_rotated
+        self.head_dim, self.rotates, self.norm_last = (
+            geometry.head_dim,
+            kind != UNROTATED,
+            geometry.qk_norm_rotated,
+        )
         self.window = geometry.window if kind == SLIDING else 0
         self.local = kind == SLIDING and geometry.local_theta > 0
         self.scores = Scores(geometry.attention_scale or None, geometry.attention_cap)
@@ -270,7 +312,11 @@ class Attention(nn.Module):
     def _norm(self, geometry: Geometry, width: int) -> nn.Module:
         if geometry.qk_norm_joint:
             return JointNorm(width, geometry.rms_norm_eps, geometry.wide_norms)
-        return RMSNorm(self.head_dim, geometry.rms_norm_eps, geometry.wide_norms) if geometry.qk_norm else nn.Identity()
+        return (
+            RMSNorm(self.head_dim, geometry.rms_norm_eps, geometry.wide_norms)
+            if geometry.qk_norm
+            else nn.Identity()
+        )
 
     def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
         """Project x [B, n, hidden] to keys and values, and write them into the caches."""
@@ -285,7 +331,9 @@ class Attention(nn.Module):
             y = attend_whole(q, self._turned(k, self.k_norm, inputs), v, self.scores, self.window)
         else:
             cache = self._write(k, v, inputs, cache)
-            y = attend(q, *cache, inputs.within(self.window) if self.window else inputs, self.scores)
+            y = attend(
+                q, *cache, inputs.within(self.window) if self.window else inputs, self.scores
+            )
         return self.o_proj(y.transpose(1, 2).flatten(2)), cache
 
     def _heads(self, x: Tensor, layers: tuple[nn.Linear, ...]) -> tuple[Tensor, ...]:
@@ -307,7 +355,8 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """One decoder block. Maps x [B, n, hidden] and the layer's caches to the new x and the written caches."""
+    """One decoder block. Maps x [B, n, hidden] and the layer's caches to the new x and the written
+    caches."""
 
     def __init__(self, geometry: Geometry, kind: str = FULL) -> None:
         super().__init__()
@@ -350,7 +399,9 @@ class Backbone(nn.Module):
         super().__init__()
         self.embed_tokens = Embeddings(geometry)
         layers = range(geometry.num_layers)
-        self.layers = nn.ModuleList(Block(geometry.of_layer(layer), geometry.kind(layer)) for layer in layers)
+        self.layers = nn.ModuleList(
+            Block(geometry.of_layer(layer), geometry.kind(layer)) for layer in layers
+        )
         self.norm = make_norm(geometry)
 
 
@@ -365,8 +416,11 @@ class Decoder(nn.Module):
         if geometry.tied_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def forward(self, input_ids: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
-        """Run all layers on ``input_ids`` [B, n]. Returns logits [B, n, V] and the written caches, a pair for each layer."""
+    def forward(
+        self, input_ids: Tensor, inputs: Inputs, caches: list[KV]
+    ) -> tuple[Tensor, list[KV]]:
+        """Run all layers on ``input_ids`` [B, n]. Returns logits [B, n, V] and the written caches,
+        a pair for each layer."""
         x = self.model.embed_tokens(input_ids)
         written = []
         for block, cache in zip(self.model.layers, caches, strict=True):

@@ -1,9 +1,10 @@
-"""Reading EAGLE-3 heads as others publish them: ``config.json`` and safetensors in the layouts of SafeAILab, SpecForge and
-Speculators.
+"""Reading EAGLE-3 heads as others publish them: ``config.json`` and safetensors in the layouts of
+SafeAILab, SpecForge and Speculators.
 
-They differ in names. SafeAILab and SpecForge call the block ``midlayer``, Speculators ``layers.0``, and put its sizes into
-``transformer_layer_config``. SpecForge counts the layers that are read from 0, Speculators from 1; without a list they are 2,
-L / 2 and L - 3, counted from 1. EAGLE-3.1 adds norms: ``norm_before_fc`` or ``fc_norm``, and ``norm_output``.
+They differ in names. SafeAILab and SpecForge call the block ``midlayer``, Speculators ``layers.0``,
+and put its sizes into ``transformer_layer_config``. SpecForge counts the layers that are read from
+0, Speculators from 1; without a list they are 2, L / 2 and L - 3, counted from 1. EAGLE-3.1 adds
+norms: ``norm_before_fc`` or ``fc_norm``, and ``norm_output``.
 """
 
 from collections.abc import Mapping
@@ -29,26 +30,56 @@ from eesd.model.safetensors_file import CheckpointTensor
 CONFIG_FILE = "config.json"
 BLOCKS = ("midlayer.", "layers.0.")
 """What the block is called."""
-_KINDS = ("LlamaForCausalLMEagle3", "Eagle3Speculator", "Eagle3DraftModel", "Eagle3LlamaForCausalLM", "LlamaForCausalLM")
+_KINDS = (
+    "LlamaForCausalLMEagle3",
+    "Eagle3Speculator",
+    "Eagle3DraftModel",
+    "Eagle3LlamaForCausalLM",
+    "LlamaForCausalLM",
+)
 ROPES = replace(LLAMA, ropes=("default", "linear", "llama3", "yarn"))
 """Scalings that do not depend on how long a text is: the head's positions do not bound texts."""
 COMPARED = 1024
 """Rows of an embedding table that are compared."""
 _MAPS = ("d2t", "t2d", "embed_tokens.weight")
 _WITHOUT_EFFECT = (
-    *("architectures", "auto_map", "bos_token_id", "dtype", "embed_requires_grad", "eos_token_id", "max_window_layers"),
-    *("speculators_config", "speculators_model_type", "speculators_version", "tie_word_embeddings", "torch_dtype"),
-    *("use_sliding_window", "sliding_window", "has_no_defaults_at_init", "model_type", "layer_types", "ttt_steps"),
+    *(
+        "architectures",
+        "auto_map",
+        "bos_token_id",
+        "dtype",
+        "embed_requires_grad",
+        "eos_token_id",
+        "max_window_layers",
+    ),
+    *(
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "tie_word_embeddings",
+        "torch_dtype",
+    ),
+    *(
+        "use_sliding_window",
+        "sliding_window",
+        "has_no_defaults_at_init",
+        "model_type",
+        "layer_types",
+        "ttt_steps",
+    ),
 )
 
 
 def is_eagle(directory: Path) -> bool:
-    """Whether a directory looks like one of a published EAGLE-3 head: it has a ``config.json`` with a draft vocabulary."""
+    """Whether a directory looks like one of a published EAGLE-3 head: it has a ``config.json`` with
+    a draft vocabulary."""
     path = directory / CONFIG_FILE
     return path.is_file() and "draft_vocab_size" in read_json_object(path, "fetch the head again")
 
 
-def read_eagle(checkpoint: Checkpoint, directory: Path) -> tuple[ExitConfig, dict[str, CheckpointTensor], Tensor | None]:
+def read_eagle(
+    checkpoint: Checkpoint, directory: Path
+) -> tuple[ExitConfig, dict[str, CheckpointTensor], Tensor | None]:
     """Read a head for a model.
 
     Args:
@@ -56,47 +87,62 @@ def read_eagle(checkpoint: Checkpoint, directory: Path) -> tuple[ExitConfig, dic
         directory: The head's.
 
     Returns:
-        Its configuration, its tensors by this project's names, and the ids of its draft vocabulary [Vd], int64, ascending; None
-        if it predicts all tokens.
+        Its configuration, its tensors by this project's names, and the ids of its draft vocabulary
+        [Vd], int64, ascending; None if it predicts all tokens.
 
     Raises:
-        EESDError: The head is damaged, has parts that are not supported, or belongs to a model of another shape.
+        EESDError: The head is damaged, has parts that are not supported, or belongs to a model of
+            another shape.
     """
     path = directory / CONFIG_FILE
     try:
-        config, columns = _read_config(Fields(read_json_object(path, "fetch the head again")), checkpoint)
+        config, columns = _read_config(
+            Fields(read_json_object(path, "fetch the head again")), checkpoint
+        )
         if fault := head_fault(checkpoint.geometry, config):
             raise ValueError(f"it is not a head of this model: {fault}")
     except KeyError as error:
-        raise EESDError(f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
+        raise EESDError(
+            f"{path} has no {error.args[0]!r}; the file is incomplete, fetch it again."
+        ) from None
     except ValueError as error:
         raise EESDError(f"The EAGLE-3 head {path} cannot be used: {error}.") from None
     stored = stored_tensors(directory)
     config = replace(config, draft_vocab=columns if columns < checkpoint.geometry.vocab_size else 0)
-    ids = _draft_vocab(stored, columns, checkpoint.geometry, directory) if config.draft_vocab else None
+    ids = (
+        _draft_vocab(stored, columns, checkpoint.geometry, directory)
+        if config.draft_vocab
+        else None
+    )
     _check_embeddings(stored, checkpoint, directory)
     return config, _tensors(stored, checkpoint.geometry, config, directory), ids
 
 
 def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, int]:
-    """What ``config.json`` says, and the number of tokens that the head predicts. Raises ValueError, KeyError."""
+    """What ``config.json`` says, and the number of tokens that the head predicts. Raises
+    ValueError, KeyError."""
     model = checkpoint.geometry
     kinds = fields.take("architectures", None)
     if kinds is not None and (not isinstance(kinds, list) or not kinds or kinds[0] not in _KINDS):
-        raise ValueError(f"the architecture {shown(kinds)} is not supported; supported are {', '.join(_KINDS)}")
+        raise ValueError(
+            f"the architecture {shown(kinds)} is not supported; supported are {', '.join(_KINDS)}"
+        )
     columns = fields.integer("draft_vocab_size", most=LARGEST_SIZE)
     nested = fields.take("eagle_config", None)
     both = (fields, Fields(nested if isinstance(nested, dict) else {}))
     layers = _read_layers(*both, model.num_layers)
     normed_residual, norm_before_fc, fc_norm, normed_output = (
-        any(one.flag(name) for one in both) for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        any(one.flag(name) for one in both)
+        for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     )
     if norm_before_fc and fc_norm:
         raise ValueError("it has norm_before_fc and fc_norm, which exclude each other")
     fuse_norms = len(layers) if fc_norm else int(norm_before_fc)
     target = fields.integer("target_hidden_size", None, optional=True)
     if target not in (None, model.hidden_size):
-        raise ValueError(f"it reads states of size {target}, and the model's have {model.hidden_size}")
+        raise ValueError(
+            f"it reads states of size {target}, and the model's have {model.hidden_size}"
+        )
     _refuse_unknown(fields, ("transformer_layer_config",))
     inner = fields.take("transformer_layer_config", None)
     block = fields if inner is None else Fields(inner if isinstance(inner, dict) else {})
@@ -107,7 +153,9 @@ def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, in
 def _read_layers(fields: Fields, nested: Fields, count: int) -> tuple[int, ...]:
     """The layers behind which states are read, counted from 1."""
     if nested.take("use_aux_hidden_state", True) is not True:
-        raise ValueError("it reads the last state only, as heads before EAGLE-3 do, which is not supported")
+        raise ValueError(
+            "it reads the last state only, as heads before EAGLE-3 do, which is not supported"
+        )
     own, from_0 = (one.token_ids("eagle_aux_hidden_state_layer_ids") for one in (fields, nested))
     return own or tuple(index + 1 for index in from_0 or ()) or (2, count // 2, count - 3)
 
@@ -116,7 +164,9 @@ def _read_block(fields: Fields) -> Geometry:
     """The sizes of the block."""
     kind = fields.text("model_type") or "llama"
     if kind not in ("llama", "qwen3"):
-        raise ValueError(f"blocks of the model type {kind!r} are not supported; supported are llama and qwen3")
+        raise ValueError(
+            f"blocks of the model type {kind!r} are not supported; supported are llama and qwen3"
+        )
     if fields.integer("num_hidden_layers", 1) != 1:
         raise ValueError("it has several blocks, and one is supported")
     if fields.take("hidden_act", "silu") not in ("silu", "swish"):
@@ -125,7 +175,9 @@ def _read_block(fields: Fields) -> Geometry:
         raise ValueError("it has a sliding window")
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", None, optional=True) or hidden // heads
-    rope = read_rope(fields, fields.integer("max_position_embeddings", 2048, most=LARGEST_SIZE), head_dim, ROPES)
+    rope = read_rope(
+        fields, fields.integer("max_position_embeddings", 2048, most=LARGEST_SIZE), head_dim, ROPES
+    )
     bias = fields.flag("attention_bias")
     block = Geometry(
         architecture=LLAMA.architecture,
@@ -150,33 +202,45 @@ def _read_block(fields: Fields) -> Geometry:
 
 
 def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
-    """Refuse fields that are on and unknown, which variants of these heads are told by. Not those read ``later``."""
+    """Refuse fields that are on and unknown, which variants of these heads are told by. Not those
+    read ``later``."""
     known = {*NO_EFFECT, *_WITHOUT_EFFECT, *later}
     on = [name for name in fields.left if name not in known and fields.raw[name] is True]
     if on:
         raise ValueError(f"it has {', '.join(map(shown, on[:3]))}, which is not supported")
 
 
-def _draft_vocab(stored: Mapping[str, CheckpointTensor], columns: int, geometry: Geometry, directory: Path) -> Tensor:
-    """The token of each column [Vd], int64: ``d2t`` holds how much larger its id is than the column's number."""
+def _draft_vocab(
+    stored: Mapping[str, CheckpointTensor], columns: int, geometry: Geometry, directory: Path
+) -> Tensor:
+    """The token of each column [Vd], int64: ``d2t`` holds how much larger its id is than the
+    column's number."""
     tensor = stored.get("d2t")
     if tensor is None or tensor.stored != "I64" or tensor.shape != (columns,):
-        raise EESDError(f"The EAGLE-3 head in {directory} has no tensor d2t of {columns} integers; fetch it again.")
+        raise EESDError(
+            f"The EAGLE-3 head in {directory} has no tensor d2t of {columns} integers; fetch "
+            "it again."
+        )
     ids = torch.frombuffer(tensor.read_bytes(), dtype=torch.int64) + torch.arange(columns)
     if not are_draft_vocab(ids.numpy(), geometry.vocab_size):
         raise EESDError(
-            f"d2t of the EAGLE-3 head in {directory} does not name ascending tokens of this model; give a head of this model."
+            f"d2t of the EAGLE-3 head in {directory} does not name ascending tokens of this "
+            "model; give a head of this model."
         )
     return ids
 
 
-def _check_embeddings(stored: Mapping[str, CheckpointTensor], checkpoint: Checkpoint, directory: Path) -> None:
-    """Refuse a head whose own embedding table is not the model's, apart from rounding: another model's, or a trained one."""
+def _check_embeddings(
+    stored: Mapping[str, CheckpointTensor], checkpoint: Checkpoint, directory: Path
+) -> None:
+    """Refuse a head whose own embedding table is not the model's, apart from rounding: another
+    model's, or a trained one."""
     own, models = stored.get("embed_tokens.weight"), checkpoint.tensors[EMBEDDINGS]
     if own is None:
         return
     other = EESDError(
-        f"The EAGLE-3 head in {directory} has an embedding table of its own, which is not supported, or is of another model."
+        f"The EAGLE-3 head in {directory} has an embedding table of its own, which is not "
+        "supported, or is of another model."
     )
     if own.shape != (checkpoint.geometry.vocab_size, checkpoint.geometry.hidden_size):
         raise other
@@ -189,21 +253,47 @@ def _tensors(
     stored: Mapping[str, CheckpointTensor], geometry: Geometry, config: ExitConfig, directory: Path
 ) -> dict[str, CheckpointTensor]:
     """The tensors by this project's names."""
-    prefix = next((one for one in BLOCKS if any(name.startswith(one) for name in stored)), BLOCKS[0])
+    prefix = next(
+        (one for one in BLOCKS if any(name.startswith(one) for name in stored)), BLOCKS[0]
+    )
     assert config.eagle is not None
     theirs = {"blocks.0.": prefix, f"{FUSE}.": "fc."}
-    theirs |= {f"{FUSE_NORM}.": "fc_norm."} if config.eagle.fuse_norms > 1 else {f"{FUSE_NORM}.0.": "input_norm."}
-    renamed = {_renamed(name, {its: own for own, its in theirs.items()}): stored[name] for name in stored if name not in _MAPS}
-    shapes = {name: shape for name, shape in exit_head_shapes(geometry, config).items() if name != DRAFT_VOCAB}
+    theirs |= (
+        {f"{FUSE_NORM}.": "fc_norm."}
+        if config.eagle.fuse_norms > 1
+        else {f"{FUSE_NORM}.0.": "input_norm."}
+    )
+    renamed = {
+        _renamed(name, {its: own for own, its in theirs.items()}): stored[name]
+        for name in stored
+        if name not in _MAPS
+    }
+    shapes = {
+        name: shape
+        for name, shape in exit_head_shapes(geometry, config).items()
+        if name != DRAFT_VOCAB
+    }
     if unknown := sorted(renamed.keys() - shapes.keys()):
-        raise EESDError(f"The EAGLE-3 head in {directory} has the tensor {unknown[0]}, which is not supported.")
+        raise EESDError(
+            f"The EAGLE-3 head in {directory} has the tensor {unknown[0]}, which is not supported."
+        )
     for name, shape in shapes.items():
         if name not in renamed or renamed[name].shape != shape:
             what = _renamed(name, theirs)
-            raise EESDError(f"The EAGLE-3 head in {directory} has no tensor {what} of shape {list(shape)}; it does not fit.")
+            raise EESDError(
+                f"The EAGLE-3 head in {directory} has no tensor {what} of shape "
+                f"{list(shape)}; it does not fit."
+            )
     return renamed
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
     """The name with another prefix, if it has one of these."""
-    return next((to + name.removeprefix(prefix) for prefix, to in prefixes.items() if name.startswith(prefix)), name)
+    return next(
+        (
+            to + name.removeprefix(prefix)
+            for prefix, to in prefixes.items()
+            if name.startswith(prefix)
+        ),
+        name,
+    )

@@ -1,4 +1,5 @@
-"""Storing an exit head: ``exit_head.safetensors`` and ``exit_head.json``, tied to the base model by its fingerprint."""
+"""Storing an exit head: ``exit_head.safetensors`` and ``exit_head.json``, tied to the base model by
+its fingerprint."""
 
 import json
 from dataclasses import asdict, replace
@@ -22,7 +23,8 @@ WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
 def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write a head into a directory.
 
-    Each file appears complete or not at all. The JSON file is written last, because it makes the directory a checkpoint.
+    Each file appears complete or not at all. The JSON file is written last, because it makes the
+    directory a checkpoint.
 
     Args:
         head: The exit head.
@@ -30,8 +32,14 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
         dtype: Element type of the stored weights. The draft vocabulary is int32.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    kinds = {name: dtype if value.is_floating_point() else torch.int32 for name, value in head.state_dict().items()}
-    state = {name: value.detach().to(kinds[name]).contiguous() for name, value in head.state_dict().items()}
+    kinds = {
+        name: dtype if value.is_floating_point() else torch.int32
+        for name, value in head.state_dict().items()
+    }
+    state = {
+        name: value.detach().to(kinds[name]).contiguous()
+        for name, value in head.state_dict().items()
+    }
     with written_whole(directory / WEIGHTS_FILE) as temporary:
         save_file(state, temporary)
     save_config(head.exit_config, directory)
@@ -39,7 +47,8 @@ def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -
 
 def save_config(config: ExitConfig, directory: Path) -> None:
     """Write only the JSON file of a head."""
-    fields = {name: value for name, value in asdict(config).items() if name != "eagle"}  # those have files of others
+    # EAGLE heads come in files of other projects.
+    fields = {name: value for name, value in asdict(config).items() if name != "eagle"}
     with written_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(json.dumps(fields, indent=2) + "\n")
 
@@ -55,7 +64,9 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
         EESDError: The file is missing or damaged, or the head was trained for another base model.
     """
     if not (directory / CONFIG_FILE).exists():
-        raise EESDError(f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head.")
+        raise EESDError(
+            f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head."
+        )
     raw = read_json_object(directory / CONFIG_FILE, "train the head again")
     fields = Fields(raw)
     try:
@@ -74,15 +85,20 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
     except (KeyError, ValueError) as error:
         problem = f"{error.args[0]!r} is missing" if isinstance(error, KeyError) else str(error)
         raise EESDError(
-            f"{directory / CONFIG_FILE} is not an exit head's configuration ({problem}); point --exit-head at one."
+            f"{directory / CONFIG_FILE} is not an exit head's configuration ({problem}); "
+            "point --exit-head at one."
         ) from None
     if base is not None and config.base != base:
         raise EESDError(
             f"The exit head in {directory} was trained on another base model "
-            f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this model."
+            f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this "
+            "model."
         )
     try:
-        return replace(config, calibration=None if calibration is None else from_json(CalibrationPrior, calibration))
+        return replace(
+            config,
+            calibration=None if calibration is None else from_json(CalibrationPrior, calibration),
+        )
     except ValueError as error:
         raise EESDError(
             f"The calibration in {directory / CONFIG_FILE} is damaged ({error}); "

@@ -1,8 +1,8 @@
 """What a model type of transformers has of its own: a family.
 
-A family is a file of ``families/``. It says which fields of its ``config.json`` are its own, with which defaults, which parts
-of the decoder they choose (:class:`~eesd.common.geometry.Geometry`), and how its tensors get the names that the decoder has.
-ARCHITECTURE.md says how to add one.
+A family is a file of ``families/``. It says which fields of its ``config.json`` are its own, with
+which defaults, which parts of the decoder they choose (:class:`~eesd.common.geometry.Geometry`),
+and how its tensors get the names that the decoder has. ARCHITECTURE.md says how to add one.
 """
 
 from collections.abc import Callable, Mapping
@@ -52,7 +52,8 @@ class Own(NamedTuple):
 
     Attributes:
         parts: Values of the geometry that are not Llama's.
-        positions: Number of positions beyond which the decoder does not compute what transformers does; None: no such limit.
+        positions: Number of positions beyond which the decoder does not compute what transformers
+            does; None: no such limit.
         notices: Sentences for the user of the checkpoint.
         divided: What tensors are divided by when they are read, by their names.
     """
@@ -64,7 +65,8 @@ class Own(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a family's own fields may depend on: number of layers, size of hidden states, epsilon of norms."""
+    """What a family's own fields may depend on: number of layers, size of hidden states, epsilon of
+    norms."""
 
     layers: int
     hidden: int
@@ -86,12 +88,17 @@ class Gguf:
 
     Attributes:
         architecture: Value of ``general.architecture``.
-        names: Names in a Hugging Face checkpoint of a block's modules, where they differ from Llama's.
-        biases: Flags of ``config.json``, and for each the module of a block that has a bias if the flag is true.
-        fields: Takes the metadata of the architecture that Llama does not have; the fields of ``config.json`` for them.
+        names: Names in a Hugging Face checkpoint of a block's modules, where they differ from
+            Llama's.
+        biases: Flags of ``config.json``, and for each the module of a block that has a bias if the
+            flag is true.
+        fields: Takes the metadata of the architecture that Llama does not have; the fields of
+            ``config.json`` for them.
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
-        tensors: What makes the decoder's tensors of those of a file; None: what the family has for its other checkpoints.
-        key: A key of the architecture that tells the family's files from those of another one; empty: they need none.
+        tensors: What makes the decoder's tensors of those of a file; None: what the family has for
+            its other checkpoints.
+        key: A key of the architecture that tells the family's files from those of another one;
+            empty: they need none.
     """
 
     architecture: str
@@ -117,10 +124,12 @@ class Family:
         theta: ``rope_theta`` where a config does not say.
         eps: ``rms_norm_eps`` where a config does not say.
         tied: ``tie_word_embeddings`` where a config does not say.
-        activation: Name of the field with the activation, and the activation if a config does not say.
+        activation: Name of the field with the activation, and the activation if a config does not
+            say.
         ropes: Scalings of the rotary embedding.
         rope_names: What some of them are called by other families.
-        original_positions: ``original_max_position_embeddings`` where a config does not say; None: it has no such field.
+        original_positions: ``original_max_position_embeddings`` where a config does not say; None:
+            it has no such field.
         partial_rotary: Whether a part of each head can stay unrotated.
         rope_fields: The fields that the rotary embedding is read from, of those of the config.
         own: Takes the fields that others do not have.
@@ -165,22 +174,32 @@ def take_kinds(fields: Fields, types: list[str]) -> dict[str, Any]:
         return {}
     if window is None:
         raise ValueError("layer_types has sliding_attention, but there is no sliding window")
-    return {"layer_kinds": tuple(SLIDING if one == "sliding_attention" else FULL for one in types), "window": window}
+    return {
+        "layer_kinds": tuple(SLIDING if one == "sliding_attention" else FULL for one in types),
+        "window": window,
+    }
 
 
 def _ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
     """``rope_parameters`` of a family that has some for each kind of layers."""
     found = fields.take("rope_parameters", None)
-    if found is not None and not (isinstance(found, dict) and all(isinstance(one, dict | None) for one in found.values())):
-        raise ValueError(f"rope_parameters is {shown(found)}, and must have an object for each kind of layers")
+    if found is not None and not (
+        isinstance(found, dict) and all(isinstance(one, dict | None) for one in found.values())
+    ):
+        raise ValueError(
+            f"rope_parameters is {shown(found)}, and must have an object for each kind of layers"
+        )
     other = next((name for name in found or {} if name not in LAYER_TYPES), None)
     if other is not None:
-        raise ValueError(f"rope_parameters has {shown(other)}, and must have {' and '.join(LAYER_TYPES)}")
+        raise ValueError(
+            f"rope_parameters has {shown(other)}, and must have {' and '.join(LAYER_TYPES)}"
+        )
     return {kind: (found or {}).get(kind) or {} for kind in LAYER_TYPES}
 
 
 def full_rope(fields: Fields, theta: float) -> Fields:
-    """The fields of the rotary embedding of layers with full attention: those of old configs stand beside each other.
+    """The fields of the rotary embedding of layers with full attention: those of old configs stand
+    beside each other.
 
     ``theta`` is the base where a config does not say.
     """
@@ -191,20 +210,25 @@ def full_rope(fields: Fields, theta: float) -> Fields:
     rope = given | full | (scaling or {})
     if rope.get("truncate") is False and "yarn" in (rope.get("rope_type"), rope.get("type")):
         raise ValueError(
-            "the rotary embedding of its full_attention has truncate: false, which transformers overlooks; set it to true for "
+            "the rotary embedding of its full_attention has truncate: false, which "
+            "transformers overlooks; set it to true for "
             "the tokens of transformers"
         )
     return Fields(given | {"rope_parameters": rope})
 
 
 def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[str, float]:
-    """The part for the rotary base of layers with a window, if there are some. ``theta``: if ``rope_parameters`` do not say."""
+    """The part for the rotary base of layers with a window, if there are some. ``theta``: if
+    ``rope_parameters`` do not say."""
     local = Fields({"rope_theta": theta} | _ropes_by_kind(fields)["sliding_attention"])
     kind = local.take("rope_type", local.take("type", "default"))
     if not kinds:
         return {}
     if kind != "default":
-        raise ValueError(f"the rope scaling {shown(kind)} of layers with a window is not supported; supported is default")
+        raise ValueError(
+            f"the rope scaling {shown(kind)} of layers with a window is not supported; "
+            "supported is default"
+        )
     return {"local_theta": local.number("rope_theta")}
 
 
@@ -217,7 +241,8 @@ def take_positive(fields: Fields, name: str, default: float | None) -> float:
 
 
 def take_window(fields: Fields, default: int | None = None) -> int | None:
-    """``sliding_window`` of a family whose layers all have it: so many positions are as without it."""
+    """``sliding_window`` of a family whose layers all have it: so many positions are as without
+    it."""
     window: int | None = fields.integer("sliding_window", default, optional=True)
     return window
 
@@ -228,10 +253,14 @@ def take_layer_types(fields: Fields, layers: int) -> list[str] | None:
     if types is None:
         return None
     if not isinstance(types, list) or len(types) != layers:
-        raise ValueError(f"layer_types must be a list with an entry for each of the {layers} layers")
+        raise ValueError(
+            f"layer_types must be a list with an entry for each of the {layers} layers"
+        )
     other = next((kind for kind in types if kind not in LAYER_TYPES), None)
     if other is not None:
-        raise ValueError(f"layer_types has {shown(other)}; supported are full_attention and sliding_attention")
+        raise ValueError(
+            f"layer_types has {shown(other)}; supported are full_attention and sliding_attention"
+        )
     return types
 
 
@@ -242,13 +271,19 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
         layer, block, rest = name.partition(".layers.")
         number, _, own = rest.partition(".")
         module, _, kind = own.rpartition(".")
-        found[f"{layer}{block}{number}.{names[module]}.{kind}" if module in names else name] = tensor
+        found[f"{layer}{block}{number}.{names[module]}.{kind}" if module in names else name] = (
+            tensor
+        )
     return found
 
 
 def divided(tensors: Tensors, by: Mapping[str, float]) -> Tensors:
     """The tensors, some of them divided by a number."""
-    made = {name: _divided(tensors[name], number) for name, number in by.items() if number != 1 and name in tensors}
+    made = {
+        name: _divided(tensors[name], number)
+        for name, number in by.items()
+        if number != 1 and name in tensors
+    }
     return tensors | made
 
 
@@ -265,12 +300,16 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
     assert isinstance(tensor, CheckpointTensor)
     row = tensor.nbytes // max(tensor.shape[0], 1)
     return replace(
-        tensor, offset=tensor.offset + start * row, nbytes=(stop - start) * row, shape=(stop - start, *tensor.shape[1:])
+        tensor,
+        offset=tensor.offset + start * row,
+        nbytes=(stop - start) * row,
+        shape=(stop - start, *tensor.shape[1:]),
     )
 
 
 def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
-    """The tensors with a block's module in parts, each with so many rows. One of another size stays whole, and is refused."""
+    """The tensors with a block's module in parts, each with so many rows. One of another size stays
+    whole, and is refused."""
     found = {}
     for name, tensor in tensors.items():
         before, there, kind = name.partition(f".{module}.")
@@ -285,10 +324,12 @@ def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
 
 
 def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors of a model that rotates a part of each head, with the rows of q and k in the order of our tables.
+    """The tensors of a model that rotates a part of each head, with the rows of q and k in the
+    order of our tables.
 
-    Value i of such a head turns with value i + r, of 2r that are rotated. Here the two stand at i and i + D / 2, as in a head
-    that is rotated whole; the others stand behind them, with angles of 0.
+    Value i of such a head turns with value i + r, of 2r that are rotated. Here the two stand at i
+    and i + D / 2, as in a head that is rotated whole; the others stand behind them, with angles
+    of 0.
     """
     rotated, half = geometry.rotated, geometry.head_dim // 2
     if not rotated or rotated == half:
@@ -299,7 +340,11 @@ def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     found = dict(tensors)
     for name, tensor in tensors.items():
         part = name.split(".")[-2] if "." in name else ""
-        if part in ("q_proj", "k_proj", "q_norm", "k_norm") and tensor.shape and tensor.shape[0] % geometry.head_dim == 0:
+        if (
+            part in ("q_proj", "k_proj", "q_norm", "k_norm")
+            and tensor.shape
+            and tensor.shape[0] % geometry.head_dim == 0
+        ):
             heads = torch.arange(tensor.shape[0] // geometry.head_dim)[:, None] * geometry.head_dim
             found[name] = reordered(tensor, (heads + head).reshape(-1))
     return found
@@ -311,4 +356,6 @@ def reordered(tensor: StoredTensor, order: Tensor) -> GgufTensor | PackedTensor:
         return tensor.rows(order)
     if isinstance(tensor, CheckpointTensor):
         return GgufTensor(tensor, order)
-    raise EESDError(f"{tensor.name} is quantized, and its rows cannot be reordered; give it unquantized.")
+    raise EESDError(
+        f"{tensor.name} is quantized, and its rows cannot be reordered; give it unquantized."
+    )

@@ -8,21 +8,26 @@ from torch import Tensor, nn
 from eesd.common.geometry import Geometry
 
 COLUMN_OF_EXPERT, SUM_OF_EXPERTS = "eesd::ColumnOfExpert", "eesd::SumOfExperts"
-"""Nodes in a traced graph around what the first expert computes. The export repeats this for each expert, so that the time of
-tracing does not grow with their number."""
+"""Nodes in a traced graph around what the first expert computes. The export repeats this for each
+expert, so that the time of tracing does not grow with their number."""
 EVEN_ROWS = 4
-"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple of this. So a row is there
-several times where bits shall not depend on other tokens."""
+"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple
+of this. So a row is there several times where bits shall not depend on other tokens."""
 
 
 def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:
-    """The outputs of linear layers for x [..., in], side by side: [..., sum of out]. An export makes one product of them."""
+    """The outputs of linear layers for x [..., in], side by side: [..., sum of out]. An export
+    makes one product of them."""
     return torch.cat([layer(x) for layer in layers], -1)
 
 
 def activate(gate: Tensor, activation: str) -> Tensor:
     """What an MLP's other half is multiplied by."""
-    return nn.functional.silu(gate) if activation == "silu" else nn.functional.gelu(gate, approximate="tanh")
+    return (
+        nn.functional.silu(gate)
+        if activation == "silu"
+        else nn.functional.gelu(gate, approximate="tanh")
+    )
 
 
 class MLP(nn.Module):
@@ -31,9 +36,15 @@ class MLP(nn.Module):
     def __init__(self, geometry: Geometry) -> None:
         super().__init__()
         self.activation = geometry.activation
-        self.gate_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
-        self.up_proj = nn.Linear(geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias)
-        self.down_proj = nn.Linear(geometry.intermediate_size, geometry.hidden_size, bias=geometry.mlp_bias)
+        self.gate_proj = nn.Linear(
+            geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias
+        )
+        self.up_proj = nn.Linear(
+            geometry.hidden_size, geometry.intermediate_size, bias=geometry.mlp_bias
+        )
+        self.down_proj = nn.Linear(
+            geometry.intermediate_size, geometry.hidden_size, bias=geometry.mlp_bias
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = joint_linear(x, (self.gate_proj, self.up_proj)).chunk(2, -1)
@@ -42,10 +53,12 @@ class MLP(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A mixture of experts: the sum of a few MLPs, which a router chooses for each token, and of its weights.
+    """A mixture of experts: the sum of a few MLPs, which a router chooses for each token, and of
+    its weights.
 
-    A graph runs each expert on all tokens. Its inputs are 0 where a token does not use it, and so are its outputs, whatever the
-    type's range is. Torch on a CPU runs an expert on the tokens that use it. Only the first is traced; the export repeats it.
+    A graph runs each expert on all tokens. Its inputs are 0 where a token does not use it, and so
+    are its outputs, whatever the type's range is. Torch on a CPU runs an expert on the tokens that
+    use it. Only the first is traced; the export repeats it.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -59,12 +72,14 @@ class Mixture(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights = self.route(x)
-        if torch.compiler.is_exporting() or x.is_cuda:  # where the host must not wait for what is chosen
+        # Where the host must not wait for what is chosen.
+        if torch.compiler.is_exporting() or x.is_cuda:
             return self._all(x, weights)
         return self._chosen(x.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
 
     def route(self, x: Tensor) -> Tensor:
-        """The weights of the experts for x [B, n, hidden], in its type: [B, n, E], 0 where a token does not use one."""
+        """The weights of the experts for x [B, n, hidden], in its type: [B, n, E], 0 where a token
+        does not use one."""
         shares = self.gate(x).float().softmax(-1)
         chosen, indices = shares.topk(self.used, -1)
         if self.normed:
@@ -75,10 +90,14 @@ class Mixture(nn.Module):
         uses = (weights > 0).to(x.dtype)
         if torch.compiler.is_exporting():
             first = self.experts[0](x * _column(uses)) * _column(weights)
-            added: Tensor = torch.onnx.ops.symbolic(SUM_OF_EXPERTS, (first,), {}, dtype=x.dtype, shape=x.shape, version=1)
+            added: Tensor = torch.onnx.ops.symbolic(
+                SUM_OF_EXPERTS, (first,), {}, dtype=x.dtype, shape=x.shape, version=1
+            )
             return added
         y = torch.zeros_like(x)
-        for expert, weight, used in zip(self.experts, torch.split(weights, 1, -1), torch.split(uses, 1, -1), strict=True):
+        for expert, weight, used in zip(
+            self.experts, torch.split(weights, 1, -1), torch.split(uses, 1, -1), strict=True
+        ):
             y = y + expert(x * used) * weight
         return y
 
@@ -96,7 +115,9 @@ class Mixture(nn.Module):
 def _column(x: Tensor) -> Tensor:
     """The column [..., 1] of an expert of x [..., E] in a graph that is traced."""
     shape = (*x.shape[:-1], 1)
-    column: Tensor = torch.onnx.ops.symbolic(COLUMN_OF_EXPERT, (x,), {}, dtype=x.dtype, shape=shape, version=1)
+    column: Tensor = torch.onnx.ops.symbolic(
+        COLUMN_OF_EXPERT, (x,), {}, dtype=x.dtype, shape=shape, version=1
+    )
     return column
 
 

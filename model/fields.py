@@ -8,7 +8,8 @@ from eesd.common.checks import as_float, shown
 
 
 class Fields:
-    """The fields of a JSON object. Each is taken with its type; fields that were not taken are left over.
+    """The fields of a JSON object. Each is taken with its type; fields that were not taken are left
+    over.
 
     Raises:
         ValueError: A field has another type, or is out of range.
@@ -20,18 +21,30 @@ class Fields:
         self.taken: set[str] = set()
 
     def take(self, name: str, default: Any = ...) -> Any:
-        """The value of a field, of any type. A default of ``...`` means that the field is required."""
+        """The value of a field, of any type. A default of ``...`` means that the field is
+        required."""
         self.taken.add(name)
         return self.raw[name] if default is ... else self.raw.get(name, default)
 
-    def integer(self, name: str, default: Any = ..., optional: bool = False, least: int = 1, most: int = 2**63 - 1) -> Any:
+    def integer(
+        self,
+        name: str,
+        default: Any = ...,
+        optional: bool = False,
+        least: int = 1,
+        most: int = 2**63 - 1,
+    ) -> Any:
         """An integer from ``least`` to ``most``; None only if ``optional``."""
         value = self.take(name, default)
         if optional and value is None:
             return None
         if type(value) is not int or not least <= value <= most:
             too_large = type(value) is int and value > most
-            bounds = f"from {least} to {most}" if most < 2**63 - 1 or too_large else f"of at least {least}"
+            bounds = (
+                f"from {least} to {most}"
+                if most < 2**63 - 1 or too_large
+                else f"of at least {least}"
+            )
             raise ValueError(f"{name} is {shown(value)}, and must be an integer {bounds}")
         return value
 
@@ -62,11 +75,15 @@ class Fields:
         """One token id or a list of them; None if there is none."""
         value = self.take(name, None)
         ids = value if isinstance(value, list) else [value]
-        if value is not None and any(type(token) is not int or not -1 <= token < 2**31 for token in ids):
+        if value is not None and any(
+            type(token) is not int or not -1 <= token < 2**31 for token in ids
+        ):
             raise ValueError(f"{name} is {shown(value)}, and must be a token id or a list of them")
         return None if value is None else tuple(ids)
 
     @property
     def left(self) -> list[str]:
         """Names of the fields that were not taken and are not null."""
-        return sorted(name for name, value in self.raw.items() if name not in self.taken and value is not None)
+        return sorted(
+            name for name, value in self.raw.items() if name not in self.taken and value is not None
+        )

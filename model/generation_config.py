@@ -1,4 +1,5 @@
-"""``generation_config.json``: how the authors of a model want its tokens chosen, and which tokens end a text."""
+"""``generation_config.json``: how the authors of a model want its tokens chosen, and which tokens
+end a text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -46,8 +47,8 @@ class GenerationConfig:
     """What is used of a ``generation_config.json``.
 
     Attributes:
-        sampling: The sampling options. With ``do_sample: false`` only the repetition penalty, which also applies to greedy
-            decoding.
+        sampling: The sampling options. With ``do_sample: false`` only the repetition penalty, which
+            also applies to greedy decoding.
         eos_token_ids: Tokens that end a text; None if the file does not say.
     """
 
@@ -56,7 +57,8 @@ class GenerationConfig:
 
 
 def parse_generation_config(raw: Mapping[str, Any], name: str) -> GenerationConfig:
-    """Parse the fields of a generation config called ``name``. Raises :class:`EESDError` for values of wrong types."""
+    """Parse the fields of a generation config called ``name``. Raises :class:`EESDError` for values
+    of wrong types."""
     try:
         return _parse(Fields(raw))
     except ValueError as error:
@@ -64,7 +66,11 @@ def parse_generation_config(raw: Mapping[str, Any], name: str) -> GenerationConf
 
 
 def _parse(fields: Fields) -> GenerationConfig:
-    sampling: dict[str, Any] = {name: fields.number(name, None, optional=True) for name in SAMPLING_OPTIONS if name != "top_k"}
+    sampling: dict[str, Any] = {
+        name: fields.number(name, None, optional=True)
+        for name in SAMPLING_OPTIONS
+        if name != "top_k"
+    }
     sampling["top_k"] = fields.integer("top_k", None, optional=True, least=-1)
     if sampling["top_k"] == -1:  # vLLM's way to say that it is off
         sampling["top_k"] = 0
@@ -75,5 +81,11 @@ def _parse(fields: Fields) -> GenerationConfig:
         sampling = {"repetition_penalty": sampling["repetition_penalty"]}
     elif sample and sampling["temperature"] is None:
         sampling["temperature"] = 1.0
-    not_applied = tuple(name for name, off in NOT_APPLIED.items() if fields.take(name, None) not in (None, off, [], {}))
-    return GenerationConfig(SamplingDefaults(**sampling, not_applied=not_applied), fields.token_ids("eos_token_id"))
+    not_applied = tuple(
+        name
+        for name, off in NOT_APPLIED.items()
+        if fields.take(name, None) not in (None, off, [], {})
+    )
+    return GenerationConfig(
+        SamplingDefaults(**sampling, not_applied=not_applied), fields.token_ids("eos_token_id")
+    )

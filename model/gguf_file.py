@@ -1,10 +1,12 @@
 """Read GGUF files, in which llama.cpp keeps models: metadata, and tensors one by one.
 
-A file begins with ``GGUF``, a version, and the numbers of tensors and of metadata. The metadata follow, then a table of the
-tensors, then their data. All numbers are little-endian. A tensor of a quantized type consists of blocks of 32 or 256
-consecutive inputs of one output. The ``gguf`` library dequantizes them; their levels, scales and minimums are read here, too.
+A file begins with ``GGUF``, a version, and the numbers of tensors and of metadata. The metadata
+follow, then a table of the tensors, then their data. All numbers are little-endian. A tensor of a
+quantized type consists of blocks of 32 or 256 consecutive inputs of one output. The ``gguf``
+library dequantizes them; their levels, scales and minimums are read here, too.
 
-The header is parsed here: ``gguf.GGUFReader`` believes the lengths in a damaged file (decision 0124).
+The header is parsed here: ``gguf.GGUFReader`` believes the lengths in a damaged file (decision
+0124).
 """
 
 import struct
@@ -36,11 +38,23 @@ OWN_LEVELS = {
     "Q5_K": Quantization("int8", 32, minimums=True, scales="float32"),
     "Q6_K": Quantization("int8", 16, scales="float32"),
 }
-"""The smallest element types that hold what a type of quantized tensors stores. The scales of K-quants are products of a
-float16 and an integer, which float32 holds exactly."""
+"""The smallest element types that hold what a type of quantized tensors stores. The scales of
+K-quants are products of a float16 and an integer, which float32 holds exactly."""
 QUANTIZED = tuple(OWN_LEVELS)
 """The supported types of quantized tensors."""
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_SCALARS = {
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 """Formats of the types of metadata that have a fixed size."""
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
@@ -53,7 +67,9 @@ def _library() -> Any:
     try:
         import gguf
     except ImportError:
-        raise EESDError("Reading a GGUF file needs gguf; install it with: pip install gguf.") from None
+        raise EESDError(
+            "Reading a GGUF file needs gguf; install it with: pip install gguf."
+        ) from None
     return gguf
 
 
@@ -76,18 +92,22 @@ def read_gguf(path: Path) -> GgufFile:
     """Read the header of a GGUF file.
 
     Raises:
-        EESDError: The file has another format, another byte order or version, or it is truncated or damaged.
+        EESDError: The file has another format, another byte order or version, or it is truncated or
+            damaged.
     """
     with path.open("rb") as file:
         header = _Header(file, path)
         if file.read(4) != b"GGUF":
             raise EESDError(
-                f"{path} is neither a directory nor a GGUF file; give a Hugging Face model directory or a GGUF file."
+                f"{path} is neither a directory nor a GGUF file; give a Hugging Face model "
+                "directory or a GGUF file."
             )
         version = header.number("I")
         if version not in _VERSIONS:
             kind = "is big-endian" if version & 0xFFFF == 0 else f"has version {version}"
-            raise EESDError(f"{path} {kind}; supported are little-endian GGUF files of the versions 2 and 3.")
+            raise EESDError(
+                f"{path} {kind}; supported are little-endian GGUF files of the versions 2 and 3."
+            )
         num_tensors, num_values = header.number("Q"), header.number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
@@ -107,7 +127,8 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Reads a header from its beginning to its end. No length is believed that goes beyond the end of the file."""
+    """Reads a header from its beginning to its end. No length is believed that goes beyond the end
+    of the file."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path, self._size = file, path, path.stat().st_size
@@ -137,10 +158,12 @@ class _Header:
             return list(self._numbers(_SCALARS[kind], count))
         if kind != _STRING:
             raise self.damaged(f"its metadata have a list of type {kind}")
-        return [self.text() for _ in range(count)]  # bounded by the file: each string takes at least the bytes of its length
+        # Bounded by the file: each string takes at least the bytes of its length.
+        return [self.text() for _ in range(count)]
 
     def entry(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Name, shape, type and offset of a tensor. The file gives the shape with the consecutive values first."""
+        """Name, shape, type and offset of a tensor. The file gives the shape with the consecutive
+        values first."""
         name = self.text()
         shape = self._numbers("Q", self.number("I"))[::-1]
         number, offset = self.number("I"), self.number("Q")
@@ -149,16 +172,23 @@ class _Header:
         except ValueError:
             return name, shape, f"type {number}", offset
 
-    def tensor(self, start: int, name: str, shape: tuple[int, ...], stored: str, offset: int) -> CheckpointTensor:
+    def tensor(
+        self, start: int, name: str, shape: tuple[int, ...], stored: str, offset: int
+    ) -> CheckpointTensor:
         """A tensor of a file whose data begin at ``start``."""
         nbytes = 0  # reading a tensor of an unknown type is refused
         if stored in _library().GGMLQuantizationType.__members__:
             values, size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[stored]]
             if not shape or prod(shape) == 0 or shape[-1] % values:
-                raise self.damaged(f"the tensor {name[:80]} has a shape that its type {stored} cannot have")
+                raise self.damaged(
+                    f"the tensor {name[:80]} has a shape that its type {stored} cannot have"
+                )
             nbytes = prod(shape) // values * size
         if start + offset + nbytes > self._size:
-            raise EESDError(f"{self._path} is truncated: the tensor {name[:80]} ends past the end of the file; fetch it again.")
+            raise EESDError(
+                f"{self._path} is truncated: the tensor {name[:80]} ends past the end of the "
+                "file; fetch it again."
+            )
         return CheckpointTensor(self._path, name, start + offset, nbytes, shape, stored)
 
     def _numbers(self, form: str, count: int) -> tuple[Any, ...]:
@@ -166,7 +196,10 @@ class _Header:
 
     def _bytes(self, length: int) -> bytes:
         if length > self._size - self._file.tell():
-            raise EESDError(f"{self._path} is truncated or damaged: its header goes beyond the end; fetch the file again.")
+            raise EESDError(
+                f"{self._path} is truncated or damaged: its header goes beyond the end; fetch "
+                "the file again."
+            )
         return self._file.read(length)
 
 
@@ -189,13 +222,16 @@ class GgufTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the tensor that is read. Raises :class:`EESDError` if the stored type is not supported."""
+        """Element type of the tensor that is read. Raises :class:`EESDError` if the stored type is
+        not supported."""
         if self._stored.stored in DTYPES:
             return self._stored.dtype
         if self._stored.stored not in QUANTIZED or len(self.shape) != 2:
             raise EESDError(
-                f"{self._stored.path}: the tensor {self.name} of {len(self.shape)} dimensions is stored as "
-                f"{self._stored.stored}, which is not supported; supported are F32, F16, BF16, and for matrices "
+                f"{self._stored.path}: the tensor {self.name} of {len(self.shape)} dimensions "
+                "is stored as "
+                f"{self._stored.stored}, which is not supported; supported are F32, F16, "
+                "BF16, and for matrices "
                 f"{', '.join(QUANTIZED)}."
             )
         return torch.float32
@@ -205,7 +241,9 @@ class GgufTensor:
         assert self._order is None
         row = self.nbytes // max(self.shape[0], 1)
         offset, shape = self._stored.offset + start * row, (stop - start, *self.shape[1:])
-        return GgufTensor(replace(self._stored, offset=offset, nbytes=(stop - start) * row, shape=shape))
+        return GgufTensor(
+            replace(self._stored, offset=offset, nbytes=(stop - start) * row, shape=shape)
+        )
 
     def matrices_below_each_other(self) -> "GgufTensor":
         """A tensor of several matrices [count, rows, columns] as one [count rows, columns]."""
@@ -214,7 +252,8 @@ class GgufTensor:
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization that keeps the levels of a linear weight as they are; None for a tensor of floats."""
+        """The quantization that keeps the levels of a linear weight as they are; None for a tensor
+        of floats."""
         return OWN_LEVELS.get(self._stored.stored)
 
     def read(self) -> Tensor:
@@ -226,7 +265,8 @@ class GgufTensor:
         return self._stored.checked(self._values(self._rows(self.shape[0])))
 
     def head(self) -> bytes:
-        """The first kilobyte of what is read, for the fingerprint: that of a safetensors checkpoint with the same values."""
+        """The first kilobyte of what is read, for the fingerprint: that of a safetensors checkpoint
+        with the same values."""
         row = prod(self.shape[1:]) * self.dtype.itemsize
         values = self._values(self._rows(min(-(-FINGERPRINTED // row), self.shape[0])))
         return values.view(-1).view(torch.uint8).numpy().tobytes()[:FINGERPRINTED]
@@ -236,7 +276,8 @@ class GgufTensor:
 
         Args:
             quantization: The wanted quantization.
-            transposed: Whether to return levels [in, out]; otherwise [out, in], for an embedding table.
+            transposed: Whether to return levels [in, out]; otherwise [out, in], for an embedding
+                table.
 
         Raises:
             EESDError: The file is truncated, or a scale or minimum is infinite or not a number.
@@ -251,18 +292,26 @@ class GgufTensor:
         size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[self._stored.stored]][1]
         with np.errstate(all="ignore"):  # damaged scales are reported below
             found = _unpack_blocks(self._stored.stored, rows.reshape(-1, size))
-        levels, *shared = (None if part is None else torch.from_numpy(part).reshape(self.shape[0], -1) for part in found)
+        levels, *shared = (
+            None if part is None else torch.from_numpy(part).reshape(self.shape[0], -1)
+            for part in found
+        )
         for part in shared:
             if part is not None and not bool(torch.isfinite(part).all()):
                 raise EESDError(
-                    f"{self._stored.path}: the tensor {self.name} has scales or minimums that are not finite numbers; "
+                    f"{self._stored.path}: the tensor {self.name} has scales or minimums that "
+                    "are not finite numbers; "
                     "fetch it again."
                 )
         assert levels is not None and shared[0] is not None
-        scales, minimums = (part if part is None or not transposed else part.t().contiguous() for part in shared)
+        scales, minimums = (
+            part if part is None or not transposed else part.t().contiguous() for part in shared
+        )
         assert scales is not None
         levels = levels.view(torch.uint8)
-        return Quantized(pack(levels.t() if transposed else levels, BITS[kind]), scales, minimums=minimums)
+        return Quantized(
+            pack(levels.t() if transposed else levels, BITS[kind]), scales, minimums=minimums
+        )
 
     def _rows(self, count: int) -> NDArray[np.uint8]:
         """The bytes of the first rows, in order."""
@@ -277,15 +326,16 @@ class GgufTensor:
         if self.dtype != torch.float32 or self._stored.stored in DTYPES:
             return torch.from_numpy(rows).view(self.dtype).view(shape)
         with np.errstate(all="ignore"):  # damaged scales are reported as values that are not finite
-            return torch.from_numpy(_library().dequantize(rows, _library().GGMLQuantizationType[self._stored.stored])).view(
-                shape
-            )
+            return torch.from_numpy(
+                _library().dequantize(rows, _library().GGMLQuantizationType[self._stored.stored])
+            ).view(shape)
 
 
 def _unpack_blocks(
     kind: str, blocks: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int8], NDArray[np.floating[Any]], NDArray[np.floating[Any]] | None]:
-    """Levels, scales and minimums of blocks [count, bytes] of a type, in order, as ggml-common.h defines the blocks."""
+    """Levels, scales and minimums of blocks [count, bytes] of a type, in order, as ggml-common.h
+    defines the blocks."""
     if kind in _K_QUANTS:
         return _K_QUANTS[kind](blocks)
     minimums = _halves(blocks, 2) if kind.endswith("_1") else None
@@ -300,7 +350,9 @@ def _unpack_blocks(
     return levels.view(np.int8) - middle, scales, minimums
 
 
-def _q2_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+def _q2_k(
+    blocks: NDArray[np.uint8],
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
     scale, least = (_halves(blocks, at).astype(np.float32) for at in (80, 82))
     levels = _fields(blocks[:, 16:80], 32, (0, 2, 4, 6), 2).view(np.int8)
     return levels, scale * (blocks[:, :16] & 15), -(least * (blocks[:, :16] >> 4))
@@ -309,21 +361,33 @@ def _q2_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float
 def _q3_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], None]:
     high = _fields(blocks[:, :32], 32, range(8), 1).view(np.int8)
     levels = _fields(blocks[:, 32:96], 32, (0, 2, 4, 6), 2).view(np.int8) + 4 * high - np.int8(4)
-    scales = _fields(blocks[:, 96:104], 8, (0, 4), 4) | _fields(blocks[:, 104:108], 4, (0, 2, 4, 6), 2) << 4
+    scales = (
+        _fields(blocks[:, 96:104], 8, (0, 4), 4)
+        | _fields(blocks[:, 104:108], 4, (0, 2, 4, 6), 2) << 4
+    )
     return levels, _halves(blocks, 108).astype(np.float32) * (scales.astype(np.float32) - 32), None
 
 
-def _q4_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+def _q4_k(
+    blocks: NDArray[np.uint8],
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
     return _fields(blocks[:, 16:], 32, (0, 4), 4).view(np.int8), *_k_scales(blocks)
 
 
-def _q5_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
-    levels = _fields(blocks[:, 48:], 32, (0, 4), 4) | _fields(blocks[:, 16:48], 32, range(8), 1) << 4
+def _q5_k(
+    blocks: NDArray[np.uint8],
+) -> tuple[NDArray[np.int8], NDArray[np.float32], NDArray[np.float32]]:
+    levels = (
+        _fields(blocks[:, 48:], 32, (0, 4), 4) | _fields(blocks[:, 16:48], 32, range(8), 1) << 4
+    )
     return levels.view(np.int8), *_k_scales(blocks)
 
 
 def _q6_k(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.int8], NDArray[np.float32], None]:
-    levels = _fields(blocks[:, :128], 64, (0, 4), 4) | _fields(blocks[:, 128:192], 32, (0, 2, 4, 6), 2) << 4
+    levels = (
+        _fields(blocks[:, :128], 64, (0, 4), 4)
+        | _fields(blocks[:, 128:192], 32, (0, 2, 4, 6), 2) << 4
+    )
     scales = _halves(blocks, 208).astype(np.float32) * blocks[:, 192:208].view(np.int8)
     return levels.view(np.int8) - np.int8(32), scales, None
 
@@ -332,7 +396,8 @@ _K_QUANTS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K":
 
 
 def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The 8 scales and minimums of each block of Q4_K or Q5_K. Of their 6 bits, the upper two of the last four lie apart."""
+    """The 8 scales and minimums of each block of Q4_K or Q5_K. Of their 6 bits, the upper two of
+    the last four lie apart."""
     scale, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
     first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
     scales = np.concatenate((first & 63, (low & 15) | (first >> 6) << 4), axis=1)
@@ -345,8 +410,11 @@ def _halves(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
-def _fields(data: NDArray[np.uint8], group: int, shifts: Sequence[int], bits: int) -> NDArray[np.uint8]:
-    """Fields of some bits of bytes [count, bytes]: of each group of bytes all fields at the first shift, then at the second."""
+def _fields(
+    data: NDArray[np.uint8], group: int, shifts: Sequence[int], bits: int
+) -> NDArray[np.uint8]:
+    """Fields of some bits of bytes [count, bytes]: of each group of bytes all fields at the first
+    shift, then at the second."""
     shift = np.array(shifts, np.uint8)[:, None]
     fields = (data.reshape(len(data), -1, 1, group) >> shift) & np.uint8((1 << bits) - 1)
     return fields.reshape(len(data), -1)

@@ -1,7 +1,9 @@
-"""The model in a GGUF file in the words of a Hugging Face checkpoint: the fields of ``config.json``, and tensors by name.
+"""The model in a GGUF file in the words of a Hugging Face checkpoint: the fields of
+``config.json``, and tensors by name.
 
-Every key of the architecture is honoured, known to be without effect, or refused by name. Where transformers ignores what
-llama.cpp computes with, as the scaling of rotary frequencies, this is what llama.cpp does.
+Every key of the architecture is honoured, known to be without effect, or refused by name. Where
+transformers ignores what llama.cpp computes with, as the scaling of rotary frequencies, this is
+what llama.cpp does.
 """
 
 import re
@@ -31,13 +33,15 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
-"""Keys that do not change what a decoder computes. The embedding table says the size of the vocabulary."""
+"""Keys that do not change what a decoder computes. The embedding table says the size of the
+vocabulary."""
 _END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 """Keys of tokens that end a text, a turn or a message. llama.cpp stops at each."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor of the divisor of each rotary frequency."""
 _LLAMA3_POSITIONS = 8192
-"""Original positions of all published models with llama3 scaling. Its other values are in the divisors."""
+"""Original positions of all published models with llama3 scaling. Its other values are in the
+divisors."""
 _TENSORS = {"token_embd": EMBEDDINGS, "output_norm": FINAL_NORM, "output": LM_HEAD}
 _BLOCK = {
     "attn_norm": "input_layernorm",
@@ -63,7 +67,9 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
     try:
         return _fields(file)
     except KeyError as error:
-        raise EESDError(f"{file.path} has no {error.args[0]!r}; the file is incomplete, fetch it again.") from None
+        raise EESDError(
+            f"{file.path} has no {error.args[0]!r}; the file is incomplete, fetch it again."
+        ) from None
     except ValueError as error:
         raise EESDError(f"{file.path} cannot be used: {error}.") from None
 
@@ -74,12 +80,24 @@ def _fields(file: GgufFile) -> dict[str, Any]:
     if kind not in (None, "model"):
         raise ValueError(f"it is no model but of the type {shown(kind)}")
     if parts not in (0, 1):
-        raise ValueError(f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge")
+        raise ValueError(
+            f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge"
+        )
     family, gguf = _family(general)
     prefix = f"{gguf.architecture}."
-    own = _Own({name.removeprefix(prefix): value for name, value in file.metadata.items() if name.startswith(prefix)}, prefix)
+    own = _Own(
+        {
+            name.removeprefix(prefix): value
+            for name, value in file.metadata.items()
+            if name.startswith(prefix)
+        },
+        prefix,
+    )
     raw: dict[str, Any] = {name: own.integer(key) for key, name in _SIZES.items()}
-    raw |= {"model_type": family.model_type, "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon")}
+    raw |= {
+        "model_type": family.model_type,
+        "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
+    }
     raw["num_key_value_heads"] = own.integer("attention.head_count_kv", raw["num_attention_heads"])
     raw |= _head_sizes(own, raw["hidden_size"], raw["num_attention_heads"], family.partial_rotary)
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
@@ -98,11 +116,16 @@ def _fields(file: GgufFile) -> dict[str, Any]:
 
 
 def _family(general: Fields) -> tuple[Family, Gguf]:
-    """The family by ``general.architecture``, of which several can have one: that whose key the file has, else that without."""
+    """The family by ``general.architecture``, of which several can have one: that whose key the
+    file has, else that without."""
     name = general.take("general.architecture")
     known = [(family, family.gguf) for family in FAMILIES.values() if family.gguf]
     found = [(family, one) for family, one in known if one.architecture == name]
-    found = [(family, one) for family, one in found if not one.key or general.raw.get(f"{name}.{one.key}")]
+    found = [
+        (family, one)
+        for family, one in found
+        if not one.key or general.raw.get(f"{name}.{one.key}")
+    ]
     if not found:
         names = ", ".join(dict.fromkeys(one.architecture for _, one in known))
         raise ValueError(f"the architecture {shown(name)} is not supported; supported are {names}")
@@ -123,9 +146,15 @@ class _Own(Fields):
 
 
 def _special_tokens(general: Fields) -> dict[str, Any]:
-    ends = [general.integer(f"tokenizer.ggml.{name}", None, optional=True, least=0) for name in _END_TOKENS]
+    ends = [
+        general.integer(f"tokenizer.ggml.{name}", None, optional=True, least=0)
+        for name in _END_TOKENS
+    ]
     bos = general.integer("tokenizer.ggml.bos_token_id", None, optional=True, least=0)
-    return {"bos_token_id": bos, "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None))}
+    return {
+        "bos_token_id": bos,
+        "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
+    }
 
 
 def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str, Any]:
@@ -135,13 +164,22 @@ def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str
         for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
     )
     if given is None and rotated is None and hidden % heads:
-        raise ValueError(f"{heads} heads do not divide {hidden} values, and there is no attention.key_length")
+        raise ValueError(
+            f"{heads} heads do not divide {hidden} values, and there is no attention.key_length"
+        )
     size: int = given or (None if partial else rotated) or hidden // heads
     if of_values not in (None, size):
-        raise ValueError(f"its heads have {size} values in keys and {of_values} in values, which is not supported")
+        raise ValueError(
+            f"its heads have {size} values in keys and {of_values} in values, which is not "
+            "supported"
+        )
     if rotated not in (None, size) and not partial:
-        raise ValueError(f"only {rotated} of a head's {size} values are rotated, which is not supported")
-    return {"head_dim": size} | ({"partial_rotary_factor": rotated / size} if rotated and partial else {})
+        raise ValueError(
+            f"only {rotated} of a head's {size} values are rotated, which is not supported"
+        )
+    return {"head_dim": size} | (
+        {"partial_rotary_factor": rotated / size} if rotated and partial else {}
+    )
 
 
 def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -151,28 +189,44 @@ def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[s
     factors = file.tensors.get(_ROPE_FACTORS)
     original = own.integer("rope.scaling.original_context_length", None, optional=True)
     if kind not in ("none", "linear", "yarn"):
-        raise ValueError(f"the rope scaling {shown(kind)} is not supported; supported are linear, yarn, and that of Llama 3")
+        raise ValueError(
+            f"the rope scaling {shown(kind)} is not supported; supported are linear, yarn, "
+            "and that of Llama 3"
+        )
     if factors is not None:
         if kind == "yarn" or (kind == "linear" and factor != 1):
-            raise ValueError(f"it has both {_ROPE_FACTORS} and rope.scaling, which is not supported")
+            raise ValueError(
+                f"it has both {_ROPE_FACTORS} and rope.scaling, which is not supported"
+            )
         return _llama3(factors.read(), raw["rope_theta"], raw["head_dim"])
     if kind == "yarn":
-        betas = {f"beta_{end}": own.number(f"rope.scaling.yarn_beta_{end}", None, optional=True) for end in ("fast", "slow")}
+        betas = {
+            f"beta_{end}": own.number(f"rope.scaling.yarn_beta_{end}", None, optional=True)
+            for end in ("fast", "slow")
+        }
         original = original or raw["max_position_embeddings"]
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original} | betas
+        return {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        } | betas
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
 def _llama3(divisors: Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
     """The llama3 scaling that gives these divisors of the rotary frequencies."""
     if divisors.shape != (head_dim // 2,):
-        raise ValueError(f"{_ROPE_FACTORS} has {list(divisors.shape)} values for heads of {head_dim}")
+        raise ValueError(
+            f"{_ROPE_FACTORS} has {list(divisors.shape)} values for heads of {head_dim}"
+        )
     scaling = RopeScaling("llama3", float(divisors.max()), _LLAMA3_POSITIONS)
     plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     if bool((divisors == 1).all()):
         return None
     if not torch.allclose(plain / divisors, llama3_frequencies(plain, scaling), rtol=1e-4, atol=0):
-        raise ValueError(f"{_ROPE_FACTORS} is not the scaling of Llama 3, and other divisors are not supported")
+        raise ValueError(
+            f"{_ROPE_FACTORS} is not the scaling of Llama 3, and other divisors are not supported"
+        )
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,
@@ -182,8 +236,11 @@ def _llama3(divisors: Tensor, theta: float, head_dim: int) -> dict[str, Any] | N
     }
 
 
-def model_tensors(file: GgufFile, config: Mapping[str, Any]) -> dict[str, CheckpointTensor | GgufTensor]:
-    """The tensors of a GGUF file by their names in a Hugging Face checkpoint. A tensor without such a name keeps its own.
+def model_tensors(
+    file: GgufFile, config: Mapping[str, Any]
+) -> dict[str, CheckpointTensor | GgufTensor]:
+    """The tensors of a GGUF file by their names in a Hugging Face checkpoint. A tensor without such
+    a name keeps its own.
 
     Args:
         file: The file.
@@ -199,7 +256,9 @@ def model_tensors(file: GgufFile, config: Mapping[str, Any]) -> dict[str, Checkp
         name = _hugging_face_name(own_name, _BLOCK | dict(gguf.names))
         rotated = name.split(".")[-2] if gguf.interleaved and "." in name else ""
         order = _rotary_order(tensor.shape[0], heads[rotated]) if rotated in heads else None
-        tensors[name] = tensor if order is None and tensor.stored in DTYPES else GgufTensor(tensor, order)
+        tensors[name] = (
+            tensor if order is None and tensor.stored in DTYPES else GgufTensor(tensor, order)
+        )
     return tensors
 
 
@@ -208,11 +267,16 @@ def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
     if module in _TENSORS:
         return _TENSORS[module] if part == "weight" else name
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module, re.ASCII)
-    return f"model.layers.{int(found[1])}.{block[found[2]]}.{part}" if found and found[2] in block else name
+    return (
+        f"model.layers.{int(found[1])}.{block[found[2]]}.{part}"
+        if found and found[2] in block
+        else name
+    )
 
 
 def _rotary_order(rows: int, heads: int) -> Tensor | None:
-    """The stored row of each row of q or k. llama.cpp rotates neighbouring rows of a head, transformers those of its halves."""
+    """The stored row of each row of q or k. llama.cpp rotates neighbouring rows of a head,
+    transformers those of its halves."""
     if rows % (2 * heads):
         return None  # a shape that will be refused
     return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -1,7 +1,9 @@
-"""How llama.cpp cuts a text before tokens are merged, by the name of the rule in a GGUF file (``tokenizer.ggml.pre``).
+"""How llama.cpp cuts a text before tokens are merged, by the name of the rule in a GGUF file
+(``tokenizer.ggml.pre``).
 
-The rules are facts of the format: a file holds the name alone, and llama.cpp (``src/llama-vocab.cpp``) what it means. The
-expressions are Oniguruma's. ``tests/support/gguf_tokenizers.py`` compares the token ids with those of llama.cpp.
+The rules are facts of the format: a file holds the name alone, and llama.cpp
+(``src/llama-vocab.cpp``) what it means. The expressions are Oniguruma's.
+``tests/support/gguf_tokenizers.py`` compares the token ids with those of llama.cpp.
 """
 
 _CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -12,7 +14,10 @@ _LLAMA3 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
 _QWEN2 = _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _ASIAN = "[\u0800-\u9fa5\uac00-\ud7ff&&\\S]+"
-_MARKED = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"""
+_MARKED = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
+)
 _DEEPSEEK3 = (r"\p{N}{1,3}", _CJK, _MARKED + r"[\r\n]*|" + _SPACES)
 _NO_MARKS = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 _LATIN = (
@@ -30,26 +35,75 @@ _LATIN = (
 
 
 def _by_case(upper: str, lower: str, after: str, rest: str) -> str:
-    """Words that a change from lower to upper case ends. llama.cpp knows the case of A to Z alone."""
+    """Words that a change from lower to upper case ends. llama.cpp knows the case of A to Z
+    alone."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{after}|{first}{upper}+{lower}*{after}|{rest}"
 
 
 _NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
 _AFTER_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
-_LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
+_LLAMA3_NAMES = (
+    "llama3",
+    "llama-v3",
+    "llama-bpe",
+    "falcon3",
+    "falcon-h1",
+    "pixtral",
+    "midm-2.0",
+    "lfm2",
+    "jina-v5-nano",
+)
 _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ("default",): (r"[\p{P}$+<=>^~|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
     _LLAMA3_NAMES: (_LLAMA3,),
     ("dbrx", "smaug-bpe", "chatglm-bpe", "glm4", "glm5"): (_LLAMA3,),
-    ("qwen2", "deepseek-r1-qwen", "kormo", "f2llmv2", "megrez", "stablelm2", "hunyuan", "solar-open", "grok-2"): (_QWEN2,),
+    (
+        "qwen2",
+        "deepseek-r1-qwen",
+        "kormo",
+        "f2llmv2",
+        "megrez",
+        "stablelm2",
+        "hunyuan",
+        "solar-open",
+        "grok-2",
+    ): (_QWEN2,),
     ("minicpm5",): (r"\p{N}{1,3}", _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}+|" + _REST),
     ("ufakzeka",): (r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST,),
-    ("gpt-2", "phi-2", "jina-es", "jina-de", "gigachat", "jina-v2-es", "jina-v2-de", "a.x-4.0", "mellum", "modern-bert"): (
-        _GPT2,
-    ),
-    ("jina-v1-en", "jina-v2-code", "roberta-bpe", "mpt", "olmo", "jais", "trillion", "granite-docling", "exaone4"): (_GPT2,),
-    ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b", "mellum2"): (r"\p{N}", _GPT2),
+    (
+        "gpt-2",
+        "phi-2",
+        "jina-es",
+        "jina-de",
+        "gigachat",
+        "jina-v2-es",
+        "jina-v2-de",
+        "a.x-4.0",
+        "mellum",
+        "modern-bert",
+    ): (_GPT2,),
+    (
+        "jina-v1-en",
+        "jina-v2-code",
+        "roberta-bpe",
+        "mpt",
+        "olmo",
+        "jais",
+        "trillion",
+        "granite-docling",
+        "exaone4",
+    ): (_GPT2,),
+    (
+        "smollm",
+        "starcoder",
+        "refact",
+        "command-r",
+        "codeshell",
+        "exaone",
+        "minerva-7b",
+        "mellum2",
+    ): (r"\p{N}", _GPT2),
     ("deepseek-llm",): (
         r"[\r\n]",
         rf"\s?[{_LATIN}]+",
@@ -67,10 +121,13 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
         _by_case(_NOT_LOWER, _NOT_UPPER, _CASES + "?", r"\p{N}{1,3}|" + _AFTER_SLASHES),
     ),
     ("superbpe",): (r"\p{N}+", "(?=(?:[0-9]{3})+(?![0-9]))"),
-    ("seed-coder",): (_CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,),
+    ("seed-coder",): (
+        _CASES + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES,
+    ),
 }
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names}
-"""Rules by ``tokenizer.ggml.pre``: expressions one after another, each of which cuts the pieces of those before.
+"""Rules by ``tokenizer.ggml.pre``: expressions one after another, each of which cuts the pieces of
+those before.
 
 llama.cpp's other rules are of architectures that are not supported."""
 WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "glm4", "glm5", "tekken"}

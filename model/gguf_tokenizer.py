@@ -1,12 +1,22 @@
 """The tokenizer of a GGUF file, as llama.cpp reads it.
 
-It is made from the metadata alone, so the token ids do not depend on what transformers knows of GGUF files.
+It is made from the metadata alone, so the token ids do not depend on what transformers knows of
+GGUF files.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
@@ -16,16 +26,50 @@ from eesd.model.gguf_pre_tokenizers import BEGINS, PRE_TOKENIZERS, WHOLE_PIECES
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Values of ``tokenizer.ggml.token_type``."""
-_ENDS = ("eot_id", "im_end", "end", "return", "call", "calls", "flush", "eom_id", "endoftext", "end_of_text")
-_PARTS = ("code_prefix", "code_suffix", "code_middle", "prefix", "suffix", "middle", "repo_name", "file_sep")
+_ENDS = (
+    "eot_id",
+    "im_end",
+    "end",
+    "return",
+    "call",
+    "calls",
+    "flush",
+    "eom_id",
+    "endoftext",
+    "end_of_text",
+)
+_PARTS = (
+    "code_prefix",
+    "code_suffix",
+    "code_middle",
+    "prefix",
+    "suffix",
+    "middle",
+    "repo_name",
+    "file_sep",
+)
 _FILLED = ("fim_prefix", "fim_suffix", "fim_middle", "fim_pad", "fim_repo")
 _CONTROL_NAMES = {
     *(f"<|{name}|>" for name in (*_ENDS, *_PARTS, *_FILLED)),
-    *(f"<{name}>" for name in ("end_of_turn", "/s", "EOT", "end_of_utterance", "eos", "turn|", "|tool_response")),
+    *(
+        f"<{name}>"
+        for name in (
+            "end_of_turn",
+            "/s",
+            "EOT",
+            "end_of_utterance",
+            "eos",
+            "turn|",
+            "|tool_response",
+        )
+    ),
     *(f"<{name.replace('_', '-')}>" for name in _FILLED),
     *(f"<{name}>" for name in (*_FILLED[:-1], "PRE", "SUF", "MID", "PAD", "REPO", "reponame")),
     *(f"\u2581<{name}>" for name in ("PRE", "SUF", "MID")),
-    *(f"<\uff5c{name}\uff5c>" for name in ("end\u2581of\u2581sentence", "fim\u2581begin", "fim\u2581hole", "fim\u2581end")),
+    *(
+        f"<\uff5c{name}\uff5c>"
+        for name in ("end\u2581of\u2581sentence", "fim\u2581begin", "fim\u2581hole", "fim\u2581end")
+    ),
     *("_<EOT>", "[EOT]", "[EOS]", "[PAD]", "[e~["),
 }
 """llama.cpp takes these tokens for control tokens. It ignores their type in the file."""
@@ -54,7 +98,9 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
-    tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(_list(fields, "tokens", str))]
+    tokens = [
+        token or f"[EMPTY_{index}]" for index, token in enumerate(_list(fields, "tokens", str))
+    ]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
         twice = next(token for index, token in enumerate(tokens) if vocabulary[token] != index)
@@ -69,7 +115,10 @@ def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
     else:
         raise ValueError(f"its kind is {shown(kind)}; supported are gpt2 and llama")
     tokenizer.add_tokens(_added_tokens(fields, tokens))
-    begin = fields.flag("tokenizer.ggml.add_bos_token", sentencepiece or fields.raw.get("tokenizer.ggml.pre") in BEGINS)
+    begin = fields.flag(
+        "tokenizer.ggml.add_bos_token",
+        sentencepiece or fields.raw.get("tokenizer.ggml.pre") in BEGINS,
+    )
     end = fields.flag("tokenizer.ggml.add_eos_token")
     template = ["$A"]
     for wanted, name, place in ((begin, "bos_token", 0), (end, "eos_token", 2)):
@@ -78,15 +127,22 @@ def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
         if wanted:
             template.insert(place, name)
     if begin or end:
-        pieces = [{"id": name, "ids": [vocabulary[text]], "tokens": [text]} for name, text in special.items()]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=pieces)
+        pieces = [
+            {"id": name, "ids": [vocabulary[text]], "tokens": [text]}
+            for name, text in special.items()
+        ]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=template, special_tokens=pieces
+        )
     return tokenizer, special
 
 
 def _list(fields: Fields, name: str, *kinds: type) -> list[Any]:
     values = fields.take(f"tokenizer.ggml.{name}")
     if not isinstance(values, list) or any(type(value) not in kinds for value in values):
-        raise ValueError(f"tokenizer.ggml.{name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}")
+        raise ValueError(
+            f"tokenizer.ggml.{name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}"
+        )
     return values
 
 
@@ -106,7 +162,8 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
     name = fields.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(
-            f"its tokenizer.ggml.pre is {shown(name)}, and a text can be cut only by a known rule; if you know the right one, "
+            f"its tokenizer.ggml.pre is {shown(name)}, and a text can be cut only by a known "
+            "rule; if you know the right one, "
             "write it with: gguf-new-metadata --pre-tokenizer NAME IN OUT"
         )
     merges: dict[tuple[str, str], None] = {}
@@ -124,8 +181,11 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
     return tokenizer
 
 
-def _sentencepiece(fields: Fields, vocabulary: dict[str, int], special: dict[str, str]) -> Tokenizer:
-    """BPE of SentencePiece: of neighbours that make a token, those whose token has the best score are merged first."""
+def _sentencepiece(
+    fields: Fields, vocabulary: dict[str, int], special: dict[str, str]
+) -> Tokenizer:
+    """BPE of SentencePiece: of neighbours that make a token, those whose token has the best score
+    are merged first."""
     scores = _list(fields, "scores", float, int)
     if len(scores) < len(vocabulary):
         raise ValueError(f"it has {len(scores)} scores for {len(vocabulary)} tokens")
@@ -133,26 +193,43 @@ def _sentencepiece(fields: Fields, vocabulary: dict[str, int], special: dict[str
     for token in sorted(vocabulary, key=lambda token: -scores[vocabulary[token]]):
         pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         merges += [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True
+        )
+    )
     prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "\u2581")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
+    )
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
     return tokenizer
 
 
 def _added_tokens(fields: Fields, tokens: Sequence[str]) -> list[AddedToken]:
-    """Tokens that are found in a text before it is cut: those for control, and those of the users."""
-    types = _list(fields, "token_type", int) if "tokenizer.ggml.token_type" in fields.raw else [1] * len(tokens)
+    """Tokens that are found in a text before it is cut: those for control, and those of the
+    users."""
+    types = (
+        _list(fields, "token_type", int)
+        if "tokenizer.ggml.token_type" in fields.raw
+        else [1] * len(tokens)
+    )
     if len(types) < len(tokens):
         raise ValueError(f"it has {len(types)} types for {len(tokens)} tokens")
     model = (fields.text("general.name") or "").lower()
     stripped = "phi-3" in model or "phi3" in model
     return [
-        AddedToken(token, rstrip=stripped and token not in _NOT_STRIPPED, normalized=False, special=kind != _USER_DEFINED)
+        AddedToken(
+            token,
+            rstrip=stripped and token not in _NOT_STRIPPED,
+            normalized=False,
+            special=kind != _USER_DEFINED,
+        )
         for token, kind in (
-            (token, _CONTROL if token in _CONTROL_NAMES else kind) for token, kind in zip(tokens, types, strict=False)
+            (token, _CONTROL if token in _CONTROL_NAMES else kind)
+            for token, kind in zip(tokens, types, strict=False)
         )
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]

@@ -1,4 +1,5 @@
-"""Find a model by a local path, a Hugging Face id or a short name, and an exit head by a path or an id."""
+"""Find a model by a local path, a Hugging Face id or a short name, and an exit head by a path or an
+id."""
 
 from pathlib import Path
 
@@ -36,7 +37,8 @@ _HEAD = ["*.json", "*.safetensors"]
 def find_model(name: str, weights: bool = True) -> Path:
     """Find a model's directory or GGUF file, and download what is missing from a directory.
 
-    Downloads go through huggingface_hub, so its cache and its environment variables (such as ``HF_HUB_OFFLINE``) apply.
+    Downloads go through huggingface_hub, so its cache and its environment variables (such as
+    ``HF_HUB_OFFLINE``) apply.
 
     Args:
         name: A local directory or GGUF file, a Hugging Face id, or a key of :data:`ALIASES`.
@@ -53,21 +55,29 @@ def find_model(name: str, weights: bool = True) -> Path:
     repository = ALIASES.get(name, name)
     if repository.count("/") != 1 or name.startswith((".", "/", "~")):
         raise EESDError(
-            f"{name} is neither a directory nor a Hugging Face id nor a GGUF file nor a known short name "
+            f"{name} is neither a directory nor a Hugging Face id nor a GGUF file nor a known "
+            "short name "
             f"({', '.join(ALIASES)})."
         )
-    return _downloaded(repository, "model", _INCLUDED, _EXCLUDED if weights else [*_EXCLUDED, "*.safetensors"])
+    return _downloaded(
+        repository, "model", _INCLUDED, _EXCLUDED if weights else [*_EXCLUDED, "*.safetensors"]
+    )
 
 
 def find_head(name: str) -> Path:
-    """Find the directory of an exit head: a local one, or a Hugging Face id, whose JSON and safetensors files are downloaded as
-    :func:`find_model` does.
+    """Find the directory of an exit head: a local one, or a Hugging Face id, whose JSON and
+    safetensors files are downloaded as :func:`find_model` does.
 
     Raises:
         EESDError: The head cannot be downloaded.
     """
     path = Path(name).expanduser()
-    if path.exists() or name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith("/"):
+    if (
+        path.exists()
+        or name.count("/") != 1
+        or name.startswith((".", "/", "~"))
+        or name.endswith("/")
+    ):
         return path
     return _downloaded(name, "exit head", _HEAD, [])
 
@@ -84,15 +94,22 @@ def _downloaded(repository: str, what: str, included: list[str], excluded: list[
     )
 
     try:
-        return Path(snapshot_download(repository, allow_patterns=included, ignore_patterns=excluded))
+        return Path(
+            snapshot_download(repository, allow_patterns=included, ignore_patterns=excluded)
+        )
     except GatedRepoError:
-        raise EESDError(f"{repository} is gated; accept its licence on its page, then run `hf auth login`.") from None
+        raise EESDError(
+            f"{repository} is gated; accept its licence on its page, then run `hf auth login`."
+        ) from None
     except RepositoryNotFoundError:
-        raise EESDError(f"The hub has no {what} {repository} (or it is private: run `hf auth login`).") from None
+        raise EESDError(
+            f"The hub has no {what} {repository} (or it is private: run `hf auth login`)."
+        ) from None
     except HFValidationError:
         raise EESDError(f"{repository} is neither a directory nor a Hugging Face id.") from None
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError):
         raise EESDError(
-            f"{repository} could not be downloaded and is not in the local cache; check the network, "
+            f"{repository} could not be downloaded and is not in the local cache; check the "
+            "network, "
             f"or give a local directory of the {what}."
         ) from None

@@ -8,7 +8,9 @@ from eesd.model.decoder import KV, Inputs
 from eesd.model.rotary import rotary_tables
 
 
-def causal_inputs(geometry: Geometry, batch: int, tokens: int, slots: int, start: int = 0) -> Inputs:
+def causal_inputs(
+    geometry: Geometry, batch: int, tokens: int, slots: int, start: int = 0
+) -> Inputs:
     """Inputs for consecutive tokens, each of which sees itself and all earlier slots (float32).
 
     Args:
@@ -22,7 +24,13 @@ def causal_inputs(geometry: Geometry, batch: int, tokens: int, slots: int, start
     position = torch.arange(start, start + tokens)
     hidden = torch.arange(slots)[None, :] > position[:, None]
     mask = torch.zeros(tokens, slots).masked_fill(hidden, MASKED)
-    return Inputs(cos, sin, position.expand(batch, -1), torch.full((batch,), start), mask.expand(batch, 1, tokens, slots))
+    return Inputs(
+        cos,
+        sin,
+        position.expand(batch, -1),
+        torch.full((batch,), start),
+        mask.expand(batch, 1, tokens, slots),
+    )
 
 
 def empty_caches(geometry: Geometry, batch: int, slots: int, layers: int) -> list[KV]:

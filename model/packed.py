@@ -1,18 +1,24 @@
 """Weights that a checkpoint stores quantized. Their levels are taken as they are, or dequantized.
 
-A level ``q`` stands for the weight ``scale * (q - zero_point)``. Tensors of a linear layer, where p levels of ``32 / p`` bits
-are in an int32, the first in the lowest bits, and an unsigned level is the signed one plus the middle of the range:
+A level ``q`` stands for the weight ``scale * (q - zero_point)``. Tensors of a linear layer, where p
+levels of ``32 / p`` bits are in an int32, the first in the lowest bits, and an unsigned level is
+the signed one plus the middle of the range:
 
-* GPTQ: ``qweight`` [in / p, out], along the inputs; ``qzeros`` [groups, out / p], along the outputs; ``scales``
-  [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the zero point minus one, except in the second
-  format, which configs call ``gptq_v2`` or nothing at all.
-* AWQ, gemm: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], along the outputs in the order 0, 2, 4, 6, 1, 3, 5, 7.
-* compressed-tensors, pack-quantized: ``weight_packed`` [out, in / p]; ``weight_scale`` [out, groups]; ``weight_zero_point``
-  [out / p, groups], along the outputs; ``weight_g_idx`` [in]. int-quantized: ``weight`` [out, in] of signed bytes.
-* FP8: ``weight`` [out, in]; ``weight_scale`` or ``weight_scale_inv``, which is multiplied by, too: one number, [out, 1], or one
-  for each block of a config's size [out / rows, in / columns], rounded up.
-* NVFP4: two levels a byte [out, in / 2], the first in the low half; ``weight_scale`` [out, in / 16] of FP8; and for all of them
-  ``weight_scale_2`` (ModelOpt), a factor, or ``weight_global_scale`` (compressed-tensors), a divisor.
+* GPTQ: ``qweight`` [in / p, out], along the inputs; ``qzeros`` [groups, out / p], along the
+  outputs; ``scales`` [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the
+  zero point minus one, except in the second format, which configs call ``gptq_v2`` or nothing at
+  all.
+* AWQ, gemm: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], along the outputs in the
+  order 0, 2, 4, 6, 1, 3, 5, 7.
+* compressed-tensors, pack-quantized: ``weight_packed`` [out, in / p]; ``weight_scale``
+  [out, groups]; ``weight_zero_point`` [out / p, groups], along the outputs; ``weight_g_idx`` [in].
+  int-quantized: ``weight`` [out, in] of signed bytes.
+* FP8: ``weight`` [out, in]; ``weight_scale`` or ``weight_scale_inv``, which is multiplied by, too:
+  one number, [out, 1], or one for each block of a config's size [out / rows, in / columns], rounded
+  up.
+* NVFP4: two levels a byte [out, in / 2], the first in the low half; ``weight_scale`` [out, in / 16]
+  of FP8; and for all of them ``weight_scale_2`` (ModelOpt), a factor, or ``weight_global_scale``
+  (compressed-tensors), a divisor.
 """
 
 from collections.abc import Mapping
@@ -48,11 +54,15 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each of the 8 levels in an int32, from the lowest bits on."""
 
 
-def packed_tensors(stored: Mapping[str, CheckpointTensor], packing: Packing) -> dict[str, "CheckpointTensor | PackedTensor"]:
-    """The tensors of a checkpoint whose quantized weights are one tensor each. Those for activations are left out.
+def packed_tensors(
+    stored: Mapping[str, CheckpointTensor], packing: Packing
+) -> dict[str, "CheckpointTensor | PackedTensor"]:
+    """The tensors of a checkpoint whose quantized weights are one tensor each. Those for
+    activations are left out.
 
     Raises:
-        EESDError: No weight is quantized, or one is incomplete, has the wrong shape, or has tensors that are not supported.
+        EESDError: No weight is quantized, or one is incomplete, has the wrong shape, or has tensors
+            that are not supported.
     """
     modules: dict[str, dict[str, CheckpointTensor]] = {}
     for name, tensor in stored.items():
@@ -65,12 +75,20 @@ def packed_tensors(stored: Mapping[str, CheckpointTensor], packing: Packing) -> 
             own = {part: parts[part] for part in _PARTS[packing.layout] if part in parts}
             odd = min(parts.keys() - own.keys() - {"bias"}, default=None)
             if odd is not None:
-                raise EESDError(f"{parts[odd].path}: the tensor {parts[odd].name} is not supported for weights of this layout.")
-            found[f"{module}.weight"] = _CLASSES.get(packing.layout, PackedIntegers)(module, own, packing)
+                raise EESDError(
+                    f"{parts[odd].path}: the tensor {parts[odd].name} is not supported for "
+                    "weights of this layout."
+                )
+            found[f"{module}.weight"] = _CLASSES.get(packing.layout, PackedIntegers)(
+                module, own, packing
+            )
             parts = {"bias": parts["bias"]} if "bias" in parts else {}
         found |= {tensor.name: tensor for tensor in parts.values()}
     if not any(isinstance(tensor, PackedTensor) for tensor in found.values()):
-        raise EESDError("config.json has a quantization_config, but no weight is quantized; remove the field, or fetch again.")
+        raise EESDError(
+            "config.json has a quantization_config, but no weight is quantized; remove the "
+            "field, or fetch again."
+        )
     return found
 
 
@@ -96,7 +114,10 @@ class PackedTensor:
     def __init__(self, name: str, parts: Mapping[str, CheckpointTensor], packing: Packing) -> None:
         self.name, self._parts, self._packing = name, parts, packing
         self._order: Tensor | None = None
-        self._levels_part, self._scales_part = self._part("qweight", "weight_packed", "weight"), self._part(*_SCALES)
+        self._levels_part, self._scales_part = (
+            self._part("qweight", "weight_packed", "weight"),
+            self._part(*_SCALES),
+        )
         if 0 in self._levels_part.shape or len(self._levels_part.shape) != 2:
             raise self._misfit()
         self.shape = self._shape()
@@ -105,13 +126,20 @@ class PackedTensor:
         """The tensor with one of these suffixes of the layout."""
         found = next((name for name in names if name in self._parts), None)
         if found is None:
-            missing = next((name for name in names if name in _PARTS[self._packing.layout]), names[-1])
-            raise EESDError(f"The checkpoint has no tensor {self.name}.{missing}; it is incomplete, fetch it again.")
+            missing = next(
+                (name for name in names if name in _PARTS[self._packing.layout]), names[-1]
+            )
+            raise EESDError(
+                f"The checkpoint has no tensor {self.name}.{missing}; it is incomplete, fetch "
+                "it again."
+            )
         return self._parts[found]
 
     def _misfit(self) -> EESDError:
         path = self._levels_part.path
-        return EESDError(f"{path}: the tensors of {self.name} do not fit config.json's quantization_config.")
+        return EESDError(
+            f"{path}: the tensors of {self.name} do not fit config.json's quantization_config."
+        )
 
     def _shape(self) -> tuple[int, int]:
         """The shape of the weight. Raises EESDError if the parts do not fit."""
@@ -159,13 +187,19 @@ class PackedTensor:
         order = slice(None) if self._order is None else self._order
         levels, scales = levels[:, order].contiguous(), scales[:, order].to(dtype).contiguous()
         if not torch.isfinite(scales).all():
-            raise EESDError(f"The scales of {self.name} do not fit {str(dtype).removeprefix('torch.')}; give another --dtype.")
+            raise EESDError(
+                f"The scales of {self.name} do not fit {str(dtype).removeprefix('torch.')}; "
+                "give another --dtype."
+            )
         return Quantized(
-            pack(levels, self._packing.bits), scales, None if zeros is None else pack(zeros[:, order], self._packing.bits)
+            pack(levels, self._packing.bits),
+            scales,
+            None if zeros is None else pack(zeros[:, order], self._packing.bits),
         )
 
     def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Bytes of the levels [in, out], and for each block of inputs scales and zero points [in / block, out]."""
+        """Bytes of the levels [in, out], and for each block of inputs scales and zero points
+        [in / block, out]."""
         raise NotImplementedError
 
 
@@ -187,15 +221,27 @@ class PackedIntegers(PackedTensor):
         self._groups = inputs // group
         if self._levels_part.stored != ("I8" if layout == BYTES else "I32") or inputs % group:
             raise self._misfit()
-        zeros, shape = self._parts.get("qzeros", self._parts.get("weight_zero_point")), self._scales_part.shape
+        zeros, shape = (
+            self._parts.get("qzeros", self._parts.get("weight_zero_point")),
+            self._scales_part.shape,
+        )
         if layout in (GPTQ, AWQ):
-            fits = shape == (self._groups, outputs) and self._part("qzeros").shape == (self._groups, outputs // per)
+            fits = shape == (self._groups, outputs) and self._part("qzeros").shape == (
+                self._groups,
+                outputs // per,
+            )
             fits &= outputs % per == 0 and self._part("qzeros").stored == "I32"
         else:
-            fits = shape == (outputs, self._groups) or (self._packing.group is None and shape in ((), (1,), (outputs,)))
+            fits = shape == (outputs, self._groups) or (
+                self._packing.group is None and shape in ((), (1,), (outputs,))
+            )
             known = {"I8": (outputs, self._groups), "I32": (-(-outputs // per), self._groups)}
             if zeros is not None:
-                fits &= known.get(zeros.stored) == zeros.shape or zeros.shape in ((), (1,), (outputs,))
+                fits &= known.get(zeros.stored) == zeros.shape or zeros.shape in (
+                    (),
+                    (1,),
+                    (outputs,),
+                )
             elif not self._packing.symmetric:
                 self._part("weight_zero_point")
         if not fits:
@@ -204,11 +250,16 @@ class PackedIntegers(PackedTensor):
         return outputs, inputs
 
     def _stored_width(self, most: int) -> int:
-        """The number of inputs that ``weight_shape`` says: the last int32 of an output may have fewer levels."""
+        """The number of inputs that ``weight_shape`` says: the last int32 of an output may have
+        fewer levels."""
         part = self._parts["weight_shape"]
         kind = {"I64": torch.int64, "I32": torch.int32}.get(part.stored)
         given = [] if kind is None else torch.frombuffer(part.read_bytes(), dtype=kind).tolist()
-        if len(given) != 2 or given[0] != self._levels_part.shape[0] or not 0 <= most - given[1] < 32 // self._packing.bits:
+        if (
+            len(given) != 2
+            or given[0] != self._levels_part.shape[0]
+            or not 0 <= most - given[1] < 32 // self._packing.bits
+        ):
             raise self._misfit()
         return int(given[1])
 
@@ -217,8 +268,13 @@ class PackedIntegers(PackedTensor):
         part = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
         if part is None:
             return None
-        index = torch.frombuffer(part.read_bytes(), dtype=torch.int32).long() if part.stored == "I32" else torch.zeros(0)
-        if bool((index == -1).all()) and len(index) == inputs:  # compressed-tensors' value before it is set
+        index = (
+            torch.frombuffer(part.read_bytes(), dtype=torch.int32).long()
+            if part.stored == "I32"
+            else torch.zeros(0)
+        )
+        # compressed-tensors' value before it is set.
+        if bool((index == -1).all()) and len(index) == inputs:
             return None
         if len(index) != inputs or index.min() < 0 or index.max() >= self._groups:
             raise self._misfit()
@@ -234,9 +290,17 @@ class PackedIntegers(PackedTensor):
 
     def _values(self) -> Tensor:
         levels, scales, zeros = self._grouped()
-        index = torch.arange(self.shape[1]) // (self.shape[1] // self._groups) if self._index is None else self._index
+        index = (
+            torch.arange(self.shape[1]) // (self.shape[1] // self._groups)
+            if self._index is None
+            else self._index
+        )
         if zeros is None:
-            values = levels.view(torch.int8).float() if self._packing.bits == 8 else ((levels ^ 8).to(torch.int8) - 8).float()
+            values = (
+                levels.view(torch.int8).float()
+                if self._packing.bits == 8
+                else ((levels ^ 8).to(torch.int8) - 8).float()
+            )
         else:
             values = levels.float() - zeros.float()[index]
         return values.mul_(scales.float()[index]).t()
@@ -244,16 +308,29 @@ class PackedIntegers(PackedTensor):
     def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
         levels, scales, zeros = self._grouped()
         repeat = self.shape[1] // self._groups // block
-        return levels, scales.repeat_interleave(repeat, 0), None if zeros is None else zeros.repeat_interleave(repeat, 0)
+        return (
+            levels,
+            scales.repeat_interleave(repeat, 0),
+            None if zeros is None else zeros.repeat_interleave(repeat, 0),
+        )
 
     def _grouped(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Levels [in, out], scales and zero points [groups, out]. Without zero points levels are of two's complement."""
+        """Levels [in, out], scales and zero points [groups, out]. Without zero points levels are of
+        two's complement."""
         layout, bits = self._packing.layout, self._packing.bits
-        inputs, outputs = self.shape[1], self._levels_part.shape[0] if layout in (WORDS, BYTES) else 0
+        inputs, outputs = (
+            self.shape[1],
+            self._levels_part.shape[0] if layout in (WORDS, BYTES) else 0,
+        )
         words = _bytes(self._levels_part)
         if layout == GPTQ:
             outputs = self._levels_part.shape[1]
-            levels = _fields(words, bits).view(-1, outputs, 32 // bits).transpose(1, 2).reshape(inputs, outputs)
+            levels = (
+                _fields(words, bits)
+                .view(-1, outputs, 32 // bits)
+                .transpose(1, 2)
+                .reshape(inputs, outputs)
+            )
         elif layout == AWQ:
             outputs = self._levels_part.shape[1] * 8
             levels = _awq_order(words).view(inputs, outputs)
@@ -269,34 +346,59 @@ class PackedIntegers(PackedTensor):
         return levels, scales, zeros
 
     def _zeros(self, outputs: int) -> Tensor | None:
-        """The zero points [groups, out] of unsigned levels; None where they must be the middle of the range, and are."""
+        """The zero points [groups, out] of unsigned levels; None where they must be the middle of
+        the range, and are."""
         layout, bits = self._packing.layout, self._packing.bits
-        middle, part = 1 << (bits - 1), self._parts.get("qzeros", self._parts.get("weight_zero_point"))
+        middle, part = (
+            1 << (bits - 1),
+            self._parts.get("qzeros", self._parts.get("weight_zero_point")),
+        )
         if part is None:
             return None
         words, offset = _bytes(part), self._packing.offset
         if part.stored != "I32":
-            zeros = words.view(torch.int8).to(torch.int16).reshape(-1, self._groups).expand(outputs, -1).t() + middle
+            zeros = (
+                words.view(torch.int8)
+                .to(torch.int16)
+                .reshape(-1, self._groups)
+                .expand(outputs, -1)
+                .t()
+                + middle
+            )
         elif layout in (GPTQ, AWQ):
-            zeros = (_fields(words, bits) if layout == GPTQ else _awq_order(words)).view(-1, outputs).to(torch.int16)
+            zeros = (
+                (_fields(words, bits) if layout == GPTQ else _awq_order(words))
+                .view(-1, outputs)
+                .to(torch.int16)
+            )
         else:
-            across = words.view(torch.int32).view(-1, self._groups).t().contiguous().view(torch.uint8)
+            across = (
+                words.view(torch.int32).view(-1, self._groups).t().contiguous().view(torch.uint8)
+            )
             zeros = _fields(across.view(-1), bits).view(self._groups, -1)[:, :outputs]
         if self._packing.symmetric:
-            # GPTQ's second format stores the middle itself for a symmetric weight. Some configs call that format the first.
-            if not any(bool((zeros == one).all()) for one in {middle, middle - int(layout == GPTQ)}):
+            # GPTQ's second format stores the middle itself for a symmetric weight. Some configs
+            # call that format the first.
+            if not any(
+                bool((zeros == one).all()) for one in {middle, middle - int(layout == GPTQ)}
+            ):
                 raise EESDError(
-                    f'{part.name} has zero points, but config.json says that there are none ("sym" or "symmetric": true); '
+                    f"{part.name} has zero points, but config.json says that there are none "
+                    '("sym" or "symmetric": true); '
                     "fetch the checkpoint again, or give another one."
                 )
             return None
         if offset and bool((zeros == middle).all()):
             raise EESDError(
-                f'{part.name} has the zero points of a symmetric weight, but config.json says "sym": false; programs read them '
+                f"{part.name} has the zero points of a symmetric weight, but config.json says "
+                '"sym": false; programs read them '
                 'differently. If the model was quantized with "sym": true, set it to true there.'
             )
         if int(zeros.max()) + offset >= 1 << bits:
-            raise EESDError(f"{self.name} has a zero point that does not fit {bits} bits, which programs read differently.")
+            raise EESDError(
+                f"{self.name} has a zero point that does not fit {bits} bits, which programs "
+                "read differently."
+            )
         return (zeros + offset).to(torch.uint8)
 
 
@@ -325,13 +427,22 @@ class PackedFloats(PackedTensor):
     def _scales(self, block: int) -> Tensor:
         """The scales [out, in / block]."""
         outputs, inputs = self._levels_part.shape
-        scales = _scale_values(self._scales_part).reshape(-(-outputs // self._rows), -(-inputs // self._columns))
-        return scales[torch.arange(outputs) // self._rows][:, torch.arange(0, inputs, block) // self._columns]
+        scales = _scale_values(self._scales_part).reshape(
+            -(-outputs // self._rows), -(-inputs // self._columns)
+        )
+        return scales[torch.arange(outputs) // self._rows][
+            :, torch.arange(0, inputs, block) // self._columns
+        ]
 
     def _values(self) -> Tensor:
         inputs = self._levels_part.shape[1]
         block = gcd(self._columns, inputs)
-        values = _bytes(self._levels_part).view(torch.float8_e4m3fn).float().view(-1, inputs // block, block)
+        values = (
+            _bytes(self._levels_part)
+            .view(torch.float8_e4m3fn)
+            .float()
+            .view(-1, inputs // block, block)
+        )
         return values.mul_(self._scales(block)[:, :, None]).view(-1, inputs)
 
     def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -345,13 +456,19 @@ class PackedFp4(PackedTensor):
     def _shape(self) -> tuple[int, int]:
         outputs, inputs = self._levels_part.shape[0], self._levels_part.shape[1] * 2
         self._factor = self._part("weight_scale_2", "weight_global_scale")
-        fits = self._levels_part.stored == "U8" and prod(self._factor.shape) == 1 and self._scales_part.stored == "F8_E4M3"
+        fits = (
+            self._levels_part.stored == "U8"
+            and prod(self._factor.shape) == 1
+            and self._scales_part.stored == "F8_E4M3"
+        )
         if not fits or self._scales_part.shape != (outputs, inputs // 16) or inputs % 16:
             raise self._misfit()
         return outputs, inputs
 
     def _values(self) -> Tensor:
-        outputs, inputs = self.shape if self._order is None else (self._levels_part.shape[0], self.shape[1])
+        outputs, inputs = (
+            self.shape if self._order is None else (self._levels_part.shape[0], self.shape[1])
+        )
         factor, scales = self._factor.read().float().reshape(()), _scale_values(self._scales_part)
         scales = scales * factor if "weight_scale_2" in self._parts else scales / factor
         values = unpack(_bytes(self._levels_part), FP4, outputs * inputs).view(outputs, -1, 16)
@@ -368,7 +485,11 @@ def _bytes(part: CheckpointTensor) -> Tensor:
 def _scale_values(part: CheckpointTensor) -> Tensor:
     """The values of scales in float32, which may be of 8 bits, too."""
     small = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}.get(part.stored)
-    return part.read().float() if small is None else part.checked(_bytes(part).view(small).float().view(part.shape))
+    return (
+        part.read().float()
+        if small is None
+        else part.checked(_bytes(part).view(small).float().view(part.shape))
+    )
 
 
 def _fields(words: Tensor, bits: int) -> Tensor:

@@ -1,6 +1,8 @@
-"""How a checkpoint stores its quantized weights, as ``quantization_config`` says it in the words of several publishers.
+"""How a checkpoint stores its quantized weights, as ``quantization_config`` says it in the words of
+several publishers.
 
-Only weights are read so. Activations and KV caches that a config wants quantized keep the engine's element type.
+Only weights are read so. Activations and KV caches that a config wants quantized keep the engine's
+element type.
 """
 
 from collections.abc import Mapping
@@ -16,18 +18,67 @@ GPTQ, AWQ, WORDS, BYTES, FLOATS, NVFP4 = "gptq", "awq", "words", "bytes", "fp8",
 """Layouts of a quantized weight, which :mod:`eesd.model.packed` reads."""
 _NO_EFFECT = frozenset(
     (
-        *("act_group_aware", "activation_scale_ub", "activation_scheme", "backend", "batch_size", "block_name_to_quantize"),
-        *("cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "dequantize", "disable_exllama", "do_fuse"),
-        *("exclude_modules", "exllama_config", "fuse_max_seq_len", "global_compression_ratio", "ignore", "ignored_layers"),
-        *("kv_cache_quant_algo", "kv_cache_scheme", "lm_head", "max_input_length", "meta", "method", "model_file"),
-        *("model_file_base_name", "model_name_or_path", "model_seqlen", "module_name_preceding_first_block"),
-        *("modules_in_block_to_quantize", "modules_to_convert", "modules_to_fuse", "modules_to_not_convert", "mse"),
-        *("pad_token_id", "producer", "quantization_status", "quantizer", "static_groups", "tokenizer", "true_sequential"),
+        *(
+            "act_group_aware",
+            "activation_scale_ub",
+            "activation_scheme",
+            "backend",
+            "batch_size",
+            "block_name_to_quantize",
+        ),
+        *(
+            "cache_block_outputs",
+            "damp_auto_increment",
+            "damp_percent",
+            "dataset",
+            "dequantize",
+            "disable_exllama",
+            "do_fuse",
+        ),
+        *(
+            "exclude_modules",
+            "exllama_config",
+            "fuse_max_seq_len",
+            "global_compression_ratio",
+            "ignore",
+            "ignored_layers",
+        ),
+        *(
+            "kv_cache_quant_algo",
+            "kv_cache_scheme",
+            "lm_head",
+            "max_input_length",
+            "meta",
+            "method",
+            "model_file",
+        ),
+        *(
+            "model_file_base_name",
+            "model_name_or_path",
+            "model_seqlen",
+            "module_name_preceding_first_block",
+        ),
+        *(
+            "modules_in_block_to_quantize",
+            "modules_to_convert",
+            "modules_to_fuse",
+            "modules_to_not_convert",
+            "mse",
+        ),
+        *(
+            "pad_token_id",
+            "producer",
+            "quantization_status",
+            "quantizer",
+            "static_groups",
+            "tokenizer",
+            "true_sequential",
+        ),
         *("use_cuda_fp16", "use_exllama", "version"),
     )
 )
-"""Fields that say how levels were found, what computes with them, what else is quantized, or which layers have levels, which
-the tensors say as well."""
+"""Fields that say how levels were found, what computes with them, what else is quantized, or which
+layers have levels, which the tensors say as well."""
 _FORMATS = {
     ("int", 4, "pack-quantized"): WORDS,
     ("int", 8, "pack-quantized"): WORDS,
@@ -38,7 +89,12 @@ _FORMATS = {
     ("float", 4, "nvfp4-pack-quantized"): NVFP4,
 }
 """Layouts of compressed-tensors by type, bits and format of the weights."""
-_ALGORITHMS = {"FP8": FLOATS, "FP8_PER_CHANNEL_PER_TOKEN": FLOATS, "NVFP4": NVFP4, "W4A16_NVFP4": NVFP4}
+_ALGORITHMS = {
+    "FP8": FLOATS,
+    "FP8_PER_CHANNEL_PER_TOKEN": FLOATS,
+    "NVFP4": NVFP4,
+    "W4A16_NVFP4": NVFP4,
+}
 """Layouts of ModelOpt by ``quant_algo``."""
 
 
@@ -50,7 +106,8 @@ class Packing:
         layout: One of the layouts above.
         bits: 4 or 8.
         group: Number of consecutive inputs that share a scale; None: all inputs of an output.
-        symmetric: Whether weights have no zero points, or every zero point is the middle of the range.
+        symmetric: Whether weights have no zero points, or every zero point is the middle of the
+            range.
         offset: What must be added to a stored zero point.
         rows: Number of consecutive outputs that share a scale, where a group does.
         consecutive: Whether groups are of consecutive inputs, as far as the config says.
@@ -68,14 +125,15 @@ class Packing:
 
     @property
     def kind(self) -> str:
-        """Element type of the levels. Engines have no ``uint8``, and NVFP4 only with a factor that is a power of two."""
+        """Element type of the levels. Engines have no ``uint8``, and NVFP4 only with a factor that
+        is a power of two."""
         if self.layout in (FLOATS, NVFP4):
             return FP8 if self.layout == FLOATS else NVFP4
         return f"{'' if self.symmetric else 'u'}int{self.bits}"
 
     def quantization(self, widths: set[int]) -> Quantization | None:
-        """The quantization of an engine directory with these levels; None: no engine has them. A scale may be repeated for
-        several blocks.
+        """The quantization of an engine directory with these levels; None: no engine has them. A
+        scale may be repeated for several blocks.
 
         Args:
             widths: The numbers of inputs of all quantized weights.
@@ -84,7 +142,8 @@ class Packing:
         fitting = [size for size in BLOCKS if shared % size == 0]
         if not fitting or not self.consecutive or self.kind not in ("int4", "uint4", "int8", FP8):
             return None
-        block = min(fitting) if self.kind == "int8" else max(fitting)  # a draft can read half of the bits in blocks of 32
+        # A draft can read half of the bits in blocks of 32.
+        block = min(fitting) if self.kind == "int8" else max(fitting)
         return Quantization(self.kind, block, scales="float32" if self.kind == FP8 else None)
 
 
@@ -97,11 +156,13 @@ def read_packing(raw: Any) -> Packing:
     if not isinstance(raw, Mapping):
         raise ValueError(f"quantization_config is {shown(raw)}, and must be an object")
     fields = Fields(raw)
-    method = fields.take("quant_method", "modelopt" if "quant_algo" in raw else None)  # which older versions do not name
+    # Older versions do not name it.
+    method = fields.take("quant_method", "modelopt" if "quant_algo" in raw else None)
     reader = _METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         raise ValueError(
-            f"quantization_config has the method {shown(method)}; supported are {', '.join(_METHODS)}, or unquantized weights"
+            f"quantization_config has the method {shown(method)}; supported are "
+            f"{', '.join(_METHODS)}, or unquantized weights"
         )
     packing = reader(fields)
     unknown = tuple(name for name in fields.left if name not in _NO_EFFECT)
@@ -114,14 +175,19 @@ def _group(fields: Fields, default: int | None) -> int | None:
     if group is None:
         return None
     if type(group) is not int or (group != -1 and group < 1):
-        raise ValueError(f"quantization_config has group_size {shown(group)}, and must have -1 or a number of inputs")
+        raise ValueError(
+            f"quantization_config has group_size {shown(group)}, and must have -1 or a number "
+            "of inputs"
+        )
     return None if group == -1 else group
 
 
 def _bits(fields: Fields, method: str, known: tuple[int, ...]) -> int:
     bits: int = fields.integer("bits")
     if bits not in known:
-        raise ValueError(f"quantization_config has {bits} bits, which is not supported for {method}")
+        raise ValueError(
+            f"quantization_config has {bits} bits, which is not supported for {method}"
+        )
     return bits
 
 
@@ -129,15 +195,29 @@ def _gptq(fields: Fields) -> Packing:
     layouts = {name: fields.text(name) for name in ("checkpoint_format", "format")}
     layout = layouts["checkpoint_format"] or layouts["format"] or "gptq"
     if layout not in ("gptq", "gptq_v2") or fields.flag("is_marlin_format"):
-        raise ValueError(f"quantization_config has the layout {shown(layout)}; supported are gptq and gptq_v2")
+        raise ValueError(
+            f"quantization_config has the layout {shown(layout)}; supported are gptq and gptq_v2"
+        )
     dynamic = fields.take("dynamic", None) or {}
-    if not isinstance(dynamic, Mapping) or not all(name.startswith("-:") for name in dynamic):  # "-:" names what stays as it is
-        raise ValueError("quantization_config has dynamic options, which differ between layers; they are not supported")
+    # "-:" names what stays as it is.
+    if not isinstance(dynamic, Mapping) or not all(name.startswith("-:") for name in dynamic):
+        raise ValueError(
+            "quantization_config has dynamic options, which differ between layers; they are "
+            "not supported"
+        )
     if fields.text("pack_dtype") not in (None, "int32"):
-        raise ValueError("quantization_config has a pack_dtype other than int32, which is not supported")
-    bits, group, symmetric = _bits(fields, "gptq", (4, 8)), _group(fields, 128), fields.flag("sym", True)
+        raise ValueError(
+            "quantization_config has a pack_dtype other than int32, which is not supported"
+        )
+    bits, group, symmetric = (
+        _bits(fields, "gptq", (4, 8)),
+        _group(fields, 128),
+        fields.flag("sym", True),
+    )
     consecutive = group is None or not fields.flag("desc_act")
-    return Packing(GPTQ, bits, group, symmetric, 0 if layout == "gptq_v2" else 1, consecutive=consecutive)
+    return Packing(
+        GPTQ, bits, group, symmetric, 0 if layout == "gptq_v2" else 1, consecutive=consecutive
+    )
 
 
 def _awq(fields: Fields) -> Packing:
@@ -152,19 +232,31 @@ def _awq(fields: Fields) -> Packing:
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int | None]:
-    """The outputs and inputs that share a scale; 1 and None if each output, or the whole weight, has one."""
+    """The outputs and inputs that share a scale; 1 and None if each output, or the whole weight,
+    has one."""
     block = fields.take(name, None)
     if block is None:
         return 1, None
-    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+    if (
+        not isinstance(block, list)
+        or len(block) != 2
+        or not all(type(size) is int and size > 0 for size in block)
+    ):
         raise ValueError(f"quantization_config has {name} {shown(block)}, and must have two sizes")
     return block[0], block[1]
 
 
 def _fp8(fields: Fields) -> Packing:
-    for name, known in (("fmt", ("e4m3",)), ("scale_fmt", ("float", "ue8m0")), ("expert_dtype", ("fp8",))):
+    for name, known in (
+        ("fmt", ("e4m3",)),
+        ("scale_fmt", ("float", "ue8m0")),
+        ("expert_dtype", ("fp8",)),
+    ):
         if fields.text(name) not in (None, *known):
-            raise ValueError(f"quantization_config has {name} {shown(fields.raw[name])}; supported is {' or '.join(known)}")
+            raise ValueError(
+                f"quantization_config has {name} {shown(fields.raw[name])}; supported is "
+                f"{' or '.join(known)}"
+            )
     rows, columns = _block(fields, "weight_block_size")
     return Packing(FLOATS, 8, columns, rows=rows)
 
@@ -172,15 +264,25 @@ def _fp8(fields: Fields) -> Packing:
 def _compressed(fields: Fields) -> Packing:
     for name in ("sparsity_config", "transform_config"):
         of = fields.take(name, None) or {}
-        if not isinstance(of, Mapping) or of.get("config_groups") or of.get("format", "dense") != "dense":
+        if (
+            not isinstance(of, Mapping)
+            or of.get("config_groups")
+            or of.get("format", "dense") != "dense"
+        ):
             raise ValueError(f"quantization_config has a {name}, which is not supported")
     groups, layout = fields.take("config_groups", None), fields.text("format")
-    if not isinstance(groups, Mapping) or not all(isinstance(group, Mapping) for group in groups.values()):
-        raise ValueError(f"quantization_config has config_groups {shown(groups)}, and must have an object for each group")
+    if not isinstance(groups, Mapping) or not all(
+        isinstance(group, Mapping) for group in groups.values()
+    ):
+        raise ValueError(
+            f"quantization_config has config_groups {shown(groups)}, and must have an object "
+            "for each group"
+        )
     schemes = [_scheme(Fields(group), layout) for group in groups.values()]
     if not schemes or any(one != schemes[0] for one in schemes):
         raise ValueError(
-            "quantization_config has groups of layers that are quantized in different ways, which is not supported"
+            "quantization_config has groups of layers that are quantized in different ways, "
+            "which is not supported"
         )
     return schemes[0]
 
@@ -189,23 +291,37 @@ def _scheme(group: Fields, layout: str | None) -> Packing:
     """The weights of a group of layers of compressed-tensors."""
     raw, layout = group.take("weights", None), group.text("format") or layout
     if not isinstance(raw, Mapping):
-        raise ValueError("quantization_config has a group of layers without quantized weights, which is not supported")
+        raise ValueError(
+            "quantization_config has a group of layers without quantized weights, which is "
+            "not supported"
+        )
     weights = Fields(raw)
-    bits, kind, strategy = weights.integer("num_bits", 8), weights.text("type") or "int", weights.text("strategy")
+    bits, kind, strategy = (
+        weights.integer("num_bits", 8),
+        weights.text("type") or "int",
+        weights.text("strategy"),
+    )
     found = _FORMATS.get((kind, bits, layout or ""))
     if found is None or weights.take("dynamic", False):
         raise ValueError(
-            f"quantization_config has weights of {bits} bits of type {shown(kind)} in the format {shown(layout)}; "
+            f"quantization_config has weights of {bits} bits of type {shown(kind)} in the "
+            f"format {shown(layout)}; "
             "supported are " + ", ".join(f"{name} ({of} {count})" for of, count, name in _FORMATS)
         )
     if strategy not in (None, "tensor", "channel", "group", "block", "tensor_group"):
-        raise ValueError(f"quantization_config has the strategy {shown(strategy)}, which is not supported")
+        raise ValueError(
+            f"quantization_config has the strategy {shown(strategy)}, which is not supported"
+        )
     size = _group(weights, None)
     if found == NVFP4 and size != 16:
-        raise ValueError(f"quantization_config has group_size {shown(size)}; nvfp4-pack-quantized has 16")
+        raise ValueError(
+            f"quantization_config has group_size {shown(size)}; nvfp4-pack-quantized has 16"
+        )
     consecutive = weights.take("actorder", None) not in ("group", "dynamic", True)
     rows, columns = _block(weights, "block_structure") if strategy == "block" else (1, size)
-    return Packing(found, bits, columns, weights.flag("symmetric", True), rows=rows, consecutive=consecutive)
+    return Packing(
+        found, bits, columns, weights.flag("symmetric", True), rows=rows, consecutive=consecutive
+    )
 
 
 def _modelopt(fields: Fields) -> Packing:
@@ -214,7 +330,8 @@ def _modelopt(fields: Fields) -> Packing:
     layout = _ALGORITHMS.get(algorithm.upper())
     if layout is None:
         raise ValueError(
-            f"quantization_config has the quant_algo {shown(algorithm)}; supported are {', '.join(_ALGORITHMS)} of modelopt"
+            f"quantization_config has the quant_algo {shown(algorithm)}; supported are "
+            f"{', '.join(_ALGORITHMS)} of modelopt"
         )
     size = _group(fields, 16)
     if layout == NVFP4 and size != 16:

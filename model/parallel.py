@@ -1,8 +1,10 @@
-"""A model whose weights are split over ranks: tensor parallelism (Shoeybi et al. 2019, arXiv 1909.08053).
+"""A model whose weights are split over ranks: tensor parallelism (Shoeybi et al. 2019, arXiv
+1909.08053).
 
-Each rank has some heads of every attention and some columns of every MLP, or of each expert: the modules of
-:meth:`~eesd.common.geometry.Geometry.on_rank`. So it computes a part of what both add to x. The parts are added in the order of
-the ranks. Embeddings, norms, routers and LM heads are on every rank.
+Each rank has some heads of every attention and some columns of every MLP, or of each expert: the
+modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So it computes a part of what both add to
+x. The parts are added in the order of the ranks. Embeddings, norms, routers and LM heads are on
+every rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +46,12 @@ class Split:
         """This rank's share of each of several ranges, which lie one after another."""
         shares, begin = [], 0
         for size in sizes:
-            shares.append(slice(begin + size * self.rank // self.ranks, begin + size * (self.rank + 1) // self.ranks))
+            shares.append(
+                slice(
+                    begin + size * self.rank // self.ranks,
+                    begin + size * (self.rank + 1) // self.ranks,
+                )
+            )
             begin += size
         return shares
 
@@ -62,9 +69,14 @@ class Summed(nn.Module):
 
 
 def add_parts(decoder: Decoder, head: ExitHead, add: Add) -> None:
-    """Add the parts of all ranks after attentions, after MLPs, and after the product with the deep state."""
+    """Add the parts of all ranks after attentions, after MLPs, and after the product with the deep
+    state."""
     for module in (decoder, head):
-        names = [name for name, _ in module.named_modules() if name.endswith(("self_attn.o_proj", "mlp", "deep_in_proj"))]
+        names = [
+            name
+            for name, _ in module.named_modules()
+            if name.endswith(("self_attn.o_proj", "mlp", "deep_in_proj"))
+        ]
         for name in names:
             one = module.get_submodule(name)
             if isinstance(one, MLP):  # engines join its first two products, so it stays what it is

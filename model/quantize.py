@@ -1,21 +1,26 @@
-"""Weight-only quantization of linear layers: blocks of 32 weights share a scale, and in the type uint4 a minimum.
+"""Weight-only quantization of linear layers: blocks of 32 weights share a scale, and in the type
+uint4 a minimum.
 
 :class:`~eesd.model.quantized.Quantized` is the stored form.
 
-* ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range. With 16-bit scales all blocks
-  of an output have the scale of its largest weight: only then TensorRT-RTX multiplies by int8 weights as they are.
-* ``uint4``: levels 0 .. 15, with float16 scales and minimums. Both are searched by the block's squared error.
+* ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
+  With 16-bit scales all blocks of an output have the scale of its largest weight: only then
+  TensorRT-RTX multiplies by int8 weights as they are.
+* ``uint4``: levels 0 .. 15, with float16 scales and minimums. Both are searched by the block's
+  squared error.
 * ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.
-* ``float8e4m3fn``: levels are floating-point numbers from -448 to 448. All blocks of an output have the scale of its largest
-  weight.
-* ``float4e2m1``: levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in blocks of 16 (NVFP4). A block's scale is a
-  number of 8 bits times a factor of the whole weight. It maps the block's largest weight to 6 or to 4, whichever has the
-  smaller squared error.
+* ``float8e4m3fn``: levels are floating-point numbers from -448 to 448. All blocks of an output have
+  the scale of its largest weight.
+* ``float4e2m1``: levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, in blocks of 16
+  (NVFP4). A block's scale is a number of 8 bits times a factor of the whole weight. It maps the
+  block's largest weight to 6 or to 4, whichever has the smaller squared error.
 
-Four bits are so few that losing the largest weights of a block can be better than coarse levels for all, hence the search: each
-candidate is rounded, and gets the scale and the minimum that fit its levels best in closed form.
+Four bits are so few that losing the largest weights of a block can be better than coarse levels for
+all, hence the search: each candidate is rounded, and gets the scale and the minimum that fit its
+levels best in closed form.
 
-:func:`quantize_for` knows the inputs of a layer, and lets weights make up for the rounding of those before (GPTQ).
+:func:`quantize_for` knows the inputs of a layer, and lets weights make up for the rounding of those
+before (GPTQ).
 """
 
 from collections.abc import Iterator
@@ -35,13 +40,15 @@ _REFITS = 2
 LARGEST = 65504.0
 """Largest absolute weight that uint4 can hold: the largest float16, which the minimum may be."""
 _STEPS = (0.82, 0.9, 0.98, 1.06, 1.14, 1.22)
-"""Factors of the scale in the search for int4. At 1, the largest absolute weight is mapped to 8 steps."""
+"""Factors of the scale in the search for int4. At 1, the largest absolute weight is mapped to 8
+steps."""
 _NEARBY = (0.96, 1.04)
 """Factors of the best scale that are tried at the end."""
 _FP8_LARGEST = 448.0
 _LEAST_FACTOR = 2.0**-20
 _FP4_ENDS = (6.0, 4.0)
-"""Levels that a block's largest weight may get: the numbers between 4 and 6 are missing, which hurts some blocks."""
+"""Levels that a block's largest weight may get: the numbers between 4 and 6 are missing, which
+hurts some blocks."""
 _FP4_BOUNDS = (FP4_LEVELS[1:] + FP4_LEVELS[:-1]) / 2
 """Between which of these a magnitude is says which level is the nearest."""
 _TINY = 1e-30
@@ -49,14 +56,17 @@ _TINY = 1e-30
 _DAMPING = 0.01
 """The damping of the inputs' squares, as a share of their mean: GPTQ's default."""
 _PIECE = 1 << 17
-"""Number of weights that a thread searches at a time. Small pieces stay in the processor's cache."""
+"""Number of weights that a thread searches at a time. Small pieces stay in the processor's
+cache."""
 
 
 def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
-    """Quantize a weight, piece by piece, so that only the arguments and the results take much memory.
+    """Quantize a weight, piece by piece, so that only the arguments and the results take much
+    memory.
 
     Args:
-        weight: Weight [out, in]; ``in`` must be a multiple of a block. For uint4, no value may be beyond :data:`LARGEST`.
+        weight: Weight [out, in]; ``in`` must be a multiple of a block. For uint4, no value may be
+            beyond :data:`LARGEST`.
         kind: One of :data:`~eesd.common.quantization.LEVELS`.
         dtype: Element type of the scales, or of their factor; the scales of uint4 are float16.
     """
@@ -83,10 +93,16 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
             part = slice(first, first + columns)
             blocks = weight[part, begin:end].t().float().reshape(strip[:, :, part].shape)
             if kind == "uint4":
-                strip[:, :, part], scales[at, part], minimums[at, part] = _quantize_with_minimum(blocks)
+                strip[:, :, part], scales[at, part], minimums[at, part] = _quantize_with_minimum(
+                    blocks
+                )
             else:
-                strip[:, :, part], scales[at, part] = _quantize_blocks(blocks, largest[part], kind, dtype)
-        levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(strip.view(torch.uint8), BITS[kind])
+                strip[:, :, part], scales[at, part] = _quantize_blocks(
+                    blocks, largest[part], kind, dtype
+                )
+        levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(
+            strip.view(torch.uint8), BITS[kind]
+        )
 
     with one_thread_each() as pool:
         list(pool.map(quantize_strip, range(0, inputs, rows)))
@@ -94,10 +110,11 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
 
 
 def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
-    """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little: GPTQ (arXiv 2210.17323).
+    """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little: GPTQ
+    (arXiv 2210.17323).
 
-    Inputs are rounded one after another. The weights of later inputs make up for the error of each. Scales and
-    minimums of a block are searched when its turn comes.
+    Inputs are rounded one after another. The weights of later inputs make up for the error of each.
+    Scales and minimums of a block are searched when its turn comes.
 
     Args:
         factor: What :func:`compensation` makes of the layer's inputs [in, in].
@@ -120,26 +137,33 @@ def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: torch.dtype) 
         step, low = scale[0].float(), minimum[0].float()
         errors = torch.empty_like(block)
         for row, own in enumerate(factor[begin:end, begin:end]):
-            levels[begin + row] = level = ((block[row] - low) / step.clamp_min(_TINY)).round_().clamp_(least, most)
+            levels[begin + row] = level = (
+                ((block[row] - low) / step.clamp_min(_TINY)).round_().clamp_(least, most)
+            )
             errors[row] = (block[row] - level * step - low) / own[row]
             block[row + 1 :] -= own[row + 1 :, None] * errors[row]
         values[end:] -= factor[begin:end, end:].t() @ errors
         scales.append(scale)
         minimums.append(minimum)
     stored = pack(levels.view(torch.uint8), BITS[kind])
-    return Quantized(stored, torch.cat(scales), minimums=torch.cat(minimums) if kind == "uint4" else None)
+    return Quantized(
+        stored, torch.cat(scales), minimums=torch.cat(minimums) if kind == "uint4" else None
+    )
 
 
 def compensation(products: Tensor) -> Tensor:
-    """The upper triangular U [in, in] with U^T U = (products + damping)^-1: how inputs make up for the error of one before.
+    """The upper triangular U [in, in] with U^T U = (products + damping)^-1: how inputs make up for
+    the error of one before.
 
     Args:
-        products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are always 0 are allowed.
+        products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are
+            always 0 are allowed.
     """
     wide = products.double()
     diagonal = wide.diagonal()
     diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
-    backwards = torch.linalg.cholesky(wide.flip(0, 1)).flip(0, 1)  # R with R R^T = products, so that U is its inverse
+    # R with R R^T = products, so that U is its inverse.
+    backwards = torch.linalg.cholesky(wide.flip(0, 1)).flip(0, 1)
     whole = torch.eye(len(wide), dtype=wide.dtype)
     upper: Tensor = torch.linalg.solve_triangular(backwards, whole, upper=True)
     return upper.float()
@@ -147,7 +171,8 @@ def compensation(products: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as torch has. Each runs torch alone: splitting every small operation costs more than it gains."""
+    """As many threads as torch has. Each runs torch alone: splitting every small operation costs
+    more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -162,20 +187,28 @@ def shares_scales(kind: str, dtype: torch.dtype) -> bool:
     return kind == FP8 or (kind == "int8" and dtype != torch.float32)
 
 
-def _quantize_blocks(blocks: Tensor, largest: Tensor, kind: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Levels and scales of blocks [count, 32, out], not as uint4; ``largest`` [out] is each output's, for shared scales."""
+def _quantize_blocks(
+    blocks: Tensor, largest: Tensor, kind: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Levels and scales of blocks [count, 32, out], not as uint4; ``largest`` [out] is each
+    output's, for shared scales."""
     if kind == "int4":
         scale = _ScaleSearch(blocks).run()
     else:
         most = 127 if kind == "int8" else _FP8_LARGEST
-        scale = (largest.repeat(len(blocks), 1) if shares_scales(kind, dtype) else blocks.abs().amax(1)) / most
-    # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into rounding up.
+        scale = (
+            largest.repeat(len(blocks), 1) if shares_scales(kind, dtype) else blocks.abs().amax(1)
+        ) / most
+    # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into
+    # rounding up.
     half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
     scale = (scale + half).to(dtype)
     scale[scale == 0] = 1
     levels = blocks / scale.float()[:, None]
     if kind == FP8:
-        return levels.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).view(torch.int8), scale
+        return levels.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).view(
+            torch.int8
+        ), scale
     least, most = (-127, 127) if kind == "int8" else (-8, 7)
     return levels.round_().clamp_(least, most).to(torch.int8), scale
 
@@ -184,7 +217,8 @@ def _quantize_nvfp4(weight: Tensor, dtype: torch.dtype) -> Quantized:
     """Quantize a weight [out, in] as NVFP4, some outputs at a time."""
     block, (outputs, inputs) = NVFP4.block, weight.shape
     largest = torch.maximum(weight.amax(), -weight.amin()).float()
-    exponent = (largest / (_FP4_ENDS[-1] * _FP8_LARGEST)).clamp_min(_LEAST_FACTOR).log2().ceil()  # no scale is too large
+    # No scale is too large.
+    exponent = (largest / (_FP4_ENDS[-1] * _FP8_LARGEST)).clamp_min(_LEAST_FACTOR).log2().ceil()
     factor = exponent.exp2().to(dtype)
     codes = torch.empty(inputs, outputs, dtype=torch.uint8)
     scales = torch.empty(inputs // block, outputs, dtype=torch.float8_e4m3fn)
@@ -202,7 +236,8 @@ def _quantize_nvfp4(weight: Tensor, dtype: torch.dtype) -> Quantized:
 
 
 def _best_of_ends(blocks: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of blocks [out, count, 16] as NVFP4, with the end for the largest weight that fits a block best."""
+    """Codes and scales of blocks [out, count, 16] as NVFP4, with the end for the largest weight
+    that fits a block best."""
     found = []
     for end in _FP4_ENDS:
         wanted = blocks.abs().amax(2) / (end * factor.float())
@@ -218,10 +253,11 @@ def _best_of_ends(blocks: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _ScaleSearch:
-    """Search of the scales with the least squared error for blocks [count, 32, out], with the levels -8 .. 7.
+    """Search of the scales with the least squared error for blocks [count, 32, out], with the
+    levels -8 .. 7.
 
-    For given levels, the best scale is sum(w l) / sum(l l), and its squared error is lower by sum(w l)^2 / sum(l l) than that
-    of levels that are all zero. Candidates are compared by this gain.
+    For given levels, the best scale is sum(w l) / sum(l l), and its squared error is lower by sum(w
+    l)^2 / sum(l l) than that of levels that are all zero. Candidates are compared by this gain.
     """
 
     def __init__(self, blocks: Tensor) -> None:
@@ -259,8 +295,9 @@ class _ScaleSearch:
 def _quantize_with_minimum(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Levels, scales and minimums of blocks [count, 32, out] as uint4.
 
-    Every candidate is rounded to float16 before its levels are chosen, and compared by the squared error of what is stored. The
-    first one maps the block's least and largest weight to the levels 0 and 15: it finds again what was quantized so before.
+    Every candidate is rounded to float16 before its levels are chosen, and compared by the squared
+    error of what is stored. The first one maps the block's least and largest weight to the levels 0
+    and 15: it finds again what was quantized so before.
     """
     low, high = blocks.amin(1), blocks.amax(1)
     best = _Candidate(blocks, (high - low) / 15, low)
@@ -274,12 +311,18 @@ def _quantize_with_minimum(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Candidate:
-    """Scales and minimums [count, out] for blocks [count, 32, out], rounded to float16, with the levels and squared errors."""
+    """Scales and minimums [count, out] for blocks [count, 32, out], rounded to float16, with the
+    levels and squared errors."""
 
     def __init__(self, blocks: Tensor, scale: Tensor, minimum: Tensor) -> None:
-        self.scale, self.minimum = scale.clamp(0, LARGEST).half(), minimum.clamp(-LARGEST, LARGEST).half()
+        self.scale, self.minimum = (
+            scale.clamp(0, LARGEST).half(),
+            minimum.clamp(-LARGEST, LARGEST).half(),
+        )
         scale, minimum = self.scale.float()[:, None], self.minimum.float()[:, None]
-        self.levels = ((blocks - minimum) * scale.clamp_min(_TINY).reciprocal()).round_().clamp_(0, 15)
+        self.levels = (
+            ((blocks - minimum) * scale.clamp_min(_TINY).reciprocal()).round_().clamp_(0, 15)
+        )
         self.error = (self.levels * scale).add_(minimum).sub_(blocks).square_().sum(1)
 
     def better(self, other: "_Candidate") -> "_Candidate":

@@ -1,8 +1,9 @@
 """Quantized weights as they are stored: levels, scales, zero points and minimums.
 
-A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the layout of ONNX's blockwise
-``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the weight ``scale * (q - zero_point) + minimum``. Zero points
-occur only in checkpoints that were quantized before.
+A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the
+layout of ONNX's blockwise ``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the
+weight ``scale * (q - zero_point) + minimum``. Zero points occur only in checkpoints that were
+quantized before.
 """
 
 from collections.abc import Sequence
@@ -20,13 +21,17 @@ class Quantized(NamedTuple):
     """A quantized weight.
 
     Attributes:
-        levels: The bytes of a tensor [in, out]. Two levels of 4 bits share a byte, the first in the low half.
+        levels: The bytes of a tensor [in, out]. Two levels of 4 bits share a byte, the first in the
+            low half.
         scales: Scales [in / block, out].
-        zeros: The bytes of the zero points [in / block, out], packed like the levels; None where all are zero.
+        zeros: The bytes of the zero points [in / block, out], packed like the levels; None where
+            all are zero.
         minimums: Minimums [in / block, out] in the type of the scales; None where all are zero.
-        factor: What all scales are multiplied by, []: a power of two, so that nothing is rounded. None: 1.
+        factor: What all scales are multiplied by, []: a power of two, so that nothing is
+            rounded. None: 1.
 
-    An embedding table is the transpose of all this: levels [out, in], scales and minimums [out, in / block].
+    An embedding table is the transpose of all this: levels [out, in], scales and minimums
+    [out, in / block].
     """
 
     levels: Tensor
@@ -38,7 +43,11 @@ class Quantized(NamedTuple):
     @property
     def whole_scales(self) -> Tensor:
         """Scales times factor in float32."""
-        return self.scales.float() if self.factor is None else self.scales.float() * self.factor.float()
+        return (
+            self.scales.float()
+            if self.factor is None
+            else self.scales.float() * self.factor.float()
+        )
 
 
 def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
@@ -58,11 +67,16 @@ def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
 
 
 def _side_by_side(parts: Sequence[Tensor], rows: int, widths: Sequence[int], bits: int) -> Tensor:
-    """Packed tensors [rows, width] as one. Where a width is odd, rows begin within a byte, so they are packed anew."""
+    """Packed tensors [rows, width] as one. Where a width is odd, rows begin within a byte, so they
+    are packed anew."""
     if bits == 8 or all(width % 2 == 0 for width in widths):
         return torch.cat([part.view(rows, -1) for part in parts], 1).view(-1)
-    levels = [unpack(part, "uint4", rows * width) for part, width in zip(parts, widths, strict=True)]
-    tensors = [part.to(torch.uint8).view(rows, width) for part, width in zip(levels, widths, strict=True)]
+    levels = [
+        unpack(part, "uint4", rows * width) for part, width in zip(parts, widths, strict=True)
+    ]
+    tensors = [
+        part.to(torch.uint8).view(rows, width) for part, width in zip(levels, widths, strict=True)
+    ]
     return pack(torch.cat(tensors, 1), bits)
 
 
@@ -77,19 +91,28 @@ def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice
 
     scales = taken(weight.scales)
     assert scales is not None
-    zeros = None if weight.zeros is None else _packed_part(weight.zeros, (count, width), bits, blocks, outputs)
+    zeros = (
+        None
+        if weight.zeros is None
+        else _packed_part(weight.zeros, (count, width), bits, blocks, outputs)
+    )
     levels = _packed_part(weight.levels, (count * block, width), bits, rows, outputs)
     return Quantized(levels, scales, zeros, taken(weight.minimums), weight.factor)
 
 
-def _packed_part(stored: Tensor, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]) -> Tensor:
-    """Some rows and columns of a packed tensor, packed. Where a column begins within a byte, all are unpacked meanwhile."""
+def _packed_part(
+    stored: Tensor, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]
+) -> Tensor:
+    """Some rows and columns of a packed tensor, packed. Where a column begins within a byte, all
+    are unpacked meanwhile."""
     step = 8 // bits
     if shape[1] % step or any(some.start % step or some.stop % step for some in columns):
         values = unpack(stored, "uint4", shape[0] * shape[1]).to(torch.uint8).view(shape)
         return pack(torch.cat([values[rows, some] for some in columns], 1), bits)
     values = stored.view(shape[0], -1)[rows]
-    return torch.cat([values[:, some.start // step : some.stop // step] for some in columns], 1).view(-1)
+    return torch.cat(
+        [values[:, some.start // step : some.stop // step] for some in columns], 1
+    ).view(-1)
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
@@ -108,7 +131,8 @@ def pack(values: Tensor, bits: int) -> Tensor:
 
 
 def unpack(stored: Tensor, kind: str, count: int) -> Tensor:
-    """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become int16, or float32."""
+    """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become
+    int16, or float32."""
     if kind == FP8:
         return stored.view(torch.float8_e4m3fn)[:count].float()
     if kind == FP4:
@@ -139,7 +163,9 @@ def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> Tensor:
         return values.view(scales.shape).unsqueeze(axis + 1)
 
     count = len(quantized.levels) * 8 // BITS[kind]
-    levels = unpack(quantized.levels, kind, count).view((rows, -1, columns) if axis == 0 else (rows, columns, -1))
+    levels = unpack(quantized.levels, kind, count).view(
+        (rows, -1, columns) if axis == 0 else (rows, columns, -1)
+    )
     if quantized.zeros is not None:
         levels = levels - shared(unpack(quantized.zeros, kind, scales.numel()))
     values = levels.float().mul_(shared(scales))

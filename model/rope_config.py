@@ -1,7 +1,9 @@
-"""Read the rotary embedding of a ``config.json``: base, scaling, and for how many positions it is meant.
+"""Read the rotary embedding of a ``config.json``: base, scaling, and for how many positions it is
+meant.
 
-transformers 5 stores ``rope_parameters``, transformers 4 ``rope_theta`` and ``rope_scaling``. Where both are given,
-``rope_scaling`` wins and nothing of ``rope_parameters`` is used, not even its theta.
+transformers 5 stores ``rope_parameters``, transformers 4 ``rope_theta`` and ``rope_scaling``. Where
+both are given, ``rope_scaling`` wins and nothing of ``rope_parameters`` is used, not even its
+theta.
 """
 
 import math
@@ -21,8 +23,8 @@ class Rope:
     Attributes:
         theta: Base of the frequencies.
         scaling: Scaling of the frequencies, or None.
-        positions: Number of positions that it is meant for, and up to which its frequencies stay the same: keys in the KV cache
-            must stay valid when a text grows.
+        positions: Number of positions that it is meant for, and up to which its frequencies stay
+            the same: keys in the KV cache must stay valid when a text grows.
         rotated: Pairs of values of a head that are rotated; 0: all.
         notices: Sentences about values that are ignored.
     """
@@ -53,7 +55,8 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
     kind = own.take("rope_type", own.take("type", "default"))
     if kind not in family.ropes:
         raise ValueError(
-            f"the rope scaling {shown(kind)} is not supported for {family.architecture}; supported are "
+            f"the rope scaling {shown(kind)} is not supported for {family.architecture}; "
+            "supported are "
             f"{', '.join(family.ropes)}"
         )
     kind = family.rope_names.get(kind, kind)
@@ -62,34 +65,56 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
     if original is not None:  # outside of the rope's own values it wins, as in transformers
         own = Fields({**own.raw, "original_max_position_embeddings": original})
     scaling = _scaling(own, kind, theta, positions, rotated or head_dim // 2)
-    own.taken |= {"rope_theta", "rope_type", "type", "partial_rotary_factor", "original_max_position_embeddings"}
+    own.taken |= {
+        "rope_theta",
+        "rope_type",
+        "type",
+        "partial_rotary_factor",
+        "original_max_position_embeddings",
+    }
     if own.left:
         ignored = ", ".join(shown(name) for name in own.left[:8])
-        notices += (f"config.json: the rope type {kind} has no {ignored}; ignored, as transformers does.",)
+        notices += (
+            f"config.json: the rope type {kind} has no {ignored}; ignored, as transformers does.",
+        )
     if kind == "yarn" and scaling is not None:
         positions = max(positions, int(scaling.factor * scaling.original_max_position))
     if kind in ("dynamic", "longrope"):
         short = positions if scaling is None else min(positions, scaling.original_max_position)
-        notices += (f"config.json: {kind} has other frequencies for more than {short} tokens, so longer texts are refused.",)
+        notices += (
+            (
+                f"config.json: {kind} has other frequencies for more than {short} tokens, so "
+                "longer texts are refused."
+            ),
+        )
         positions = short
     return Rope(theta, scaling, positions, rotated, notices)
 
 
 def _rotated(own: Fields, fields: Fields, head_dim: int, family: Family) -> int:
     """Pairs of values of a head that are rotated; 0: all."""
-    part = own.number("partial_rotary_factor", fields.take("partial_rotary_factor", 1.0), optional=True)
+    part = own.number(
+        "partial_rotary_factor", fields.take("partial_rotary_factor", 1.0), optional=True
+    )
     if part in (None, 1.0):
         return 0
     if not family.partial_rotary:
-        raise ValueError(f"partial rotary embeddings are not supported for {family.architecture}; the whole head is rotated")
+        raise ValueError(
+            f"partial rotary embeddings are not supported for {family.architecture}; the "
+            "whole head is rotated"
+        )
     size = int(head_dim * part)
     if not 0 < size <= head_dim or size % 2:
-        raise ValueError(f"partial_rotary_factor is {part}: {size} of {head_dim} values cannot be rotated in pairs")
+        raise ValueError(
+            f"partial_rotary_factor is {part}: {size} of {head_dim} values cannot be rotated "
+            "in pairs"
+        )
     return size // 2
 
 
 def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """``rope_scaling`` if there is one, else ``rope_parameters``; and a sentence if there are both."""
+    """``rope_scaling`` if there is one, else ``rope_parameters``; and a sentence if there are
+    both."""
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.take(name, None)
@@ -97,15 +122,21 @@ def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
             raise ValueError(f"{name} is {shown(value)}, and must be an object")
         nested = next((key for key, item in (value or {}).items() if isinstance(item, dict)), None)
         if nested is not None:
-            raise ValueError(f"{name} differs between kinds of layers ({nested!r}), which is not supported")
+            raise ValueError(
+                f"{name} differs between kinds of layers ({nested!r}), which is not supported"
+            )
         found[name] = value or {}
     scaling, parameters = found["rope_scaling"], found["rope_parameters"]
     if scaling and parameters and scaling != parameters:
-        return scaling, ("config.json has rope_scaling, so rope_parameters is ignored, as transformers does.",)
+        return scaling, (
+            "config.json has rope_scaling, so rope_parameters is ignored, as transformers does.",
+        )
     return scaling or parameters, ()
 
 
-def _scaling(own: Fields, kind: str, theta: float, positions: int, pairs: int) -> RopeScaling | None:
+def _scaling(
+    own: Fields, kind: str, theta: float, positions: int, pairs: int
+) -> RopeScaling | None:
     """The scaling of the frequencies, from the values of the rope."""
     if kind == "default":
         return None
@@ -143,12 +174,19 @@ def _longrope(own: Fields, original: int, positions: int, pairs: int) -> RopeSca
     for name in ("short_factor", "long_factor"):
         divisors[name] = own.take(name)
         if not isinstance(divisors[name], list) or len(divisors[name]) != pairs:
-            raise ValueError(f"{name} must be a list of {pairs} numbers, one for each pair of values that is rotated")
-    short = tuple(_positive(Fields({"short_factor": one}), "short_factor") for one in divisors["short_factor"])
+            raise ValueError(
+                f"{name} must be a list of {pairs} numbers, one for each pair of values that "
+                "is rotated"
+            )
+    short = tuple(
+        _positive(Fields({"short_factor": one}), "short_factor") for one in divisors["short_factor"]
+    )
     factor = own.number("factor", None, optional=True)
     factor = positions / original if factor is None else factor
     if original < 2:
-        raise ValueError(f"original_max_position_embeddings is {original}, and must be at least 2 for longrope")
+        raise ValueError(
+            f"original_max_position_embeddings is {original}, and must be at least 2 for longrope"
+        )
     given = own.number("attention_factor", None, optional=True)
     if given is None:
         given = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
@@ -157,7 +195,9 @@ def _longrope(own: Fields, original: int, positions: int, pairs: int) -> RopeSca
 
 def _positive(own: Fields, name: str, default: float | None = None) -> float:
     """A number of a size that makes sense. 0 and null mean the default, if there is one."""
-    value: float | None = own.number(name, ... if default is None else None, optional=default is not None)
+    value: float | None = own.number(
+        name, ... if default is None else None, optional=default is not None
+    )
     if default is not None and not value:
         return default
     if value is None or not 1e-6 <= value <= 1e6:
@@ -166,9 +206,12 @@ def _positive(own: Fields, name: str, default: float | None = None) -> float:
 
 
 def _attention_factor(own: Fields, factor: float) -> float:
-    """The factor of cos and sin for yarn (Peng et al. 2023, arXiv 2309.00071), if the config does not give it."""
+    """The factor of cos and sin for yarn (Peng et al. 2023, arXiv 2309.00071), if the config does
+    not give it."""
     given: float | None = own.number("attention_factor", None, optional=True)
-    scale, scale_all = (own.number(name, None, optional=True) for name in ("mscale", "mscale_all_dim"))
+    scale, scale_all = (
+        own.number(name, None, optional=True) for name in ("mscale", "mscale_all_dim")
+    )
     if given is not None:
         return given
 

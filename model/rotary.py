@@ -1,4 +1,5 @@
-"""Rotary tables. Frequencies are computed in the order of operations of transformers, so that the tables are the same bits."""
+"""Rotary tables. Frequencies are computed in the order of operations of transformers, so that the
+tables are the same bits."""
 
 import math
 from dataclasses import replace
@@ -11,7 +12,8 @@ from eesd.common.geometry import Geometry, RopeScaling
 
 
 def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
-    """Compute cos and sin [length, D/2] in float32, scaled as the geometry says; with a local base [length, D].
+    """Compute cos and sin [length, D/2] in float32, scaled as the geometry says; with a local base
+    [length, D].
 
     Values of a head that are not rotated have the angle 0.
     """
@@ -21,7 +23,10 @@ def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
     still = geometry.head_dim // 2 - len(frequencies)
     cos, sin = pad(cos, (0, still), value=1.0), pad(sin, (0, still))
     if geometry.local_theta:
-        local = rotary_tables(replace(geometry, rope_theta=geometry.local_theta, rope_scaling=None, local_theta=0.0), length)
+        local = rotary_tables(
+            replace(geometry, rope_theta=geometry.local_theta, rope_scaling=None, local_theta=0.0),
+            length,
+        )
         return torch.cat((cos, local[0]), 1), torch.cat((sin, local[1]), 1)
     return cos, sin
 
@@ -46,9 +51,13 @@ def _frequencies(geometry: Geometry) -> tuple[Tensor, float]:
 
 
 def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Slow down the frequencies [D/2] with long waves, leave those with short ones, and blend between."""
+    """Slow down the frequencies [D/2] with long waves, leave those with short ones, and blend
+    between."""
     waves, slowed = 2 * math.pi / frequencies, frequencies / scaling.factor
-    longest, shortest = (scaling.original_max_position / f for f in (scaling.low_freq_factor, scaling.high_freq_factor))
+    longest, shortest = (
+        scaling.original_max_position / f
+        for f in (scaling.low_freq_factor, scaling.high_freq_factor)
+    )
     turns = scaling.original_max_position / waves
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
@@ -56,11 +65,14 @@ def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _yarn(powers: Tensor, scaling: RopeScaling, size: int, theta: float) -> Tensor:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): blend slowed and original frequencies over a range of dimensions."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): blend slowed and original frequencies over a range
+    of dimensions."""
 
     def dimension(turns: float) -> float:
         """The dimension whose wave turns this often within the original positions."""
-        return (size * math.log(scaling.original_max_position / (turns * 2 * math.pi))) / (2 * math.log(theta))
+        return (size * math.log(scaling.original_max_position / (turns * 2 * math.pi))) / (
+            2 * math.log(theta)
+        )
 
     low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
     if scaling.truncate:
@@ -68,6 +80,8 @@ def _yarn(powers: Tensor, scaling: RopeScaling, size: int, theta: float) -> Tens
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # no division by zero
-    kept = 1 - torch.clamp((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low), 0, 1)
+    kept = 1 - torch.clamp(
+        (torch.arange(size // 2, dtype=torch.float32) - low) / (high - low), 0, 1
+    )
     slowed = 1.0 / (scaling.factor * powers)
     return slowed * (1 - kept) + 1.0 / powers * kept

@@ -1,7 +1,7 @@
 """Read safetensors files tensor by tensor.
 
-The reader uses plain file reads instead of safetensors' memory maps: mapped pages count as resident memory, and plain reads
-keep the peak at one tensor. Nothing is read before it is asked for.
+The reader uses plain file reads instead of safetensors' memory maps: mapped pages count as resident
+memory, and plain reads keep the peak at one tensor. Nothing is read before it is asked for.
 """
 
 import json
@@ -33,7 +33,8 @@ class CheckpointTensor:
         offset: Offset of the data in the file, in bytes.
         nbytes: Length of the data in bytes.
         shape: Shape of the tensor.
-        stored: Element type in the words of the format, such as ``BF16``. Of GGUF's types, those of floats have these names.
+        stored: Element type in the words of the format, such as ``BF16``. Of GGUF's types, those of
+            floats have these names.
     """
 
     path: Path
@@ -45,10 +46,12 @@ class CheckpointTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type of the tensor. Raises :class:`EESDError` if it is not a floating-point type."""
+        """Element type of the tensor. Raises :class:`EESDError` if it is not a floating-point
+        type."""
         if self.stored not in DTYPES:
             raise EESDError(
-                f"{self.path}: the tensor {self.name} is stored as {self.stored}; supported are {', '.join(DTYPES)} "
+                f"{self.path}: the tensor {self.name} is stored as {self.stored}; supported "
+                f"are {', '.join(DTYPES)} "
                 "(give the unquantized checkpoint)."
             )
         return DTYPES[self.stored]
@@ -63,13 +66,18 @@ class CheckpointTensor:
         return self.checked(torch.frombuffer(self.read_bytes(), dtype=dtype).reshape(self.shape))
 
     def checked(self, values: Tensor) -> Tensor:
-        """The values of this tensor. Raises :class:`EESDError` if one is infinite or not a number."""
+        """The values of this tensor. Raises :class:`EESDError` if one is infinite or not a
+        number."""
         if not all_finite(values):
-            raise EESDError(f"{self.path}: the tensor {self.name} has values that are not finite numbers; fetch it again.")
+            raise EESDError(
+                f"{self.path}: the tensor {self.name} has values that are not finite numbers; "
+                "fetch it again."
+            )
         return values
 
     def read_bytes(self, length: int | None = None) -> bytearray:
-        """Read the first bytes of the tensor, or all, whatever its type. Raises :class:`EESDError` if the file is truncated."""
+        """Read the first bytes of the tensor, or all, whatever its type. Raises :class:`EESDError`
+        if the file is truncated."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = bytearray(self.nbytes if length is None else min(length, self.nbytes))
@@ -88,7 +96,8 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 def read_header(path: Path) -> dict[str, CheckpointTensor]:
-    """Find the tensors of a safetensors file: 8 bytes with the length of the header, then the header in JSON, then the data.
+    """Find the tensors of a safetensors file: 8 bytes with the length of the header, then the
+    header in JSON, then the data.
 
     Raises:
         EESDError: The file is missing, truncated or damaged, or has another format.
@@ -96,27 +105,40 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
     try:
         size = path.stat().st_size
     except FileNotFoundError:
-        raise EESDError(f"{path} is missing; the checkpoint is incomplete, fetch it again.") from None
+        raise EESDError(
+            f"{path} is missing; the checkpoint is incomplete, fetch it again."
+        ) from None
     if not path.is_file():
         raise EESDError(f"{path} is not a file; fetch it again.")
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _MAX_HEADER):
             problem = "truncated" if length <= _MAX_HEADER else "not a safetensors file"
-            raise EESDError(f"{path} is {problem}; fetch the file again (only safetensors checkpoints are supported).")
+            raise EESDError(
+                f"{path} is {problem}; fetch the file again (only safetensors checkpoints are "
+                "supported)."
+            )
         try:
             header: dict[str, Any] = json.loads(file.read(length))
         except (ValueError, RecursionError):
-            raise EESDError(f"{path} is not a safetensors file; only safetensors checkpoints are supported.") from None
+            raise EESDError(
+                f"{path} is not a safetensors file; only safetensors checkpoints are supported."
+            ) from None
     try:
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
         tensors = {name: _tensor(path, 8 + length, size, name, entry) for name, entry in entries}
-        with safe_open(path, "numpy"):  # the library finds what is left, such as tensors that overlap
+        # The library finds what is left, such as tensors that overlap.
+        with safe_open(path, "numpy"):
             return tensors
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
-        raise EESDError(f"{path} is damaged: its header is invalid; fetch the file again.") from None
+        raise EESDError(
+            f"{path} is damaged: its header is invalid; fetch the file again."
+        ) from None
     except SafetensorError as error:
-        raise EESDError(f"{path} is damaged, and the safetensors library refuses it ({error}); fetch the file again.") from None
+        raise EESDError(
+            f"{path} is damaged, and the safetensors library refuses it ({error}); fetch the "
+            "file again."
+        ) from None
 
 
 def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> CheckpointTensor:
@@ -125,9 +147,13 @@ def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) 
     start, end = (int(offset) for offset in entry["data_offsets"])
     shape = tuple(int(length) for length in entry["shape"])
     if base + end > size:
-        raise EESDError(f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again.")
+        raise EESDError(
+            f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again."
+        )
     # Reading a tensor of another type is refused. A tensor that is not read does no harm.
     wrong = stored in DTYPES and end - start != prod(shape) * DTYPES[stored].itemsize
     if start < 0 or end < start or min(shape, default=0) < 0 or wrong:
-        raise EESDError(f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again.")
+        raise EESDError(
+            f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again."
+        )
     return CheckpointTensor(path, name, base + start, end - start, shape, stored)

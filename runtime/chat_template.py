@@ -1,7 +1,8 @@
-"""Chat messages as text, by the template that comes with a model: as ``apply_chat_template`` of transformers renders them.
+"""Chat messages as text, by the template that comes with a model: as ``apply_chat_template`` of
+transformers renders them.
 
-A template runs with limits (:mod:`eesd.runtime.template_limits`). What they allow gives the same text;
-``tests/text/test_chat_template.py`` compares many templates and conversations.
+A template runs with limits (:mod:`eesd.runtime.template_limits`). What they allow gives the same
+text; ``tests/text/test_chat_template.py`` compares many templates and conversations.
 """
 
 import json
@@ -23,10 +24,22 @@ from eesd.runtime.template_limits import LimitedEnvironment
 Message = Mapping[str, Any]
 """A chat message: ``role``, ``content``, and what else the template uses."""
 Tool = Mapping[str, Any]
-"""A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``, ``description`` and ``parameters``."""
+"""A tool as in OpenAI's API: ``type`` (``function``) and ``function`` with ``name``,
+``description`` and ``parameters``."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""The names under which a message may hold its reasoning. Templates read the first or the second."""
-_ITEM_FILTERS = {"first", "join", "last", "list", "map", "reject", "rejectattr", "select", "selectattr"}
+"""The names under which a message may hold its reasoning. Templates read the first or the
+second."""
+_ITEM_FILTERS = {
+    "first",
+    "join",
+    "last",
+    "list",
+    "map",
+    "reject",
+    "rejectattr",
+    "select",
+    "selectattr",
+}
 """Filters that read the items of what they get."""
 
 
@@ -35,7 +48,8 @@ class ChatTemplate:
 
     Args:
         source: The template, in Jinja's language.
-        special_tokens: The model's special tokens by name, such as ``bos_token``. Tokens that it does not have are missing.
+        special_tokens: The model's special tokens by name, such as ``bos_token``. Tokens that it
+            does not have are missing.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
@@ -52,47 +66,71 @@ class ChatTemplate:
         """Render messages, and the beginning of the answer.
 
         Args:
-            messages: At least one message. ``content`` is a text or a list of text parts; if the template does not read parts,
-                it gets their texts, one a line.
-            tools: Functions that the model may call, as in OpenAI's API. A template that does not read them shows nothing of
-                them; see :attr:`reads_tools`.
+            messages: At least one message. ``content`` is a text or a list of text parts; if the
+                template does not read parts, it gets their texts, one a line.
+            tools: Functions that the model may call, as in OpenAI's API. A template that does not
+                read them shows nothing of them; see :attr:`reads_tools`.
             answer: Whether an answer begins behind them.
-            variables: Values by the names that the template has for them, such as ``enable_thinking``; see :attr:`names`.
+            variables: Values by the names that the template has for them, such as
+                ``enable_thinking``; see :attr:`names`.
 
         Raises:
-            EESDError: A message is not plain data with a role, the template refuses the messages or is no template, or it takes
-                too long.
+            EESDError: A message is not plain data with a role, the template refuses the messages or
+                is no template, or it takes too long.
         """
         if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
             raise EESDError("There is no chat message; give a list of at least one.")
         conversation = [_checked(message, number) for number, message in enumerate(messages, 1)]
-        plain_tools = None if tools is None else [_plain(tool, f"Tool {number}") for number, tool in enumerate(tools, 1)]
+        plain_tools = (
+            None
+            if tools is None
+            else [_plain(tool, f"Tool {number}") for number, tool in enumerate(tools, 1)]
+        )
         with refused(lambda error: f"The chat template refuses these messages: {reason(error)}."):
             code, reads_parts, _ = self._compiled
-            seen = conversation if reads_parts else [_without_parts(message) for message in conversation]
-            return self._run(code, {**variables, "messages": seen, "tools": plain_tools, "add_generation_prompt": answer})
+            seen = (
+                conversation
+                if reads_parts
+                else [_without_parts(message) for message in conversation]
+            )
+            return self._run(
+                code,
+                {
+                    **variables,
+                    "messages": seen,
+                    "tools": plain_tools,
+                    "add_generation_prompt": answer,
+                },
+            )
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template does anything with ``tools``. Raises :class:`EESDError` if it is no template."""
+        """Whether the template does anything with ``tools``. Raises :class:`EESDError` if it is no
+        template."""
         return "tools" in self.names
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of the values that the template reads. Raises :class:`EESDError` if it is no template."""
+        """The names of the values that the template reads. Raises :class:`EESDError` if it is no
+        template."""
         try:
             return self._compiled[2]
         except TemplateError as error:
-            raise EESDError(f"The chat template cannot be used: {str(error)[:200].rstrip('.')}.") from None
+            raise EESDError(
+                f"The chat template cannot be used: {str(error)[:200].rstrip('.')}."
+            ) from None
 
     def _run(self, code: CodeType, values: dict[str, Any]) -> str:
         environment = _environment()
         template = Template.from_code(environment, code, environment.make_globals(None))
-        return environment.concat(template.generate(**({"documents": None} | values | self._special_tokens)))
+        return environment.concat(
+            template.generate(**({"documents": None} | values | self._special_tokens))
+        )
 
     @cached_property
     def _compiled(self) -> tuple[CodeType, bool, frozenset[str]]:
-        """The template as code, which belongs to no environment, whether it reads the parts of a content, and the names."""
+        """The template as code, which belongs to no environment, whether it reads the parts of a
+        content, and the names."""
         environment = _environment()
         tree = environment.parse(self.source)
         names = frozenset(name.name for name in tree.find_all(nodes.Name) if name.ctx == "load")
@@ -100,13 +138,17 @@ class ChatTemplate:
 
 
 def _checked(message: Any, number: int) -> dict[str, Any]:
-    """A copy of a message as a template sees it: without what is None, and with its reasoning under all names.
+    """A copy of a message as a template sees it: without what is None, and with its reasoning under
+    all names.
 
     Raises:
-        EESDError: It has no role, its content is no text, or it holds something that is not plain data.
+        EESDError: It has no role, its content is no text, or it holds something that is not plain
+            data.
     """
     if not isinstance(message, Mapping):
-        raise EESDError(f"Message {number} is {type(message).__name__}; give a mapping with role and content.")
+        raise EESDError(
+            f"Message {number} is {type(message).__name__}; give a mapping with role and content."
+        )
     if not isinstance(message.get("role"), str):
         raise EESDError(f"Message {number} has no role; give one, such as user.")
     present = {key: value for key, value in message.items() if value is not None}
@@ -114,11 +156,16 @@ def _checked(message: Any, number: int) -> dict[str, Any]:
     if not isinstance(plain.get("content", ""), str):
         _check_parts(plain["content"], f"The content of message {number}")
     reasoning = next((plain[key] for key in _REASONING if plain.get(key) is not None), None)
-    return plain if reasoning is None else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+    return (
+        plain
+        if reasoning is None
+        else {"thinking": reasoning} | plain | {"reasoning_content": reasoning}
+    )
 
 
 def _plain(value: Any, name: str, depth: int = 0) -> Any:
-    """A deep copy in Python's own types for JSON. An object with methods of its own could do anything when it is used."""
+    """A deep copy in Python's own types for JSON. An object with methods of its own could do
+    anything when it is used."""
     if depth > MAX_DEPTH:
         raise EESDError(f"{name} is nested too deeply; give at most {MAX_DEPTH} levels.")
     if value is None or isinstance(value, bool):
@@ -130,8 +177,14 @@ def _plain(value: Any, name: str, depth: int = 0) -> Any:
         return {str.__str__(key): _plain(item, name, depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item, name, depth + 1) for item in value]
-    kind_name = "a mapping with keys that are not text" if isinstance(value, Mapping) else type(value).__name__
-    raise EESDError(f"{name} holds {kind_name}; give text, numbers, lists and mappings, as in JSON.")
+    kind_name = (
+        "a mapping with keys that are not text"
+        if isinstance(value, Mapping)
+        else type(value).__name__
+    )
+    raise EESDError(
+        f"{name} holds {kind_name}; give text, numbers, lists and mappings, as in JSON."
+    )
 
 
 def _check_parts(content: Any, name: str) -> None:
@@ -140,7 +193,10 @@ def _check_parts(content: Any, name: str) -> None:
     for part in content:
         kind = part.get("type") if isinstance(part, dict) else None
         if not isinstance(kind, str):
-            raise EESDError(f'{name} has a part without a type; give parts such as {{"type": "text", "text": "..."}}.')
+            raise EESDError(
+                f"{name} has a part without a type; give parts such as "
+                '{"type": "text", "text": "..."}.'
+            )
         if kind != "text":
             raise EESDError(f"{name} has a part of type {kind!r}; this version reads text only.")
         if not isinstance(part.get("text"), str):
@@ -149,13 +205,19 @@ def _check_parts(content: Any, name: str) -> None:
 
 def _without_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return message | {"content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
+    return (
+        message | {"content": "\n".join(part["text"] for part in content)}
+        if isinstance(content, list)
+        else message
+    )
 
 
 def _reads_parts(tree: nodes.Template) -> bool:
-    """Whether a template goes through the items of a content: in a loop, or with a filter such as ``selectattr``.
+    """Whether a template goes through the items of a content: in a loop, or with a filter such as
+    ``selectattr``.
 
-    A content is ``x.content``, ``x["content"]``, a variable or parameter called ``content``, or a variable that was set to one.
+    A content is ``x.content``, ``x["content"]``, a variable or parameter called ``content``, or a
+    variable that was set to one.
     """
     names = {"content"}
 
@@ -202,20 +264,38 @@ class _Namespace(Namespace):
 
 def _environment() -> LimitedEnvironment:
     """What transformers gives to templates, with limits."""
-    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True, "extensions": [_Generation, loopcontrols]}
+    options: dict[str, Any] = {
+        "trim_blocks": True,
+        "lstrip_blocks": True,
+        "extensions": [_Generation, loopcontrols],
+    }
     environment = LimitedEnvironment({"tojson": _tojson}, **options)
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now, "namespace": _Namespace}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "namespace": _Namespace,
+    }
     return environment
 
 
-def _tojson(x: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: Any = None,
+    separators: Any = None,
+    sort_keys: bool = False,
+) -> str:
     """JSON as models were trained on: not escaped for HTML, unlike Jinja's own."""
-    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _strftime_now(format: str) -> str:
     if len(format) > 200:  # C's strftime can make 256 characters of one
-        raise EESDError("The chat template has a date format of more than 200 characters; use another template.")
+        raise EESDError(
+            "The chat template has a date format of more than 200 characters; use another template."
+        )
     return datetime.now().strftime(format)
 
 

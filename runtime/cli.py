@@ -26,35 +26,72 @@ from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Options, Prompt,
 from eesd.runtime.request import Constraint
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
-MODELS_SAMPLING = "Sampling options of the model's generation_config.json: take them where none is given, or not."
+MODELS_SAMPLING = (
+    "Sampling options of the model's generation_config.json: take them where none is given, or not."
+)
 EXACT = "logits are the same bits for every number of tokens in a call"
 BITS = (
-    "Drafting changes no bit of a logit, also in trees and on a GPU. With --no-exact a call on a GPU has as few nodes and "
-    "slots as its requests need; other requests may then change the last bits of a logit.  [default: exact where cheap]"
+    "Drafting changes no bit of a logit, also in trees and on a GPU. With --no-exact a call "
+    "on a GPU has as few nodes and "
+    "slots as its requests need; other requests may then change the last bits of a logit.  "
+    "[default: exact where cheap]"
 )
-ROUNDED = "What quantized weights are multiplied by on the CPU: activations of 8 bits, or float32.  [default: int8]"
-CACHED = "The KV cache on the CPU: float16 takes half the memory and the time to read; int8 a quarter.  [default: float32]"
+ROUNDED = (
+    "What quantized weights are multiplied by on the CPU: activations of 8 bits, or float32.  "
+    "[default: int8]"
+)
+CACHED = (
+    "The KV cache on the CPU: float16 takes half the memory and the time to read; int8 a quarter. "
+    " [default: float32]"
+)
 DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
 
 
 drafting_options = cli.options(
-    click.option("--drafter", type=click.Choice(DRAFTERS), default=Speculation.drafter, show_default=True, help=DRAFTED),
-    click.option("--controller", default=Speculation.controller, help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4."),
-    click.option("--tree", type=int, default=0, help="Nodes of a level of the draft tree; 0 drafts a chain."),
-    click.option("--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded."),
-    click.option("--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding."),
+    click.option(
+        "--drafter",
+        type=click.Choice(DRAFTERS),
+        default=Speculation.drafter,
+        show_default=True,
+        help=DRAFTED,
+    ),
+    click.option(
+        "--controller",
+        default=Speculation.controller,
+        help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.",
+    ),
+    click.option(
+        "--tree", type=int, default=0, help="Nodes of a level of the draft tree; 0 drafts a chain."
+    ),
+    click.option(
+        "--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded."
+    ),
+    click.option(
+        "--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding."
+    ),
 )
 """The options of commands that say how to draft; see :func:`speculation_of`."""
 
 
 loading_options = cli.options(
-    click.option("--generation-config", type=click.Choice(GENERATION_CONFIGS), default="auto", help=MODELS_SAMPLING),
+    click.option(
+        "--generation-config",
+        type=click.Choice(GENERATION_CONFIGS),
+        default="auto",
+        help=MODELS_SAMPLING,
+    ),
     click.option("--backend", type=click.Choice(BACKENDS), default="auto", help=AUTO),
-    click.option("--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]"),
+    click.option(
+        "--threads", type=int, help="CPU threads.  [default: processors, one fewer if over four]"
+    ),
     click.option("--exact/--no-exact", default=None, help=BITS),
     click.option("--activations", type=click.Choice(ACTIVATIONS), help=ROUNDED),
     click.option("--kv-cache-dtype", type=click.Choice(KV_CACHE_DTYPES), help=CACHED),
-    click.option("--nvtx", is_flag=True, help="Mark prefill, draft, verify and accept for Nsight Systems (on a GPU)."),
+    click.option(
+        "--nvtx",
+        is_flag=True,
+        help="Mark prefill, draft, verify and accept for Nsight Systems (on a GPU).",
+    ),
 )
 """The options of commands that say how to load engines; see :func:`load_as_asked`."""
 
@@ -69,38 +106,84 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
         raise EESDError("--compare needs drafting; leave --no-draft out.")
     names = ("drafter", "controller", "tree")
     seed = options.get("seed", Speculation.seed)
-    return Speculation(guard=not options["no_guard"], seed=seed, **{name: options[name] for name in names})
+    return Speculation(
+        guard=not options["no_guard"], seed=seed, **{name: options[name] for name in names}
+    )
 
 
 @cli.command()
 @engine_options
-@click.option("-p", "--prompt", "prompts", multiple=True, help="Prompt; may be given several times. - reads stdin.")
+@click.option(
+    "-p",
+    "--prompt",
+    "prompts",
+    multiple=True,
+    help="Prompt; may be given several times. - reads stdin.",
+)
 @click.option("--prompt-file", type=cli.PATH, help="Text file (one prompt) or .jsonl (one a line).")
-@click.option("--chat", is_flag=True, help="Prompts are chat messages. Without a prompt: chat on the terminal.")
+@click.option(
+    "--chat",
+    is_flag=True,
+    help="Prompts are chat messages. Without a prompt: chat on the terminal.",
+)
 @click.option("-n", "--max-new-tokens", type=int, default=256)
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the model's, else 0]")
 @click.option("--top-k", type=int, help="0 is off.  [default: the model's, else 0]")
 @click.option("--top-p", type=float, help="1 is off.  [default: the model's, else 1]")
 @click.option("--min-p", type=float, help="0 is off.  [default: the model's, else 0]")
 @click.option("--repetition-penalty", type=float, help="1 is off.  [default: the model's, else 1]")
-@click.option("--seed", type=int, default=0, help="Of all random numbers. Each further prompt gets others.  [default: 0]")
-@click.option("--sampling", "method", type=click.Choice(METHODS), default="coupled", help="How drafts are verified.")
+@click.option(
+    "--seed",
+    type=int,
+    default=0,
+    help="Of all random numbers. Each further prompt gets others.  [default: 0]",
+)
+@click.option(
+    "--sampling",
+    "method",
+    type=click.Choice(METHODS),
+    default="coupled",
+    help="How drafts are verified.",
+)
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
 @click.option("--min-tokens", type=int, default=0, help="No end before so many new tokens.")
-@click.option("--json-schema", type=cli.PATH, metavar="FILE", help="The text is JSON by this schema.")
+@click.option(
+    "--json-schema", type=cli.PATH, metavar="FILE", help="The text is JSON by this schema."
+)
 @click.option("--regex", help="The text matches this regular expression.")
-@click.option("--grammar", type=cli.PATH, metavar="FILE", help="The text follows this grammar, in Lark's or GBNF's form.")
-@click.option("--logprobs", type=int, metavar="N", help="With --json: log-probabilities of the tokens, and N alternatives.")
+@click.option(
+    "--grammar",
+    type=cli.PATH,
+    metavar="FILE",
+    help="The text follows this grammar, in Lark's or GBNF's form.",
+)
+@click.option(
+    "--logprobs",
+    type=int,
+    metavar="N",
+    help="With --json: log-probabilities of the tokens, and N alternatives.",
+)
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
 @drafting_options
 @loading_options
-@click.option("--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal).")
-@click.option("--compare", "comparing", is_flag=True, help="Run with and without drafting; compare speed, tokens and bits.")
+@click.option(
+    "--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal)."
+)
+@click.option(
+    "--compare",
+    "comparing",
+    is_flag=True,
+    help="Run with and without drafting; compare speed, tokens and bits.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
 @click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
 def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
     """Generate text with a model, which is exported first, or with the engines of a directory."""
-    chosen = {name: options[name] for name in (*SAMPLING_OPTIONS, "seed", "method") if options[name] is not None}
+    chosen = {
+        name: options[name]
+        for name in (*SAMPLING_OPTIONS, "seed", "method")
+        if options[name] is not None
+    }
     Sampling(**chosen)  # refuses bad options before anything is loaded
     constraint = _constraint_of(options)
     speculation = speculation_of(options)
@@ -108,7 +191,9 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
     llm = load_as_asked(engine_dir, options, speculation)
     options["make_constraint"] = _compiled(constraint, llm)
     sampling = replace(llm.default_sampling, **chosen)
-    on_terminal = options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty()
+    on_terminal = (
+        options["chat"] and not prompts and prompt_file is None and sys.stdin and sys.stdin.isatty()
+    )
     found = [] if on_terminal else read_prompts(prompts, prompt_file, options["chat"])
     if options["generation_config"] == "auto":
         _show_sampling(llm, sampling, chosen)
@@ -130,11 +215,15 @@ def _constraint_of(options: dict[str, Any]) -> tuple[str, str] | None:
     kinds = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
     given = [name for name in kinds if options[name] is not None]
     if len(given) > 1:
-        raise EESDError("--json-schema, --regex and --grammar each constrain the text; give one of them.")
+        raise EESDError(
+            "--json-schema, --regex and --grammar each constrain the text; give one of them."
+        )
     if options["logprobs"] is not None and not options["as_json"]:
         raise EESDError("--logprobs needs --json; add it.")
     if options["comparing"] and (given or options["logprobs"] is not None or options["min_tokens"]):
-        raise EESDError("--compare takes no constraint, --logprobs or --min-tokens; leave them out.")
+        raise EESDError(
+            "--compare takes no constraint, --logprobs or --min-tokens; leave them out."
+        )
     if not given:
         return None
     value = options[given[0]]
@@ -164,17 +253,33 @@ def _asked(options: dict[str, Any]) -> Options:
 
 
 def _show_sampling(llm: LLM, sampling: Sampling, chosen: dict[str, Any]) -> None:
-    """Say in one line on stderr what is used of the model's ``generation_config.json``, if anything in it changes tokens."""
+    """Say in one line on stderr what is used of the model's ``generation_config.json``, if anything
+    in it changes tokens."""
     names = ("repetition_penalty",) if sampling.greedy else SAMPLING_OPTIONS
     given = llm.manifest.sampling.given
     parts = [f"{name} {given[name]:g}" for name in names if name in given and name not in chosen]
     if parts:
-        click.echo(f"generation_config.json: {', '.join(parts)} (--generation-config none switches it off)", err=True)
+        click.echo(
+            (
+                f"generation_config.json: {', '.join(parts)} (--generation-config none switches "
+                "it off)"
+            ),
+            err=True,
+        )
 
 
 def load_as_asked(engine_dir: Path, options: dict[str, Any], speculation: Speculation) -> LLM:
     """Load an engine directory with the options that commands have in common."""
-    names = ("backend", "threads", "generation_config", "exact", "activations", "kv_cache_dtype", "nvtx", "plain_content")
+    names = (
+        "backend",
+        "threads",
+        "generation_config",
+        "exact",
+        "activations",
+        "kv_cache_dtype",
+        "nvtx",
+        "plain_content",
+    )
     given = {name: options[name] for name in names if name in options}
     return load(engine_dir, speculation=None if options["no_draft"] else speculation, **given)
 
@@ -228,7 +333,9 @@ def _run(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) 
             _show_stats(stats, llm)
 
 
-def _stream(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]) -> tuple[str, Stats]:
+def _stream(
+    llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str, Any]
+) -> tuple[str, Stats]:
     """Print text as it comes. Returns the whole text and the statistics."""
     stream = llm.stream(prompt, sampling, **_asked(options))
     text: list[str] = []
@@ -260,7 +367,8 @@ def _print_json(llm: LLM, prompt: Prompt, sampling: Sampling, options: dict[str,
 
 def _chat(llm: LLM, sampling: Sampling, options: dict[str, Any]) -> None:
     """A conversation on the terminal, until end of input."""
-    llm.encode([{"role": "user", "content": "Hello"}])  # a model without a chat template is refused before anybody types
+    # A model without a chat template is refused before anybody types.
+    llm.encode([{"role": "user", "content": "Hello"}])
     messages: list[dict[str, str]] = []
     while True:
         try:
@@ -285,7 +393,10 @@ def _show_stats(stats: Stats, llm: LLM) -> None:
 
 
 def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
-    speed = f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s"
+    speed = (
+        f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, "
+        f"{stats.tokens_per_second:.1f} tokens/s"
+    )
     rows = [
         ("prompt", f"{stats.prompt_tokens} tokens in {stats.prefill_seconds * 1e3:.0f} ms"),
         ("generated", speed),
@@ -295,38 +406,61 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
         by_depth = [f"{accepted / judged:.2f}" for accepted, judged in pairs if judged]
         rows += [
             ("rounds", f"{stats.rounds}, {stats.tokens_per_round:.2f} tokens each"),
-            ("draft tokens", f"{stats.draft_tokens}, accepted {stats.accepted_tokens}{_from_text(stats, llm)}"),
+            (
+                "draft tokens",
+                f"{stats.draft_tokens}, accepted {stats.accepted_tokens}{_from_text(stats, llm)}",
+            ),
             ("acceptance", f"{stats.acceptance:.2f}, by depth {' '.join(by_depth[:8])}"),
             ("time", _shares(stats)),
         ]
     if stats.exact:
         rows.append(("exact", EXACT))
     if stats.guard_pauses:
-        rows.append(("guard", f"drafting paused {stats.guard_pauses} times: it was slower than plain decoding"))
+        rows.append(
+            (
+                "guard",
+                f"drafting paused {stats.guard_pauses} times: it was slower than plain decoding",
+            )
+        )
     if llm.controller is not None and not llm.manifest.exit_head.trained:
-        rows.append(("exit head", "untrained: acceptance is low until it is trained with eesd-distill"))
+        rows.append(
+            ("exit head", "untrained: acceptance is low until it is trained with eesd-distill")
+        )
     return rows
 
 
 def _from_text(stats: Stats, llm: LLM) -> str:
-    """How many of the accepted tokens the text alone proposed, and in how many rounds nothing else did."""
+    """How many of the accepted tokens the text alone proposed, and in how many rounds nothing else
+    did."""
     if llm.text is None:
         return ""
-    return f" ({stats.accepted_text_tokens} from the text), {stats.text_rounds} rounds without the draft engine"
+    return (
+        f" ({stats.accepted_text_tokens} from the text), {stats.text_rounds} rounds without the "
+        "draft engine"
+    )
 
 
 def _shares(stats: Stats) -> str:
     total = stats.decode_seconds or 1.0
-    parts = (("draft", stats.draft_seconds), ("verify", stats.verify_seconds), ("host", stats.host_seconds))
+    parts = (
+        ("draft", stats.draft_seconds),
+        ("verify", stats.verify_seconds),
+        ("host", stats.host_seconds),
+    )
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in parts)
 
 
-def _compare(llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, options: dict[str, Any]) -> None:
-    """Run prompts with and without drafting, and show texts and speeds; with ``--json`` one object for each prompt."""
+def _compare(
+    llm: LLM, prompts: Sequence[Prompt], sampling: Sampling, options: dict[str, Any]
+) -> None:
+    """Run prompts with and without drafting, and show texts and speeds; with ``--json`` one object
+    for each prompt."""
     found = []
     for number, prompt in enumerate(prompts, start=1):
         chosen = sampling.of_text(number - 1)
-        comparison = compare(llm, prompt, chosen, options["max_new_tokens"], options["stop"], options["ignore_eos"])
+        comparison = compare(
+            llm, prompt, chosen, options["max_new_tokens"], options["stop"], options["ignore_eos"]
+        )
         found.append(comparison)
         if options["as_json"]:
             click.echo(json.dumps(_comparison_object(comparison)))
@@ -362,7 +496,8 @@ def _comparison_object(comparison: Comparison) -> dict[str, Any]:
 
 
 def _show_comparisons(found: Sequence[Comparison]) -> None:
-    """Speeds, speed-ups, and whether tokens and logits are equal, on stderr: a row for each prompt, and one for all."""
+    """Speeds, speed-ups, and whether tokens and logits are equal, on stderr: a row for each prompt,
+    and one for all."""
     several = len(found) > 1
     table = Table("tokens/s", "plain", "drafting", "speed-up", "tokens a round", "acceptance")
     for number, comparison in enumerate(found, start=1):
@@ -375,7 +510,8 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
     if alone:
         rate = _rate(alone)
         click.echo(
-            f"plain decoding with one node a pass, which may round otherwise: {rate:.1f} tokens/s; drafting is "
+            f"plain decoding with one node a pass, which may round otherwise: {rate:.1f} "
+            "tokens/s; drafting is "
             f"{_rate([one.drafting for one in found]) / rate:.2f}x of it",
             err=True,
         )
@@ -383,13 +519,17 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
         divergence = comparison.divergence
         if divergence is not None:
             click.echo(
-                f"{f'[{number}] ' if several else ''}tokens differ from new token {divergence.index} on "
+                f"{f'[{number}] ' if several else ''}tokens differ from new token "
+                f"{divergence.index} on "
                 f"({divergence.plain_token} without drafting, {divergence.drafting_token} with), "
                 f"logit gap {divergence.logit_gap:.2e}",
                 err=True,
             )
     if all(comparison.divergence is None for comparison in found):
-        click.echo(f"tokens are equal ({sum(comparison.plain.new_tokens for comparison in found)})", err=True)
+        click.echo(
+            f"tokens are equal ({sum(comparison.plain.new_tokens for comparison in found)})",
+            err=True,
+        )
     click.echo(str(sum((comparison.logits for comparison in found), LogitComparison())), err=True)
 
 

@@ -1,4 +1,5 @@
-"""The same prompt with and without drafting: the speed-up, and whether tokens and logits are the same."""
+"""The same prompt with and without drafting: the speed-up, and whether tokens and logits are the
+same."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -13,7 +14,8 @@ from eesd.runtime.engines.base import Logits
 from eesd.runtime.llm import LLM, Completion, Prompt
 
 KEPT_BYTES = 1 << 28
-"""Logits of a generation that are kept whole at most, to say by how much others differ. Of what is beyond, hashes are kept."""
+"""Logits of a generation that are kept whole at most, to say by how much others differ. Of what is
+beyond, hashes are kept."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,10 @@ class Divergence:
 
     Attributes:
         index: Among the new tokens.
-        plain_token, drafting_token: The token there without and with drafting; -1 where one generation is longer.
-        logit_gap: The verifier's logit of the first minus that of the second. Near zero: the same up to rounding.
+        plain_token, drafting_token: The token there without and with drafting; -1 where one
+            generation is longer.
+        logit_gap: The verifier's logit of the first minus that of the second. Near zero: the same
+            up to rounding.
     """
 
     index: int
@@ -34,7 +38,8 @@ class Divergence:
 
 @dataclass(frozen=True)
 class LogitComparison:
-    """The logits that chose each new token, compared bit for bit between two generations, as far as their tokens are the same.
+    """The logits that chose each new token, compared bit for bit between two generations, as far as
+    their tokens are the same.
 
     Attributes:
         positions: New tokens whose logits were compared.
@@ -50,7 +55,9 @@ class LogitComparison:
 
     def __add__(self, other: "LogitComparison") -> "LogitComparison":
         """This generation and then another one, as if they were one."""
-        first = self.first if self.differing or not other.differing else self.positions + other.first
+        first = (
+            self.first if self.differing or not other.differing else self.positions + other.first
+        )
         differing, largest = self.differing + other.differing, max(self.largest, other.largest)
         return LogitComparison(self.positions + other.positions, differing, first, largest)
 
@@ -58,20 +65,23 @@ class LogitComparison:
         if not self.differing:
             return f"logits are equal, bit for bit ({self.positions} positions)"
         return (
-            f"logits differ at {self.differing} of {self.positions} positions, first at new token {self.first}, by at most "
+            f"logits differ at {self.differing} of {self.positions} positions, first at new "
+            f"token {self.first}, by at most "
             f"{self.largest:.1e}"
         )
 
 
 class LogitRecord:
-    """The logits behind which each new token of a generation was chosen: an observer of its session."""
+    """The logits behind which each new token of a generation was chosen: an observer of its
+    session."""
 
     def __init__(self, reference: "LogitRecord | None" = None, whole: bool = True) -> None:
         """Record, or with a ``reference`` compare with what it recorded.
 
         Args:
             reference: What to compare with.
-            whole: Keep logits. False: keep hashes, which say where bits differ, and not by how much.
+            whole: Keep logits. False: keep hashes, which say where bits differ, and not by how
+                much.
         """
         self.tokens: list[int] = []
         self.result = LogitComparison()
@@ -103,7 +113,9 @@ class LogitRecord:
         if not equal and not isinstance(kept, bytes):
             largest = max(largest, float(np.abs(row - kept).max()))
         first = index if not equal and before.first < 0 else before.first
-        self.result = LogitComparison(before.positions + 1, before.differing + (not equal), first, largest)
+        self.result = LogitComparison(
+            before.positions + 1, before.differing + (not equal), first, largest
+        )
 
 
 def _hash(row: Logits) -> bytes:
@@ -119,7 +131,8 @@ class Comparison:
         plain, drafting: Statistics without and with drafting.
         divergence: None where the tokens are the same.
         logits: Comparison of the logits.
-        one_node: Where plain decoding is padded to a round's nodes, so that drafting changes no bit: what it is without that.
+        one_node: Where plain decoding is padded to a round's nodes, so that drafting changes no
+            bit: what it is without that.
     """
 
     text: str
@@ -137,15 +150,25 @@ class Comparison:
 
 
 def compare(
-    llm: LLM, prompt: Prompt, sampling: Sampling, max_new_tokens: int, stop: Sequence[str] = (), ignore_eos: bool = False
+    llm: LLM,
+    prompt: Prompt,
+    sampling: Sampling,
+    max_new_tokens: int,
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
 ) -> Comparison:
-    """Run the prompt once each way, after a short warm-up of both. The arguments are those of :meth:`LLM.generate`."""
+    """Run the prompt once each way, after a short warm-up of both. The arguments are those of
+    :meth:`LLM.generate`."""
     tokens, sampling = llm.encode(prompt), sampling.of_text()
 
-    def run(limit: int, draft: bool, record: LogitRecord | None = None, model: LLM = llm) -> Completion:
+    def run(
+        limit: int, draft: bool, record: LogitRecord | None = None, model: LLM = llm
+    ) -> Completion:
         observed = copy(model)
         observed.observer = record
-        return observed.generate(tokens, sampling, max_new_tokens=limit, stop=stop, draft=draft, ignore_eos=ignore_eos)
+        return observed.generate(
+            tokens, sampling, max_new_tokens=limit, stop=stop, draft=draft, ignore_eos=ignore_eos
+        )
 
     for draft in (False, True):
         run(min(8, max_new_tokens), draft)
@@ -178,7 +201,9 @@ def _of_one_node(llm: LLM) -> LLM | None:
     return alone
 
 
-def first_divergence(llm: LLM, prompt: list[int], plain: list[int], drafting: list[int]) -> Divergence | None:
+def first_divergence(
+    llm: LLM, prompt: list[int], plain: list[int], drafting: list[int]
+) -> Divergence | None:
     """Compare two generations token by token. None if they are the same."""
     differing = (i for i, (a, b) in enumerate(zip(plain, drafting, strict=False)) if a != b)
     index = next(differing, None)
@@ -188,4 +213,6 @@ def first_divergence(llm: LLM, prompt: list[int], plain: list[int], drafting: li
         return Divergence(min(len(plain), len(drafting)), -1, -1, float("nan"))
     with llm.session(prompt + plain[:index], max_new_tokens=1, draft=False) as session:
         logits = session.peek()
-    return Divergence(index, plain[index], drafting[index], float(logits[plain[index]] - logits[drafting[index]]))
+    return Divergence(
+        index, plain[index], drafting[index], float(logits[plain[index]] - logits[drafting[index]])
+    )

@@ -1,7 +1,7 @@
 """Constrained output: which tokens may follow, by a grammar that llguidance reads.
 
-A grammar comes from a JSON schema, a regular expression, a list of choices, or a grammar in Lark's or GBNF's form
-(docs/structured-output.md). JSON is written in one line.
+A grammar comes from a JSON schema, a regular expression, a list of choices, or a grammar in Lark's
+or GBNF's form (docs/structured-output.md). JSON is written in one line.
 """
 
 import json
@@ -30,9 +30,10 @@ except ModuleNotFoundError as error:
     raise EESDError(f"Constrained output needs {error.name}; pip install 'eesd[serve]'.") from None
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_errors=False)
-"""What one grammar may take. A lexer state has 1 to 2 kB. All requests of a batch wait for the mask of a token: with 5,000
-items it takes milliseconds, or a tenth of a second where a text can be read in very many ways; with 50,000 that were seconds. A
-schema of 490 properties needs over 3,000. Errors come without the parser's own state: they go to clients."""
+"""What one grammar may take. A lexer state has 1 to 2 kB. All requests of a batch wait for the mask
+of a token: with 5,000 items it takes milliseconds, or a tenth of a second where a text can be read
+in very many ways; with 50,000 that were seconds. A schema of 490 properties needs over 3,000.
+Errors come without the parser's own state: they go to clients."""
 BLOCK = 256
 """Tokens that are compared at once."""
 
@@ -40,9 +41,9 @@ BLOCK = 256
 class GrammarConstraint:
     """A :class:`~eesd.runtime.request.Constraint` by a grammar of llguidance.
 
-    One matcher serves the committed tokens and every drafted path: it is rolled back to what the new tokens share with the
-    last ones. EOS is allowed where the grammar may end. After the end, and after tokens that the grammar does not allow, only
-    EOS is.
+    One matcher serves the committed tokens and every drafted path: it is rolled back to what the
+    new tokens share with the last ones. EOS is allowed where the grammar may end. After the end,
+    and after tokens that the grammar does not allow, only EOS is.
 
     Attributes:
         grammar: What was given, with which another process can make an equal one.
@@ -57,7 +58,13 @@ class GrammarConstraint:
         EESDError: The grammar has a mistake, or takes too much.
     """
 
-    def __init__(self, grammar: str, vocabulary: LLTokenizer, eos: Sequence[int], json: JSONTokens | None = None) -> None:
+    def __init__(
+        self,
+        grammar: str,
+        vocabulary: LLTokenizer,
+        eos: Sequence[int],
+        json: JSONTokens | None = None,
+    ) -> None:
         self.grammar = grammar
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
         self._size, self._eos = vocabulary.vocab_size, list(eos)
@@ -69,7 +76,10 @@ class GrammarConstraint:
         self._places = [Place()]
         """Where its JSON has come to, before and behind each token."""
         if self._matcher.is_error():
-            raise EESDError(f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give another one.")
+            raise EESDError(
+                f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give "
+                "another one."
+            )
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
         """The tokens [V] that may follow ``tokens``; at least one.
@@ -81,20 +91,26 @@ class GrammarConstraint:
             return self._only_eos.copy()
         bits = self._matcher.compute_bitmask()  # may find out that nothing can follow
         self._check()
-        mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self._size, bitorder="little").view(np.bool_)
+        mask = np.unpackbits(
+            np.frombuffer(bits, np.uint8), count=self._size, bitorder="little"
+        ).view(np.bool_)
         count = np.count_nonzero(mask)
         if not count or (count == 1 and not self._fits(int(mask.argmax()))):
-            raise ConstraintError("The model has no tokens for what the constraint asks for; give another one.")
+            raise ConstraintError(
+                "The model has no tokens for what the constraint asks for; give another one."
+            )
         return self._json.without(mask, self._places[-1]) if self._json else mask
 
     def _fits(self, token: int) -> bool:
-        """Whether the only token of a mask may follow. (Where nothing may, the mask of llguidance has a token all the same.)"""
+        """Whether the only token of a mask may follow. (Where nothing may, the mask of llguidance
+        has a token all the same.)"""
         if token in self._eos:
             return self._matcher.is_accepting() or self._matcher.stop_reason() == "EndOfSentence"
         return bool(self._matcher.validate_tokens([token]))
 
     def forced(self, tokens: Sequence[int], most: int) -> list[int]:
-        """At most ``most`` tokens that spell the text which must follow. Others may spell it, too: the verifier decides.
+        """At most ``most`` tokens that spell the text which must follow. Others may spell it, too:
+        the verifier decides.
 
         Raises:
             ConstraintError: The grammar turned out to take too much.
@@ -102,12 +118,17 @@ class GrammarConstraint:
         if not self._read(tokens):
             return []
         if self._matcher.is_stopped():
-            return self._eos[:most] if len(self._eos) == 1 and not (tokens and tokens[-1] in self._eos) else []
+            return (
+                self._eos[:most]
+                if len(self._eos) == 1 and not (tokens and tokens[-1] in self._eos)
+                else []
+            )
         tokens = self._matcher.compute_ff_tokens()[:most]
         return tokens[: self._matcher.validate_tokens(tokens)]
 
     def _read(self, tokens: Sequence[int]) -> bool:
-        """Bring the matcher to the state behind ``tokens``; False if the grammar does not allow them."""
+        """Bring the matcher to the state behind ``tokens``; False if the grammar does not allow
+        them."""
         given = list(tokens)
         shared = _shared(self._tokens, given)
         if len(self._tokens) > shared:
@@ -122,10 +143,13 @@ class GrammarConstraint:
         return len(self._tokens) == len(given)
 
     def _check(self) -> None:
-        """Raise if the matcher has failed. It stays so, reads nothing more, and calls itself stopped as at a text's end."""
+        """Raise if the matcher has failed. It stays so, reads nothing more, and calls itself
+        stopped as at a text's end."""
         if self._matcher.is_error():
             reason = sentence(self._matcher.get_error())
-            raise ConstraintError(f"The constraint takes too much, or nothing fits it ({reason}); give a simpler one.")
+            raise ConstraintError(
+                f"The constraint takes too much, or nothing fits it ({reason}); give a simpler one."
+            )
 
 
 def _shared(first: list[int], second: list[int]) -> int:
@@ -139,14 +163,18 @@ def _shared(first: list[int], second: list[int]) -> int:
 
 
 class _Tokens:
-    """The bytes of all tokens, as the text of a stream has them, in the form that llguidance asks for."""
+    """The bytes of all tokens, as the text of a stream has them, in the form that llguidance asks
+    for."""
 
     def __init__(self, codec: TextCodec, size: int, eos: int) -> None:
         self.eos_token_id, self.bos_token_id = eos, None
         added = codec.tokenizer.get_added_tokens_decoder()
-        self.special_token_ids = [token for token in sorted(added) if added[token].special and token < size]
+        self.special_token_ids = [
+            token for token in sorted(added) if added[token].special and token < size
+        ]
         of = TokenBytes(codec)
-        # Decoders drop a space where a text begins. An answer does not begin one: it follows the prompt.
+        # Decoders drop a space where a text begins. An answer does not begin one: it follows the
+        # prompt.
         letter = next((token for token in range(size) if of.added(token, None).isalpha()), None)
         self.tokens = [of.added(token, letter) for token in range(size)]
         for token in self.special_token_ids:
@@ -183,8 +211,15 @@ def vocabulary_of(llm: LLM) -> Vocabulary:
         if codec not in _vocabularies:
             size, eos = llm.manifest.geometry.vocab_size, list(llm.manifest.eos_token_ids)
             if not eos:
-                raise EESDError("This model has no EOS token, so constrained output could not end; leave the constraint out.")
-            with refused(lambda error: f"This model's tokenizer allows no constrained output ({sentence(str(error))})."):
+                raise EESDError(
+                    "This model has no EOS token, so constrained output could not end; leave "
+                    "the constraint out."
+                )
+            with refused(
+                lambda error: (
+                    f"This model's tokenizer allows no constrained output ({sentence(str(error))})."
+                )
+            ):
                 tokens = LLTokenizer(TokenizerWrapper(_Tokens(codec, size, eos[0])), size, eos)
             _vocabularies[codec] = Vocabulary(tokens)
         return _vocabularies[codec]
@@ -194,10 +229,12 @@ def make_constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -
     """Make a constraint.
 
     Args:
-        kind: ``json`` (``value`` is a JSON schema, or its text), ``regex``, ``choice`` (a list of texts), or ``grammar``.
+        kind: ``json`` (``value`` is a JSON schema, or its text), ``regex``, ``choice`` (a list of
+            texts), or ``grammar``.
         value: What is allowed.
         llm: The model.
-        lenient: Ignore keywords of a JSON schema that are not supported, instead of refusing the schema.
+        lenient: Ignore keywords of a JSON schema that are not supported, instead of refusing the
+            schema.
 
     Raises:
         EESDError: The value has a mistake.
@@ -212,7 +249,8 @@ def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
         EESDError: The grammar has a mistake, or takes too much.
     """
     vocabulary = vocabulary_of(llm)
-    json_tokens = vocabulary.json if OPTIONS in grammar else None  # a schema of a request, and no grammar of a user's own
+    # A schema of a request, and no grammar of a user's own.
+    json_tokens = vocabulary.json if OPTIONS in grammar else None
     return GrammarConstraint(grammar, vocabulary.tokens, llm.manifest.eos_token_ids, json_tokens)
 
 
@@ -220,7 +258,11 @@ def _grammar(kind: str, value: Any, lenient: bool) -> str:
     if kind == "json":
         return read_schema(_schema(value), lenient)[1]
     if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(text, str) for text in value):
+        if (
+            not isinstance(value, list)
+            or not value
+            or not all(isinstance(text, str) for text in value)
+        ):
             raise EESDError("The choices are no list of texts; give at least one text.")
         return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted(text) for text in value))
     text = _text(f"The {kind}", value)
@@ -229,7 +271,9 @@ def _grammar(kind: str, value: Any, lenient: bool) -> str:
     try:
         return grammar_from("grammar", text)
     except ValueError as error:
-        raise EESDError(f"The grammar cannot be used: {sentence(str(error))}; give it in Lark's or GBNF's form.") from None
+        raise EESDError(
+            f"The grammar cannot be used: {sentence(str(error))}; give it in Lark's or GBNF's form."
+        ) from None
 
 
 def quoted(text: str) -> str:
@@ -252,8 +296,12 @@ def _schema(value: Any) -> dict[str, Any] | bool:
         text = value if isinstance(value, str) else json.dumps(value)
         schema = parse_json(_text("The JSON schema", text), "The JSON schema", remedy)
         if not isinstance(schema, dict | bool):
-            raise EESDError(f"The JSON schema is {type(schema).__name__}; {remedy}, which is an object.")
+            raise EESDError(
+                f"The JSON schema is {type(schema).__name__}; {remedy}, which is an object."
+            )
         json.dumps(schema, allow_nan=False)
         return schema
     except (TypeError, ValueError, RecursionError):
-        raise EESDError(f"The JSON schema is no plain JSON, or nested too deeply; {remedy}.") from None
+        raise EESDError(
+            f"The JSON schema is no plain JSON, or nested too deeply; {remedy}."
+        ) from None

@@ -10,7 +10,13 @@ from eesd.common.files import user_cache
 from eesd.common.machine import installed
 from eesd.common.manifest import load_manifest
 from eesd.common.terminal import Console, Table
-from eesd.runtime.engines.backends import FOR_GPUS, EngineOptions, onnxruntime_problem, onnxruntime_versions, open_engines
+from eesd.runtime.engines.backends import (
+    FOR_GPUS,
+    EngineOptions,
+    onnxruntime_problem,
+    onnxruntime_versions,
+    open_engines,
+)
 from eesd.runtime.engines.cpu_build import describe_build, find_build
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.trt_plans import FLAVOURS, library_version, supported_capabilities
@@ -29,16 +35,27 @@ PACKAGES = (
     ("tensorrt-rtx", "tensorrt-rtx"),
 )
 """Name, and the extra that installs it; "" for what every installation has."""
-BUILD = "install a C++ compiler (g++), then: pip install --force-reinstall --no-deps --no-cache-dir eesd"
+BUILD = (
+    "install a C++ compiler (g++), then: pip install --force-reinstall --no-deps --no-cache-dir "
+    "eesd"
+)
 """What builds the operators. pip would take a wheel without them from its cache."""
 
 
 @cli.command()
-@click.option("--engine-dir", type=cli.PATH, help="Also check whether drafting leaves every bit of this directory's logits.")
+@click.option(
+    "--engine-dir",
+    type=cli.PATH,
+    help="Also check whether drafting leaves every bit of this directory's logits.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(engine_dir: Path | None, as_json: bool) -> None:
     """Show versions, processor and GPU, and for each job whether this machine can do it."""
-    facts = {"packages": packages(), "machine": machine_report.describe() | {"cache of models": _cache()}, "jobs": jobs()}
+    facts = {
+        "packages": packages(),
+        "machine": machine_report.describe() | {"cache of models": _cache()},
+        "jobs": jobs(),
+    }
     if engine_dir is not None:
         facts["engines"] = engines(engine_dir)
     if as_json:
@@ -66,10 +83,16 @@ def engines(directory: Path) -> dict[str, str]:
 
 def packages() -> dict[str, str]:
     """Version of each package, or the command that installs it."""
-    missing = {name: f"not installed: pip install 'eesd[{extra}]'" if extra else "missing" for name, extra in PACKAGES}
+    missing = {
+        name: f"not installed: pip install 'eesd[{extra}]'" if extra else "missing"
+        for name, extra in PACKAGES
+    }
     found = {name: installed(name) or remedy for name, remedy in missing.items()}
     named = onnxruntime_versions().items()
-    onnxruntime = [version if package == "onnxruntime" else f"{version} of {package}" for package, version in named]
+    onnxruntime = [
+        version if package == "onnxruntime" else f"{version} of {package}"
+        for package, version in named
+    ]
     found["onnxruntime"] = ", ".join(onnxruntime) or missing["onnxruntime"]
     return found | {flavour: _tensorrt(flavour) or missing[flavour] for flavour in FLAVOURS}
 
@@ -77,26 +100,38 @@ def packages() -> dict[str, str]:
 def jobs() -> dict[str, str]:
     """For each job ``yes``, or what to install for it. Each backend is looked at apart."""
     torch = _missing("pip install 'eesd[torch]'", *machine.TORCH_ENGINE)
-    exporting = _missing("pip install 'eesd[export]'", *(name for name, extra in PACKAGES if extra == "export"))
+    exporting = _missing(
+        "pip install 'eesd[export]'", *(name for name, extra in PACKAGES if extra == "export")
+    )
     found = {
         "run on the CPU (ort)": _ort_lacks() or "yes, engines of every type",
         "own operators": _operators(),
         "run on the CPU (torch)": torch or "yes, engines of every type",
-        "run on a GPU (ort)": _ort_lacks() or torch or _gpu_lacks() or _ort_gpu_lacks() or "yes, engines of every type",
+        "run on a GPU (ort)": _ort_lacks()
+        or torch
+        or _gpu_lacks()
+        or _ort_gpu_lacks()
+        or "yes, engines of every type",
         "run on a GPU (torch)": torch or _gpu_lacks() or "yes, engines of every type",
     }
     for flavour in FLAVOURS:
         plans = _plans_lack(flavour, "torch") or _gpu_lacks() or _kernels_lack(flavour)
         found[f"run plans on a GPU ({flavour})"] = plans or "yes"
     for flavour in FLAVOURS:
-        found[f"build plans ({flavour})"] = _plans_lack(flavour, "onnx") or _building_lacks(flavour) or "yes"
+        found[f"build plans ({flavour})"] = (
+            _plans_lack(flavour, "onnx") or _building_lacks(flavour) or "yes"
+        )
     return found | {"export": exporting or "yes"}
 
 
 def _cache() -> str:
     """Where ``--model`` exports to."""
     place = user_cache()
-    return "none: this user has no home; set EESD_CACHE_DIR" if place is None else f"{place}; eesd-cache list shows it"
+    return (
+        "none: this user has no home; set EESD_CACHE_DIR"
+        if place is None
+        else f"{place}; eesd-cache list shows it"
+    )
 
 
 def _missing(remedy: str, *names: str) -> str:
@@ -130,7 +165,10 @@ def _operators() -> str:
     if not operators.LIBRARY.exists():
         return f"no: not built, so models run 2 to 6 times slower; {BUILD}"
     if operators.missing() == operators.SLOW:
-        return "no: this processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run models"
+        return (
+            "no: this processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run "
+            "models"
+        )
     return f"no: {operators.LIBRARY.name} cannot be loaded on this system; {BUILD}"
 
 
@@ -158,12 +196,18 @@ def _gpu_lacks() -> str:
         return "no: there is no NVIDIA driver"
     if machine.torch_sees_gpu():
         return ""
-    return "no: the installed torch sees no GPU; install a build for the driver's CUDA (pytorch.org)"
+    return (
+        "no: the installed torch sees no GPU; install a build for the driver's CUDA (pytorch.org)"
+    )
 
 
 def _kernels_lack(flavour: str) -> str:
     known, here = supported_capabilities(flavour), machine_report.compute_capability()
-    return f"no: it has no kernels for compute capability {here}; use tensorrt" if known and here not in known else ""
+    return (
+        f"no: it has no kernels for compute capability {here}; use tensorrt"
+        if known and here not in known
+        else ""
+    )
 
 
 def _building_lacks(flavour: str) -> str:

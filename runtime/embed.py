@@ -1,4 +1,5 @@
-"""EESD inside a service that already runs TensorRT, on the service's own engines, contexts, stream and memory.
+"""EESD inside a service that already runs TensorRT, on the service's own engines, contexts, stream
+and memory.
 
 Nothing global is changed.
 """
@@ -31,22 +32,27 @@ class Host:
 
     Attributes:
         verify: The ``ICudaEngine`` of each stage of verify, loaded on the stage's device.
-        draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None: decode plainly.
+        draft: The ``ICudaEngine`` of the draft, on the device of the first stage; None: decode
+            plainly.
         make_context: Gives an execution context of an engine, without memory
-            (``ExecutionContextAllocationStrategy.USER_MANAGED``). No other code may use this context. EESD calls the function
-            for each node count and number of slots that attention reads, while the engine's device is current. For TensorRT-RTX
-            it must ask for ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
-            fallback kernels of a lazy context, and should give all contexts of an engine one runtime cache, because each would
-            compile the engine's kernels again.
-        stream: The CUDA stream for all work, or one for each stage of verify; stages on one device share its stream. It must
-            not be the default stream. An int is the ``cudaStream_t`` of another library on the current device.
-        kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the stage, 2, B, KV, S, D] in the
-            engines' element type, where S is the manifest's ``gpu_slots`` and B is 1, or for each layer cache a tensor
-            [2, B, KV, S, D]. Or a function that makes them for B sequences: called for each session that is open beside others
-            and, by :class:`~eesd.runtime.batch.service.Service`, for the rows and once with 1 for prompts. Default: allocate
-            with torch.
-        scratch: Memory that execution contexts work in, at least the largest ``device_memory_size_v2`` of the engines: one
-            tensor, or one for each stage. Default: allocate with torch.
+            (``ExecutionContextAllocationStrategy.USER_MANAGED``). No other code may use this
+            context. EESD calls the function for each node count and number of slots that attention
+            reads, while the engine's device is current. For TensorRT-RTX it must ask for
+            ``DynamicShapesKernelSpecializationStrategy.EAGER``, because a CUDA graph would keep the
+            fallback kernels of a lazy context, and should give all contexts of an engine one
+            runtime cache, because each would compile the engine's kernels again.
+        stream: The CUDA stream for all work, or one for each stage of verify; stages on one device
+            share its stream. It must not be the default stream. An int is the ``cudaStream_t`` of
+            another library on the current device.
+        kv_cache: Memory for the KV cache: for each stage of verify a tensor [layer caches of the
+            stage, 2, B, KV, S, D] in the engines' element type, where S is the manifest's
+            ``gpu_slots`` and B is 1, or for each layer cache a tensor [2, B, KV, S, D]. Or a
+            function that makes them for B sequences: called for each session that is open beside
+            others and, by :class:`~eesd.runtime.batch.service.Service`, for the rows and once with
+            1 for prompts. Default: allocate with torch.
+        scratch: Memory that execution contexts work in, at least the largest
+            ``device_memory_size_v2`` of the engines: one tensor, or one for each stage. Default:
+            allocate with torch.
     """
 
     verify: Sequence[Any]
@@ -57,7 +63,12 @@ class Host:
     scratch: Tensor | Sequence[Tensor] | None = None
 
 
-def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculation, exact: bool | None = None) -> LLM:
+def embed(
+    engine_dir: str | os.PathLike[str],
+    host: Host,
+    speculation: Speculation,
+    exact: bool | None = None,
+) -> LLM:
     """Make an :class:`LLM` that runs on a service's engines.
 
     Args:
@@ -67,24 +78,36 @@ def embed(engine_dir: str | os.PathLike[str], host: Host, speculation: Speculati
         exact: See :func:`~eesd.runtime.llm.load`.
 
     Raises:
-        EESDError: The engines do not match the directory's manifest, a stream is a default stream, or memory of the host has
-            the wrong size or address.
+        EESDError: The engines do not match the directory's manifest, a stream is a default stream,
+            or memory of the host has the wrong size or address.
     """
-    directory = check_path("engine_dir", engine_dir, "the engine directory whose plans the service has loaded")
+    directory = check_path(
+        "engine_dir", engine_dir, "the engine directory whose plans the service has loaded"
+    )
     manifest = load_manifest(directory)
     engines = open_host_engines(manifest, host, stage_streams(host, len(manifest.verify)), exact)
-    return LLM(directory, manifest, engines, speculation if host.draft else None, models_sampling(manifest))
+    return LLM(
+        directory, manifest, engines, speculation if host.draft else None, models_sampling(manifest)
+    )
 
 
 def stage_streams(host: Host, stages: int) -> list[DeviceStream]:
-    """The stream of each stage of verify. Raises :class:`EESDError` if there are too few, or they cannot do."""
+    """The stream of each stage of verify. Raises :class:`EESDError` if there are too few, or they
+    cannot do."""
     lent = host.stream if isinstance(host.stream, Sequence) else [host.stream] * stages
     if len(lent) != stages:
-        raise EESDError(f"The manifest has {stages} stages of verify, and {len(lent)} streams are given.")
+        raise EESDError(
+            f"The manifest has {stages} stages of verify, and {len(lent)} streams are given."
+        )
     given = [_stream(one) for one in lent]
     streams = [DeviceStream(torch.device("cuda", stream.device_index), stream) for stream in given]
-    if len({(stream.device, stream.handle) for stream in streams}) != len({stream.device for stream in streams}):
-        raise EESDError("Stages of verify on one device must share its stream: give the same stream for each of them.")
+    if len({(stream.device, stream.handle) for stream in streams}) != len(
+        {stream.device for stream in streams}
+    ):
+        raise EESDError(
+            "Stages of verify on one device must share its stream: give the same stream for "
+            "each of them."
+        )
     return streams
 
 
@@ -92,16 +115,27 @@ def _stream(lent: Any) -> torch.cuda.Stream:
     """A stream of the host as torch has it."""
     handle = lent if isinstance(lent, int) else getattr(lent, "cuda_stream", None)
     if handle is None:
-        raise EESDError(f"The stream given is a {type(lent).__name__}; give a torch.cuda.Stream, or the int of a cudaStream_t.")
+        raise EESDError(
+            f"The stream given is a {type(lent).__name__}; give a torch.cuda.Stream, or the "
+            "int of a cudaStream_t."
+        )
     if handle in DEFAULT_STREAMS:
-        raise EESDError("The stream given is the default stream, which a CUDA graph cannot capture; make one of your own.")
+        raise EESDError(
+            "The stream given is the default stream, which a CUDA graph cannot capture; make "
+            "one of your own."
+        )
     return torch.cuda.ExternalStream(handle) if isinstance(lent, int) else lent  # type: ignore[no-untyped-call]
 
 
-def open_host_engines(manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None) -> Engines:
-    """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in that of the first."""
+def open_host_engines(
+    manifest: Manifest, host: Host, streams: Sequence[DeviceStream], exact: bool | None = None
+) -> Engines:
+    """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in that
+    of the first."""
     source, draft = _HostEngines(manifest, host), host.draft is not None
-    verify, drafter = open_tensorrt(manifest, source, draft, streams, host.kv_cache, host.scratch, exact)
+    verify, drafter = open_tensorrt(
+        manifest, source, draft, streams, host.kv_cache, host.scratch, exact
+    )
     return Engines(verify, drafter, in_place=exact is True, last_positions=verify.last_positions)
 
 
@@ -111,9 +145,12 @@ class _HostEngines:
     def __init__(self, manifest: Manifest, host: Host) -> None:
         if len(host.verify) != len(manifest.verify):
             raise EESDError(
-                f"The manifest has {len(manifest.verify)} stages of verify, and {len(host.verify)} engines are given."
+                f"The manifest has {len(manifest.verify)} stages of verify, and "
+                f"{len(host.verify)} engines are given."
             )
-        self._engines = {graph.file: engine for graph, engine in zip(manifest.verify, host.verify, strict=True)}
+        self._engines = {
+            graph.file: engine for graph, engine in zip(manifest.verify, host.verify, strict=True)
+        }
         if host.draft is not None:
             self._engines[manifest.draft.file] = host.draft
         self._host = host
@@ -122,24 +159,38 @@ class _HostEngines:
     @property
     def prefill_chunk(self) -> int:
         """Tokens of the prompt that every engine of verify takes in one call."""
-        return int(min(engine.get_tensor_profile_shape("position_ids", 1)[2][1] for engine in self._host.verify))
+        return int(
+            min(
+                engine.get_tensor_profile_shape("position_ids", 1)[2][1]
+                for engine in self._host.verify
+            )
+        )
 
     @property
     def max_batch(self) -> int:
         """Sequences that every engine takes in one call that decodes."""
-        return int(min(engine.get_tensor_profile_shape("position_ids", 0)[2][0] for engine in self._engines.values()))
+        return int(
+            min(
+                engine.get_tensor_profile_shape("position_ids", 0)[2][0]
+                for engine in self._engines.values()
+            )
+        )
 
     def load(self, graph: GraphInfo) -> Any:
         engine = self._engines[graph.file]
         if not matches_graph(engine, graph):
-            raise EESDError(f"The engine given for {graph.file} has other inputs or outputs than the manifest says.")
+            raise EESDError(
+                f"The engine given for {graph.file} has other inputs or outputs than the "
+                "manifest says."
+            )
         return engine
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:
         context = self._host.make_context(engine)
         if context in self._contexts:
             raise EESDError(
-                "make_context gave a context that is in use already; give another one in each call, because a CUDA graph keeps "
+                "make_context gave a context that is in use already; give another one in each "
+                "call, because a CUDA graph keeps "
                 "the shapes of its context."
             )
         if context is not None:

@@ -1,4 +1,5 @@
-"""Which engine directory a command runs: a given one, or that of a model, which is exported when it is first asked for."""
+"""Which engine directory a command runs: a given one, or that of a model, which is exported when it
+is first asked for."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from eesd.common.manifest import MAX_SLOTS
 from eesd.common.quantization import DTYPES, QUANTIZED
 
 MODEL = (
-    "Model directory, GGUF file, Hugging Face id, or name such as llama-70b. The first start exports it into a cache; later "
+    "Model directory, GGUF file, Hugging Face id, or name such as llama-70b. The first start "
+    "exports it into a cache; later "
     "ones find it there."
 )
 AS_EXPORT = "With --model: as in eesd-export."
@@ -25,13 +27,16 @@ engine_options = cli.options(
     click.option("--quantize", type=click.Choice((*QUANTIZED, "none", "keep")), help=AS_EXPORT),
     click.option("--max-seq-len", type=click.IntRange(2, MAX_SLOTS), help=AS_EXPORT),
     click.option("--cache-dir", type=cli.PATH, envvar="EESD_CACHE_DIR", metavar="DIR", help=CACHE),
-    click.option("--engine-dir", type=cli.PATH, help="Directory made by eesd-export, in place of --model."),
+    click.option(
+        "--engine-dir", type=cli.PATH, help="Directory made by eesd-export, in place of --model."
+    ),
 )
 """The options that say which engine directory to run; see :func:`engine_dir_of`."""
 
 
 def engine_dir_of(options: dict[str, Any]) -> Path:
-    """The engine directory that the options of a command name. That of a model is made if it is not in the cache.
+    """The engine directory that the options of a command name. That of a model is made if it is not
+    in the cache.
 
     Raises:
         EESDError: They name none or two, or the model cannot be exported.
@@ -44,10 +49,16 @@ def engine_dir_of(options: dict[str, Any]) -> Path:
     if directory is not None:
         other = next((name for name, value in given.items() if value is not None), None)
         if other is not None:
-            raise EESDError(f"--{other.replace('_', '-')} is for --model, and --engine-dir is exported already; leave it out.")
+            raise EESDError(
+                f"--{other.replace('_', '-')} is for --model, and --engine-dir is exported "
+                "already; leave it out."
+            )
         return directory
     if model is None:
-        raise EESDError("There is no model: give --model NAME, or --engine-dir DIR of a directory made by eesd-export.")
+        raise EESDError(
+            "There is no model: give --model NAME, or --engine-dir DIR of a directory made by "
+            "eesd-export."
+        )
     from eesd.export.prepare import engine_directory
 
     return engine_directory(model, given, options["cache_dir"])

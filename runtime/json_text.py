@@ -1,9 +1,10 @@
 """What a text of JSON should not go on with, though its grammar allows it.
 
-* Letters as ``\\uXXXX``. A schema's grammar tells keys apart as they are spelled, so ``"\\u0061"`` would be another key than
-  ``"a"``, with a value of any type. Half a surrogate pair would be no text at all.
-* Digits without end. A number has at most :data:`DIGITS` of each part: as many as 64-bit floats can tell apart, and none is
-  infinite.
+* Letters as ``\\uXXXX``. A schema's grammar tells keys apart as they are spelled, so ``"\\u0061"``
+  would be another key than ``"a"``, with a value of any type. Half a surrogate pair would be no
+  text at all.
+* Digits without end. A number has at most :data:`DIGITS` of each part: as many as 64-bit floats can
+  tell apart, and none is infinite.
 
 Both stay allowed where nothing else may come.
 """
@@ -21,7 +22,8 @@ DIGITS = {"integer": 40, "fraction": 17, "exponent": 2}
 
 
 class Place(NamedTuple):
-    """Where a text has come to: in strings, and in which part of a number behind how many of its digits."""
+    """Where a text has come to: in strings, and in which part of a number behind how many of its
+    digits."""
 
     mode: int = OUTSIDE
     part: str = ""
@@ -53,9 +55,13 @@ class JSONTokens:
 
     def __init__(self, vocabulary: LLTokenizer) -> None:
         self._bytes = [vocabulary.decode_bytes([token]) for token in range(vocabulary.vocab_size)]
-        self._digits = np.array([len(data) - len(data.lstrip(b"0123456789")) for data in self._bytes])
+        self._digits = np.array(
+            [len(data) - len(data.lstrip(b"0123456789")) for data in self._bytes]
+        )
         """How many digits each token begins with."""
-        spelled = [[_spells(mode, data) for data in self._bytes] for mode in (OUTSIDE, INSIDE, ESCAPED)]
+        spelled = [
+            [_spells(mode, data) for data in self._bytes] for mode in (OUTSIDE, INSIDE, ESCAPED)
+        ]
         self._spelled = np.array(spelled)
 
     def after(self, place: Place, token: int) -> Place:

@@ -1,8 +1,10 @@
-"""Chat messages whose text writes no special token: who spells ``<|im_end|>`` in a message gets letters, and ends no turn.
+"""Chat messages whose text writes no special token: who spells ``<|im_end|>`` in a message gets
+letters, and ends no turn.
 
-A template may trim a content, split it or look into it, so it must see the content nearly as it is. A mark goes into each
-special token that a message spells, and the tokenizer sees no token there. All that it sees in the rendered text are the
-template's. A second tokenizer, whose normalizer drops the marks, reads the text for the model.
+A template may trim a content, split it or look into it, so it must see the content nearly as it is.
+A mark goes into each special token that a message spells, and the tokenizer sees no token there.
+All that it sees in the rendered text are the template's. A second tokenizer, whose normalizer drops
+the marks, reads the text for the model.
 """
 
 import json
@@ -43,18 +45,25 @@ class PlainContent:
         self._special = {token: item.content for token, item in added.items() if item.special}
         names = sorted(self._special.values(), key=len, reverse=True)
         if not names:
-            raise EESDError(f"The tokenizer has no special tokens to keep apart from text; {_REMEDY}.")
+            raise EESDError(
+                f"The tokenizer has no special tokens to keep apart from text; {_REMEDY}."
+            )
         for name in names:
             if len(name) < 2 or name[0].isalnum() or name[0].isspace():
-                raise EESDError(f"The special token {shown(name)} cannot be kept apart from text; {_REMEDY}.")
+                raise EESDError(
+                    f"The special token {shown(name)} cannot be kept apart from text; {_REMEDY}."
+                )
         self._first = re.compile("|".join({re.escape(name[0]) for name in names}))
         self._spelled = re.compile("|".join(map(re.escape, names)))
         self._encode, self._seen = encode, tokenizer
         self._without_marks, self._unknown = _without_marks(tokenizer)
 
     def check(self, template: ChatTemplate) -> None:
-        """Raises :class:`EESDError` unless the template ends each turn with a special token. Else any text can end one."""
-        turns = [{"role": role, "content": text} for role, text in _TURNS.items()] + [{"role": "user", "content": _LAST}]
+        """Raises :class:`EESDError` unless the template ends each turn with a special token. Else
+        any text can end one."""
+        turns = [{"role": role, "content": text} for role, text in _TURNS.items()] + [
+            {"role": "user", "content": _LAST}
+        ]
         try:
             text = template.render(turns)
         except EESDError:  # not every template knows system messages
@@ -62,8 +71,13 @@ class PlainContent:
         starts = sorted(at for turn in turns if (at := text.find(turn["content"])) >= 0)
         special = [start for start, _ in self._tokens(text)]
         for at, following in zip(starts, [*starts[1:], len(text)], strict=False):
-            if not text.startswith(_TURNS["system"], at) and not any(at < start < following for start in special):
-                raise EESDError(f"The chat template ends a turn with text that a message can write, too; {_REMEDY}.")
+            if not text.startswith(_TURNS["system"], at) and not any(
+                at < start < following for start in special
+            ):
+                raise EESDError(
+                    "The chat template ends a turn with text that a message can write, too; "
+                    f"{_REMEDY}."
+                )
 
     def read(
         self,
@@ -71,25 +85,32 @@ class PlainContent:
         messages: Sequence[Message],
         tools: Sequence[Tool] | None,
     ) -> list[int]:
-        """Token ids of chat messages and tools. They are those of the rendered text where no text spells a special token.
+        """Token ids of chat messages and tools. They are those of the rendered text where no text
+        spells a special token.
 
         Raises:
-            EESDError: ``render`` raises it, or the template makes a special token of what no text spells.
+            EESDError: ``render`` raises it, or the template makes a special token of what no text
+                spells.
         """
         given = (messages, tools)
         text = render(*_each_text(given, lambda text: self._spelled.sub(_broken, text)))
         found = self._tokens(text)
-        # No special token can begin in these texts, whatever the template does to them. But it sees other texts.
+        # No special token can begin in these texts, whatever the template does to them. But it sees
+        # other texts.
         safe = _each_text(given, lambda text: self._first.sub(_broken, text))
         reference = text if safe == _each_text(given, str) else render(*safe)
         written = [text[start:end] for start, end in found]
         if written != [reference[start:end] for start, end in self._tokens(reference)]:
             raise EESDError(_MADE)
         if json.dumps(MARK)[1:-1] in text.lower():
-            raise EESDError(f"The chat template writes texts in another form than they have; {_REMEDY}.")
+            raise EESDError(
+                f"The chat template writes texts in another form than they have; {_REMEDY}."
+            )
         encoded = self._encode(text, self._without_marks if MARK in text else self._seen)
         names = [self._special[token] for token in encoded.ids if token in self._special]
-        if [name for name in names if name != self._unknown] != [name for name in written if name != self._unknown]:
+        if [name for name in names if name != self._unknown] != [
+            name for name in written if name != self._unknown
+        ]:
             raise EESDError(_MADE)  # the tokenizer makes one of letters
         return list(encoded.ids)
 
@@ -98,7 +119,8 @@ class PlainContent:
         found, encoding = [], self._encode(text, self._seen)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             name = self._special.get(token)
-            if name is not None and (at := text.find(name, start, end)) >= 0:  # else it stands for an unknown letter
+            # Otherwise it stands for an unknown letter.
+            if name is not None and (at := text.find(name, start, end)) >= 0:
                 found.append((at, at + len(name)))
         return found
 
@@ -108,33 +130,51 @@ def _broken(match: re.Match[str]) -> str:
 
 
 def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
-    """The tokenizer that looks for special tokens, drops the marks, and makes no special token of the letters that are left.
-    And the token for unknown letters."""
+    """The tokenizer that looks for special tokens, drops the marks, and makes no special token of
+    the letters that are left. And the token for unknown letters."""
     document = json.loads(tokenizer.to_str())
     special = [added for added in document["added_tokens"] if added["special"]]
     for added in special:
         added["normalized"] = False
-    model, names, dropped = document["model"], {added["content"] for added in special}, normalizers.Replace(MARK, "")
+    model, names, dropped = (
+        document["model"],
+        {added["content"] for added in special},
+        normalizers.Replace(MARK, ""),
+    )
     unknown = model.get("unk_token")
     if model["type"] == "Unigram":
         unknown = None if model["unk_id"] is None else model["vocab"][model["unk_id"]][0]
-        model["vocab"] = [[name, _NEVER if name in names else score] for name, score in model["vocab"]]
+        model["vocab"] = [
+            [name, _NEVER if name in names else score] for name, score in model["vocab"]
+        ]
     if "merges" in model:
         pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"])
         model["merges"] = [pair for pair in pairs if "".join(pair) not in names]
     made = Tokenizer.from_str(json.dumps(document))
-    made.normalizer = normalizers.Sequence([dropped, made.normalizer]) if made.normalizer else dropped
+    made.normalizer = (
+        normalizers.Sequence([dropped, made.normalizer]) if made.normalizer else dropped
+    )
     return made, unknown
 
 
 def _each_text(value: Any, change: Callable[[str], str], depth: int = 0) -> Any:
-    """A copy whose texts are changed. What is no plain data stays as it is, and is refused later."""
+    """A copy whose texts are changed. What is no plain data stays as it is, and is refused
+    later."""
     if isinstance(value, str):
         if MARK in value:
-            raise EESDError(f"A message holds U+{ord(MARK):04X}, which is no character; leave it out.")
+            raise EESDError(
+                f"A message holds U+{ord(MARK):04X}, which is no character; leave it out."
+            )
         return change(str.__str__(value))
     if depth > MAX_DEPTH:
         return value
     if isinstance(value, Mapping):
-        return {_each_text(key, change, depth + 1): _each_text(item, change, depth + 1) for key, item in value.items()}
-    return [_each_text(item, change, depth + 1) for item in value] if isinstance(value, list | tuple) else value
+        return {
+            _each_text(key, change, depth + 1): _each_text(item, change, depth + 1)
+            for key, item in value.items()
+        }
+    return (
+        [_each_text(item, change, depth + 1) for item in value]
+        if isinstance(value, list | tuple)
+        else value
+    )

@@ -1,4 +1,5 @@
-"""Keys and values of texts that were seen, for requests that begin like them: system prompts, conversations that go on."""
+"""Keys and values of texts that were seen, for requests that begin like them: system prompts,
+conversations that go on."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,10 +25,11 @@ class _Block:
 
 
 class PrefixCache:
-    """A tree of blocks, bounded in bytes; what was not used for longest goes first, ends before beginnings.
+    """A tree of blocks, bounded in bytes; what was not used for longest goes first, ends before
+    beginnings.
 
-    A token's keys and values are the same bits however its text was cut into calls, so a request that takes them from here
-    gets the tokens that it gets alone.
+    A token's keys and values are the same bits however its text was cut into calls, so a request
+    that takes them from here gets the tokens that it gets alone.
 
     Attributes:
         queries: Tokens of all prompts that were looked up.
@@ -45,7 +47,8 @@ class PrefixCache:
         self._clock = count(1)
 
     def find(self, tokens: Sequence[int], salt: str = "") -> list[Values]:
-        """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of :data:`BLOCK` tokens.
+        """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of
+        :data:`BLOCK` tokens.
 
         Only what was added with the same ``salt`` is known.
         """
@@ -61,12 +64,15 @@ class PrefixCache:
         self.hits += BLOCK * len(found)
         return found
 
-    def add(self, tokens: Sequence[int], read: Callable[[int, int], Values], salt: str = "") -> None:
+    def add(
+        self, tokens: Sequence[int], read: Callable[[int, int], Values], salt: str = ""
+    ) -> None:
         """Keep the keys and values of a text.
 
         Args:
             tokens: Its tokens whose keys and values are known.
-            read: Gives those of the slots from ``start`` to ``stop - 1``, [L+E, 2, KV, n, D]. They are copied.
+            read: Gives those of the slots from ``start`` to ``stop - 1``, [L+E, 2, KV, n, D]. They
+                are copied.
             salt: See :meth:`find`.
         """
         if not self._capacity:
@@ -86,7 +92,11 @@ class PrefixCache:
     def _make_room(self, size: int, now: int) -> bool:
         """Drop blocks until ``size`` bytes are free; False if only blocks in use now could go."""
         while self.bytes_used + size > self._capacity:
-            ends = [block for block in self._blocks(self._root) if not block.following and block.used < now]
+            ends = [
+                block
+                for block in self._blocks(self._root)
+                if not block.following and block.used < now
+            ]
             if not ends:
                 return False
             for oldest in sorted(ends, key=lambda block: block.used)[: max(len(ends) // 4, 1)]:
@@ -106,5 +116,7 @@ class PrefixCache:
 
 def _keys(tokens: Sequence[int], salt: str) -> list[Key]:
     """The whole blocks of a text. The first one has the salt, too."""
-    found: list[Key] = [tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)]
+    found: list[Key] = [
+        tuple(tokens[start : start + BLOCK]) for start in range(0, len(tokens) - BLOCK + 1, BLOCK)
+    ]
     return [(salt, *found[0]), *found[1:]] if found else []

@@ -21,7 +21,8 @@ MAX_LOGPROBS = 20
 
 
 class QueueFullError(EESDError):
-    """The queue is full. ``retry_after`` is the time in seconds after which a place is likely free."""
+    """The queue is full. ``retry_after`` is the time in seconds after which a place is likely
+    free."""
 
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
@@ -33,10 +34,12 @@ class ConstraintError(EESDError):
 
 
 class Constraint(Protocol):
-    """Which tokens may follow, for constrained output. One object serves one request, in the thread of the batch."""
+    """Which tokens may follow, for constrained output. One object serves one request, in the thread
+    of the batch."""
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens [V] that may follow these new tokens (the prompt is not among them); None: all may.
+        """The tokens [V] that may follow these new tokens (the prompt is not among them); None: all
+        may.
 
         Raises:
             ConstraintError: The constraint cannot tell. The request ends with this error.
@@ -44,7 +47,8 @@ class Constraint(Protocol):
         ...
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft for nothing. May be empty.
+        """At most ``most`` tokens that must follow, because nothing else is allowed: a draft for
+        nothing. May be empty.
 
         Raises:
             ConstraintError: The constraint cannot tell. The request ends with this error.
@@ -64,13 +68,16 @@ class Request:
         stop_token_ids: Tokens that end the text as EOS does, also with ``ignore_eos``.
         draft: False decodes plainly.
         ignore_eos: Do not stop at EOS.
-        min_tokens: EOS is not chosen before so many new tokens, unless the constraint allows nothing else.
-        logprobs: Report each token's log-probability under the model, and so many alternatives; None: report none.
+        min_tokens: EOS is not chosen before so many new tokens, unless the constraint allows
+            nothing else.
+        logprobs: Report each token's log-probability under the model, and so many
+            alternatives; None: report none.
         prompt_logprobs: The same for the tokens of the prompt, but the first.
         seconds: Time until the request is ended, whatever it has by then; None: no limit.
         constraint: Restricts the tokens.
-        salt: Keys and values that are kept from one request serve only those with the same salt. Who has another one cannot
-            learn, by time or by ``cached_tokens``, whether a text was seen before.
+        salt: Keys and values that are kept from one request serve only those with the same salt.
+            Who has another one cannot learn, by time or by ``cached_tokens``, whether a text was
+            seen before.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -93,8 +100,12 @@ class Request:
     def __post_init__(self) -> None:
         check_type("sampling", self.sampling, Sampling, "a Sampling")
         object.__setattr__(self, "sampling", self.sampling.of_text())
-        if self.constraint is not None and not (hasattr(self.constraint, "allowed") and hasattr(self.constraint, "forced")):
-            raise EESDError(f"constraint is {shown(self.constraint)}; give what eesd.make_constraint returns.")
+        if self.constraint is not None and not (
+            hasattr(self.constraint, "allowed") and hasattr(self.constraint, "forced")
+        ):
+            raise EESDError(
+                f"constraint is {shown(self.constraint)}; give what eesd.make_constraint returns."
+            )
         check_type("salt", self.salt, str, "a text")
         check_integer("max_new_tokens", self.max_new_tokens, 1, 2**63 - 1)
         check_flag("draft", self.draft)
@@ -116,8 +127,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """A token's log-probability under the model (before temperature and filters), and the most likely tokens in its place,
-    best first. None for the first token of a prompt."""
+    """A token's log-probability under the model (before temperature and filters), and the most
+    likely tokens in its place, best first. None for the first token of a prompt."""
 
     token: int
     logprob: float | None
@@ -131,7 +142,8 @@ class TokenOutput:
     Attributes:
         token: Its id.
         text: The text that became certain with it; may be empty.
-        source: Who proposed it: ``exit`` (the exit head), ``text`` (the text itself), or ``verify`` (the verifier).
+        source: Who proposed it: ``exit`` (the exit head), ``text`` (the text itself), or ``verify``
+            (the verifier).
         logprob: If asked for.
     """
 
@@ -149,8 +161,8 @@ class Update:
         tokens: New tokens; may be empty in the last update.
         rejected: What was drafted behind the accepted tokens, and not accepted.
         held: Text that was held back for a stop string that did not come; only in the last update.
-        finish_reason: None: more will come. ``stop`` (EOS or a stop string), ``length``, ``cancelled``, ``deadline``, or
-            ``error``.
+        finish_reason: None: more will come. ``stop`` (EOS or a stop string), ``length``,
+            ``cancelled``, ``deadline``, or ``error``.
         error: What went wrong, in a sentence.
         refused: Whether the request is to blame for the error, and not the server.
         stop: The stop string that ended the text.
@@ -172,7 +184,8 @@ class Update:
 
 
 OnUpdate = Callable[[Update], None]
-"""Called in the thread of the batch; it must return at once. If it raises, its request ends, and the others go on."""
+"""Called in the thread of the batch; it must return at once. If it raises, its request ends, and
+the others go on."""
 
 
 class Generation:
@@ -203,7 +216,8 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """End the request at the next round. Its last update says ``cancelled``, unless it was finished before."""
+        """End the request at the next round. Its last update says ``cancelled``, unless it was
+        finished before."""
         self._cancelled.set()
 
     def is_late(self, now: float) -> bool:

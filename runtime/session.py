@@ -1,9 +1,10 @@
 """A request that runs: its tokens, its KV cache, the calls over them, and the report of each round.
 
-The draft proposes tokens after the last committed one (the root). After each step the controller says whether to continue.
-Where the text repeats, it proposes tokens itself, which cost no draft step. One verify pass judges all of them. The accepted
-path and the verifier's bonus token are committed; the bonus token is the next root, and its cache entry is made by the next
-round's passes, so nothing runs twice or alone.
+The draft proposes tokens after the last committed one (the root). After each step the controller
+says whether to continue. Where the text repeats, it proposes tokens itself, which cost no draft
+step. One verify pass judges all of them. The accepted path and the verifier's bonus token are
+committed; the bonus token is the next root, and its cache entry is made by the next round's passes,
+so nothing runs twice or alone.
 """
 
 import time
@@ -34,16 +35,18 @@ LOGIT_CHUNK = 64
 """Tokens of a prompt whose logits are in memory at a time."""
 
 Observer = Callable[[Sequence[int], Logits], None]
-"""Called after each round with the tokens that it committed and, for each, the verifier's logits behind the token before it
-[tokens, V]. They are valid during the call. Without an observer, logits may stay on the device."""
+"""Called after each round with the tokens that it committed and, for each, the verifier's logits
+behind the token before it [tokens, V]. They are valid during the call. Without an observer, logits
+may stay on the device."""
 
 
 class Session:
-    """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round; between steps nothing is pending.
+    """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round;
+    between steps nothing is pending.
 
-    ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing engine), the session stands where
-    the round began, and ``step`` can be called again. Controllers learn after the commit, so they never learn from a cancelled
-    round.
+    ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing
+    engine), the session stands where the round began, and ``step`` can be called again. Controllers
+    learn after the commit, so they never learn from a cancelled round.
 
     Attributes:
         generation, request: The handle of the caller, and the request.
@@ -57,7 +60,8 @@ class Session:
         cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
         sampler, index, observer: Its rounds work with these.
         drafted_to: From this slot on there is nothing of a draft that verify has not written again.
-        lock: Held while engines run. Sessions over the same engines share it, so other threads wait for a round to end.
+        lock: Held while engines run. Sessions over the same engines share it, so other threads wait
+            for a round to end.
     """
 
     def __init__(
@@ -93,12 +97,19 @@ class Session:
         self.finish_reason: str | None = None
         self.lock = lock or RLock()
         self.index = TextIndex()
-        self.ends = (*(() if request.ignore_eos else manifest.eos_token_ids), *request.stop_token_ids)
+        self.ends = (
+            *(() if request.ignore_eos else manifest.eos_token_ids),
+            *request.stop_token_ids,
+        )
         columns = drafting.drafter.columns if drafting.drafter else WHOLE
         vocab_size = manifest.geometry.vocab_size
-        self._unended = [token for token in self.ends if token < vocab_size] if request.min_tokens else []
+        self._unended = (
+            [token for token in self.ends if token < vocab_size] if request.min_tokens else []
+        )
         restricted = request.constraint is not None or self._unended
-        self.sampler = make_sampler(request.sampling, vocab_size, columns, self._allowed if restricted else None)
+        self.sampler = make_sampler(
+            request.sampling, vocab_size, columns, self._allowed if restricted else None
+        )
         self._observer = observer
         self.observer = observer if request.logprobs is None else self._observe
         self._logprobs: list[TokenLogprob] = []
@@ -113,7 +124,8 @@ class Session:
     # The prompt
 
     def prefill(self) -> None:
-        """Put the prompt, all but its last token, into the cache. The first ``step`` does it if this was not called.
+        """Put the prompt, all but its last token, into the cache. The first ``step`` does it if
+        this was not called.
 
         The last token is the first root, so prefill needs no logits.
         """
@@ -125,7 +137,8 @@ class Session:
                 self.add_piece(piece, outputs, time.perf_counter() - started)
 
     def next_piece(self, most: int) -> Call | None:
-        """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is complete."""
+        """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is
+        complete."""
         self.check_open()
         start, last = self._prefilled, self.stats.prompt_tokens - 1
         logits = self.request.prompt_logprobs is not None and self._observed < last
@@ -134,7 +147,9 @@ class Session:
         if start == stop:
             return None
         self._kv_cache.reserve(stop)
-        return Call(self._kv_cache, self.tokens[start:stop], range(start, stop), start, logits=logits)
+        return Call(
+            self._kv_cache, self.tokens[start:stop], range(start, stop), start, logits=logits
+        )
 
     def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
         """Note that the call of a piece of the prompt is done, and took ``seconds``."""
@@ -143,18 +158,22 @@ class Session:
             assert self.request.prompt_logprobs is not None and self._prompt_logprobs is not None
             start = max(piece.slot, self._observed)  # after a move, observed tokens come again
             logits = outputs.logits[start - piece.slot :]
-            self._prompt_logprobs += _logprobs(self.tokens[start + 1 : stop + 1], logits, self.request.prompt_logprobs)
+            self._prompt_logprobs += _logprobs(
+                self.tokens[start + 1 : stop + 1], logits, self.request.prompt_logprobs
+            )
             self._observed = stop
         self._prefilled = stop
         self.stats.prefill_seconds += seconds
 
     @property
     def unfilled(self) -> int:
-        """Tokens of the prompt, or after a move of the text, that are still to be put into the cache."""
+        """Tokens of the prompt, or after a move of the text, that are still to be put into the
+        cache."""
         return self._target - self._prefilled
 
     def take_prefix(self, prefixes: PrefixCache) -> None:
-        """Take the kept keys and values of the text's beginning, unless log-probabilities of the prompt are asked for."""
+        """Take the kept keys and values of the text's beginning, unless log-probabilities of the
+        prompt are asked for."""
         if self.request.prompt_logprobs is not None:
             return
         for part in prefixes.find(self.tokens[:-1], self.request.salt):
@@ -166,12 +185,14 @@ class Session:
             self.cached_tokens = self._prefilled
 
     def keep_prefix(self, prefixes: PrefixCache) -> None:
-        """Keep the keys and values for requests that begin alike. Nothing is kept of a prompt that is not complete."""
+        """Keep the keys and values for requests that begin alike. Nothing is kept of a prompt that
+        is not complete."""
         if not self.unfilled:
             prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)
 
     def move(self, kv_cache: KVCache) -> None:
-        """Go on in another cache, between two rounds: the keys and values of all tokens are computed again."""
+        """Go on in another cache, between two rounds: the keys and values of all tokens are
+        computed again."""
         self.check_open()
         self._kv_cache, self._moved = kv_cache, True
         self._prefilled, self._target = 0, len(self.tokens) - 1
@@ -179,7 +200,8 @@ class Session:
     # Rounds
 
     def step(self) -> RoundResult:
-        """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or closed session."""
+        """Run one round and commit what it accepted. Raises :class:`EESDError` on a finished or
+        closed session."""
         with self.lock:
             [current] = run_round([self], self.engines)
         if current.error is not None:
@@ -188,22 +210,27 @@ class Session:
         return current.result
 
     def peek(self) -> Logits:
-        """The verifier's logits [V] behind the last committed token, by a single-token pass. Commits nothing."""
+        """The verifier's logits [V] behind the last committed token, by a single-token pass.
+        Commits nothing."""
         with self.lock:
             self.prefill()
             self._kv_cache.reserve(len(self.tokens))
-            [outputs] = self.engines.verify.forward([self.verified([Node(self.tokens[-1], index=0)])])
+            [outputs] = self.engines.verify.forward(
+                [self.verified([Node(self.tokens[-1], index=0)])]
+            )
             row: Logits = outputs.logits[0].copy()
         return row
 
     @property
     def kv_cache(self) -> KVCache:
-        """The session's cache, for calls of other engines. Raises :class:`EESDError` on a closed session."""
+        """The session's cache, for calls of other engines. Raises :class:`EESDError` on a closed
+        session."""
         self.check_open()
         return self._kv_cache
 
     def close(self) -> None:
-        """Give up the cache, which the next session will use. Then ``tokens``, ``stats`` and ``finish_reason`` are left."""
+        """Give up the cache, which the next session will use. Then ``tokens``, ``stats`` and
+        ``finish_reason`` are left."""
         self._closed = True
 
     def end(self) -> KVCache:
@@ -214,7 +241,10 @@ class Session:
     def check_open(self) -> None:
         """Raise :class:`EESDError` if the session is closed."""
         if self._closed:
-            raise EESDError("The session is closed, and its KV cache belongs to the next one; start a new session.")
+            raise EESDError(
+                "The session is closed, and its KV cache belongs to the next one; start a new "
+                "session."
+            )
 
     @property
     def new_tokens(self) -> list[int]:
@@ -224,7 +254,10 @@ class Session:
     @property
     def left(self) -> int:
         """Most tokens that may still follow."""
-        return min(self.request.max_new_tokens - self.stats.new_tokens, self.manifest.max_seq_len - len(self.tokens))
+        return min(
+            self.request.max_new_tokens - self.stats.new_tokens,
+            self.manifest.max_seq_len - len(self.tokens),
+        )
 
     def verified(self, nodes: Sequence[Node]) -> Call:
         """The call of the verify engine for nodes. Slots after theirs keep nothing of the draft."""
@@ -234,7 +267,8 @@ class Session:
         return self.call(nodes)
 
     def call(self, nodes: Sequence[Node], first: int = 0) -> Call:
-        """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind the root's."""
+        """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind
+        the root's."""
         root, called = len(self.tokens) - 1, nodes[first:]
         tokens, positions = [node.token for node in called], [root + node.depth for node in called]
         if is_chain(nodes):
@@ -242,22 +276,32 @@ class Session:
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
 
     def _allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens [V] that may follow a drafted path: by the constraint, and no end before ``min_tokens``. None: all."""
+        """The tokens [V] that may follow a drafted path: by the constraint, and no end before
+        ``min_tokens``. None: all."""
         tokens, constraint = [*self.new_tokens, *path], self.request.constraint
         mask = None if constraint is None else constraint.allowed(tokens)
         if len(tokens) >= self.request.min_tokens or not self._unended:
             return mask
-        longer = np.ones(self.manifest.geometry.vocab_size, np.bool_) if mask is None else mask.copy()
+        longer = (
+            np.ones(self.manifest.geometry.vocab_size, np.bool_) if mask is None else mask.copy()
+        )
         longer[self._unended] = False
-        return longer if longer.any() else mask  # a constraint that has come to its end goes before min_tokens
+        # A constraint that has come to its end goes before min_tokens.
+        return longer if longer.any() else mask
 
     def forced(self, most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow everything committed, by the constraint: a draft for nothing."""
+        """At most ``most`` tokens that must follow everything committed, by the constraint: a draft
+        for nothing."""
         constraint = self.request.constraint
-        return constraint.forced(self.new_tokens, most) if constraint is not None and self.request.draft else ()
+        return (
+            constraint.forced(self.new_tokens, most)
+            if constraint is not None and self.request.draft
+            else ()
+        )
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """The number of these next tokens that belong to the text, if EOS or a stop string ends it within them."""
+        """The number of these next tokens that belong to the text, if EOS or a stop string ends it
+        within them."""
         ends = [count for count, token in enumerate(tokens, 1) if token in self.ends]
         end = ends[0] if ends else None
         if not self.request.stop:
@@ -279,8 +323,14 @@ class Session:
         sources = ["text" if text else "exit" for text in result.from_text]
         sources += ["verify"] * (len(result.tokens) - len(sources))
         for at, (token, source) in enumerate(zip(result.tokens, sources, strict=True)):
-            text = self._text.push(token) if self._text and token not in self.request.stop_token_ids else ""
-            outputs.append(TokenOutput(token, text, source, self._logprobs[at] if self._logprobs else None))
+            text = (
+                self._text.push(token)
+                if self._text and token not in self.request.stop_token_ids
+                else ""
+            )
+            outputs.append(
+                TokenOutput(token, text, source, self._logprobs[at] if self._logprobs else None)
+            )
         self._logprobs = []
         held = self._text.finish() if self._text and result.finish_reason else ""
         prompt, self._prompt_logprobs = self._prompt_logprobs, None
@@ -299,7 +349,9 @@ class Session:
         """The end of a request that no round ended."""
         held = self._text.finish() if self._text else ""
         stats, cached = replace(self.stats), self.cached_tokens
-        return Update(held=held, finish_reason=reason, error=error, cached_tokens=cached, stats=stats)
+        return Update(
+            held=held, finish_reason=reason, error=error, cached_tokens=cached, stats=stats
+        )
 
     def _observe(self, tokens: Sequence[int], logits: Logits) -> None:
         assert self.request.logprobs is not None
@@ -309,15 +361,24 @@ class Session:
 
 
 def _logprobs(tokens: Sequence[int], logits: Logits, top: int) -> list[TokenLogprob]:
-    """Of each token under the logits behind the one before it [n, V]; and the ``top`` most likely ones."""
+    """Of each token under the logits behind the one before it [n, V]; and the ``top`` most likely
+    ones."""
     found = []
     for token, row in zip(tokens, logits, strict=True):
         scores = row.astype(np.float64)
         scores -= scores.max()
         scores -= np.log(np.exp(scores).sum())
-        best = np.argpartition(-scores, min(top, len(scores) - 1))[:top] if top else np.empty(0, np.int64)
+        best = (
+            np.argpartition(-scores, min(top, len(scores) - 1))[:top]
+            if top
+            else np.empty(0, np.int64)
+        )
         best = best[np.lexsort((best, -scores[best]))]
-        found.append(TokenLogprob(int(token), float(scores[token]), tuple((int(i), float(scores[i])) for i in best)))
+        found.append(
+            TokenLogprob(
+                int(token), float(scores[token]), tuple((int(i), float(scores[i])) for i in best)
+            )
+        )
     return found
 
 
@@ -333,4 +394,6 @@ def check_prompt(prompt: Sequence[int], manifest: Manifest) -> None:
     vocab_size = manifest.geometry.vocab_size
     outside = next((token for token in prompt if not 0 <= token < vocab_size), None)
     if outside is not None:
-        raise EESDError(f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}.")
+        raise EESDError(
+            f"The prompt has the token id {shown(outside)}; ids go from 0 to {vocab_size - 1}."
+        )

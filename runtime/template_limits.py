@@ -1,9 +1,10 @@
 """Jinja's sandbox with limits: a chat template can neither hang a process nor fill its memory.
 
-Templates come with weights, which the user trusts, and no request brings one. So Jinja's own sandbox keeps them from files and
-from Python's insides. What remains is a loop or a text without an end. Steps and sizes of new values are counted. An operation
-that multiplies is refused before it runs if its result could be larger than the work that is left.
-Work is counted, not timed, so each machine refuses the same templates; a deadline stops what is merely slow.
+Templates come with weights, which the user trusts, and no request brings one. So Jinja's own
+sandbox keeps them from files and from Python's insides. What remains is a loop or a text without an
+end. Steps and sizes of new values are counted. An operation that multiplies is refused before it
+runs if its result could be larger than the work that is left. Work is counted, not timed, so each
+machine refuses the same templates; a deadline stops what is merely slow.
 """
 
 import re
@@ -20,18 +21,46 @@ from jinja2.visitor import NodeTransformer
 from eesd.common.errors import EESDError
 
 MAX_WORK, STEP = 1 << 26, 64
-"""Work of one rendering: ``STEP`` for each step and each item of a new container, and the characters of new texts."""
+"""Work of one rendering: ``STEP`` for each step and each item of a new container, and the
+characters of new texts."""
 MAX_SECONDS = 10.0
 MAX_DEPTH = 100
-"""Deepest nesting of containers. Python recurses over them, in places without a check of its own."""
-LACKING = {"encode", "format_map", "pprint", "striptags", "sum", "to_bytes", "translate", "urlize", "wordwrap", "xmlattr"}
-"""Filters and methods that templates do not have: their time or result can grow with the square of their input."""
-MULTIPLYING = {"batch", "center", "expandtabs", "format", "indent", "join", "ljust", "replace", "rjust", "round", "slice"}
+"""Deepest nesting of containers. Python recurses over them, in places without a check of its
+own."""
+LACKING = {
+    "encode",
+    "format_map",
+    "pprint",
+    "striptags",
+    "sum",
+    "to_bytes",
+    "translate",
+    "urlize",
+    "wordwrap",
+    "xmlattr",
+}
+"""Filters and methods that templates do not have: their time or result can grow with the square of
+their input."""
+MULTIPLYING = {
+    "batch",
+    "center",
+    "expandtabs",
+    "format",
+    "indent",
+    "join",
+    "ljust",
+    "replace",
+    "rjust",
+    "round",
+    "slice",
+}
 MULTIPLYING |= {"tojson", "zfill", "*", "**"}
-"""Filters, methods and operators that make at most the size of the value times the numbers and sizes of the arguments."""
+"""Filters, methods and operators that make at most the size of the value times the numbers and
+sizes of the arguments."""
 WIDEST = 9999
 _TOO_WIDE = re.compile(r"%(\(\w*\))?[-+ #0]*\d*\.?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)|\{\w*[.\[]")
-"""A place of a format that is wider than :data:`WIDEST`, or as wide as an argument says, or shows a part of an argument."""
+"""A place of a format that is wider than :data:`WIDEST`, or as wide as an argument says, or shows a
+part of an argument."""
 _TURNS, _KEEP = "turns of a loop", "keep a value"
 """Filters that no template can name."""
 
@@ -55,13 +84,20 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         super().__init__(**options, optimized=False)
         self._left, self._deadline = MAX_WORK, time.monotonic() + MAX_SECONDS
         del self.globals["lipsum"]  # random text without a limit
-        known = {name: function for name, function in {**self.filters, **filters}.items() if name not in LACKING}
+        known = {
+            name: function
+            for name, function in {**self.filters, **filters}.items()
+            if name not in LACKING
+        }
         self.filters = {name: self._limited(name, function) for name, function in known.items()}
         self.filters |= {_TURNS: self._turns, _KEEP: self._keep}
-        self.tests = {name: self._limited(name, test) for name, test in dict[str, Any](self.tests).items()}
+        self.tests = {
+            name: self._limited(name, test) for name, test in dict[str, Any](self.tests).items()
+        }
 
     def parse(self, source: str, *names: Any) -> nodes.Template:
-        """Parse a template into one that counts its work. Raises ``TemplateSyntaxError`` if it is none."""
+        """Parse a template into one that counts its work. Raises ``TemplateSyntaxError`` if it is
+        none."""
         tree: nodes.Template = _Counted().visit(super().parse(source, *names))
         return tree
 
@@ -71,7 +107,11 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         """Whether a template may use an attribute: none of a class. Jinja calls this for each."""
-        return attr not in LACKING and not isinstance(obj, type) and super().is_safe_attribute(obj, attr, value)
+        return (
+            attr not in LACKING
+            and not isinstance(obj, type)
+            and super().is_safe_attribute(obj, attr, value)
+        )
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call a function, a macro or a method. Jinja calls this for every call in a template."""
@@ -92,7 +132,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def _limited(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """A filter or a test with limits."""
-        hidden = int(hasattr(function, "jinja_pass_arg"))  # Jinja gives some filters the environment or the context first
+        # Jinja gives some filters the environment or the context first.
+        hidden = int(hasattr(function, "jinja_pass_arg"))
 
         @wraps(function)
         def limited(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +143,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return limited
 
     def _before(self, name: str, *args: Any, **kwargs: Any) -> Sequence[Any]:
-        """Refuse what multiplies a value by its arguments into more than is left. Returns them, with iterators as lists."""
+        """Refuse what multiplies a value by its arguments into more than is left. Returns them,
+        with iterators as lists."""
         if name not in MULTIPLYING:
             return args
         args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
@@ -112,24 +154,37 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             work = (str(value).count("%") + str(value).count("{")) * (WIDEST + self._size(given))
         elif name == "replace":
             old, new = map(str, given[:2])
-            work = max(str(value).count(old) * len(new), str(value).count(new) * len(old))  # they may have names
+            # They may have names.
+            work = max(str(value).count(old) * len(new), str(value).count(new) * len(old))
         else:
-            _check(name != "join" or (len(args) < 3 and "attribute" not in kwargs), "joins an attribute of its items")
+            _check(
+                name != "join" or (len(args) < 3 and "attribute" not in kwargs),
+                "joins an attribute of its items",
+            )
             counts = name == "**" or not isinstance(value, int)
-            factor = 1 + sum(abs(one) if counts and isinstance(one, int) else self._size(one) for one in given)
+            factor = 1 + sum(
+                abs(one) if counts and isinstance(one, int) else self._size(one) for one in given
+            )
             work = (self._size(value) + (STEP if name == "*" else 1)) * factor
         self._need(work)
         return args
 
     def _size(self, value: Any, depth: int = 0) -> int:
-        """Size of a value as it would be printed: what a list holds twice counts twice. A number counts its bits."""
+        """Size of a value as it would be printed: what a list holds twice counts twice. A number
+        counts its bits."""
         _check(depth <= MAX_DEPTH, "nests lists too deeply")
         if isinstance(value, int):
             return value.bit_length()
         if isinstance(value, str) or not isinstance(value, Collection):
             return len(value) if isinstance(value, str) else 0
         size = STEP * len(value)
-        for item in () if isinstance(value, range) else [*value, *value.values()] if isinstance(value, Mapping) else value:
+        for item in (
+            ()
+            if isinstance(value, range)
+            else [*value, *value.values()]
+            if isinstance(value, Mapping)
+            else value
+        ):
             size += self._size(item, depth + 1)
             self._need(size)
         return size
@@ -137,7 +192,10 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
     def _need(self, work: int) -> None:
         """Refuse more work than is left, and what comes too late."""
         if work > self._left or time.monotonic() > self._deadline:
-            raise EESDError("The chat template takes too long for these messages; use another, or a shorter prompt.")
+            raise EESDError(
+                "The chat template takes too long for these messages; use another, or a "
+                "shorter prompt."
+            )
 
     def _keep(self, value: Any) -> Any:
         """Count a step and a new value, and return it; an iterator is counted as it goes."""
@@ -154,7 +212,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Counted(NodeTransformer):
-    """Counts what the sandbox has no hook for: the turns of loops, and values that brackets, ``~`` and macros make."""
+    """Counts what the sandbox has no hook for: the turns of loops, and values that brackets, ``~``
+    and macros make."""
 
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)

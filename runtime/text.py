@@ -1,4 +1,5 @@
-"""Text in, text out: tokenizer, chat template, and streaming that never shows half a character or part of a stop string."""
+"""Text in, text out: tokenizer, chat template, and streaming that never shows half a character or
+part of a stop string."""
 
 import codecs
 import json
@@ -29,23 +30,31 @@ class TextCodec:
 
     Args:
         directory: Engine directory.
-        most_tokens: A text that must have more, by its characters, is refused before it is tokenized. None: no limit.
+        most_tokens: A text that must have more, by its characters, is refused before it is
+            tokenized. None: no limit.
         plain_content: Chat messages and tools cannot write special tokens: only the template does.
 
     Attributes:
         tokenizer: The tokenizer.
         chat_template: The chat template, or None if the model has none.
-        tool_template: The chat template for messages with tools: the one called ``tool_use`` if there is one, else the same.
+        tool_template: The chat template for messages with tools: the one called ``tool_use`` if
+            there is one, else the same.
         plain: Reads messages if they cannot write special tokens, else None.
 
     Raises:
-        EESDError: There is no tokenizer, or a file is damaged, or ``plain_content`` cannot be had with this template.
+        EESDError: There is no tokenizer, or a file is damaged, or ``plain_content`` cannot be had
+            with this template.
     """
 
-    def __init__(self, directory: Path, most_tokens: int | None = None, plain_content: bool = False) -> None:
+    def __init__(
+        self, directory: Path, most_tokens: int | None = None, plain_content: bool = False
+    ) -> None:
         path = directory / "tokenizer.json"
         if not path.exists():
-            raise EESDError(f"{directory} has no tokenizer.json; give token ids, or export from a model that has one.")
+            raise EESDError(
+                f"{directory} has no tokenizer.json; give token ids, or export from a model "
+                "that has one."
+            )
         with refused(lambda error: f"{path} cannot be read ({error}); {_REMEDY}."):
             self.tokenizer = Tokenizer.from_file(str(path))
         _check_post_processor(path, self.tokenizer)
@@ -54,11 +63,25 @@ class TextCodec:
         path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
         config = read_json_object(path, _REMEDY) if path.exists() else {}
         self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
-        named = {"default": read_text(file, _REMEDY)} if file.exists() else _templates(path, config.get("chat_template"))
-        tokens = {name: _content(path, name, config[name]) for name in SPECIAL_TOKENS if config.get(name) is not None}
+        named = (
+            {"default": read_text(file, _REMEDY)}
+            if file.exists()
+            else _templates(path, config.get("chat_template"))
+        )
+        tokens = {
+            name: _content(path, name, config[name])
+            for name in SPECIAL_TOKENS
+            if config.get(name) is not None
+        }
         self.chat_template = ChatTemplate(named["default"], tokens) if "default" in named else None
-        self.tool_template = ChatTemplate(named["tool_use"], tokens) if "tool_use" in named else self.chat_template
-        self.plain = PlainContent(self.tokenizer, self._read) if plain_content and self.chat_template else None
+        self.tool_template = (
+            ChatTemplate(named["tool_use"], tokens) if "tool_use" in named else self.chat_template
+        )
+        self.plain = (
+            PlainContent(self.tokenizer, self._read)
+            if plain_content and self.chat_template
+            else None
+        )
         for template in (self.chat_template, self.tool_template):
             if self.plain is not None and template is not None:
                 self.plain.check(template)
@@ -70,29 +93,46 @@ class TextCodec:
         variables: Mapping[str, Any] = MappingProxyType({}),
         answer: bool = True,
     ) -> list[int]:
-        """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with the template's)."""
+        """Token ids of a text (with the tokenizer's own special tokens) or of chat messages (with
+        the template's)."""
         if isinstance(prompt, str):
             return self.ids(prompt, special=True)
         render = partial(self.render, answer=answer, variables=variables)
-        return self.ids(render(prompt, tools), special=False) if self.plain is None else self.plain.read(render, prompt, tools)
+        return (
+            self.ids(render(prompt, tools), special=False)
+            if self.plain is None
+            else self.plain.read(render, prompt, tools)
+        )
 
     def ids(self, text: str, special: bool) -> list[int]:
         """Token ids of a text, with or without the tokenizer's own special tokens."""
         return list(self._read(text, special=special).ids)
 
-    def _read(self, text: str, tokenizer: Tokenizer | None = None, special: bool = False) -> Encoding:
+    def _read(
+        self, text: str, tokenizer: Tokenizer | None = None, special: bool = False
+    ) -> Encoding:
         """A text as a tokenizer reads it; None: as the model's does."""
-        if self._most is not None and len(text) > self._most and (least := len(text) // self._longest) > self._most:
-            raise EESDError(f"The text has at least {least} tokens, and the model takes {self._most}; give a shorter one.")
+        if (
+            self._most is not None
+            and len(text) > self._most
+            and (least := len(text) // self._longest) > self._most
+        ):
+            raise EESDError(
+                f"The text has at least {least} tokens, and the model takes {self._most}; "
+                "give a shorter one."
+            )
         # A TypeError stands for lone surrogates, which stand for bytes that were not UTF-8.
         no_text = "The prompt is not valid Unicode text; give it as UTF-8."
         no_tokens = "The tokenizer cannot encode the prompt ({}); give token ids."
-        with refused(lambda error: no_text if isinstance(error, TypeError) else no_tokens.format(error)):
+        with refused(
+            lambda error: no_text if isinstance(error, TypeError) else no_tokens.format(error)
+        ):
             return (tokenizer or self.tokenizer).encode(text, add_special_tokens=special)
 
     @cached_property
     def _longest(self) -> int:
-        """Characters of the longest token. Listing a vocabulary takes long, so only a long text asks for it."""
+        """Characters of the longest token. Listing a vocabulary takes long, so only a long text
+        asks for it."""
         return max(map(len, self._vocabulary()), default=1)
 
     def render(
@@ -113,23 +153,34 @@ class TextCodec:
 
 
 def _check_post_processor(path: Path, tokenizer: Tokenizer) -> None:
-    """Refuse a template of special tokens that names one without ids: the library would panic when it encodes a text."""
-    processor = json.loads(tokenizer.post_processor.__getstate__()) if tokenizer.post_processor else {}
+    """Refuse a template of special tokens that names one without ids: the library would panic when
+    it encodes a text."""
+    processor = (
+        json.loads(tokenizer.post_processor.__getstate__()) if tokenizer.post_processor else {}
+    )
     for step in (processor, *processor.get("processors", ())):
         if step.get("type") == "TemplateProcessing":
-            named = [piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece]
+            named = [
+                piece["SpecialToken"]["id"] for piece in step["single"] if "SpecialToken" in piece
+            ]
             unlisted = [name for name in named if name not in step["special_tokens"]]
             if unlisted:
-                raise EESDError(f"{path} adds the token {shown(unlisted[0])} to texts, but does not list it; {_REMEDY}.")
+                raise EESDError(
+                    f"{path} adds the token {shown(unlisted[0])} to texts, but does not list "
+                    f"it; {_REMEDY}."
+                )
 
 
 def _templates(path: Path, template: Any) -> dict[str, str]:
-    """The templates in a tokenizer's configuration by name: the used ones of several; a single one is ``default``."""
+    """The templates in a tokenizer's configuration by name: the used ones of several; a single one
+    is ``default``."""
     if isinstance(template, list):
         try:
             template = {entry["name"]: entry["template"] for entry in template}
         except (TypeError, KeyError):
-            raise EESDError(f"{path} has a chat template without name or template; {_REMEDY}.") from None
+            raise EESDError(
+                f"{path} has a chat template without name or template; {_REMEDY}."
+            ) from None
     found = template if isinstance(template, dict) else {"default": template}
     used = {name: found[name] for name in ("default", "tool_use") if found.get(name) is not None}
     if not all(isinstance(source, str) for source in used.values()):
@@ -146,16 +197,20 @@ def _content(path: Path, name: str, token: Any) -> str:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable Latin-1 characters as they are, the others from U+0100 on."""
+    """How byte-level tokenizers write bytes: printable Latin-1 characters as they are, the others
+    from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(0x100 + at): byte for at, byte in enumerate(others)
+    }
 
 
 _BYTE_LEVEL = _byte_alphabet()
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _EACH_BYTE = "eesd-each-byte"
-"""Name of the rule that writes U+FFFD for each broken byte, as SentencePiece and tokenizers do for byte tokens."""
+"""Name of the rule that writes U+FFFD for each broken byte, as SentencePiece and tokenizers do for
+byte tokens."""
 
 
 def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
@@ -171,7 +226,11 @@ class TokenBytes:
 
     def __init__(self, codec: TextCodec) -> None:
         self._tokenizer, self._decode = codec.tokenizer, codec.decode
-        self._special = {token for token, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        self._special = {
+            token
+            for token, added in self._tokenizer.get_added_tokens_decoder().items()
+            if added.special
+        }
         decoder = self._tokenizer.decoder
         self._byte_level = decoder is not None and decoder.decode(["\u0120"]) == " "
         self.has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
@@ -181,16 +240,19 @@ class TokenBytes:
         return None if token in self._special else self._tokenizer.id_to_token(token)
 
     def added(self, token: int, before: int | None) -> bytes:
-        """What a token adds to the text behind the token of text before it; nothing if it is no text itself."""
+        """What a token adds to the text behind the token of text before it; nothing if it is no
+        text itself."""
         name = self.name(token)
         if not name:
             return b""
         if self._byte_level:
-            known = _BYTE_LEVEL.keys() >= set(name)  # added tokens may hold other characters, and stand for themselves
+            # Added tokens may hold other characters, and stand for themselves.
+            known = _BYTE_LEVEL.keys() >= set(name)
             return bytes(_BYTE_LEVEL[character] for character in name) if known else name.encode()
         if self.has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
             return bytes.fromhex(byte[1])
-        # One token of context is enough: decoders join words, and drop a space where the text begins.
+        # One token of context is enough: decoders join words, and drop a space where the text
+        # begins.
         context = [] if before is None else [before]
         return self._decode([*context, token])[len(self._decode(context)) :].encode()
 
@@ -198,16 +260,18 @@ class TokenBytes:
 class TextStream:
     """Turns tokens into text as they come. A ``copy`` goes its own way.
 
-    ``push`` returns the text that is certain: whole characters that cannot be the beginning of a stop string. When a stop
-    string is complete, it becomes ``stop``, and the text ends before it.
+    ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
+    stop string. When a stop string is complete, it becomes ``stop``, and the text ends before it.
 
-    A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers cannot wait for the rest: they
-    write U+FFFD, and ``ByteFallback`` does so for a whole run of bytes if one is broken, even for characters shown long ago.
-    So bytes are joined here. Valid text is the text that the decoder writes. Of broken bytes, only bytes that belong to no
-    character become U+FFFD, as SentencePiece itself has it, and only once it is certain that they do not.
+    A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
+    cannot wait for the rest: they write U+FFFD, and ``ByteFallback`` does so for a whole run of
+    bytes if one is broken, even for characters shown long ago. So bytes are joined here. Valid text
+    is the text that the decoder writes. Of broken bytes, only bytes that belong to no character
+    become U+FFFD, as SentencePiece itself has it, and only once it is certain that they do not.
 
-    Wherever a text is cut into prompt and tokens, the pieces are what the tokens add to the text that the prompt shows. A
-    character that the prompt begins comes with the token that completes it. One that is never completed is not shown.
+    Wherever a text is cut into prompt and tokens, the pieces are what the tokens add to the text
+    that the prompt shows. A character that the prompt begins comes with the token that completes
+    it. One that is never completed is not shown.
     """
 
     def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:
@@ -227,7 +291,9 @@ class TextStream:
         if self.stop:
             return ""
         text = self._held + self._characters(token)
-        found = min(((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None)
+        found = min(
+            ((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None
+        )
         if found is not None:
             (at, self.stop), self._held = found, ""
             return text[:at]
@@ -245,7 +311,9 @@ class TextStream:
         if not self._bytes.name(token):
             return ""
         data, self._before = self._rest + self._bytes.added(token, self._before), token
-        text, used = codecs.utf_8_decode(data, _EACH_BYTE if self._bytes.has_byte_tokens else "replace", False)
+        text, used = codecs.utf_8_decode(
+            data, _EACH_BYTE if self._bytes.has_byte_tokens else "replace", False
+        )
         self._rest = data[used:]
         return text
 

@@ -19,23 +19,33 @@ from eesd.serve.http.options import ServeOptions, Serving
 from eesd.serve.openai import chat, completions, responses, tokens
 from eesd.serve.page.routes import FILES, mount_page
 
-ROUTERS = (completions.router, chat.router, responses.router, messages.router, tokens.router, probes.router)
+ROUTERS = (
+    completions.router,
+    chat.router,
+    responses.router,
+    messages.router,
+    tokens.router,
+    probes.router,
+)
 
 
 def make_app(service: Service, options: ServeOptions, measure: type[Metrics] = Metrics) -> FastAPI:
     """The application over a running service.
 
-    ``app.state.serving`` is the :class:`~eesd.serve.http.options.Serving` of its routes. The caller closes the service.
+    ``app.state.serving`` is the :class:`~eesd.serve.http.options.Serving` of its routes. The caller
+    closes the service.
 
     Args:
         service: The batch.
         options: Limits and names.
         measure: Where it is counted what the server does.
     """
-    # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages of documentation: they load
-    # scripts from elsewhere.
+    # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages
+    # of documentation: they load scripts from elsewhere.
     traced: Any = {"operation_spans": False, "exclude": lambda scope: path_of(scope) in QUIET}
-    app = FastAPI(title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None, telemetry=traced)
+    app = FastAPI(
+        title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None, telemetry=traced
+    )
     app.state.serving = Serving(service=service, options=options, measure=measure)
     for router in ROUTERS:
         app.include_router(router)
@@ -51,14 +61,17 @@ def make_app(service: Service, options: ServeOptions, measure: type[Metrics] = M
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After"],
         )
-    paths = frozenset(route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute))
+    paths = frozenset(
+        route.path for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)
+    )
     app.add_middleware(Observe, serving=app.state.serving, paths=paths)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign] # FastAPI's way to change it
     return app
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """What the server does: an invalid body is a 400, as with OpenAI, and a key is a bearer token."""
+    """What the server does: an invalid body is a 400, as with OpenAI, and a key is a bearer
+    token."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path in schema["paths"].values():
         for operation in path.values():

@@ -26,13 +26,25 @@ LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine. Who listens on one of them answers for all of them, and for no other."""
-NAMES = "Name that clients give as model; repeatable. Answers have the first.  [default: the model's]"
-HOSTS = (
-    "Name that requests may be for, besides those of this machine; repeatable.  [default: any, unless --host is one of them]"
+NAMES = (
+    "Name that clients give as model; repeatable. Answers have the first.  [default: the model's]"
 )
-ORIGINS = "Origin of pages that may ask from a browser, such as https://chat.example.com; * for all; repeatable."
-CONFIG = "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* variables go before it."
-PLAIN = "Text of chat messages writes no special tokens, so that it can end no turn; refused if the template cannot have it."
+HOSTS = (
+    "Name that requests may be for, besides those of this machine; repeatable.  [default: any, "
+    "unless --host is one of them]"
+)
+ORIGINS = (
+    "Origin of pages that may ask from a browser, such as https://chat.example.com; * for all; "
+    "repeatable."
+)
+CONFIG = (
+    "TOML file with options, such as port = 8080. The command line and EESD_SERVE_* variables go "
+    "before it."
+)
+PLAIN = (
+    "Text of chat messages writes no special tokens, so that it can end no turn; refused if the "
+    "template cannot have it."
+)
 TRITON = "Write a model for Triton Inference Server into this repository instead of serving."
 
 
@@ -42,7 +54,9 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
     known_variables = {f"{prefix}{str(one.name).upper()}" for one in ctx.command.params}
     for name in sorted(os.environ.keys() - known_variables):
         if name.startswith(prefix):
-            raise EESDError(f"The variable {name} names no option; unset it, or see eesd-serve --help.")
+            raise EESDError(
+                f"The variable {name} names no option; unset it, or see eesd-serve --help."
+            )
     if path is None:
         return
     try:
@@ -61,40 +75,96 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 
 
 @cli.command(environment="EESD_SERVE")
-@click.option("--config", type=cli.PATH, is_eager=True, expose_value=False, callback=_configure, metavar="FILE", help=CONFIG)
+@click.option(
+    "--config",
+    type=cli.PATH,
+    is_eager=True,
+    expose_value=False,
+    callback=_configure,
+    metavar="FILE",
+    help=CONFIG,
+)
 @engine_options
-@click.option("--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all.")
+@click.option(
+    "--host", type=cli.NAME, default="127.0.0.1", help="Address to listen on; 0.0.0.0: all."
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: a free one.")
 @click.option("--model-name", multiple=True, help=NAMES)
-@click.option("--api-key-file", type=cli.PATH, help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]")
+@click.option(
+    "--api-key-file",
+    type=cli.PATH,
+    help=f"Keys that clients must send, one a line.  [default: {KEYS}, else none]",
+)
 @click.option("--allowed-host", multiple=True, help=HOSTS)
 @click.option("--allowed-origin", multiple=True, help=ORIGINS)
 @click.option("--metrics-open", is_flag=True, help="/metrics needs no key.")
 @click.option("--plain-content", is_flag=True, help=PLAIN)
 @click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
-@click.option("--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds.")
-@click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
-@click.option("--request-timeout", type=float, default=600.0, help="Seconds until a request ends with what it has.")
-@click.option("--body-timeout", type=float, default=30.0, help="Seconds for a request's head, and for its body, to come.")
-@click.option("--send-timeout", type=float, default=60.0, help="Seconds that a client may leave an answer unread.")
-@click.option("--drain-seconds", type=float, default=30.0, help="Time that running requests get after SIGTERM.")
-@click.option("--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch.")
-@click.option("--max-queue", type=int, default=BatchOptions.max_queue, help="Most requests that wait; more get a 429.")
 @click.option(
-    "--prefill-tokens", type=int, default=BatchOptions.prefill_tokens, help="Most prompt tokens in a round, or between two."
+    "--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds."
 )
-@click.option("--kv-memory", type=int, default=BatchOptions.kv_memory, help="Bytes for the KV cache.")
+@click.option("--max-n", type=int, default=64, help="Most texts of one request: prompts times n.")
 @click.option(
-    "--prefix-memory", type=int, default=BatchOptions.prefix_memory, help="Bytes for prefixes that are kept; 0: none."
+    "--request-timeout",
+    type=float,
+    default=600.0,
+    help="Seconds until a request ends with what it has.",
+)
+@click.option(
+    "--body-timeout",
+    type=float,
+    default=30.0,
+    help="Seconds for a request's head, and for its body, to come.",
+)
+@click.option(
+    "--send-timeout",
+    type=float,
+    default=60.0,
+    help="Seconds that a client may leave an answer unread.",
+)
+@click.option(
+    "--drain-seconds",
+    type=float,
+    default=30.0,
+    help="Time that running requests get after SIGTERM.",
+)
+@click.option(
+    "--max-rows", type=int, default=BatchOptions.max_rows, help="Most requests in the batch."
+)
+@click.option(
+    "--max-queue",
+    type=int,
+    default=BatchOptions.max_queue,
+    help="Most requests that wait; more get a 429.",
+)
+@click.option(
+    "--prefill-tokens",
+    type=int,
+    default=BatchOptions.prefill_tokens,
+    help="Most prompt tokens in a round, or between two.",
+)
+@click.option(
+    "--kv-memory", type=int, default=BatchOptions.kv_memory, help="Bytes for the KV cache."
+)
+@click.option(
+    "--prefix-memory",
+    type=int,
+    default=BatchOptions.prefix_memory,
+    help="Bytes for prefixes that are kept; 0: none.",
 )
 @drafting_options
 @click.option(
     "--levels",
     type=int,
-    help="Each round drafts this many levels, without --controller.  [default: as many as pay, given the load]",
+    help=(
+        "Each round drafts this many levels, without --controller.  [default: as many as pay, "
+        "given the load]"
+    ),
 )
 @loading_options
-@click.option("--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr.")
+@click.option(
+    "--log-format", type=click.Choice(LOG_FORMATS), default="text", help="Of the log on stderr."
+)
 @click.option("--triton-repo", type=cli.OUTPUT, metavar="DIR", help=TRITON)
 def main(host: str, port: int, **options: Any) -> None:
     """Serve OpenAI's API with a model, which is exported first, or from the engines of a directory.
@@ -117,18 +187,30 @@ def main(host: str, port: int, **options: Any) -> None:
     if rank() > 0:
         # runs what rank 0 says, which has the port, until rank 0 ends
         load_as_asked(engine_dir_of(options), options, speculation)
-    with bind(host, port) as bound:  # before the model is loaded: a port that is taken is known at once
+    # Before the model is loaded: a port that is taken is known at once.
+    with bind(host, port) as bound:
         llm = load_as_asked(engine_dir_of(options), options, speculation)
         app = make_app(Service(llm, batch), limits)
         if not limits.api_keys and not bound.getsockname()[0].startswith(("127.", "::1")):
-            LOGGER.warning("Everybody who reaches %s may use it; --api-key-file restricts that.", address_of(bound))
+            LOGGER.warning(
+                "Everybody who reaches %s may use it; --api-key-file restricts that.",
+                address_of(bound),
+            )
         serve(app, bound)
 
 
-def _write_triton_repository(options: dict[str, Any], batch: BatchOptions, speculation: Speculation) -> None:
+def _write_triton_repository(
+    options: dict[str, Any], batch: BatchOptions, speculation: Speculation
+) -> None:
     given = {one.name: options[one.name] for one in fields(Settings) if one.name in options}
-    given |= {"engine_dir": engine_dir_of(options), "batch": batch, "speculation": None if options["no_draft"] else speculation}
-    directory = write_triton_repository(output=options["triton_repo"], name=(*options["model_name"], "eesd")[0], **given)
+    given |= {
+        "engine_dir": engine_dir_of(options),
+        "batch": batch,
+        "speculation": None if options["no_draft"] else speculation,
+    }
+    directory = write_triton_repository(
+        output=options["triton_repo"], name=(*options["model_name"], "eesd")[0], **given
+    )
     click.echo(f"{directory} is written; start Triton with --model-repository={directory.parent}")
 
 
@@ -141,7 +223,8 @@ def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "Ser
     """The limits and names of a server that the options of the command say.
 
     Args:
-        options: By their names. What is missing is as :class:`~eesd.serve.http.options.ServeOptions` has it.
+        options: By their names. What is missing is as
+            :class:`~eesd.serve.http.options.ServeOptions` has it.
         answers_for_itself: Whether requests must be for this machine if the options name no host.
 
     Raises:
@@ -157,19 +240,26 @@ def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "Ser
         api_keys=api_keys(options["api_key_file"]),
         allowed_hosts=(*hosts, *LOOPBACK) if hosts or answers_for_itself else (),
         allowed_origins=options["allowed_origin"],
-        **{one.name: options[one.name] for one in fields(ServeOptions) if one.name in options and one.name != "model_name"},
+        **{
+            one.name: options[one.name]
+            for one in fields(ServeOptions)
+            if one.name in options and one.name != "model_name"
+        },
     )
 
 
 def api_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys in a file, one a line; without a file those in EESD_API_KEY, with commas between them.
+    """The keys in a file, one a line; without a file those in EESD_API_KEY, with commas between
+    them.
 
     Raises:
         EESDError: The file has no key.
     """
     if file is None:
         return tuple(key.strip() for key in os.environ.get(KEYS, "").split(",") if key.strip())
-    keys = tuple(line.strip() for line in read_text(file, "give UTF-8 text").splitlines() if line.strip())
+    keys = tuple(
+        line.strip() for line in read_text(file, "give UTF-8 text").splitlines() if line.strip()
+    )
     if not keys:
         raise EESDError(f"{file} has no API key; give one a line.")
     return keys

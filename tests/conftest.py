@@ -1,6 +1,7 @@
 """Fixtures shared by the tests: random checkpoints and engines, built once and never changed.
 
-``make test`` runs the tests in two processes. Each has a processor of its own, and both use the same built directories.
+``make test`` runs the tests in two processes. Each has a processor of its own, and both use the
+same built directories.
 """
 
 import logging
@@ -13,12 +14,14 @@ from pathlib import Path
 
 WORKER = os.environ.get("PYTEST_XDIST_WORKER", "")
 if WORKER and hasattr(os, "sched_setaffinity"):
-    # Before torch and ONNX Runtime count the processors: two processes with two spinning threads each are slower than this.
+    # Before torch and ONNX Runtime count the processors: two processes with two spinning threads
+    # each are slower than this.
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {processors[int(WORKER.removeprefix("gw")) % len(processors)]})
 
 if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when torch imports it: kernels then run on the CPU
+    # Triton reads it when torch imports it: kernels then run on the CPU.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -41,7 +44,11 @@ Shared = Callable[[str, Callable[[Path], object]], Path]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--without-operators", action="store_true", help="as if the library of operators were not built")
+    parser.addoption(
+        "--without-operators",
+        action="store_true",
+        help="as if the library of operators were not built",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,7 +61,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Shared:
-    """Give a name and a function that fills a directory; get the directory, filled once for all test processes."""
+    """Give a name and a function that fills a directory; get the directory, filled once for all
+    test processes."""
     base = tmp_path_factory.getbasetemp()
     root = (base.parent if WORKER else base) / "shared"
     root.mkdir(exist_ok=True)
@@ -79,12 +87,31 @@ def planned(shared: Shared) -> late_gpus.Planned:
 
 
 LONG = (
-    *("leftovers", "bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build", "stages"),
-    *("gguf", "distill", "linked", "distill_damage", "streams", "trt_engine", "device_sampler", "rejection", "memory"),
+    *(
+        "leftovers",
+        "bench_peers",
+        "mutations",
+        "quantize",
+        "exactness",
+        "torch_engine",
+        "build",
+        "stages",
+    ),
+    *(
+        "gguf",
+        "distill",
+        "linked",
+        "distill_damage",
+        "streams",
+        "trt_engine",
+        "device_sampler",
+        "rejection",
+        "memory",
+    ),
     *("lossless", "text_drafts", "parity"),
 )
-"""Test files that take longest. They begin first, so that neither process waits for the other at the end. The first one forks
-its process hundreds of times, which takes long once that is large."""
+"""Test files that take longest. They begin first, so that neither process waits for the other at
+the end. The first one forks its process hundreds of times, which takes long once that is large."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,8 +136,9 @@ def level_of_logging() -> Iterator[None]:
 
 
 TENSOR_MAKERS = _device_constructors()
-"""torch remembers these functions when it needs them first. If one of them is then another one, which a test put there or
-transformers while it loads a model, transformers leaves rotary frequencies unset in all that follows."""
+"""torch remembers these functions when it needs them first. If one of them is then another one,
+which a test put there or transformers while it loads a model, transformers leaves rotary
+frequencies unset in all that follows."""
 
 
 def state_of_torch() -> dict[str, object]:
@@ -136,14 +164,17 @@ def torch_as_before() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def family_dir(shared: Shared) -> Callable[[str], Path]:
-    """Give a family's name, get its checkpoint directory. Copy it before changing anything in it."""
+    """Give a family's name, get its checkpoint directory. Copy it before changing anything in
+    it."""
     return lambda name: shared(f"family-{name}", lambda path: build(FAMILIES[name], path))
 
 
 @pytest.fixture(scope="session")
 def harness(shared: Shared) -> Harness:
     """Engines of a three-layer model with 97 tokens."""
-    return Harness(shared("harness", lambda path: fill_harness(path, 97, layers=3, slots=384)) / "plans")
+    return Harness(
+        shared("harness", lambda path: fill_harness(path, 97, layers=3, slots=384)) / "plans"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -155,35 +186,53 @@ def default_harness(harness: Harness) -> Harness:
 @pytest.fixture(scope="session")
 def two_block_harness(shared: Shared) -> Harness:
     """Engines of a four-layer model whose exit head has two blocks."""
-    return Harness(shared("two-blocks", lambda path: fill_harness(path, 97, layers=4, slots=384, blocks=2)) / "plans")
+    return Harness(
+        shared("two-blocks", lambda path: fill_harness(path, 97, layers=4, slots=384, blocks=2))
+        / "plans"
+    )
 
 
 @pytest.fixture(scope="session")
 def reduced_harness(shared: Shared) -> Harness:
     """Engines of the harness's model whose draft predicts ``DRAFT_VOCAB`` only."""
-    fill = partial(fill_harness, vocab_size=97, layers=3, slots=384, draft_vocab=tuple(DRAFT_VOCAB.tolist()))
+    fill = partial(
+        fill_harness, vocab_size=97, layers=3, slots=384, draft_vocab=tuple(DRAFT_VOCAB.tolist())
+    )
     return Harness(shared("reduced", fill) / "plans")
 
 
 @pytest.fixture(scope="session")
 def reduced_five_token_harness(shared: Shared) -> Harness:
     """Engines of the five-token model whose draft predicts three tokens."""
-    fill = partial(fill_harness, vocab_size=5, layers=3, slots=64, damping=0.5, draft_vocab=(1, 3, 4))
+    fill = partial(
+        fill_harness, vocab_size=5, layers=3, slots=64, damping=0.5, draft_vocab=(1, 3, 4)
+    )
     return Harness(shared("reduced-five-tokens", fill) / "plans")
 
 
 @pytest.fixture(scope="session")
 def five_token_harness(shared: Shared) -> Harness:
     """Engines of a model with five tokens: few enough to enumerate every outcome."""
-    return Harness(shared("five-tokens", lambda path: fill_harness(path, 5, layers=3, slots=64, damping=0.5)) / "plans")
+    return Harness(
+        shared("five-tokens", lambda path: fill_harness(path, 5, layers=3, slots=64, damping=0.5))
+        / "plans"
+    )
 
 
 def fill_harness(
-    path: Path, vocab_size: int, layers: int, slots: int, damping: float = 0.3, blocks: int = 1, draft_vocab: Sequence[int] = ()
+    path: Path,
+    vocab_size: int,
+    layers: int,
+    slots: int,
+    damping: float = 0.3,
+    blocks: int = 1,
+    draft_vocab: Sequence[int] = (),
 ) -> None:
     model = tiny_models.build(path / "model", vocab_size, layers=layers, damping=damping, seed=0)
     top_k = min(4, len(draft_vocab) or vocab_size)
-    tiny_models.export_tiny(model, path / "plans", slots=slots, blocks=blocks, draft_vocab=draft_vocab, top_k=top_k)
+    tiny_models.export_tiny(
+        model, path / "plans", slots=slots, blocks=blocks, draft_vocab=draft_vocab, top_k=top_k
+    )
 
 
 @pytest.fixture(scope="session")
@@ -198,11 +247,13 @@ def text_model(shared: Shared) -> Path:
 
 @pytest.fixture(scope="session")
 def engine(shared: Shared, text_model: Path) -> Path:
-    """The text model's engines, as ``eesd-export`` writes them. Copy them before changing anything."""
+    """The text model's engines, as ``eesd-export`` writes them. Copy them before changing
+    anything."""
 
     def fill(path: Path) -> None:
         plans = export_engine(text_model, path / "plans")
-        build_for_cpu(plans, load_manifest(plans))  # with --without-operators, too: commands in other processes have them
+        # With --without-operators, too: commands in other processes have them.
+        build_for_cpu(plans, load_manifest(plans))
 
     return shared("engine", fill) / "plans"
 
@@ -211,7 +262,10 @@ def engine(shared: Shared, text_model: Path) -> Path:
 def quantized_engine(shared: Shared, text_model: Path) -> Path:
     """The same, with the whole model in 4 bits as the draft."""
     return (
-        shared("quantized", lambda path: export_engine(text_model, path / "quantized", "--exit-head", "quantized"))
+        shared(
+            "quantized",
+            lambda path: export_engine(text_model, path / "quantized", "--exit-head", "quantized"),
+        )
         / "quantized"
     )
 
@@ -239,6 +293,14 @@ def bundled(shared: Shared) -> Path:
     """The bundled checkpoint, exported as ``make run`` does."""
 
     def fill(path: Path) -> None:
-        succeed(export_main, "--model", EXAMPLE / "model", "--dtype", "float32", "--output", path / "plans")
+        succeed(
+            export_main,
+            "--model",
+            EXAMPLE / "model",
+            "--dtype",
+            "float32",
+            "--output",
+            path / "plans",
+        )
 
     return shared("bundled", fill) / "plans"

@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""What to run on a GPU that is at hand for minutes: the most telling first, each step a process of its own.
+"""What to run on a GPU that is at hand for minutes: the most telling first, each step a process of
+its own.
 
     python3 tests/gpu_lease.py --minutes 9 --output DIR        # the same again continues
 
-It needs torch for the GPU, onnx, onnxscript, onnxruntime, transformers, tokenizers, numpy and click, for the server fastapi,
-uvicorn and prometheus_client, and no installed package of this project. DIR/lease.jsonl gets a JSON line for each step when it
-ends: that it hung, crashed or ran out of memory, too. ``--device cpu`` rehearses all of it with small shapes.
+It needs torch for the GPU, onnx, onnxscript, onnxruntime, transformers, tokenizers, numpy and
+click, for the server fastapi, uvicorn and prometheus_client, and no installed package of this
+project. DIR/lease.jsonl gets a JSON line for each step when it ends: that it hung, crashed or ran
+out of memory, too. ``--device cpu`` rehearses all of it with small shapes.
 """
 
 import argparse
@@ -28,12 +30,16 @@ TAIL = 1500
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=9, help="Time for all steps.")
     parser.add_argument("--output", type=Path, required=True, help="Directory of the results.")
     parser.add_argument("--device", default="cuda", help="Torch device; cpu rehearses.")
     parser.add_argument("--only", nargs="*", help="Names of steps.")
-    parser.add_argument("--again", action="store_true", help="Also run steps that have a line already.")
+    parser.add_argument(
+        "--again", action="store_true", help="Also run steps that have a line already."
+    )
     parser.add_argument("--steps", default="lease.steps", help="Module that has STEPS.")
     parser.add_argument("--run", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -41,7 +47,9 @@ def main() -> None:
     steps: Mapping[str, Any] = importlib.import_module(options.steps).STEPS
     options.output.mkdir(parents=True, exist_ok=True)
     if options.run:
-        found = steps[options.run].run(importlib.import_module("lease").Lease(options.device, options.output))
+        found = steps[options.run].run(
+            importlib.import_module("lease").Lease(options.device, options.output)
+        )
         (options.output / f"{options.run}.json").write_text(json.dumps(found))
         return
     run_all(steps, options, time.monotonic() + 60 * options.minutes)
@@ -50,12 +58,20 @@ def main() -> None:
 def run_all(steps: Mapping[str, Any], options: argparse.Namespace, end: float) -> None:
     """Run the steps that have no line yet, until the time is over."""
     path = options.output / "lease.jsonl"
-    done = set() if options.again or not path.exists() else {json.loads(line)["step"] for line in path.open() if line.strip()}
+    done = (
+        set()
+        if options.again or not path.exists()
+        else {json.loads(line)["step"] for line in path.open() if line.strip()}
+    )
     for name in options.only or steps:
         left = end - time.monotonic()
         if name in done or left < LEAST_SECONDS:
             continue
-        line = {"step": name, "device": options.device, **run_step(name, min(steps[name].seconds, left), options)}
+        line = {
+            "step": name,
+            "device": options.device,
+            **run_step(name, min(steps[name].seconds, left), options),
+        }
         with path.open("a") as file:
             file.write(json.dumps(line) + "\n")
             os.fsync(file.fileno())
@@ -63,11 +79,23 @@ def run_all(steps: Mapping[str, Any], options: argparse.Namespace, end: float) -
 
 
 def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Run one step in a process of its own: its status, its seconds, and what it found or the end of what it printed."""
-    own = ("--run", name, "--output", options.output, "--device", options.device, "--steps", options.steps)
+    """Run one step in a process of its own: its status, its seconds, and what it found or the end
+    of what it printed."""
+    own = (
+        "--run",
+        name,
+        "--output",
+        options.output,
+        "--device",
+        options.device,
+        "--steps",
+        options.steps,
+    )
     result, log = options.output / f"{name}.json", options.output / f"{name}.log"
     result.unlink(missing_ok=True)
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(
+        [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    )
     started = time.monotonic()
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -11,7 +11,8 @@ from eesd.runtime.session import Session
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8
 SHORT_ROUNDS, LONG_ROUNDS = 4, 1
-"""Rounds of each length up to ``SHORT``, and of each longer length. This is roughly the mixture that controllers choose."""
+"""Rounds of each length up to ``SHORT``, and of each longer length. This is roughly the mixture
+that controllers choose."""
 PLAIN_ROUNDS = 6
 """Consecutive non-drafting rounds. The first half warms the processor's caches and is discarded."""
 
@@ -19,7 +20,8 @@ PLAIN_ROUNDS = 6
 class RandomLengths(Controller):
     """Drafts all lengths, 0 included, in a random order that is always the same.
 
-    Lengths 0 and 1 come first, so that they are measured even if the text has room for a few tokens only.
+    Lengths 0 and 1 come first, so that they are measured even if the text has room for a few tokens
+    only.
 
     Attributes:
         remaining: Lengths of the rounds to come.
@@ -27,9 +29,15 @@ class RandomLengths(Controller):
 
     def __init__(self, longest: int) -> None:
         lengths = [length for length in (0, *LENGTHS) if length <= longest]
-        order = [length for length in lengths for _ in range(SHORT_ROUNDS if length <= SHORT else LONG_ROUNDS)]
+        order = [
+            length
+            for length in lengths
+            for _ in range(SHORT_ROUNDS if length <= SHORT else LONG_ROUNDS)
+        ]
         random.Random(0).shuffle(order)
-        self.remaining = [length for length in (0, 1, *order) for _ in range(1 if length else PLAIN_ROUNDS)]
+        self.remaining = [
+            length for length in (0, 1, *order) for _ in range(1 if length else PLAIN_ROUNDS)
+        ]
 
     def begin_round(self, width: int) -> int | None:
         return None if self.remaining[0] else 0
@@ -64,11 +72,14 @@ def timed_rounds(session: Session) -> Iterator[RoundTiming]:
         )
 
 
-def measure_latency(session: Session, controller: RandomLengths) -> tuple[list[list[float]], list[list[float]]]:
-    """Measure engine calls within the rounds of a session that drafts with ``controller``: what ran before changes their cost.
+def measure_latency(
+    session: Session, controller: RandomLengths
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Measure engine calls within the rounds of a session that drafts with ``controller``: what ran
+    before changes their cost.
 
-    Returns median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its verify pass, as
-    [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
+    Returns median seconds of all draft steps of a round, as [[steps, seconds], ...], and of its
+    verify pass, as [[nodes, seconds], ...]. A pass over one node is a step of plain decoding.
     """
     drafting: dict[int, list[float]] = {}
     verifying: dict[int, list[float]] = {}

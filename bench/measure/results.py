@@ -21,7 +21,8 @@ LIBRARIES = ("eesd", "numpy", "onnxruntime", "torch", "tokenizers")
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, cores that this process may use, kernels of the CPU engine, GPU, memory, system and library versions."""
+    """Processor, cores that this process may use, kernels of the CPU engine, GPU, memory, system
+    and library versions."""
     facts = machine_report.describe()
     return {
         "CPU": _cpu_model(),
@@ -30,14 +31,20 @@ def describe_machine() -> dict[str, str]:
         "memory": facts["memory"],
         "GPU": facts["GPU"],
         "system": f"{platform.system()}, Python {platform.python_version()}",
-        "libraries": ", ".join(f"{name} {found}" for name in LIBRARIES if (found := machine.installed(name))),
+        "libraries": ", ".join(
+            f"{name} {found}" for name in LIBRARIES if (found := machine.installed(name))
+        ),
     }
 
 
 def shown_machine(facts: dict[str, str]) -> str:
-    """What :func:`describe_machine` gave, as the beginning of a sentence. Results without kernels are older than these."""
+    """What :func:`describe_machine` gave, as the beginning of a sentence. Results without kernels
+    are older than these."""
     kernels = facts.get("kernels", "ONNX Runtime's")
-    where = f"{facts['CPU']}, {facts['cores']}, {facts['memory']}; {facts['system']}; CPU kernels: {kernels}"
+    where = (
+        f"{facts['CPU']}, {facts['cores']}, {facts['memory']}; {facts['system']}; CPU kernels: "
+        f"{kernels}"
+    )
     return where[:1].upper() + where[1:]
 
 
@@ -58,7 +65,8 @@ class Configuration:
         sampling: ``greedy``, ``coupled`` or ``rejection``.
         controller: Controller and its options. None: plain decoding.
         width: Nodes of a level of the draft tree; 1 is a chain.
-        budget: Whether a :class:`~eesd.controllers.tree_budget.TreeBudget` chooses the nodes to verify.
+        budget: Whether a :class:`~eesd.controllers.tree_budget.TreeBudget` chooses the nodes to
+            verify.
     """
 
     engine: str
@@ -78,9 +86,11 @@ class Run:
         offered: Draft tokens judged at depth 1, 2, ...: all tokens before them were accepted.
         accepted: Draft tokens accepted at depth 1, 2, ...
         guard_rests: Times that the guard paused drafting.
-        equal: Whether the tokens equal those of plain decoding. None with rejection sampling, which promises the distribution.
+        equal: Whether the tokens equal those of plain decoding. None with rejection sampling, which
+            promises the distribution.
         divergence: If not equal, the index of the first different token.
-        logit_gap: If not equal, the verifier's logit of plain decoding's token minus that of the other.
+        logit_gap: If not equal, the verifier's logit of plain decoding's token minus that of the
+            other.
     """
 
     prompt: str
@@ -159,7 +169,9 @@ def _values(item: Any) -> Any:
 def refuse_existing(*paths: Path) -> None:
     """Raise :class:`EESDError` if one of these files exists."""
     if path := next(filter(Path.exists, paths), None):
-        raise EESDError(f"{path} exists; give --overwrite, --resume where there is one, or another --output.")
+        raise EESDError(
+            f"{path} exists; give --overwrite, --resume where there is one, or another --output."
+        )
 
 
 class Saved:
@@ -168,7 +180,8 @@ class Saved:
     WHAT: ClassVar[str]
     """What the file is, for a message."""
     ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
-    """Lists of dataclasses, and what makes an item of its values. A file of this kind has all of them."""
+    """Lists of dataclasses, and what makes an item of its values. A file of this kind has all of
+    them."""
     SAME: ClassVar[Sequence[str]] = ("options", "machine")
     """Attributes that a resumed run must have in common with the file."""
     schema: int
@@ -179,7 +192,10 @@ class Saved:
         for item in fields(self):  # type: ignore[arg-type]
             value = getattr(self, item.name)
             if isinstance(value, list):
-                rows = [json.dumps(row if isinstance(row, dict) else rounded(_values(row))) for row in value]
+                rows = [
+                    json.dumps(row if isinstance(row, dict) else rounded(_values(row)))
+                    for row in value
+                ]
                 parts.append(f'"{item.name}": [\n' + ",\n".join(rows) + "\n]")
             else:
                 parts.append(f'"{item.name}": {json.dumps(value)}')
@@ -188,22 +204,32 @@ class Saved:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and for another schema."""
+        """Read a file that :meth:`save` wrote. Raises :class:`EESDError` for any other file, and
+        for another schema."""
         raw = read_json(path)
         if not cls.wrote(raw):
             raise EESDError(f"{path} is not {cls.WHAT}.")
         if raw.get("schema") != cls.schema:
-            raise EESDError(f"{path} has schema {raw.get('schema')}, this EESD reads schema {cls.schema}; measure again.")
+            raise EESDError(
+                f"{path} has schema {raw.get('schema')}, this EESD reads schema {cls.schema}; "
+                "measure again."
+            )
         try:
-            return cls(**raw | {name: [kind(**row) for row in raw[name]] for name, kind in cls.ROWS.items()})
+            return cls(
+                **raw
+                | {name: [kind(**row) for row in raw[name]] for name, kind in cls.ROWS.items()}
+            )
         except (KeyError, TypeError, ValueError, AttributeError):
-            raise EESDError(f"{path} is damaged (a value is missing or unknown); measure again.") from None
+            raise EESDError(
+                f"{path} is damaged (a value is missing or unknown); measure again."
+            ) from None
 
     def begun(self, path: Path, resume: bool, overwrite: bool) -> Self:
         """What to fill: the file at ``path`` if it is to be continued and there is one, else this.
 
         Raises:
-            EESDError: There is a file that is neither to be continued nor overwritten; or something of ``SAME`` differs.
+            EESDError: There is a file that is neither to be continued nor overwritten; or something
+                of ``SAME`` differs.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (resume and path.exists()):
@@ -213,7 +239,10 @@ class Saved:
         found = type(self).load(path)
         for what in self.SAME:
             if getattr(found, what) != getattr(self, what):
-                raise EESDError(f"{path} was measured with other {what}, so it cannot be resumed; use --overwrite.")
+                raise EESDError(
+                    f"{path} was measured with other {what}, so it cannot be resumed; use "
+                    "--overwrite."
+                )
         return found
 
     @classmethod
@@ -254,7 +283,10 @@ class Result(Saved):
 
     def has_runs(self, engine: str, prompt: str) -> bool:
         """Whether this prompt was measured on this engine."""
-        return any(run.prompt == prompt and self.configurations[run.configuration].engine == engine for run in self.runs)
+        return any(
+            run.prompt == prompt and self.configurations[run.configuration].engine == engine
+            for run in self.runs
+        )
 
     def index_of(self, configuration: Configuration) -> int:
         """The index of a configuration. A new one is added."""
@@ -264,12 +296,16 @@ class Result(Saved):
 
     WHAT: ClassVar = "a result of eesd-bench; give a result.json"
     ROWS: ClassVar = {
-        "tunings": Tuning, "configurations": Configuration, "sweeps": CallLatency, "runs": Run
-    }  # fmt: skip
+        "tunings": Tuning,
+        "configurations": Configuration,
+        "sweeps": CallLatency,
+        "runs": Run,
+    }
 
 
 def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> list[list[int]]:
-    """Sum up [accepted, judged] tokens at each depth over runs, each given as its (accepted, judged) counts by depth."""
+    """Sum up [accepted, judged] tokens at each depth over runs, each given as its (accepted,
+    judged) counts by depth."""
     total: list[list[int]] = []
     for accepted, judged in runs:
         total += [[0, 0] for _ in range(len(judged) - len(total))]
@@ -279,7 +315,8 @@ def acceptance_by_depth(runs: Iterable[tuple[Sequence[int], Sequence[int]]]) -> 
 
 
 def rounded(value: Any) -> Any:
-    """Round every float of a JSON value to 7 decimals, a tenth of a microsecond: more would be noise, and double the file."""
+    """Round every float of a JSON value to 7 decimals, a tenth of a microsecond: more would be
+    noise, and double the file."""
     if isinstance(value, float):
         return round(value, 7)
     if isinstance(value, dict):
@@ -288,7 +325,8 @@ def rounded(value: Any) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not JSON."""
+    """The JSON value of a file that eesd-bench wrote. Raises :class:`EESDError` if the file is not
+    JSON."""
     return json_input.read_json(path, "give a file that eesd-bench wrote")
 
 

@@ -1,4 +1,5 @@
-"""A benchmark that saves its result after every prompt, so that it can be interrupted and resumed."""
+"""A benchmark that saves its result after every prompt, so that it can be interrupted and
+resumed."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from eesd.common.errors import EESDError
 from eesd.common.terminal import progress_bar
 
 
-def run_with_progress(label: str, steps: Iterable[None], after_step: Callable[[], None] = lambda: None) -> None:
+def run_with_progress(
+    label: str, steps: Iterable[None], after_step: Callable[[], None] = lambda: None
+) -> None:
     """Take all steps, show a progress bar, and call ``after_step`` after each."""
     with progress_bar(label, None) as advance:
         for _ in steps:
@@ -33,9 +36,15 @@ def announce_resume(path: Path) -> Iterator[None]:
 
 
 def measure_engine(
-    result: Result, path: Path, name: str, bench: Bench, prompts: Sequence[TaskPrompt], options: Options
+    result: Result,
+    path: Path,
+    name: str,
+    bench: Bench,
+    prompts: Sequence[TaskPrompt],
+    options: Options,
 ) -> None:
-    """Tune on one engine directory, then run every configuration on every reported prompt. Saves the result after each step.
+    """Tune on one engine directory, then run every configuration on every reported prompt. Saves
+    the result after each step.
 
     Args:
         result: Receives the measurements. What it has already is not measured again.
@@ -46,7 +55,8 @@ def measure_engine(
         options: What to measure.
 
     Raises:
-        EESDError: A tree width is not allowed, no prompt fits, or the result to resume has other engines or prompts.
+        EESDError: A tree width is not allowed, no prompt fits, or the result to resume has other
+            engines or prompts.
     """
     bench.check_widths(options.widths)
     tuning, reported = split_prompts(prompts, options.tuning_per_task, options.per_task)
@@ -54,8 +64,14 @@ def measure_engine(
     tasks = {prompt.id: prompt.task for prompt in prompts}
     rows = [{"id": p.id, "task": tasks[p.id], "tokens": len(p.tokens)} for p in encoded]
     description = bench.describe()
-    if result.engines.setdefault(name, description) != description or (result.prompts or rows) != rows:
-        raise EESDError(f"{path} was measured on other engines or prompts, so it cannot be resumed; use --overwrite.")
+    if (
+        result.engines.setdefault(name, description) != description
+        or (result.prompts or rows) != rows
+    ):
+        raise EESDError(
+            f"{path} was measured on other engines or prompts, so it cannot be resumed; use "
+            "--overwrite."
+        )
     result.prompts = rows
     if all(result.has_runs(name, prompt.id) for prompt in encoded):
         return

@@ -1,4 +1,5 @@
-"""The measurement: every prompt is decoded plainly and in each configuration in turn, so drift of the machine affects all."""
+"""The measurement: every prompt is decoded plainly and in each configuration in turn, so drift of
+the machine affects all."""
 
 import json
 from collections import Counter
@@ -8,7 +9,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from eesd.bench.measure.latency import RandomLengths, measure_latency, timed_rounds
-from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
+from eesd.bench.measure.results import (
+    CallLatency,
+    Configuration,
+    Result,
+    Run,
+    Tuning,
+    acceptance_by_depth,
+)
 from eesd.bench.measure.tasks import TaskPrompt
 from eesd.common.checks import check_choice
 from eesd.common.errors import EESDError
@@ -23,7 +31,8 @@ T = TypeVar("T")
 
 SAMPLINGS = ("greedy", "coupled", "rejection")
 LENGTHS = tuple(f"fixed:k={k}" for k in (1, 2, 3, 4, 6, 8))
-"""What ``fixed`` without options stands for: of these, the one that is fastest on the tuning prompts is measured."""
+"""What ``fixed`` without options stands for: of these, the one that is fastest on the tuning
+prompts is measured."""
 WARM_UP_TOKENS = 16
 
 
@@ -36,12 +45,14 @@ class Options:
         samplings: Some of ``SAMPLINGS``.
         temperature: Of the samplings that are not greedy.
         per_task, tuning_per_task: Most reported and most tuning prompts of each task.
-        guard: Whether the guard may pause drafting. It does in normal use, but it hides differences between controllers.
+        guard: Whether the guard may pause drafting. It does in normal use, but it hides differences
+            between controllers.
         chat: Whether prompts are given as chat messages.
         threads: CPU threads of an engine; None for the backend's default.
         tasks: Files with prompts; none for the bundled ones.
         budgeted: Those of ``widths`` that are also measured with a tree budget.
-        drafter: What drafts: ``exit``, ``text`` or ``both``. The text hides differences between controllers.
+        drafter: What drafts: ``exit``, ``text`` or ``both``. The text hides differences between
+            controllers.
         kv_cache_dtype: See :func:`eesd.load`.
     """
 
@@ -72,9 +83,14 @@ class Options:
             raise EESDError("Samplings, controllers and tree widths need at least one value each.")
         check_choice("drafter", self.drafter, DRAFTERS)
         if not set(self.budgeted) <= set(self.widths):
-            raise EESDError("--budgeted has a width that --tree-widths lacks; add it to --tree-widths.")
+            raise EESDError(
+                "--budgeted has a width that --tree-widths lacks; add it to --tree-widths."
+            )
         if not 0 < self.temperature < 100:
-            raise EESDError(f"temperature is {self.temperature}; it must be above 0 and below 100 (for 0 use greedy).")
+            raise EESDError(
+                f"temperature is {self.temperature}; it must be above 0 and below 100 (for 0 "
+                "use greedy)."
+            )
         if min(self.max_new_tokens, self.per_task, self.tuning_per_task) < 1:
             raise EESDError("max_new_tokens and the numbers of prompts must be at least 1.")
 
@@ -91,7 +107,8 @@ class Options:
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as token ids. ``number`` is its index among the prompts; it seeds the noise and rotates the order of runs."""
+    """A prompt as token ids. ``number`` is its index among the prompts; it seeds the noise and
+    rotates the order of runs."""
 
     number: int
     id: str
@@ -109,12 +126,15 @@ class Generation(NamedTuple):
 class Bench:
     """The engines of one directory. All configurations share them, and the KV cache, too."""
 
-    def __init__(self, directory: Path, backend: str, threads: int | None, kv_cache_dtype: str | None = None) -> None:
+    def __init__(
+        self, directory: Path, backend: str, threads: int | None, kv_cache_dtype: str | None = None
+    ) -> None:
         self.llm = load(directory, backend, threads=threads, kv_cache_dtype=kv_cache_dtype)
         self.manifest = self.llm.manifest
 
     def describe(self) -> dict[str, Any]:
-        """The model, and a hash that identifies the engine directory, for :attr:`Result.engines`."""
+        """The model, and a hash that identifies the engine directory, for
+        :attr:`Result.engines`."""
         manifest = self.manifest
         return {
             "model": manifest.model,
@@ -136,7 +156,8 @@ class Bench:
                 raise EESDError(f"A tree width is {width}; this engine allows 1 to {widest}.")
 
     def encode(self, prompts: Sequence[TaskPrompt], options: Options) -> list[EncodedPrompt]:
-        """Encode the prompts, and skip prompts that leave no room for the new tokens: truncated texts would measure less.
+        """Encode the prompts, and skip prompts that leave no room for the new tokens: truncated
+        texts would measure less.
 
         Raises :class:`EESDError` if none is left.
         """
@@ -148,17 +169,22 @@ class Bench:
                 found.append(EncodedPrompt(len(found), prompt.id, tokens))
         if not found:
             raise EESDError(
-                f"No prompt leaves room for {options.max_new_tokens} new tokens in {self.manifest.max_seq_len} slots; "
+                f"No prompt leaves room for {options.max_new_tokens} new tokens in "
+                f"{self.manifest.max_seq_len} slots; "
                 "give shorter prompts or fewer new tokens."
             )
         return found
 
     def drafting_llm(self, configuration: Configuration, options: Options) -> LLM | None:
-        """An LLM for a configuration, with a new controller and, if wanted, a guard; None for plain decoding."""
+        """An LLM for a configuration, with a new controller and, if wanted, a guard; None for plain
+        decoding."""
         c = configuration
         if c.controller is None:
             return None
-        return self._drafting(Speculation(c.controller, c.width, options.guard, options.seed, options.drafter), c.budget)
+        return self._drafting(
+            Speculation(c.controller, c.width, options.guard, options.seed, options.drafter),
+            c.budget,
+        )
 
     def _drafting(self, speculation: Speculation, budget: bool = False) -> LLM:
         """An LLM that drafts so, and without a ``budget`` verifies all that it drafts."""
@@ -168,19 +194,35 @@ class Bench:
         return llm
 
     def generate(
-        self, tokens: list[int], sampling: Sampling, drafting: LLM | None, new_tokens: int, ignore_eos: bool = True
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        drafting: LLM | None,
+        new_tokens: int,
+        ignore_eos: bool = True,
     ) -> Generation:
-        """Generate exactly ``new_tokens`` behind a prompt, past any EOS, so that every configuration does the same work.
+        """Generate exactly ``new_tokens`` behind a prompt, past any EOS, so that every
+        configuration does the same work.
 
-        ``drafting`` is of :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos`` EOS ends a text.
+        ``drafting`` is of :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos`` EOS
+        ends a text.
         """
         llm, draft = drafting or self.llm, drafting is not None
-        with llm.session(tokens, sampling, max_new_tokens=new_tokens, draft=draft, ignore_eos=ignore_eos) as session:
+        with llm.session(
+            tokens, sampling, max_new_tokens=new_tokens, draft=draft, ignore_eos=ignore_eos
+        ) as session:
             rounds = Counter((timing.steps, timing.nodes) for timing in timed_rounds(session))
             return Generation(session.tokens[len(tokens) :], session.stats, rounds)
 
-    def warm_up(self, engine: str, prompt: EncodedPrompt, configurations: Sequence[Configuration], options: Options) -> None:
-        """Run every configuration, and rounds of every depth: engines prepare a call when its size first occurs."""
+    def warm_up(
+        self,
+        engine: str,
+        prompt: EncodedPrompt,
+        configurations: Sequence[Configuration],
+        options: Options,
+    ) -> None:
+        """Run every configuration, and rounds of every depth: engines prepare a call when its size
+        first occurs."""
         for width in options.widths:
             for depth in range(1, self.manifest.max_tree_nodes // width + 1):
                 fixed = Configuration(engine, "greedy", f"fixed:k={depth}", width)
@@ -189,7 +231,9 @@ class Bench:
         for configuration in configurations:
             sampling = options.sampling(configuration.sampling, 0)
             drafting = self.drafting_llm(configuration, options)
-            self.generate(prompt.tokens, sampling, drafting, min(WARM_UP_TOKENS, options.max_new_tokens))
+            self.generate(
+                prompt.tokens, sampling, drafting, min(WARM_UP_TOKENS, options.max_new_tokens)
+            )
         self.latencies(engine, prompt, options)
 
     def latencies(self, engine: str, prompt: EncodedPrompt, options: Options) -> list[CallLatency]:
@@ -200,72 +244,111 @@ class Bench:
             llm = self._drafting(Speculation(tree=width, guard=False, drafter="exit"))
             llm.controller = controller = RandomLengths(self.manifest.max_tree_nodes // width)
             with llm.session(prompt.tokens, max_new_tokens=room, ignore_eos=True) as session:
-                found.append(CallLatency(engine, prompt.id, width, *measure_latency(session, controller)))
+                found.append(
+                    CallLatency(engine, prompt.id, width, *measure_latency(session, controller))
+                )
         return found
 
 
-def tune(bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: Options, result: Result) -> Iterator[None]:
-    """Find the fastest fixed length for each sampling and width, if ``fixed`` is named without options.
+def tune(
+    bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], options: Options, result: Result
+) -> Iterator[None]:
+    """Find the fastest fixed length for each sampling and width, if ``fixed`` is named without
+    options.
 
-    ``result`` receives the tunings that it lacks for ``engine``. Yields after each prompt of a sampling and width.
+    ``result`` receives the tunings that it lacks for ``engine``. Yields after each prompt of a
+    sampling and width.
     """
     known = {(t.engine, t.sampling, t.width) for t in result.tunings}
     for sampling in options.samplings if "fixed" in options.controllers else ():
         for width in options.widths:
             if (engine, sampling, width) in known:
                 continue
-            drafting = {spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options) for spec in LENGTHS}
+            drafting = {
+                spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options)
+                for spec in LENGTHS
+            }
             stats: dict[str, list[Stats]] = {spec: [] for spec in LENGTHS}
             for prompt in prompts:
                 for spec in rotated(LENGTHS, prompt.number):
                     chosen = options.sampling(sampling, prompt.number)
-                    generation = bench.generate(prompt.tokens, chosen, drafting[spec], options.max_new_tokens)
+                    generation = bench.generate(
+                        prompt.tokens, chosen, drafting[spec], options.max_new_tokens
+                    )
                     stats[spec].append(generation.stats)
                 yield
             seconds = {spec: sum(s.decode_seconds for s in stats[spec]) for spec in LENGTHS}
             acceptance = {
-                spec: acceptance_by_depth((s.accepted_at_depth, s.verified_at_depth) for s in stats[spec]) for spec in LENGTHS
+                spec: acceptance_by_depth(
+                    (s.accepted_at_depth, s.verified_at_depth) for s in stats[spec]
+                )
+                for spec in LENGTHS
             }
             fastest = min(seconds, key=seconds.__getitem__)
-            result.tunings.append(Tuning(engine, sampling, width, "fixed", seconds, acceptance, fastest))
+            result.tunings.append(
+                Tuning(engine, sampling, width, "fixed", seconds, acceptance, fastest)
+            )
 
 
-def chosen_configurations(engine: str, options: Options, tunings: Sequence[Tuning]) -> list[Configuration]:
-    """For each sampling: plain decoding, and every controller with every width. Tuned controllers have their best setting."""
+def chosen_configurations(
+    engine: str, options: Options, tunings: Sequence[Tuning]
+) -> list[Configuration]:
+    """For each sampling: plain decoding, and every controller with every width. Tuned controllers
+    have their best setting."""
     tuned = {(t.engine, t.sampling, t.width, t.controller): t.chosen for t in tunings}
     found = []
     for sampling in options.samplings:
         found.append(Configuration(engine, sampling, None, 1))
         for width in options.widths:
-            names = [tuned.get((engine, sampling, width, name), name) for name in options.controllers]
+            names = [
+                tuned.get((engine, sampling, width, name), name) for name in options.controllers
+            ]
             for budget in (False, True) if width in options.budgeted else (False,):
-                found += [Configuration(engine, sampling, name, width, budget) for name in dict.fromkeys(names)]
+                found += [
+                    Configuration(engine, sampling, name, width, budget)
+                    for name in dict.fromkeys(names)
+                ]
     return found
 
 
 def measure(
-    bench: Bench, engine: str, prompts: Sequence[EncodedPrompt], configurations: Sequence[Configuration], options: Options,
+    bench: Bench,
+    engine: str,
+    prompts: Sequence[EncodedPrompt],
+    configurations: Sequence[Configuration],
+    options: Options,
     result: Result,
-) -> Iterator[None]:  # fmt: skip
+) -> Iterator[None]:
     """Run every prompt in every configuration, in an order that rotates from prompt to prompt.
 
-    ``result`` receives the runs and call latencies of prompts that it lacks for ``engine``. Plain decoding must be among the
-    configurations of each sampling. Yields after each prompt.
+    ``result`` receives the runs and call latencies of prompts that it lacks for ``engine``. Plain
+    decoding must be among the configurations of each sampling. Yields after each prompt.
     """
-    drafting = {configuration: bench.drafting_llm(configuration, options) for configuration in configurations}
+    drafting = {
+        configuration: bench.drafting_llm(configuration, options)
+        for configuration in configurations
+    }
     for prompt in prompts:
         if result.has_runs(engine, prompt.id):
             continue
         runs = []
         for sampling in options.samplings:
             chosen = options.sampling(sampling, prompt.number)
-            group = [configuration for configuration in configurations if configuration.sampling == sampling]
+            group = [
+                configuration
+                for configuration in configurations
+                if configuration.sampling == sampling
+            ]
             generations = {
-                configuration: bench.generate(prompt.tokens, chosen, drafting[configuration], options.max_new_tokens)
+                configuration: bench.generate(
+                    prompt.tokens, chosen, drafting[configuration], options.max_new_tokens
+                )
                 for configuration in rotated(group, prompt.number)
             }
             plain = generations[Configuration(engine, sampling, None, 1)].tokens
-            runs += [_run(bench, prompt, c, result.index_of(c), generations[c], plain) for c in group]
+            runs += [
+                _run(bench, prompt, c, result.index_of(c), generations[c], plain) for c in group
+            ]
         latencies = bench.latencies(engine, prompt, options)
         result.runs += runs
         result.sweeps += latencies
@@ -273,7 +356,12 @@ def measure(
 
 
 def _run(
-    bench: Bench, prompt: EncodedPrompt, configuration: Configuration, index: int, generation: Generation, plain: list[int]
+    bench: Bench,
+    prompt: EncodedPrompt,
+    configuration: Configuration,
+    index: int,
+    generation: Generation,
+    plain: list[int],
 ) -> Run:
     stats, equal, divergence = generation.stats, None, None
     if configuration.sampling != "rejection":

@@ -35,13 +35,18 @@ def bounds(samples: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
-    """The median of one value per prompt, and its interval over prompts: paired if a value compares two runs of a prompt."""
+    """The median of one value per prompt, and its interval over prompts: paired if a value compares
+    two runs of a prompt."""
     data = np.asarray(values, dtype=np.float64)
-    return Interval(float(np.median(data)), *bounds(np.median(data[resampled(len(data), seed=seed)], axis=1)))
+    return Interval(
+        float(np.median(data)), *bounds(np.median(data[resampled(len(data), seed=seed)], axis=1))
+    )
 
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
     """The ratio of two sums over the same prompts, with its paired interval over prompts."""
     over, under = np.asarray(above), np.asarray(below)
     chosen = resampled(len(over))
-    return Interval(float(over.sum() / under.sum()), *bounds(over[chosen].sum(1) / under[chosen].sum(1)))
+    return Interval(
+        float(over.sum() / under.sum()), *bounds(over[chosen].sum(1) / under[chosen].sum(1))
+    )

@@ -1,4 +1,5 @@
-"""Prompts to measure: bundled ones, or texts of local files. Some are tuned on, the others are reported."""
+"""Prompts to measure: bundled ones, or texts of local files. Some are tuned on, the others are
+reported."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from eesd.common.json_input import json_lines, read_text
 
 BUNDLED = Path(__file__).parent / "tasks.jsonl"
 KEYS = ("text", "prompt", "turns", "messages", "question", "document")
-"""Where public benchmarks and others have their texts: Spec-Bench and MT-bench turns, HumanEval a prompt, GSM8K a question."""
+"""Where public benchmarks and others have their texts: Spec-Bench and MT-bench turns, HumanEval a
+prompt, GSM8K a question."""
 REMEDY = f"give a text, or JSON lines with {', '.join(KEYS[:-1])} or {KEYS[-1]}"
 TUNING_EVERY = 4
 """Every fourth prompt of a task is for tuning and never reported."""
@@ -33,9 +35,11 @@ class TaskPrompt:
 
 
 def read_texts(path: Path) -> list[tuple[str, list[str]]]:
-    """Task and parts (the turns of a conversation, or one text) of each line of a ``.jsonl`` file; another file is one text.
+    """Task and parts (the turns of a conversation, or one text) of each line of a ``.jsonl`` file;
+    another file is one text.
 
-    A line has one of ``KEYS``. Its task is its ``task`` or ``category``, or else the name of the file.
+    A line has one of ``KEYS``. Its task is its ``task`` or ``category``, or else the name of the
+    file.
 
     Raises:
         EESDError: The file cannot be read, or a line has no text.
@@ -61,13 +65,22 @@ def _list(value: Any) -> list[Any]:
 
 
 def load_tasks(files: Sequence[str]) -> list[TaskPrompt]:
-    """The first parts of all texts of the files (:func:`read_texts`); the bundled prompts if there are none."""
-    found = [(path, *text) for path in map(Path, files or [str(BUNDLED)]) for text in read_texts(path)]
-    return [TaskPrompt(f"{path.stem}-{number}", task, parts[0]) for number, (path, task, parts) in enumerate(found)]
+    """The first parts of all texts of the files (:func:`read_texts`); the bundled prompts if there
+    are none."""
+    found = [
+        (path, *text) for path in map(Path, files or [str(BUNDLED)]) for text in read_texts(path)
+    ]
+    return [
+        TaskPrompt(f"{path.stem}-{number}", task, parts[0])
+        for number, (path, task, parts) in enumerate(found)
+    ]
 
 
-def split_prompts(prompts: Sequence[TaskPrompt], tuning: int, reported: int) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
-    """Split prompts into at most ``tuning`` of each task to tune on, and ``reported`` to report, each with the tasks in turn.
+def split_prompts(
+    prompts: Sequence[TaskPrompt], tuning: int, reported: int
+) -> tuple[list[TaskPrompt], list[TaskPrompt]]:
+    """Split prompts into at most ``tuning`` of each task to tune on, and ``reported`` to report,
+    each with the tasks in turn.
 
     Raises:
         EESDError: A task has fewer than two prompts.
@@ -77,9 +90,15 @@ def split_prompts(prompts: Sequence[TaskPrompt], tuning: int, reported: int) -> 
         by_task.setdefault(prompt.task, []).append(prompt)
     for task, found in by_task.items():
         if len(found) < 2:
-            raise EESDError(f"The task {task} has one prompt; it needs at least two, one to tune on and one to report.")
+            raise EESDError(
+                f"The task {task} has one prompt; it needs at least two, one to tune on and "
+                "one to report."
+            )
     tune = [found[::TUNING_EVERY][:tuning] for found in by_task.values()]
-    report = [[p for i, p in enumerate(found) if i % TUNING_EVERY][:reported] for found in by_task.values()]
+    report = [
+        [p for i, p in enumerate(found) if i % TUNING_EVERY][:reported]
+        for found in by_task.values()
+    ]
     return _interleaved(tune), _interleaved(report)
 
 

@@ -13,10 +13,11 @@ from eesd.common.errors import EESDError
 
 @dataclass(frozen=True)
 class CallCosts:
-    """Costs of a round's calls, in any unit: of all draft steps by number, and of a verify pass by nodes, root included.
+    """Costs of a round's calls, in any unit: of all draft steps by number, and of a verify pass by
+    nodes, root included.
 
-    The draft's cost is not proportional to its steps: the verify pass evicts the draft's weights from the processor's caches,
-    so the first step costs more than later ones.
+    The draft's cost is not proportional to its steps: the verify pass evicts the draft's weights
+    from the processor's caches, so the first step costs more than later ones.
     """
 
     draft: Mapping[int, float]
@@ -27,7 +28,8 @@ class CallCosts:
         return _interpolated(self.verify, nodes)
 
     def draft_cost(self, steps: int) -> float:
-        """d(k): cost of all draft steps of a round. If only one count is known, the cost is proportional to the steps."""
+        """d(k): cost of all draft steps of a round. If only one count is known, the cost is
+        proportional to the steps."""
         return _interpolated({0: 0.0, **self.draft}, steps)
 
     def round_cost(self, steps: int, nodes: int) -> float:
@@ -36,7 +38,10 @@ class CallCosts:
 
     def scaled(self, factor: float) -> "CallCosts":
         """The costs in another unit."""
-        draft, verify = ({count: cost * factor for count, cost in part.items()} for part in (self.draft, self.verify))
+        draft, verify = (
+            {count: cost * factor for count, cost in part.items()}
+            for part in (self.draft, self.verify)
+        )
         return CallCosts(draft, verify)
 
 
@@ -50,12 +55,14 @@ def _interpolated(costs: Mapping[int, float], count: int) -> float:
 
 
 def mean_call_costs(latencies: Iterable[CallLatency]) -> dict[tuple[str, int], CallCosts]:
-    """Seconds by (engine, tree width): at each count the mean over all prompts, without the lowest and the highest tenth."""
+    """Seconds by (engine, tree width): at each count the mean over all prompts, without the lowest
+    and the highest tenth."""
     groups: dict[tuple[str, int], list[CallLatency]] = {}
     for latency in latencies:
         groups.setdefault((latency.engine, latency.width), []).append(latency)
     return {
-        key: CallCosts(_means(one.draft for one in group), _means(one.verify for one in group)) for key, group in groups.items()
+        key: CallCosts(_means(one.draft for one in group), _means(one.verify for one in group))
+        for key, group in groups.items()
     }
 
 
@@ -66,17 +73,20 @@ def _means(tables: Iterable[list[list[float]]]) -> dict[int, float]:
         found.setdefault(int(count), []).append(seconds)
     ends = {count: len(values) // 10 for count, values in found.items()}
     return {
-        count: statistics.fmean(sorted(found[count])[ends[count] : len(found[count]) - ends[count]]) for count in sorted(found)
+        count: statistics.fmean(sorted(found[count])[ends[count] : len(found[count]) - ends[count]])
+        for count in sorted(found)
     }
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of one model on one device. Raises :class:`EESDError` for costs that are missing or not above 0.
+    """Costs of one model on one device. Raises :class:`EESDError` for costs that are missing or not
+    above 0.
 
     Attributes:
         name: Name in reports.
-        calls: Costs in plain steps. A plain step is a verify pass over one node, as in plain decoding.
+        calls: Costs in plain steps. A plain step is a verify pass over one node, as in plain
+            decoding.
         plain_seconds: Seconds of a plain step. It converts a controller's own time to plain steps.
     """
 
@@ -87,13 +97,19 @@ class CostModel:
     def __post_init__(self) -> None:
         calls = self.calls
         if min(calls.verify, default=0) != 1:
-            raise EESDError(f"The verify costs of {self.name} must be given for node counts from 1.")
-        if not calls.draft or not min(*calls.draft.values(), self.plain_seconds, *calls.verify.values()) > 0:
+            raise EESDError(
+                f"The verify costs of {self.name} must be given for node counts from 1."
+            )
+        if (
+            not calls.draft
+            or not min(*calls.draft.values(), self.plain_seconds, *calls.verify.values()) > 0
+        ):
             raise EESDError(f"A cost of {self.name} is not above 0.")
 
     @classmethod
     def from_seconds(cls, name: str, seconds: CallCosts) -> Self:
-        """Make a cost model from measured costs. Raises :class:`EESDError` if drafts or plain steps were not measured."""
+        """Make a cost model from measured costs. Raises :class:`EESDError` if drafts or plain steps
+        were not measured."""
         if 1 not in seconds.verify or not seconds.draft:
             raise EESDError("No prompt leaves room to measure costs; give shorter prompts.")
         plain = seconds.verify[1]
@@ -105,26 +121,52 @@ class CostModel:
 
     def to_dict(self) -> dict[str, Any]:
         """The model as JSON values."""
-        draft, verify = ([[count, cost] for count, cost in part.items()] for part in (self.calls.draft, self.calls.verify))
-        return {"name": self.name, "draft": draft, "verify": verify, "plain_seconds": self.plain_seconds}
+        draft, verify = (
+            [[count, cost] for count, cost in part.items()]
+            for part in (self.calls.draft, self.calls.verify)
+        )
+        return {
+            "name": self.name,
+            "draft": draft,
+            "verify": verify,
+            "plain_seconds": self.plain_seconds,
+        }
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Self:
-        """Read what :meth:`to_dict` returned. Raises KeyError, TypeError or ValueError for anything else."""
-        draft, verify = ({int(count): float(cost) for count, cost in value[name]} for name in ("draft", "verify"))
+        """Read what :meth:`to_dict` returned. Raises KeyError, TypeError or ValueError for anything
+        else."""
+        draft, verify = (
+            {int(count): float(cost) for count, cost in value[name]} for name in ("draft", "verify")
+        )
         return cls(value["name"], CallCosts(draft, verify), value["plain_seconds"])
 
 
 def _predicted(name: str, draft: float, first: float, last: float) -> CostModel:
-    """Costs from predicted milliseconds: of a draft step, and of a verify pass over a node and over 33."""
-    return CostModel(f"{name}: predicted", CallCosts({1: draft / first}, {1: 1.0, 33: last / first}), first / 1e3)
+    """Costs from predicted milliseconds: of a draft step, and of a verify pass over a node and
+    over 33."""
+    return CostModel(
+        f"{name}: predicted", CallCosts({1: draft / first}, {1: 1.0, 33: last / first}), first / 1e3
+    )
 
 
 BUNDLED = CostModel(
     "bundled, 2 CPU cores",
     CallCosts(
         {1: 0.28, 2: 0.43, 3: 0.60, 4: 0.74, 5: 0.87, 6: 1.01, 8: 1.20, 12: 1.59, 16: 1.90},
-        {1: 1.0, 2: 1.24, 3: 1.32, 4: 1.43, 5: 1.48, 7: 1.66, 9: 1.67, 13: 2.06, 17: 2.08, 25: 2.58, 33: 2.69},
+        {
+            1: 1.0,
+            2: 1.24,
+            3: 1.32,
+            4: 1.43,
+            5: 1.48,
+            7: 1.66,
+            9: 1.67,
+            13: 2.06,
+            17: 2.08,
+            25: 2.58,
+            33: 2.69,
+        },
     ),
     2.9e-3,
 )
@@ -132,16 +174,32 @@ BUNDLED = CostModel(
 
 FOUR_BIT = CostModel(
     "4-bit file of 135 M parameters, exit after 4 of 30 layers, 2 CPU cores",
-    CallCosts({1: 0.25, 2: 0.42, 3: 0.59, 4: 0.76, 16: 2.8}, {1: 1.0, 2: 1.06, 4: 1.16, 8: 1.5, 17: 2.6}),
+    CallCosts(
+        {1: 0.25, 2: 0.42, 3: 0.59, 4: 0.76, 16: 2.8}, {1: 1.0, 2: 1.06, 4: 1.16, 8: 1.5, 17: 2.6}
+    ),
     6e-3,
 )
-"""A draft step takes 17 % of a pass, and the host 8 % more in a round that drafts; passes are those of decision 0082."""
+"""A draft step takes 17 % of a pass, and the host 8 % more in a round that drafts; passes are those
+of decision 0082."""
 
 COST_MODELS = {
     "bundled": BUNDLED,
     "4bit": FOUR_BIT,
-    "8b": _predicted("8B in 16 bits on an H200, draft of 4 layers and a quarter of the words", 1.117, 5.220, 6.244),
-    "8b-exported": _predicted("8B in 16 bits on an H200, its draft as exported by default, in 4 bits", 0.862, 5.218, 6.244),
-    "70b": _predicted("70B in 16 bits on two H200, its draft as exported by default, in 4 bits", 2.092, 41.94, 44.50),
+    "8b": _predicted(
+        "8B in 16 bits on an H200, draft of 4 layers and a quarter of the words",
+        1.117,
+        5.220,
+        6.244,
+    ),
+    "8b-exported": _predicted(
+        "8B in 16 bits on an H200, its draft as exported by default, in 4 bits", 0.862, 5.218, 6.244
+    ),
+    "70b": _predicted(
+        "70B in 16 bits on two H200, its draft as exported by default, in 4 bits",
+        2.092,
+        41.94,
+        44.50,
+    ),
 }
-"""Cost models by name. Predictions are those of docs/predict.md, from constants that an H200 measured."""
+"""Cost models by name. Predictions are those of docs/predict.md, from constants that an H200
+measured."""

@@ -1,4 +1,5 @@
-"""Sessions on the clock of another device: the runtime's clock goes on by what a cost model says of each call."""
+"""Sessions on the clock of another device: the runtime's clock goes on by what a cost model says of
+each call."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +14,9 @@ Forward = Callable[[Sequence[Call]], list[StepOutputs]]
 
 
 class CountedClock:
-    """Seconds of a device that is not there. Tokens and bits are those of the engines; controllers, guard and text drafter see
-    these seconds, and decide as they would there. The host takes no time, and a piece of a prompt as much as a plain step.
+    """Seconds of a device that is not there. Tokens and bits are those of the engines; controllers,
+    guard and text drafter see these seconds, and decide as they would there. The host takes no
+    time, and a piece of a prompt as much as a plain step.
     """
 
     def __init__(self, costs: CostModel) -> None:
@@ -32,7 +34,9 @@ class CountedClock:
         verify, draft = llm.engines.verify, llm.engines.draft
         assert draft is not None
         if draft.draft_chain is not None:
-            raise EESDError("Calls of engines on a GPU cannot be counted; choose --backend ort, or time them.")
+            raise EESDError(
+                "Calls of engines on a GPU cannot be counted; choose --backend ort, or time them."
+            )
         with (
             patch("time.perf_counter", lambda: self.seconds),
             patch.object(verify, "forward", _watched(verify.forward, self._verified)),
@@ -41,12 +45,16 @@ class CountedClock:
             yield
 
     def _verified(self, calls: Sequence[Call]) -> None:
-        self.seconds += self._costs.verify_cost(max(sum(len(call.tokens) for call in calls if call.logits), 1))
+        self.seconds += self._costs.verify_cost(
+            max(sum(len(call.tokens) for call in calls if call.logits), 1)
+        )
         self._steps = 0
 
     def _drafted(self, _: Sequence[Call]) -> None:
         self._steps += 1
-        self.seconds += self._costs.draft_cost(self._steps) - self._costs.draft_cost(self._steps - 1)
+        self.seconds += self._costs.draft_cost(self._steps) - self._costs.draft_cost(
+            self._steps - 1
+        )
 
 
 def _watched(forward: Forward, called: Callable[[Sequence[Call]], None]) -> Forward:

@@ -1,4 +1,5 @@
-"""A simulated machine: rounds of the real controller and guard on a trace, with noise and disturbances, without clocks."""
+"""A simulated machine: rounds of the real controller and guard on a trace, with noise and
+disturbances, without clocks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +14,15 @@ from eesd.controllers import Controller
 from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 
 COLD = 0.1
-"""A plain round right behind a drafting one is this share slower: the draft has taken the processor's caches."""
+"""A plain round right behind a drafting one is this share slower: the draft has taken the
+processor's caches."""
 
 STALL_SECONDS = 4e-3
 """Mean length of a stall: what another program gets of the processor."""
 
 Disturbance = Callable[[int, float], tuple[float, float]]
-"""Factors of the draft's and of the verify pass's seconds, by the number of rounds and the seconds that have passed."""
+"""Factors of the draft's and of the verify pass's seconds, by the number of rounds and the seconds
+that have passed."""
 
 
 def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Disturbance:
@@ -35,14 +38,16 @@ def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Dist
 
 
 def changing_load(random: np.random.Generator) -> Disturbance:
-    """Other programs come and go: for 0.7 seconds in the mean, calls are up to three times slower, or as fast as ever."""
+    """Other programs come and go: for 0.7 seconds in the mean, calls are up to three times slower,
+    or as fast as ever."""
     until, factors = 0.0, (1.0, 1.0)
 
     def current(_: int, now: float) -> tuple[float, float]:
         nonlocal until, factors
         if now >= until:
             slower = float(np.exp(random.uniform(0, np.log(3)))) if random.random() < 0.6 else 1.0
-            factors = slower ** float(random.uniform(0.8, 1.25)), slower  # a draft, which is small, suffers more or less
+            # A draft, which is small, suffers more or less.
+            factors = slower ** float(random.uniform(0.8, 1.25)), slower
             until = now + float(random.exponential(0.7))
         return factors
 
@@ -50,15 +55,27 @@ def changing_load(random: np.random.Generator) -> Disturbance:
 
 
 class Machine:
-    """Seconds of calls: those of ``costs``, with lognormal noise, slowed by a disturbance, and stalled at random times.
+    """Seconds of calls: those of ``costs``, with lognormal noise, slowed by a disturbance, and
+    stalled at random times.
 
-    ``stalls`` is their number in a second. A stall lasts 4 ms in the mean, which another program gets of the processor.
+    ``stalls`` is their number in a second. A stall lasts 4 ms in the mean, which another program
+    gets of the processor.
     """
 
     def __init__(
-        self, costs: CallCosts, noise: float = 0.05, disturbance: Disturbance | None = None, seed: int = 0, stalls: float = 0.0
+        self,
+        costs: CallCosts,
+        noise: float = 0.05,
+        disturbance: Disturbance | None = None,
+        seed: int = 0,
+        stalls: float = 0.0,
     ) -> None:
-        self._costs, self._noise, self._disturbance, self._stalls = costs, noise, disturbance, stalls
+        self._costs, self._noise, self._disturbance, self._stalls = (
+            costs,
+            noise,
+            disturbance,
+            stalls,
+        )
         self._random = np.random.default_rng(seed)
         self._now = 0.0
         self._rounds = 0
@@ -82,12 +99,17 @@ class Machine:
         """Seconds for which a call of ``seconds`` is stalled."""
         if not self._stalls:
             return 0.0
-        return float(self._random.exponential(STALL_SECONDS, self._random.poisson(self._stalls * seconds)).sum())
+        return float(
+            self._random.exponential(
+                STALL_SECONDS, self._random.poisson(self._stalls * seconds)
+            ).sum()
+        )
 
 
 @dataclass(frozen=True)
 class Run:
-    """A decoding: for each round the tokens it brought, its draft steps, and its seconds [rounds, 3]."""
+    """A decoding: for each round the tokens it brought, its draft steps, and its seconds
+    [rounds, 3]."""
 
     rounds: NDArray[np.float64]
 
@@ -97,7 +119,8 @@ class Run:
         return float(self.rounds[:, 2].sum())
 
     def lost(self, costs: CallCosts, first: int, last: float = np.inf) -> float:
-        """Share by which token ``first`` to ``last`` would have taken longer than plainly, without noise and disturbances."""
+        """Share by which token ``first`` to ``last`` would have taken longer than plainly, without
+        noise and disturbances."""
         ends, steps = self.rounds[:, 0].cumsum(), self.rounds[:, 1].astype(int)
         plain = costs.verify_cost(1)
         spent = np.array([costs.round_cost(n, n) for n in steps.tolist()])
@@ -110,7 +133,9 @@ class Run:
         return float((self.rounds[self.rounds[:, 0].cumsum() > first, 1] > 0).mean())
 
 
-def decode(trace: Trace, machine: Machine, controller: Controller | None = None, guard: Guard | None = None) -> Run:
+def decode(
+    trace: Trace, machine: Machine, controller: Controller | None = None, guard: Guard | None = None
+) -> Run:
     """Decode all requests of a trace in one process; without a controller plainly."""
     rounds: list[tuple[int, int, float]] = []
     for request in trace.requests:
@@ -119,8 +144,12 @@ def decode(trace: Trace, machine: Machine, controller: Controller | None = None,
         position, accepted_at, steps = 0, request.accepted.tolist(), request.steps
         while position < request.tokens:
             room = request.room(position)
-            drafting = controller is not None and room > 0 and (guard is None or guard.allows(EXIT_HEAD))
-            drafted = draft_length(controller, steps[position], room) if controller and drafting else 0
+            drafting = (
+                controller is not None and room > 0 and (guard is None or guard.allows(EXIT_HEAD))
+            )
+            drafted = (
+                draft_length(controller, steps[position], room) if controller and drafting else 0
+            )
             accepted = min(drafted, accepted_at[position])
             draft_seconds, verify_seconds = machine.run(drafted)
             if controller:

@@ -1,7 +1,9 @@
-"""Replay one controller on a trace under a cost model: thousands of rounds per second, without an engine.
+"""Replay one controller on a trace under a cost model: thousands of rounds per second, without an
+engine.
 
-Costs are in plain steps, so tokens per unit of cost is the speed relative to plain decoding. All comparisons are paired: all
-controllers decode the same text, and the bootstrap resamples whole requests.
+Costs are in plain steps, so tokens per unit of cost is the speed relative to plain decoding. All
+comparisons are paired: all controllers decode the same text, and the bootstrap resamples whole
+requests.
 """
 
 import time
@@ -26,7 +28,8 @@ OFF = "off"
 
 
 class Threshold(Controller):
-    """Keep drafting while the draft gave its last token at least probability ``p`` (as Kangaroo does)."""
+    """Keep drafting while the draft gave its last token at least probability ``p`` (as Kangaroo
+    does)."""
 
     def __init__(self, p: float = 0.6, seed: int = 0) -> None:
         self.p = p
@@ -40,13 +43,15 @@ REPLAYED = CONTROLLERS | {"threshold": Threshold}
 
 
 class Clairvoyant(Controller):
-    """Drafts exactly the tokens that will be accepted, which bounds the speed that any controller can reach.
+    """Drafts exactly the tokens that will be accepted, which bounds the speed that any controller
+    can reach.
 
-    For constant acceptance a, draft steps of cost c, and a verify cost that does not depend on the nodes, its speed is
-    1 / (1 - a + c a).
+    For constant acceptance a, draft steps of cost c, and a verify cost that does not depend on the
+    nodes, its speed is 1 / (1 - a + c a).
 
     Attributes:
-        accepted: Tokens of the next round's chain that the verifier will accept. A replay sets it before each round.
+        accepted: Tokens of the next round's chain that the verifier will accept. A replay sets it
+            before each round.
     """
 
     accepted = 0
@@ -60,11 +65,13 @@ class Clairvoyant(Controller):
 
 @dataclass(frozen=True)
 class Replay:
-    """One controller on one trace. Costs are in plain steps and include the controller's own time, spread over the rounds.
+    """One controller on one trace. Costs are in plain steps and include the controller's own time,
+    spread over the rounds.
 
     Attributes:
         tokens, cost: Of each request [R].
-        rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of several seeds the first one's.
+        rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of
+            several seeds the first one's.
         own_seconds: The controller's own time per round, measured on this machine.
     """
 
@@ -76,17 +83,24 @@ class Replay:
 
     @property
     def speed(self) -> float:
-        """Tokens per plain step over all requests, which is the speed-up over plain decoding in total time."""
+        """Tokens per plain step over all requests, which is the speed-up over plain decoding in
+        total time."""
         return float(self.tokens.sum() / self.cost.sum())
 
 
-def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, charge: bool = True) -> Replay:
-    """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it keeps what it learned.
+def replay(
+    name: str, controller: Controller, trace: Trace, costs: CostModel, charge: bool = True
+) -> Replay:
+    """Run a new controller over all requests in order. As in an :class:`~eesd.runtime.llm.LLM`, it
+    keeps what it learned.
 
     ``charge``: whether it pays for its own time. A :class:`Clairvoyant` never does.
     """
     table, plain = costs.chain_costs(trace.depth), costs.plain_seconds
-    seconds = [(costs.calls.draft_cost(n) * plain, costs.calls.verify_cost(n + 1) * plain) for n in range(len(table))]
+    seconds = [
+        (costs.calls.draft_cost(n) * plain, costs.calls.verify_cost(n + 1) * plain)
+        for n in range(len(table))
+    ]
     rounds: list[tuple[int, int, int, float]] = []
     own, clock = 0.0, time.thread_time  # CPU time, because other processes may take the core
     clairvoyant = controller if isinstance(controller, Clairvoyant) else None
@@ -113,12 +127,19 @@ def replay(name: str, controller: Controller, trace: Trace, costs: CostModel, ch
     if charge and not clairvoyant:
         found[:, 3] += per_round / plain
     which = found[:, 0].astype(int)
-    tokens, cost = (np.bincount(which, found[:, column], len(trace.requests)).astype(np.float64) for column in (1, 3))
+    tokens, cost = (
+        np.bincount(which, found[:, column], len(trace.requests)).astype(np.float64)
+        for column in (1, 3)
+    )
     return Replay(name, tokens, cost, found, per_round)
 
 
 def chain_outcome(
-    drafted: int, accepted: int, draft_seconds: float, verify_seconds: float, expected: float | None = None
+    drafted: int,
+    accepted: int,
+    draft_seconds: float,
+    verify_seconds: float,
+    expected: float | None = None,
 ) -> RoundOutcome:
     """A round of a chain of ``drafted`` tokens, all of which were verified."""
     return RoundOutcome(
@@ -142,7 +163,8 @@ def teach(controller: Controller, outcome: RoundOutcome) -> None:
 
 
 def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) -> int:
-    """Ask a controller, as a session does, how many tokens of a chain to draft: at most ``room``."""
+    """Ask a controller, as a session does, how many tokens of a chain to draft: at most
+    ``room``."""
     if not room:
         return 0
     length = controller.begin_round(1)
@@ -154,16 +176,28 @@ def draft_length(controller: Controller, steps: Sequence[DraftStep], room: int) 
     return drafted
 
 
-def replay_seeds(spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None) -> Replay:
-    """The mean costs of a controller's replays with several seeds. ``prior`` is its calibration prior."""
-    replays = [replay(spec, make_controller(spec, seed, prior, kinds=REPLAYED), trace, costs) for seed in range(seeds)]
+def replay_seeds(
+    spec: str, trace: Trace, costs: CostModel, seeds: int = 1, prior: CalibrationPrior | None = None
+) -> Replay:
+    """The mean costs of a controller's replays with several seeds. ``prior`` is its calibration
+    prior."""
+    replays = [
+        replay(spec, make_controller(spec, seed, prior, kinds=REPLAYED), trace, costs)
+        for seed in range(seeds)
+    ]
     cost = np.mean([run.cost for run in replays], axis=0)
-    return replace(replays[0], cost=cost, own_seconds=float(np.mean([run.own_seconds for run in replays])))
+    return replace(
+        replays[0], cost=cost, own_seconds=float(np.mean([run.own_seconds for run in replays]))
+    )
 
 
 def replay_fixed_lengths(trace: Trace, costs: CostModel) -> list[Replay]:
-    """Replay every fixed length from 0 (plain decoding) to the depth of the trace. Their own time is not charged."""
-    return [replay(f"fixed:k={k}" if k else OFF, _FixedLength(k), trace, costs, charge=False) for k in range(trace.depth + 1)]
+    """Replay every fixed length from 0 (plain decoding) to the depth of the trace. Their own time
+    is not charged."""
+    return [
+        replay(f"fixed:k={k}" if k else OFF, _FixedLength(k), trace, costs, charge=False)
+        for k in range(trace.depth + 1)
+    ]
 
 
 class _FixedLength(Fixed):
@@ -174,7 +208,8 @@ class _FixedLength(Fixed):
 
 
 def fastest(replays: Sequence[Replay]) -> Replay:
-    """The replay with the highest speed. Of :func:`replay_fixed_lengths`, the best fixed length in hindsight."""
+    """The replay with the highest speed. Of :func:`replay_fixed_lengths`, the best fixed length in
+    hindsight."""
     return max(replays, key=lambda run: run.speed)
 
 
@@ -188,13 +223,16 @@ class Ratio:
 
 
 def speed_ratio(run: Replay, base: Replay, requests: NDArray[np.bool_] | None = None) -> Ratio:
-    """Speed of ``run`` over that of ``base`` on the same trace, with the 95 % interval of a paired bootstrap over requests.
+    """Speed of ``run`` over that of ``base`` on the same trace, with the 95 % interval of a paired
+    bootstrap over requests.
 
     ``requests`` is a mask [R] of the requests to use; None: all.
     """
     columns = np.stack([run.tokens, run.cost, base.tokens, base.cost], axis=1)
     if requests is not None:
         columns = columns[requests]
-    totals = np.concatenate([columns.sum(axis=0)[None], columns[resampled(len(columns), DRAWS)].sum(axis=1)])
+    totals = np.concatenate(
+        [columns.sum(axis=0)[None], columns[resampled(len(columns), DRAWS)].sum(axis=1)]
+    )
     ratios = totals[:, 0] / totals[:, 1] / (totals[:, 2] / totals[:, 3])
     return Ratio(float(ratios[0]), *bounds(ratios[1:]))

@@ -47,11 +47,12 @@ LEARNING = ("beta-ts", "calibration-ts", "cost-aware-ts")
 
 @dataclass(frozen=True)
 class Row:
-    """One controller, by its label in tables and its options. Ratios are ratios of speeds, with 95 % intervals.
+    """One controller, by its label in tables and its options. Ratios are ratios of speeds, with 95
+    % intervals.
 
     Attributes:
-        speedup, over_best_fixed, of_ceiling: Relative to plain decoding, to the best fixed length in hindsight, and to the
-            clairvoyant.
+        speedup, over_best_fixed, of_ceiling: Relative to plain decoding, to the best fixed length
+            in hindsight, and to the clairvoyant.
         by_task: Relative to the best fixed length of each task, on the requests of this task.
         own_microseconds: The controller's own time per round.
     """
@@ -86,10 +87,13 @@ class Comparison:
 
     @classmethod
     def from_dict(cls, **raw: Any) -> Self:
-        """Read what :meth:`to_dict` returned. Raises KeyError, TypeError, ValueError or AttributeError for anything else."""
+        """Read what :meth:`to_dict` returned. Raises KeyError, TypeError, ValueError or
+        AttributeError for anything else."""
         rows = []
         for row in raw["rows"]:
-            ratios = {name: Ratio(**row[name]) for name in ("speedup", "over_best_fixed", "of_ceiling")}
+            ratios = {
+                name: Ratio(**row[name]) for name in ("speedup", "over_best_fixed", "of_ceiling")
+            }
             by_task = {task: Ratio(**ratio) for task, ratio in row["by_task"].items()}
             rows.append(Row(**row | ratios | {"by_task": by_task}))
         return cls(**raw | {"costs": CostModel.from_dict(raw["costs"]), "rows": rows})
@@ -122,18 +126,22 @@ class Simulation(Saved):
 
     @classmethod
     def prepare(cls, trace: Trace, tuning: Trace, costs: Sequence[str]) -> Self:
-        """A simulation of the reported and the tuning prompts, without comparisons; :func:`run_simulation` adds them.
+        """A simulation of the reported and the tuning prompts, without comparisons;
+        :func:`run_simulation` adds them.
 
         Raises:
             EESDError: A cost model is unknown or was not measured.
         """
         options = {"costs": list(find_costs(costs, trace)), "seeds": SEEDS}
-        prompts, tuned_on = (dict(Counter(request.task for request in part.requests)) for part in (trace, tuning))
+        prompts, tuned_on = (
+            dict(Counter(request.task for request in part.requests)) for part in (trace, tuning)
+        )
         return cls(trace.origin, options, prompts, tuned_on)
 
 
 def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel]:
-    """Look up cost models: keys of ``COST_MODELS``, or ``measured`` for the trace's. Without a trace only names are checked.
+    """Look up cost models: keys of ``COST_MODELS``, or ``measured`` for the trace's. Without a
+    trace only names are checked.
 
     Raises:
         EESDError: A name is unknown, or the trace has no measured costs.
@@ -141,24 +149,35 @@ def find_costs(names: Sequence[str], trace: Trace | None) -> dict[str, CostModel
     found = {}
     for name in names:
         if name != MEASURED and name not in COST_MODELS:
-            raise EESDError(f"There are no costs {name!r}; there are {', '.join((MEASURED, *COST_MODELS))}.")
+            raise EESDError(
+                f"There are no costs {name!r}; there are {', '.join((MEASURED, *COST_MODELS))}."
+            )
         costs = COST_MODELS[name] if name != MEASURED else trace.costs if trace else None
         if trace and costs is None:
-            raise EESDError(f"The trace has no measured costs; give --costs with one of {', '.join(COST_MODELS)}.")
+            raise EESDError(
+                "The trace has no measured costs; give --costs with one of "
+                f"{', '.join(COST_MODELS)}."
+            )
         if costs:
             found[name] = costs
     return found
 
 
 def run_simulation(simulation: Simulation, trace: Trace, tuning: Trace) -> Iterator[None]:
-    """Add all comparisons to a simulation, which :meth:`Simulation.prepare` made of these traces. Yields after each."""
+    """Add all comparisons to a simulation, which :meth:`Simulation.prepare` made of these traces.
+    Yields after each."""
     for name, costs in find_costs(simulation.options["costs"], trace).items():
-        simulation.replays.append(compare_on_trace(name, trace, tuning, costs, simulation.options["seeds"]))
+        simulation.replays.append(
+            compare_on_trace(name, trace, tuning, costs, simulation.options["seeds"])
+        )
         yield
 
 
-def compare_on_trace(name: str, trace: Trace, tuning: Trace, costs: CostModel, seeds: int = SEEDS) -> Comparison:
-    """Replay all controllers on a trace: tuned ones with what is fastest on ``tuning``, learning ones with several seeds."""
+def compare_on_trace(
+    name: str, trace: Trace, tuning: Trace, costs: CostModel, seeds: int = SEEDS
+) -> Comparison:
+    """Replay all controllers on a trace: tuned ones with what is fastest on ``tuning``, learning
+    ones with several seeds."""
     fixed = replay_fixed_lengths(trace, costs)
     runs = {OFF: fixed[0], HINDSIGHT: fastest(fixed)}
     for label, specs in TUNED.items():
@@ -166,18 +185,31 @@ def compare_on_trace(name: str, trace: Trace, tuning: Trace, costs: CostModel, s
     for spec in LEARNING:
         runs[spec] = replay_seeds(spec, trace, costs, seeds, trace.prior)
     runs[CLAIRVOYANT] = replay(CLAIRVOYANT, Clairvoyant(), trace, costs)
-    masks = {task: np.array([request.task == task for request in trace.requests]) for task in trace.tasks}
+    masks = {
+        task: np.array([request.task == task for request in trace.requests]) for task in trace.tasks
+    }
     best = {task: _fastest_on(fixed, mask) for task, mask in masks.items()}
     rows = [
-        _row(label, runs, runs[CLAIRVOYANT], {task: speed_ratio(run, best[task], mask) for task, mask in masks.items()})
+        _row(
+            label,
+            runs,
+            runs[CLAIRVOYANT],
+            {task: speed_ratio(run, best[task], mask) for task, mask in masks.items()},
+        )
         for label, run in runs.items()
     ]
     return Comparison(name, costs, {task: run.name for task, run in best.items()}, rows)
 
 
 def _tuned(specs: Sequence[str], tuning: Trace, costs: CostModel) -> str:
-    """The spec that is fastest on the tuning trace. The controllers' own time is not charged: it is equal for all."""
-    return max(specs, key=lambda spec: replay(spec, make_controller(spec, kinds=REPLAYED), tuning, costs, charge=False).speed)
+    """The spec that is fastest on the tuning trace. The controllers' own time is not charged: it is
+    equal for all."""
+    return max(
+        specs,
+        key=lambda spec: (
+            replay(spec, make_controller(spec, kinds=REPLAYED), tuning, costs, charge=False).speed
+        ),
+    )
 
 
 def _fastest_on(runs: Sequence[Replay], mask: NDArray[np.bool_]) -> Replay:

@@ -1,4 +1,5 @@
-"""Many simulated starts of a process: does drafting cost time where it does not pay, and does it go on where it pays?"""
+"""Many simulated starts of a process: does drafting cost time where it does not pay, and does it go
+on where it pays?"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ HEADS = {
     "overrated": SyntheticStream("overrated", (0.05, 0.15, 0.35), 0.5, 0.25, 1.4),
     "pays": SyntheticStream("pays", (0.2, 0.45, 0.75), 0.6, 0.25),
 }
-"""Heads by name: a useless one, one whose .19 accepted tokens look like .45, and one that pays 1.15x with costs ``4bit``."""
+"""Heads by name: a useless one, one whose .19 accepted tokens look like .45, and one that pays
+1.15x with costs ``4bit``."""
 MACHINES = ("steady", "load", "stalls", "burst")
-"""Disturbances: none, other programs that come and go, 20 stalls in a second, and one second of calls five times slower."""
+"""Disturbances: none, other programs that come and go, 20 stalls in a second, and one second of
+calls five times slower."""
 NOISE = (0.02, 0.15)
 """Range of the standard deviation of the logarithm of a call's seconds."""
 STALLS = 20.0
@@ -34,7 +37,8 @@ SETTLED = 256
 
 @dataclass(frozen=True)
 class Start:
-    """One process: by how much its tokens would have taken longer than plainly, without noise and disturbances.
+    """One process: by how much its tokens would have taken longer than plainly, without noise and
+    disturbances.
 
     Attributes:
         first: Share of the first 100 tokens' time.
@@ -49,18 +53,23 @@ class Start:
     drafting: float
 
 
-def simulate_starts(head: SyntheticStream | Trace, costs: CostModel, machine: str, spec: str, starts: int) -> Iterator[Start]:
-    """Start processes that decode with a fresh controller (``spec``) and a fresh guard, on one of ``MACHINES``.
+def simulate_starts(
+    head: SyntheticStream | Trace, costs: CostModel, machine: str, spec: str, starts: int
+) -> Iterator[Start]:
+    """Start processes that decode with a fresh controller (``spec``) and a fresh guard, on one of
+    ``MACHINES``.
 
-    What the head drafts is made up, or recorded; then each process decodes the requests in an order of its own. ``costs`` are
-    those of an undisturbed machine.
+    What the head drafts is made up, or recorded; then each process decodes the requests in an order
+    of its own. ``costs`` are those of an undisturbed machine.
     """
     seconds = costs.calls.scaled(costs.plain_seconds)
     for seed in range(starts):
         random = np.random.default_rng([seed, 7])
         if isinstance(head, Trace):
             trace = Trace(
-                tuple(head.requests[i] for i in random.permutation(len(head.requests))), head.origin, prior=head.prior
+                tuple(head.requests[i] for i in random.permutation(len(head.requests))),
+                head.origin,
+                prior=head.prior,
             )
         else:
             trace = Trace(head.trace(TOKENS, REQUESTS, seed).requests, {}, prior=PRIOR)
@@ -69,14 +78,17 @@ def simulate_starts(head: SyntheticStream | Trace, costs: CostModel, machine: st
             "load": lambda random=random: changing_load(random),
             "burst": lambda random=random: burst(int(random.integers(300)), 5.0, 5.0),
         }.get(machine, lambda: None)()
-        simulated = Machine(seconds, noise, disturbance, seed, STALLS if machine == "stalls" else 0.0)
+        simulated = Machine(
+            seconds, noise, disturbance, seed, STALLS if machine == "stalls" else 0.0
+        )
         run = decode(trace, simulated, make_controller(spec, seed, trace.prior), Guard())
         lost = (run.lost(seconds, 0, 100), run.lost(seconds, 0, 1000), run.lost(seconds, SETTLED))
         yield Start(*lost, run.drafting(SETTLED))
 
 
 def table(head: str, machine: str, found: Sequence[Start]) -> str:
-    """A line for the starts of one head on one machine: the worst, the worst but 5 %, and the median of each figure."""
+    """A line for the starts of one head on one machine: the worst, the worst but 5 %, and the
+    median of each figure."""
     parts = [
         f"{label} {_spread([getattr(start, name) for start in found], worst)}"
         for label, name, worst in (

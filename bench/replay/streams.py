@@ -15,7 +15,8 @@ class SyntheticStream:
     Attributes:
         name: Name in reports.
         levels: Probability of acceptance of each level, ascending.
-        stay: Probability that a position has its predecessor's level. Otherwise the level is drawn uniformly.
+        stay: Probability that a position has its predecessor's level. Otherwise the level is drawn
+            uniformly.
         spread: Standard deviation of a request's log-odds of acceptance: texts differ.
         overconfidence: By how much the log-odds that draft steps show are too high.
     """
@@ -27,9 +28,12 @@ class SyntheticStream:
     overconfidence: float = 0.0
 
     def trace(self, tokens: int, requests: int, seed: int, depth: int = 16) -> Trace:
-        """Draw requests of ``tokens`` tokens. A draft step shows its chance of acceptance; its margin is the log-odds."""
+        """Draw requests of ``tokens`` tokens. A draft step shows its chance of acceptance; its
+        margin is the log-odds."""
         rng = np.random.default_rng(seed)
-        return Trace(tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name})
+        return Trace(
+            tuple(self._request(tokens, depth, rng) for _ in range(requests)), {"stream": self.name}
+        )
 
     def _request(self, tokens: int, depth: int, rng: np.random.Generator) -> TracedRequest:
         count = len(self.levels)
@@ -41,10 +45,13 @@ class SyntheticStream:
         odds = np.log(np.array(self.levels) / (1 - np.array(self.levels)))[level]
         odds = odds + self.spread * rng.standard_normal() if self.spread else odds
         chances, shown = (1 / (1 + np.exp(-z)) for z in (odds, odds + self.overconfidence))
-        # One draw per text position, shared by all roots. Every policy judges a position at most once, so the distribution is
-        # that of a draw per root, and two policies on one stream have the same luck.
+        # One draw per text position, shared by all roots. Every policy judges a position at most
+        # once, so the distribution is that of a draw per root, and two policies on one stream have
+        # the same luck.
         right = rng.random(tokens + depth) < chances
-        probability, right = (sliding_window_view(array, depth)[1 : tokens + 1] for array in (shown, right))
+        probability, right = (
+            sliding_window_view(array, depth)[1 : tokens + 1] for array in (shown, right)
+        )
         room = np.minimum(tokens - 1 - np.arange(tokens), depth)
         accepted = np.minimum(np.cumprod(right, axis=1).sum(axis=1), room).astype(np.int32)
         p = probability.astype(np.float32)

@@ -1,10 +1,12 @@
 """Traces of real runs, on which any drafting policy can be replayed exactly, and their recording.
 
-Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not depend on the policy. The
-policy only determines which positions of the text become roots. A trace therefore holds, for *every* position of the text as
-root, the chain that the draft proposes there: up to ``depth`` draft tokens, each conditioned on those before it, what a
-controller is told about each, and how many the verifier accepts. A replay starts at position 0, lets the policy draft n tokens
-of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those of a real run with this policy.
+Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not
+depend on the policy. The policy only determines which positions of the text become roots. A trace
+therefore holds, for *every* position of the text as root, the chain that the draft proposes there:
+up to ``depth`` draft tokens, each conditioned on those before it, what a controller is told about
+each, and how many the verifier accepts. A replay starts at position 0, lets the policy draft n
+tokens of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those of a
+real run with this policy.
 
 Chains continue behind their first wrong token, because a policy may draft beyond it.
 """
@@ -48,12 +50,14 @@ FloatArray = NDArray[np.floating[Any]]
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One generation of T new tokens. Row t belongs to the root behind which t new tokens are committed.
+    """One generation of T new tokens. Row t belongs to the root behind which t new tokens are
+    committed.
 
     Attributes:
         task: Task of the prompt.
-        logprob: Logarithm of the probability in :class:`~eesd.controllers.DraftStep`, [T, depth]; NaN beyond the last token
-            that the request may draft. The logarithm keeps probabilities near 0 and near 1 precise in float16.
+        logprob: Logarithm of the probability in :class:`~eesd.controllers.DraftStep`, [T, depth];
+            NaN beyond the last token that the request may draft. The logarithm keeps probabilities
+            near 0 and near 1 precise in float16.
         margin: As in :class:`~eesd.controllers.DraftStep`, [T, depth].
         accepted: Number of tokens of each chain that the verifier accepts [T].
     """
@@ -72,9 +76,15 @@ class TracedRequest:
     def steps(self) -> list[list[DraftStep]]:
         """What a controller is told, by position and depth."""
         logprob = self.logprob.astype(np.float64)
-        columns = [array.tolist() for array in (np.exp(logprob), np.exp(np.cumsum(logprob, axis=1)), self.margin)]
+        columns = [
+            array.tolist()
+            for array in (np.exp(logprob), np.exp(np.cumsum(logprob, axis=1)), self.margin)
+        ]
         return [
-            [DraftStep(depth, p, path, margin, depth) for depth, (p, path, margin) in enumerate(zip(*row, strict=True), 1)]
+            [
+                DraftStep(depth, p, path, margin, depth)
+                for depth, (p, path, margin) in enumerate(zip(*row, strict=True), 1)
+            ]
             for row in zip(*columns, strict=True)
         ]
 
@@ -110,7 +120,8 @@ class Trace:
         return list(dict.fromkeys(request.task for request in self.requests))
 
     def save(self, path: Path) -> None:
-        """Write one npz file with the rows of all requests concatenated, without pickled objects."""
+        """Write one npz file with the rows of all requests concatenated, without pickled
+        objects."""
         meta = {
             "format": FORMAT,
             "origin": self.origin,
@@ -119,11 +130,15 @@ class Trace:
             "prior": asdict(self.prior) if self.prior else None,
         }
         arrays: dict[str, Any] = {
-            name: np.concatenate([getattr(request, name) for request in self.requests]) for name in ARRAYS
+            name: np.concatenate([getattr(request, name) for request in self.requests])
+            for name in ARRAYS
         }
         with written_whole(path) as partial, partial.open("wb") as file:
             np.savez_compressed(
-                file, meta=np.array(json.dumps(meta)), tokens=np.array([r.tokens for r in self.requests]), **arrays
+                file,
+                meta=np.array(json.dumps(meta)),
+                tokens=np.array([r.tokens for r in self.requests]),
+                **arrays,
             )
 
 
@@ -133,43 +148,75 @@ def load_trace(path: Path) -> Trace:
         with np.load(path, allow_pickle=False) as file:
             meta = json.loads(str(file["meta"]))
             if meta["format"] != FORMAT:
-                raise EESDError(f"{path} has trace format {meta['format']}, this EESD reads format {FORMAT}; record it again.")
+                raise EESDError(
+                    f"{path} has trace format {meta['format']}, this EESD reads format "
+                    f"{FORMAT}; record it again."
+                )
             ends = np.cumsum(file["tokens"])[:-1]
             parts = [np.split(file[name], ends) for name in ARRAYS]
-        requests = tuple(TracedRequest(task, *rows) for task, *rows in zip(meta["tasks"], *parts, strict=True))
+        requests = tuple(
+            TracedRequest(task, *rows) for task, *rows in zip(meta["tasks"], *parts, strict=True)
+        )
         costs = CostModel.from_dict(meta["costs"]) if meta["costs"] else None
-        return Trace(requests, meta["origin"], costs, from_json(CalibrationPrior, meta["prior"]) if meta["prior"] else None)
+        return Trace(
+            requests,
+            meta["origin"],
+            costs,
+            from_json(CalibrationPrior, meta["prior"]) if meta["prior"] else None,
+        )
     except FileNotFoundError:
         raise EESDError(f"There is no trace {path}; record one first.") from None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, BadZipFile, zlib.error):
+    except (
+        OSError,
+        EOFError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        BadZipFile,
+        zlib.error,
+    ):
         raise EESDError(f"{path} is not a trace; record one first.") from None
 
 
 def check_same_origin(trace: Trace, tuning: Trace) -> None:
-    """Raise :class:`EESDError` unless both traces have the same engine and options, and different prompts."""
+    """Raise :class:`EESDError` unless both traces have the same engine and options, and different
+    prompts."""
     if trace.origin.get("prompts") == tuning.origin.get("prompts"):
         raise EESDError("Both traces have the same prompts; tune on prompts that are not reported.")
     if trace.origin | {"prompts": ""} != tuning.origin | {"prompts": ""}:
-        raise EESDError("The traces are from different engines or options; record both with one command.")
+        raise EESDError(
+            "The traces are from different engines or options; record both with one command."
+        )
 
 
 def check_sampling(sampling: Sampling) -> None:
     """Raise :class:`EESDError` for a sampling whose text depends on the drafts."""
     if not sampling.greedy and sampling.method != "coupled":
-        raise EESDError("Traces need greedy or coupled sampling: with rejection sampling the text depends on the drafts.")
+        raise EESDError(
+            "Traces need greedy or coupled sampling: with rejection sampling the text depends "
+            "on the drafts."
+        )
 
 
 def check_depth(manifest: Manifest, depth: int) -> None:
     """Raise :class:`EESDError` for chains that are longer than a round of this engine allows."""
     if not 1 <= depth <= manifest.max_tree_nodes:
-        raise EESDError(f"The depth of a trace is {depth}; this engine allows 1 to {manifest.max_tree_nodes}.")
+        raise EESDError(
+            f"The depth of a trace is {depth}; this engine allows 1 to {manifest.max_tree_nodes}."
+        )
 
 
 class ChainDrafter:
     """Drafts chains behind the last token of a session, and commits nothing."""
 
     def __init__(
-        self, session: Session, draft: Engine, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE
+        self,
+        session: Session,
+        draft: Engine,
+        sampling: Sampling,
+        vocab_size: int,
+        columns: DraftColumns = WHOLE,
     ) -> None:
         self._session, self._draft = session, draft
         self._sampler = make_sampler(sampling, vocab_size, columns)
@@ -183,14 +230,18 @@ class ChainDrafter:
         for _ in range(count):
             [node] = tree.frontier
             position = len(tokens) - 1 + node.depth
-            [outputs] = self._draft.forward([Call(self._session.kv_cache, [node.token], [position], position)])
+            [outputs] = self._draft.forward(
+                [Call(self._session.kv_cache, [node.token], [position], position)]
+            )
             step = tree.grow([self._sampler.propose(node, outputs, 0, 1)])
             assert step is not None
             steps.append(step)
         return tree.frontier[0].path(), steps
 
 
-def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16) -> TracedRequest:
+def record(
+    llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16
+) -> TracedRequest:
     """Generate behind a prompt, and draft ``depth`` tokens from every position.
 
     The LLM is loaded with speculation; its controller is not used.
@@ -203,12 +254,20 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
     assert llm.engines.draft is not None
     features = np.full((2, new_tokens, depth), np.nan, np.float16)
     chains: list[list[int]] = []
-    with llm.session(prompt, sampling, max_new_tokens=new_tokens, draft=False, ignore_eos=True) as session:
+    with llm.session(
+        prompt, sampling, max_new_tokens=new_tokens, draft=False, ignore_eos=True
+    ) as session:
         session.prefill()
         vocab_size = llm.manifest.geometry.vocab_size
         drafter = ChainDrafter(session, llm.engines.draft, sampling, vocab_size, llm.draft_columns)
         while session.finish_reason is None:
-            room = min(new_tokens - session.stats.new_tokens, llm.manifest.max_seq_len - len(session.tokens)) - 1
+            room = (
+                min(
+                    new_tokens - session.stats.new_tokens,
+                    llm.manifest.max_seq_len - len(session.tokens),
+                )
+                - 1
+            )
             chain, steps = drafter.draft(min(depth, room))
             rows = [(log(max(step.probability, 1e-300)), step.margin) for step in steps]
             features[:, len(chains), : len(rows)] = np.array(rows).reshape(-1, 2).T
@@ -222,21 +281,34 @@ def record(llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: 
 
 def _num_equal(chain: list[int], text: list[int]) -> int:
     """Length of the common prefix of the chain and the text."""
-    return next((i for i, (drafted, verified) in enumerate(zip(chain, text, strict=False)) if drafted != verified), len(chain))
+    return next(
+        (
+            i
+            for i, (drafted, verified) in enumerate(zip(chain, text, strict=False))
+            if drafted != verified
+        ),
+        len(chain),
+    )
 
 
-def record_traces(bench: Bench, prompts: Sequence[TaskPrompt], options: Options, depth: int, output: Path) -> Iterator[None]:
-    """Record two traces of one engine: one of the tuning prompts and one of the reported prompts. Yields after each prompt.
+def record_traces(
+    bench: Bench, prompts: Sequence[TaskPrompt], options: Options, depth: int, output: Path
+) -> Iterator[None]:
+    """Record two traces of one engine: one of the tuning prompts and one of the reported prompts.
+    Yields after each prompt.
 
-    ``options`` say how to sample, and how many prompts of each task to record. Interrupted, it leaves no old trace beside a new
-    one in ``output``.
+    ``options`` say how to sample, and how many prompts of each task to record. Interrupted, it
+    leaves no old trace beside a new one in ``output``.
 
     Raises:
         EESDError: The depth is not allowed, or no prompt fits.
     """
     check_depth(bench.manifest, depth)
     tasks = {prompt.id: prompt.task for prompt in prompts}
-    groups = [bench.encode(part, options) for part in split_prompts(prompts, options.tuning_per_task, options.per_task)]
+    groups = [
+        bench.encode(part, options)
+        for part in split_prompts(prompts, options.tuning_per_task, options.per_task)
+    ]
     parts = dict(zip((output / TUNING_TRACE_FILE, output / TRACE_FILE), groups, strict=True))
     for path in parts:
         path.unlink(missing_ok=True)
@@ -246,7 +318,16 @@ def record_traces(bench: Bench, prompts: Sequence[TaskPrompt], options: Options,
         requests = []
         for prompt in encoded:
             sampling = options.sampling(options.samplings[0], prompt.number)
-            requests.append(record(bench.llm, tasks[prompt.id], prompt.tokens, sampling, options.max_new_tokens, depth))
+            requests.append(
+                record(
+                    bench.llm,
+                    tasks[prompt.id],
+                    prompt.tokens,
+                    sampling,
+                    options.max_new_tokens,
+                    depth,
+                )
+            )
             yield
         origin = _origin(bench, encoded, options, depth)
         Trace(tuple(requests), origin, costs, bench.manifest.exit_head.calibration).save(path)
@@ -256,13 +337,21 @@ def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Opti
     """Costs of a chain's calls, measured in rounds behind these prompts."""
     latencies = [latency for prompt in prompts for latency in bench.latencies("", prompt, options)]
     manifest = bench.manifest
-    return CostModel.from_seconds(f"{manifest.model}, {manifest.dtype}, as measured", mean_call_costs(latencies)["", 1])
+    return CostModel.from_seconds(
+        f"{manifest.model}, {manifest.dtype}, as measured", mean_call_costs(latencies)["", 1]
+    )
 
 
-def _origin(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, depth: int) -> dict[str, Any]:
+def _origin(
+    bench: Bench, prompts: Sequence[EncodedPrompt], options: Options, depth: int
+) -> dict[str, Any]:
     """Everything that the requests of a trace depend on."""
     names = ("samplings", "temperature", "seed", "max_new_tokens", "backend", "threads")
     chosen = {name: value for name, value in options.to_dict().items() if name in names}
     digest = hashlib.sha256(json.dumps([prompt.tokens for prompt in prompts]).encode()).hexdigest()
     prior = bench.manifest.exit_head.calibration
-    return bench.describe() | chosen | {"depth": depth, "prompts": digest, "prior": asdict(prior) if prior else None}
+    return (
+        bench.describe()
+        | chosen
+        | {"depth": depth, "prompts": digest, "prior": asdict(prior) if prior else None}
+    )

@@ -19,7 +19,12 @@ DEEPEST = 8
 """Last depth of the acceptance tables."""
 
 
-def write_report(results: Sequence[Result], simulations: Sequence[Simulation], output: Path, first: Sequence[str] = ()) -> None:
+def write_report(
+    results: Sequence[Result],
+    simulations: Sequence[Simulation],
+    output: Path,
+    first: Sequence[str] = (),
+) -> None:
     """Write a report.
 
     Args:
@@ -34,7 +39,8 @@ def write_report(results: Sequence[Result], simulations: Sequence[Simulation], o
     lines = [
         TITLE,
         "",
-        "Generated from the JSON files of `eesd-bench` and of its tools. Do not edit. The first of similar tables has the "
+        "Generated from the JSON files of `eesd-bench` and of its tools. Do not edit. The "
+        "first of similar tables has the "
         "explanation.",
         "",
         *first,
@@ -74,13 +80,20 @@ class _Section:
         self.several = len(result.engines) > 1
         self.best = best_fixed_lengths(result)
         self.all = summarize(result)
-        hidden = [s for s in self.all if self.several and _length(s.configuration) and not self._is_best(s.configuration)]
+        hidden = [
+            s
+            for s in self.all
+            if self.several and _length(s.configuration) and not self._is_best(s.configuration)
+        ]
         self.summaries = [s for s in self.all if s not in hidden]
 
     def lines(self) -> list[str]:
         engine = next(iter(self.result.engines.values()))
         found = [
-            f"## {'What each part contributes' if self.several else 'Speed'}: {engine['model']}, {engine['dtype']}",
+            (
+                f"## {'What each part contributes' if self.several else 'Speed'}: "
+                f"{engine['model']}, {engine['dtype']}"
+            ),
             "",
             *self._setting(),
         ]
@@ -101,7 +114,8 @@ class _Section:
                 {
                     "model": f"{engine['architecture']} of {engine['num_layers']} layers, "
                     f"exit after layer {engine['exit_layer']}",
-                    "backend": f"`{options['backend']}`, {engine['dtype']}, {'with' if options['guard'] else 'without'} the "
+                    "backend": f"`{options['backend']}`, {engine['dtype']}, "
+                    f"{'with' if options['guard'] else 'without'} the "
                     "guard",
                     "machine": f"{shown_machine(machine)}; GPU: {machine['GPU']}",
                     "versions": machine["libraries"],
@@ -109,7 +123,8 @@ class _Section:
                     "temperature": f"{options['temperature']}, except for greedy",
                 }.items(),
             ),
-            "Each prompt is decoded plainly and in every configuration, in an order that rotates. docs/bench.md "
+            "Each prompt is decoded plainly and in every configuration, in an order that "
+            "rotates. docs/bench.md "
             "explains the columns.",
             "",
         ]
@@ -124,15 +139,23 @@ class _Section:
             "controller": self._controller,
             "draft": lambda s: _shape(s.configuration),
             "speed-up (95 %)": lambda s: s.speedup.shown(unit="x"),
-            "against best fixed": lambda s: s.against_fixed.shown(unit="x") if s.against_fixed else "",
+            "against best fixed": lambda s: (
+                s.against_fixed.shown(unit="x") if s.against_fixed else ""
+            ),
             "in total": lambda s: f"{s.speedup_total:.2f}x",
-            "predicted": lambda s: f"{s.predicted:.2f}x ({s.predicted / s.speedup_total - 1:+.1%})" if s.predicted else "",
+            "predicted": lambda s: (
+                f"{s.predicted:.2f}x ({s.predicted / s.speedup_total - 1:+.1%})"
+                if s.predicted
+                else ""
+            ),
             "tokens/s": lambda s: f"{s.plain_tokens_per_second:.0f} to {s.tokens_per_second:.0f}",
             "acceptance": lambda s: f"{s.overall_acceptance:.2f}",
             "tokens per round": lambda s: f"{s.tokens_per_round:.2f}",
             "draft steps per round": lambda s: f"{s.steps_per_round:.2f}",
             "host": lambda s: f"{s.host_share:.1%}",
-            "equal": lambda s: "" if s.configuration.sampling == "rejection" else f"{s.equal}/{s.prompts}",
+            "equal": lambda s: (
+                "" if s.configuration.sampling == "rejection" else f"{s.equal}/{s.prompts}"
+            ),
         }
         return table([*columns], [[cell(s) for cell in columns.values()] for s in summaries])
 
@@ -142,20 +165,27 @@ class _Section:
         rows = []
         for s in self.summaries:
             values = [f"{s.by_task[task]:.2f}" if task in s.by_task else "" for task in tasks]
-            rows.append([s.configuration.sampling, _shape(s.configuration), self._controller(s), *values])
+            rows.append(
+                [s.configuration.sampling, _shape(s.configuration), self._controller(s), *values]
+            )
         return ["### By task", "", *table(["sampling", "draft", "controller", *tasks], rows)]
 
     def _acceptance(self) -> list[str]:
         """Acceptance by depth of the longest fixed length."""
         judged: Mapping[str, Sequence[Sequence[int]]] = {
-            f"{t.sampling}, {_width(t.width)}": t.acceptance[t.longest] for t in self.result.tunings if t.controller == "fixed"
+            f"{t.sampling}, {_width(t.width)}": t.acceptance[t.longest]
+            for t in self.result.tunings
+            if t.controller == "fixed"
         }
         where = "with the longest fixed length, on the tuning prompts"
         if self.several or not judged:
             fixed = [s for s in self.all if _length(s.configuration) and not s.configuration.budget]
             where = "with the longest fixed length"
             fixed.sort(key=lambda s: _length(s.configuration))
-            judged = {self._named(c := s.configuration, f"{c.sampling}, {_width(c.width)}"): s.acceptance for s in fixed}
+            judged = {
+                self._named(c := s.configuration, f"{c.sampling}, {_width(c.width)}"): s.acceptance
+                for s in fixed
+            }
         if not judged:
             return []
         depth = min(max(map(len, judged.values())), DEEPEST)
@@ -177,7 +207,15 @@ class _Section:
         for t in self.result.tunings:
             tried = ", ".join(spec.partition(":")[2].partition("=")[2] for spec in t.seconds)
             rows.append([t.sampling, _width(t.width), f"`{t.chosen}`", tried])
-        return ["### Tuned controllers", "", *table(["sampling", "draft", "chosen", "candidates"], rows)] if rows else []
+        return (
+            [
+                "### Tuned controllers",
+                "",
+                *table(["sampling", "draft", "chosen", "candidates"], rows),
+            ]
+            if rows
+            else []
+        )
 
     def _call_costs(self) -> list[str]:
         """Costs of draft steps, verify passes and prefill, for the last engine."""
@@ -185,17 +223,40 @@ class _Section:
         rows = []
         for (of, width), costs in mean_call_costs(result.sweeps).items():
             if of == engine and (plain := costs.verify.get(1)):
-                draft = ", ".join(f"{steps}: {seconds / plain:.2f}" for steps, seconds in costs.draft.items())
-                verify = ", ".join(f"{nodes}: {seconds / plain:.2f}" for nodes, seconds in costs.verify.items() if nodes > 1)
+                draft = ", ".join(
+                    f"{steps}: {seconds / plain:.2f}" for steps, seconds in costs.draft.items()
+                )
+                verify = ", ".join(
+                    f"{nodes}: {seconds / plain:.2f}"
+                    for nodes, seconds in costs.verify.items()
+                    if nodes > 1
+                )
                 rows.append([_width(width), f"{plain * 1e3:.2f} ms", draft, verify])
         if not rows:
             return []
-        plainly = {result.index_of(c) for c in result.configurations if c.controller is None and c.engine == engine}
+        plainly = {
+            result.index_of(c)
+            for c in result.configurations
+            if c.controller is None and c.engine == engine
+        }
         tokens = {prompt["id"]: prompt["tokens"] for prompt in result.prompts}
         runs = [run for run in result.runs if run.configuration in plainly]
-        speed = sum(tokens[r.prompt] - 1 for r in runs) / max(sum(r.prefill_seconds for r in runs), 1e-9)
-        columns = ["draft", "plain step", "draft by steps, in plain steps", "verify by nodes, in plain steps"]
-        return ["### Cost of calls", "", *table(columns, rows), f"Prefill: {speed:.0f} tokens/s.", ""]
+        speed = sum(tokens[r.prompt] - 1 for r in runs) / max(
+            sum(r.prefill_seconds for r in runs), 1e-9
+        )
+        columns = [
+            "draft",
+            "plain step",
+            "draft by steps, in plain steps",
+            "verify by nodes, in plain steps",
+        ]
+        return [
+            "### Cost of calls",
+            "",
+            *table(columns, rows),
+            f"Prefill: {speed:.0f} tokens/s.",
+            "",
+        ]
 
     def _is_best(self, c: Configuration) -> bool:
         return self.best.get((c.engine, c.sampling, c.width)) == c.controller
@@ -213,12 +274,18 @@ class _Section:
 def _equality(summaries: Sequence[Summary]) -> str:
     """Say how many drafting runs gave the tokens of plain decoding."""
     if summaries[0].configuration.sampling == "rejection":
-        return "Rejection sampling promises the distribution of plain decoding, not its tokens, so tokens are not compared."
+        return (
+            "Rejection sampling promises the distribution of plain decoding, not its tokens, so "
+            "tokens are not compared."
+        )
     runs, equal = sum(s.prompts for s in summaries), sum(s.equal for s in summaries)
     if runs == equal:
         return f"All {runs} drafting runs gave the tokens of plain decoding."
     gap = max(s.worst_gap or 0.0 for s in summaries)
-    return f"{runs - equal} of {runs} drafting runs gave other tokens than plain decoding; logit gap at most {gap:.3g}."
+    return (
+        f"{runs - equal} of {runs} drafting runs gave other tokens than plain decoding; logit gap "
+        f"at most {gap:.3g}."
+    )
 
 
 def _length(configuration: Configuration) -> int:

@@ -9,9 +9,19 @@ DEFAULT_CONTROLLER = "cost-aware-ts"
 
 def replay_section(simulation: Simulation) -> list[str]:
     """The lines of one simulation."""
-    lines = [f"## Replayed traces: {simulation.origin['model']}, {simulation.origin['dtype']}", "", *_setting(simulation)]
+    lines = [
+        f"## Replayed traces: {simulation.origin['model']}, {simulation.origin['dtype']}",
+        "",
+        *_setting(simulation),
+    ]
     for found in simulation.replays:
-        lines += [f"### Costs: {found.costs.name}", "", *_costs(found), *_table(found), *_by_task(found)]
+        lines += [
+            f"### Costs: {found.costs.name}",
+            "",
+            *_costs(found),
+            *_table(found),
+            *_by_task(found),
+        ]
     return lines
 
 
@@ -26,12 +36,17 @@ def _setting(simulation: Simulation) -> list[str]:
                 "prompts": f"{sum(simulation.prompts.values())} ({', '.join(simulation.prompts)})",
                 "texts": f"{origin['max_new_tokens']} new tokens, {sampling}{heat}",
                 "drafts": f"{origin['depth']} tokens from every position",
-                **{"tuning prompts": sum(simulation.tuning_prompts.values()), "seeds of learners": options["seeds"]},
+                **{
+                    "tuning prompts": sum(simulation.tuning_prompts.values()),
+                    "seeds of learners": options["seeds"],
+                },
                 **{"own time measured on": machine["CPU"]},
             }.items(),
         ),
-        "Every controller is replayed on the same traces, and pays for its own time. Fixed lengths and thresholds are tuned on "
-        "the tuning prompts. The speed is the total time of plain decoding over that of drafting. The clairvoyant drafts "
+        "Every controller is replayed on the same traces, and pays for its own time. Fixed "
+        "lengths and thresholds are tuned on "
+        "the tuning prompts. The speed is the total time of plain decoding over that of "
+        "drafting. The clairvoyant drafts "
         "exactly the accepted tokens; no real controller can.",
         "",
     ]
@@ -57,17 +72,27 @@ def _table(found: Comparison) -> list[str]:
     for row in found.rows:
         label = row.controller if row.spec == row.controller else f"{row.controller}: `{row.spec}`"
         speed = f"**{row.speedup.value:.2f}x** ({row.speedup.low:.2f} to {row.speedup.high:.2f})"
-        own = f"{row.own_microseconds:.0f} us" if row.controller not in (OFF, HINDSIGHT, CLAIRVOYANT) else ""
+        own = (
+            f"{row.own_microseconds:.0f} us"
+            if row.controller not in (OFF, HINDSIGHT, CLAIRVOYANT)
+            else ""
+        )
         gain = _gain(row.over_best_fixed) if row.controller != HINDSIGHT else ""
-        rows.append([label, speed, gain, f"{row.of_ceiling.value:.0%}", f"{row.tokens_per_round:.2f}", own])
+        rows.append(
+            [label, speed, gain, f"{row.of_ceiling.value:.0%}", f"{row.tokens_per_round:.2f}", own]
+        )
     return table([*columns, "tokens per round", "own time per round"], rows)
 
 
 def _by_task(found: Comparison) -> list[str]:
     """The default controller against the best fixed length of each task."""
     by_task = next(row for row in found.rows if row.controller == DEFAULT_CONTROLLER).by_task
-    rows = [[task, f"`{found.best_by_task[task]}`", _gain(ratio)] for task, ratio in by_task.items()]
-    return table(["task", "best fixed length in hindsight", f"`{DEFAULT_CONTROLLER}` over it (95 %)"], rows)
+    rows = [
+        [task, f"`{found.best_by_task[task]}`", _gain(ratio)] for task, ratio in by_task.items()
+    ]
+    return table(
+        ["task", "best fixed length in hindsight", f"`{DEFAULT_CONTROLLER}` over it (95 %)"], rows
+    )
 
 
 def _gain(ratio: Ratio) -> str:

@@ -1,4 +1,5 @@
-"""What runs say about each configuration, paired with plain decoding, and the speed-up that call costs predict."""
+"""What runs say about each configuration, paired with plain decoding, and the speed-up that call
+costs predict."""
 
 import statistics
 from collections.abc import Mapping
@@ -11,7 +12,10 @@ from eesd.bench.replay.costs import CallCosts, mean_call_costs
 
 def predicted_seconds(run: Run, costs: CallCosts) -> float:
     """Predict a run's decode seconds: the costs of its rounds, plus the host's time as measured."""
-    return sum(costs.round_cost(steps, nodes) * count for steps, nodes, count in run.rounds) + run.host_seconds
+    return (
+        sum(costs.round_cost(steps, nodes) * count for steps, nodes, count in run.rounds)
+        + run.host_seconds
+    )
 
 
 @dataclass(frozen=True)
@@ -21,10 +25,12 @@ class Summary:
     Attributes:
         speedup: Median over prompts of plain over drafting decode seconds.
         speedup_total: Plain over drafting decode seconds, each summed over all prompts.
-        against_fixed: Median over prompts of the best fixed length's decode seconds over those of this configuration, with the
-            same sampling and width. None if there is no fixed length, or if this configuration is it.
+        against_fixed: Median over prompts of the best fixed length's decode seconds over those of
+            this configuration, with the same sampling and width. None if there is no fixed length,
+            or if this configuration is it.
         by_task: Median speed-up of each task.
-        predicted: What ``speedup_total`` should be by :func:`predicted_seconds`; None if call costs were not measured.
+        predicted: What ``speedup_total`` should be by :func:`predicted_seconds`; None if call costs
+            were not measured.
         plain_tokens_per_second, tokens_per_second: Medians over prompts.
         acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
         host_share: Share of the decode time outside both engines.
@@ -59,7 +65,10 @@ def summarize(result: Result) -> list[Summary]:
     runs: dict[Configuration, dict[str, Run]] = {}
     for run in result.runs:
         runs.setdefault(result.configurations[run.configuration], {})[run.prompt] = run
-    costs, tasks = mean_call_costs(result.sweeps), {prompt["id"]: prompt["task"] for prompt in result.prompts}
+    costs, tasks = (
+        mean_call_costs(result.sweeps),
+        {prompt["id"]: prompt["task"] for prompt in result.prompts},
+    )
     references, found = best_fixed_lengths(result), []
     for configuration, own in runs.items():
         if configuration.controller is None:
@@ -68,7 +77,9 @@ def summarize(result: Result) -> list[Summary]:
         plain = runs[Configuration(engine, sampling, None, 1)]
         fixed = Configuration(engine, sampling, references.get((engine, sampling, width)), width)
         reference = runs.get(fixed) if fixed.controller and fixed != configuration else None
-        found.append(_summary(configuration, own, plain, reference, costs.get((engine, width)), tasks))
+        found.append(
+            _summary(configuration, own, plain, reference, costs.get((engine, width)), tasks)
+        )
     return found
 
 
@@ -80,24 +91,33 @@ def _summary(
     costs: CallCosts | None,
     tasks: Mapping[str, str],
 ) -> Summary:
-    """Summarize runs by prompt: the configuration's own, those of plain decoding, and those of the fixed length."""
+    """Summarize runs by prompt: the configuration's own, those of plain decoding, and those of the
+    fixed length."""
     runs, plains = list(own.values()), [plain[prompt] for prompt in own]
-    ratios = {prompt: plain[prompt].decode_seconds / run.decode_seconds for prompt, run in own.items()}
+    ratios = {
+        prompt: plain[prompt].decode_seconds / run.decode_seconds for prompt, run in own.items()
+    }
     by_task: dict[str, list[float]] = {}
     for prompt, ratio in ratios.items():
         by_task.setdefault(tasks[prompt], []).append(ratio)
     predicted = None
     if costs is not None:
-        predicted = sum(predicted_seconds(run, costs) for run in plains) / sum(predicted_seconds(run, costs) for run in runs)
+        predicted = sum(predicted_seconds(run, costs) for run in plains) / sum(
+            predicted_seconds(run, costs) for run in runs
+        )
     rounds, seconds = sum(run.round_count for run in runs), sum(run.decode_seconds for run in runs)
     return Summary(
         configuration=configuration,
         speedup=bootstrap(list(ratios.values())),
         speedup_total=sum(run.decode_seconds for run in plains) / seconds,
-        against_fixed=bootstrap([reference[p].decode_seconds / own[p].decode_seconds for p in own]) if reference else None,
+        against_fixed=bootstrap([reference[p].decode_seconds / own[p].decode_seconds for p in own])
+        if reference
+        else None,
         by_task={task: statistics.median(values) for task, values in by_task.items()},
         predicted=predicted,
-        plain_tokens_per_second=statistics.median(run.new_tokens / run.decode_seconds for run in plains),
+        plain_tokens_per_second=statistics.median(
+            run.new_tokens / run.decode_seconds for run in plains
+        ),
         tokens_per_second=statistics.median(run.new_tokens / run.decode_seconds for run in runs),
         acceptance=acceptance_by_depth((run.accepted, run.offered) for run in runs),
         tokens_per_round=sum(run.new_tokens for run in runs) / rounds,
@@ -105,7 +125,9 @@ def _summary(
         host_share=sum(run.host_seconds for run in runs) / seconds,
         equal=sum(run.equal is True for run in runs),
         prompts=len(runs),
-        worst_gap=max((abs(run.logit_gap) for run in runs if run.logit_gap is not None), default=None),
+        worst_gap=max(
+            (abs(run.logit_gap) for run in runs if run.logit_gap is not None), default=None
+        ),
     )
 
 
@@ -119,4 +141,6 @@ def best_fixed_lengths(result: Result) -> dict[tuple[str, str, int], str]:
     for c in sorted(seconds, key=seconds.__getitem__, reverse=True):
         if c.controller and c.controller.startswith("fixed:") and not c.budget:
             best[c.engine, c.sampling, c.width] = c.controller
-    return best | {(t.engine, t.sampling, t.width): t.chosen for t in result.tunings if t.controller == "fixed"}
+    return best | {
+        (t.engine, t.sampling, t.width): t.chosen for t in result.tunings if t.controller == "fixed"
+    }

@@ -1,1 +1,2 @@
-"""Tools of this repository's maintainers. They run from a checkout (``python -m eesd.bench.tools.NAME``); wheels lack them."""
+"""Tools of this repository's maintainers. They run from a checkout
+(``python -m eesd.bench.tools.NAME``); wheels lack them."""

@@ -1,9 +1,11 @@
-"""``python -m eesd.bench.tools.exactness DIR...``: whether every way to compute a text gives the same bits.
+"""``python -m eesd.bench.tools.exactness DIR...``: whether every way to compute a text gives the
+same bits.
 
-For each engine directory and kind of activations, the fastest kernels decode each prompt plainly with one thread. Those are the
-expected bits. Then all kernels of this processor, with one and two threads, decode it plainly, drafted in chains, in trees and
-with a tree budget, with the prompt in other chunks, and in batches, with and without kept beginnings of prompts. The whole
-logits behind each committed token are compared; of a batch, the tokens and their most likely alternatives with
+For each engine directory and kind of activations, the fastest kernels decode each prompt plainly
+with one thread. Those are the expected bits. Then all kernels of this processor, with one and two
+threads, decode it plainly, drafted in chains, in trees and with a tree budget, with the prompt in
+other chunks, and in batches, with and without kept beginnings of prompts. The whole logits behind
+each committed token are compared; of a batch, the tokens and their most likely alternatives with
 log-probabilities. Prompts are random tokens, so every part of the vocabulary occurs.
 """
 
@@ -53,8 +55,9 @@ class Row:
 
     Attributes:
         directory, activations, kernels, threads: What ran.
-        kind: ``calls`` (of all sizes, with other caches and chunks, and trees), a key of :data:`WAYS`, ``chunks``, ``batch`` or
-            ``prefix``. For ``calls`` a run is a call of the engine.
+        kind: ``calls`` (of all sizes, with other caches and chunks, and trees), a key of
+            :data:`WAYS`, ``chunks``, ``batch`` or ``prefix``. For ``calls`` a run is a call of the
+            engine.
         runs: Texts, or calls, that were compared.
         different: Those in which a bit differs.
         positions: Tokens at which logits were compared.
@@ -76,16 +79,25 @@ def label(directory: Path) -> str:
 
 
 def open_with(directory: Path, backend: str, kernels: str, threads: int, activations: str) -> LLM:
-    """An engine directory with kernels such as ``avx2``, or with caches ``avx2:int8``; "" for a backend without that choice."""
+    """An engine directory with kernels such as ``avx2``, or with caches ``avx2:int8``; "" for a
+    backend without that choice."""
     manifest = load_manifest(directory)
     if not kernels:
-        return LLM(directory, manifest, open_engines(directory, manifest, EngineOptions(backend, threads, True)), None)
+        return LLM(
+            directory,
+            manifest,
+            open_engines(directory, manifest, EngineOptions(backend, threads, True)),
+            None,
+        )
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
     build, (name, _, cache) = built_for_cpu(directory, manifest), kernels.partition(":")
     options = threads, activations == "int8", name, cache or "float32"
-    verify, draft = (CpuEngine(build, manifest, stages, *options) for stages in (manifest.verify, [manifest.draft]))
+    verify, draft = (
+        CpuEngine(build, manifest, stages, *options)
+        for stages in (manifest.verify, [manifest.draft])
+    )
     return LLM(directory, manifest, Engines(verify, draft, exact=True, exact_trees=True), None)
 
 
@@ -97,7 +109,9 @@ def combinations(backend: str) -> list[tuple[str, int]]:
     return [(fastest, 1), (fastest, 2), *((name, 2) for name in others)]
 
 
-def check_directory(directory: Path, backend: str, new_tokens: int, report: Callable[[Row], None]) -> Iterator[Row]:
+def check_directory(
+    directory: Path, backend: str, new_tokens: int, report: Callable[[Row], None]
+) -> Iterator[Row]:
     """Compare everything on one directory. Yields the rows, and reports each."""
     chosen = load_manifest(directory).quantization
     quantized = chosen.layers or chosen.head or chosen.tensors
@@ -148,7 +162,9 @@ class _Texts:
                     self._run(llm.with_speculation(speculation), prompt, sampling, record)
                     llm.engines.verify.prefill_chunk = usual
                     wrong = record.result.differing > 0 or record.tokens != expected.tokens
-                    counts = Counter(runs=1, different=int(wrong), positions=record.result.positions)
+                    counts = Counter(
+                        runs=1, different=int(wrong), positions=record.result.positions
+                    )
                     found.setdefault(kind, Counter()).update(counts)
         return found
 
@@ -172,7 +188,8 @@ class _Batches:
         self._expected: list[list[Any]] = []
 
     def compare(self, llm: LLM) -> dict[str, Counter[str]]:
-        """Runs, differing runs, and positions compared: of a batch, and of its repetition with kept beginnings."""
+        """Runs, differing runs, and positions compared: of a batch, and of its repetition with kept
+        beginnings."""
         shared = random_tokens(llm, min(SHARED, llm.manifest.max_seq_len // 4))
         options = BatchOptions(max_rows=BATCH, prefill_tokens=48, levels=3)
         given = [
@@ -193,14 +210,22 @@ class _Batches:
         found = {}
         for kind in ("batch", "prefix"):
             answers = run_batch(scheduler, given)
-            assert kind == "batch" or all(cached for _, cached in answers), "no beginning of a prompt was kept"
-            wrong = sum(answer != expected for (answer, _), expected in zip(answers, self._expected, strict=True))
-            found[kind] = Counter(runs=len(given), different=wrong, positions=len(given) * self._new_tokens)
+            assert kind == "batch" or all(cached for _, cached in answers), (
+                "no beginning of a prompt was kept"
+            )
+            wrong = sum(
+                answer != expected
+                for (answer, _), expected in zip(answers, self._expected, strict=True)
+            )
+            found[kind] = Counter(
+                runs=len(given), different=wrong, positions=len(given) * self._new_tokens
+            )
         return found
 
 
 def run_batch(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[list[Any], int]]:
-    """For each request, its tokens with log-probabilities, and how many tokens of its prompt were kept from earlier ones."""
+    """For each request, its tokens with log-probabilities, and how many tokens of its prompt were
+    kept from earlier ones."""
     updates: list[list[Update]] = [[] for _ in requests]
     for request, own in zip(requests, updates, strict=True):
         generation = Generation(request, own.append)
@@ -208,13 +233,18 @@ def run_batch(scheduler: Scheduler, requests: Sequence[Request]) -> list[tuple[l
         scheduler.add(generation)
     while scheduler.waiting or scheduler.running or scheduler.prefilling:
         scheduler.step()
-    return [([output.logprob for update in own for output in update.tokens], own[0].cached_tokens) for own in updates]
+    return [
+        ([output.logprob for update in own for output in update.tokens], own[0].cached_tokens)
+        for own in updates
+    ]
 
 
 def random_tokens(llm: LLM, count: int) -> list[int]:
     """Token ids, the same ones for the same vocabulary."""
     most = min(count, llm.manifest.max_seq_len // 2)
-    tokens: list[int] = np.random.default_rng(count).integers(llm.manifest.geometry.vocab_size, size=most).tolist()
+    tokens: list[int] = (
+        np.random.default_rng(count).integers(llm.manifest.geometry.vocab_size, size=most).tolist()
+    )
     return tokens
 
 
@@ -250,9 +280,17 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
     for directory, activations in dict.fromkeys((row.directory, row.activations) for row in rows):
         own = [row for row in rows if (row.directory, row.activations) == (directory, activations)]
         counts = [sum(row.runs for row in own if row.kind == kind) for kind in ("calls", *kinds)]
-        cells = [directory, activations, *counts, sum(row.positions for row in own), sum(row.different for row in own)]
+        cells = [
+            directory,
+            activations,
+            *counts,
+            sum(row.positions for row in own),
+            sum(row.different for row in own),
+        ]
         shown.append(cells)
-    return lines + table(["", "activations", "calls", *kinds, "tokens compared", "different"], shown)
+    return lines + table(
+        ["", "activations", "calls", *kinds, "tokens compared", "different"], shown
+    )
 
 
 def totals(rows: Sequence[Row]) -> tuple[int, int]:
@@ -265,22 +303,39 @@ def totals(rows: Sequence[Row]) -> tuple[int, int]:
 @click.argument("directories", type=PATH, nargs=-1, required=True)
 @click.option("--new-tokens", type=click.IntRange(1), default=24, help="Of each text.")
 @click.option("--backend", default="ort")
-@click.option("-o", "--output", type=OUTPUT, help="JSON to write; what it has of other directories is kept.")
+@click.option(
+    "-o", "--output", type=OUTPUT, help="JSON to write; what it has of other directories is kept."
+)
 def main(directories: tuple[Path, ...], new_tokens: int, backend: str, output: Path | None) -> None:
     """Compare the bits of logits between all ways to compute a text, on engine DIRECTORIES."""
 
     def report(row: Row) -> None:
-        engine = f"{row.directory}, {row.activations} activations, {row.kernels or backend}, {row.threads} threads"
-        click.echo(f"{engine}, {row.kind}: {row.different} of {row.runs} differ ({row.positions} positions)")
+        engine = (
+            f"{row.directory}, {row.activations} activations, {row.kernels or backend}, "
+            f"{row.threads} threads"
+        )
+        click.echo(
+            f"{engine}, {row.kind}: {row.different} of {row.runs} differ ({row.positions} "
+            "positions)"
+        )
 
     rows: list[Row] = []
     if output is not None and output.exists():
         names = {label(directory) for directory in directories}
-        rows = [row for raw in read_json(output)["rows"] if (row := Row(**raw)).directory not in names]
+        rows = [
+            row for raw in read_json(output)["rows"] if (row := Row(**raw)).directory not in names
+        ]
     for directory in directories:
         rows += check_directory(directory, backend, new_tokens, report)
         if output is not None:
-            write_json(output, {"kind": KIND, "machine": describe_machine(), "rows": [asdict(row) for row in rows]})
+            write_json(
+                output,
+                {
+                    "kind": KIND,
+                    "machine": describe_machine(),
+                    "rows": [asdict(row) for row in rows],
+                },
+            )
     texts, wrong = totals(rows)
     click.echo(f"{texts} texts compared, {wrong} differ")
 

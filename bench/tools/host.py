@@ -1,12 +1,14 @@
-"""What the host does in a round: microseconds and calls of functions beside the engines' passes, which compute nothing here.
+"""What the host does in a round: microseconds and calls of functions beside the engines' passes,
+which compute nothing here.
 
     python -m eesd.bench.tools.host plans/
     python -m eesd.bench.tools.host plans/ --megabytes 70
 
-The runtime is the real one, with ``ort`` on the CPU. In place of ONNX Runtime's sessions run stand-ins that write the choices
-of a text with repetitions. The runtime's clock goes on by fixed seconds a pass, so tokens, decisions, and calls of functions
-are the same in every run: the last column has a checksum of tokens and statistics. With ``--megabytes`` each pass reads so much
-memory, as weights are read, and takes the processor's caches from the host's code.
+The runtime is the real one, with ``ort`` on the CPU. In place of ONNX Runtime's sessions run
+stand-ins that write the choices of a text with repetitions. The runtime's clock goes on by fixed
+seconds a pass, so tokens, decisions, and calls of functions are the same in every run: the last
+column has a checksum of tokens and statistics. With ``--megabytes`` each pass reads so much memory,
+as weights are read, and takes the processor's caches from the host's code.
 """
 
 import ctypes
@@ -35,7 +37,8 @@ from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.request import Generation, Update
 
 PROMPT, WARM, ROUNDS = 256, 64, 256
-"""Tokens of the prompt; rounds before the measured ones; rounds that count calls, and as many that are timed."""
+"""Tokens of the prompt; rounds before the measured ones; rounds that count calls, and as many that
+are timed."""
 LEAST_SLOTS = 4096
 """Slots of the KV cache in which all rounds have room."""
 FRESH = 0.6
@@ -63,7 +66,10 @@ class Passes:
 
     def __init__(self, length: int, vocab_size: int, megabytes: int) -> None:
         chance = random.Random(1)
-        phrases = [[chance.randrange(3, vocab_size) for _ in range(chance.randrange(4, 12))] for _ in range(60)]
+        phrases = [
+            [chance.randrange(3, vocab_size) for _ in range(chance.randrange(4, 12))]
+            for _ in range(60)
+        ]
         self.text: list[int] = []
         while len(self.text) <= length:
             fresh = [chance.randrange(3, vocab_size) for _ in range(chance.randrange(4, 24))]
@@ -116,22 +122,36 @@ class StandIn:
     def run_with_iobinding(self, binding: "Binding") -> None:
         nodes = len(binding.arrays["tokens"])
         if self._drafts:
-            self._passes.run(lambda: self._draft(**binding.arrays), DRAFT_SECONDS + NODE_SECONDS * nodes)
+            self._passes.run(
+                lambda: self._draft(**binding.arrays), DRAFT_SECONDS + NODE_SECONDS * nodes
+            )
         else:
-            self._passes.run(lambda: self._verify(**binding.arrays), VERIFY_SECONDS + NODE_SECONDS * nodes)
+            self._passes.run(
+                lambda: self._verify(**binding.arrays), VERIFY_SECONDS + NODE_SECONDS * nodes
+            )
 
     def _verify(
-        self, tokens: NDArray[np.int64], logit_rows: NDArray[np.int64], logits: NDArray[np.float32], **_: object
+        self,
+        tokens: NDArray[np.int64],
+        logit_rows: NDArray[np.int64],
+        logits: NDArray[np.float32],
+        **_: object,
     ) -> None:
         for logit in self._written:
             logit[:] = 0
         chosen = [self._passes.text[position + 1] for position in tokens[logit_rows, 1]]
-        self._written = [logit[token : token + 1] for token, logit in zip(chosen, logits, strict=True)]
+        self._written = [
+            logit[token : token + 1] for token, logit in zip(chosen, logits, strict=True)
+        ]
         for logit in self._written:
             logit[:] = 9
 
     def _draft(
-        self, tokens: NDArray[np.int64], topk_ids: NDArray[np.int64], topk_logprobs: NDArray[np.float32], **_: object
+        self,
+        tokens: NDArray[np.int64],
+        topk_ids: NDArray[np.int64],
+        topk_logprobs: NDArray[np.float32],
+        **_: object,
     ) -> None:
         for row, position in enumerate(tokens[:, 1]):
             right = self._passes.right[position]
@@ -142,13 +162,18 @@ class StandIn:
 
 
 class Binding:
-    """Has the part of an I/O binding that an engine uses: arrays by the names of inputs and outputs."""
+    """Has the part of an I/O binding that an engine uses: arrays by the names of inputs and
+    outputs."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, NDArray[Any]] = {}
 
-    def bind_input(self, name: str, _: str, __: int, dtype: type, shape: tuple[int, ...], address: int) -> None:
-        memory = memoryview((ctypes.c_char * (prod(shape) * np.dtype(dtype).itemsize)).from_address(address))
+    def bind_input(
+        self, name: str, _: str, __: int, dtype: type, shape: tuple[int, ...], address: int
+    ) -> None:
+        memory = memoryview(
+            (ctypes.c_char * (prod(shape) * np.dtype(dtype).itemsize)).from_address(address)
+        )
         self.arrays[name] = np.frombuffer(memory, np.dtype(dtype)).reshape(shape)
 
     bind_output = bind_input
@@ -160,14 +185,19 @@ def stand_in(llm: LLM, megabytes: int) -> Passes:
     if manifest.max_seq_len < LEAST_SLOTS:
         slots = manifest.max_seq_len
         raise EESDError(
-            f"The engines have {slots} slots, and the rounds need {LEAST_SLOTS}; export with --max-seq-len {LEAST_SLOTS}."
+            f"The engines have {slots} slots, and the rounds need {LEAST_SLOTS}; export with "
+            f"--max-seq-len {LEAST_SLOTS}."
         )
     passes = Passes(manifest.max_seq_len, min(manifest.geometry.vocab_size, 8192), megabytes)
     for engine in llm.engines[:2]:
         if not isinstance(engine, CpuEngine) or len(engine.stages) > 1:
-            raise EESDError("The host is measured with this project's operators, and verify in one stage.")
+            raise EESDError(
+                "The host is measured with this project's operators, and verify in one stage."
+            )
         drafts = engine is llm.engines.draft
-        engine.stages = [(graph, StandIn(session, passes, drafts)) for graph, session in engine.stages]
+        engine.stages = [
+            (graph, StandIn(session, passes, drafts)) for graph, session in engine.stages
+        ]
     return passes
 
 
@@ -183,7 +213,10 @@ def together(llm: LLM, passes: Passes, count: int) -> list[str]:
     """A row of the table: ``count`` texts, which are pieces of one."""
     scheduler = Scheduler(llm, BatchOptions(max_rows=count))
     tokens, stats = list[int](), list[Stats]()
-    requests = [llm.request(passes.text[: PROMPT + row], max_new_tokens=10**6, ignore_eos=True) for row in range(count)]
+    requests = [
+        llm.request(passes.text[: PROMPT + row], max_new_tokens=10**6, ignore_eos=True)
+        for row in range(count)
+    ]
 
     def note(update: Update) -> None:
         tokens.extend([output.token for output in update.tokens])
@@ -216,7 +249,13 @@ def checksum(tokens: list[int], stats: list[Stats]) -> str:
 @cli.command()
 @click.argument("directory", type=cli.PATH)
 @click.option("--rows", default="1 2 4 8", show_default=True, help="Texts at a time.")
-@click.option("--megabytes", type=click.IntRange(0, 1024), default=0, show_default=True, help="Memory that each pass reads.")
+@click.option(
+    "--megabytes",
+    type=click.IntRange(0, 1024),
+    default=0,
+    show_default=True,
+    help="Memory that each pass reads.",
+)
 def main(directory: Path, rows: str, megabytes: int) -> None:
     """Show what the host does in rounds over the engines of DIRECTORY, which compute nothing."""
     llm = load(directory, backend="ort", speculation=Speculation())
@@ -224,8 +263,12 @@ def main(directory: Path, rows: str, megabytes: int) -> None:
     with patch("time.perf_counter", passes.clock):
         found = [[name, *alone(llm.with_speculation(way), passes)] for name, way in WAYS.items()]
         batch = llm.with_speculation(Speculation())
-        found += [[f"a batch of {count}", *together(batch, passes, int(count))] for count in rows.split()]
-    click.echo("\n".join(table(["a round", "us, 10th percentile", "median", "calls", "tokens"], found)))
+        found += [
+            [f"a batch of {count}", *together(batch, passes, int(count))] for count in rows.split()
+        ]
+    click.echo(
+        "\n".join(table(["a round", "us, 10th percentile", "median", "calls", "tokens"], found))
+    )
 
 
 if __name__ == "__main__":

@@ -19,13 +19,16 @@ from eesd.common import cli
 
 
 def section(path: Path, raw: Any) -> Callable[[bool], list[str]] | None:
-    """What gives the lines of a tool's file, with the published systems or without; None for a file of ``eesd-bench``."""
+    """What gives the lines of a tool's file, with the published systems or without; None for a file
+    of ``eesd-bench``."""
     if Peers.wrote(raw):
         return lambda _: table.markdown(Peers.load(path), "##")
     if passes.Passes.wrote(raw):
         return lambda _: passes.markdown(passes.Passes.load(path), "##")
     if spec_bench_table.Result.wrote(raw):
-        return lambda last: spec_bench_table.markdown(spec_bench_table.Result.load(path), "##", published=last)
+        return lambda last: spec_bench_table.markdown(
+            spec_bench_table.Result.load(path), "##", published=last
+        )
     if batches.is_batches(raw):
         return lambda _: batches.markdown(raw, "##")
     return (lambda _: exactness.markdown(raw, "##")) if exactness.is_exactness(raw) else None
@@ -37,13 +40,18 @@ def _files(directory: Path) -> list[Path]:
 
 @cli.command()
 @click.argument("results", nargs=-1, required=True, type=cli.PATH)
-@click.option("-o", "--output", type=cli.OUTPUT, default=Path("docs/results.md"), help="Markdown to write.")
+@click.option(
+    "-o", "--output", type=cli.OUTPUT, default=Path("docs/results.md"), help="Markdown to write."
+)
 def main(results: tuple[Path, ...], output: Path) -> None:
-    """Write Markdown from RESULTS: files that eesd-bench and the tools wrote, and directories of them."""
+    """Write Markdown from RESULTS: files that eesd-bench and the tools wrote, and directories of
+    them."""
     paths = [path for given in results for path in (_files(given) if given.is_dir() else [given])]
     read = {path: read_json(path) for path in paths}
     # A soak, which says whether it was clean, has no section.
-    files = {path: raw for path, raw in read.items() if not (isinstance(raw, dict) and "clean" in raw)}
+    files = {
+        path: raw for path, raw in read.items() if not (isinstance(raw, dict) and "clean" in raw)
+    }
     sections = {path: found for path, raw in files.items() if (found := section(path, raw))}
     last = [*sections][-1] if sections else None
     first = [line for path, lines in sections.items() for line in lines(path == last)]

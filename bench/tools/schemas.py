@@ -3,9 +3,10 @@
     git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
     python -m eesd.bench.tools.schemas JSON-Schema-Test-Suite
 
-A schema is *broken* if a text that its grammar allows does not fit it: one of the suite's own, or a random one. There must be
-none. Random texts are checked by the package jsonschema_rs. Formats are annotations, as the draft has it. A schema is *narrow*
-if the grammar forbids a text of the suite that fits it: its properties come in another order, for example.
+A schema is *broken* if a text that its grammar allows does not fit it: one of the suite's own, or a
+random one. There must be none. Random texts are checked by the package jsonschema_rs. Formats are
+annotations, as the draft has it. A schema is *narrow* if the grammar forbids a text of the suite
+that fits it: its properties come in another order, for example.
 """
 
 import json
@@ -59,7 +60,9 @@ def random_text(made: GrammarConstraint, chance: random.Random) -> str | None:
     tokens: list[int] = []
     while len(tokens) < MOST_BYTES:
         mask = made.allowed(tokens)
-        token = EOS if mask[EOS] and chance.random() < 0.5 else int(chance.choice(np.flatnonzero(mask)))
+        token = (
+            EOS if mask[EOS] and chance.random() < 0.5 else int(chance.choice(np.flatnonzero(mask)))
+        )
         if token == EOS:
             return bytes(tokens).decode(errors="replace")
         tokens.append(token)
@@ -69,9 +72,16 @@ def random_text(made: GrammarConstraint, chance: random.Random) -> str | None:
 def unfit(made: GrammarConstraint, schema: Any, tests: Any) -> Iterator[str]:
     """Texts that a constraint allows, and that do not fit the schema."""
     written = [(json.dumps(test["data"], ensure_ascii=False), test["valid"]) for test in tests]
-    validator, chance = jsonschema_rs.Draft202012Validator(schema, validate_formats=False), random.Random(0)
+    validator, chance = (
+        jsonschema_rs.Draft202012Validator(schema, validate_formats=False),
+        random.Random(0),
+    )
     for text, valid in written:  # some of the suite's own take formats for more than annotations
-        if not valid and allows(made, text) and not ("format" in schema and validator.is_valid(json.loads(text))):
+        if (
+            not valid
+            and allows(made, text)
+            and not ("format" in schema and validator.is_valid(json.loads(text)))
+        ):
             yield text
     for _ in range(RANDOM_TEXTS):
         found = random_text(made, chance)
@@ -84,18 +94,26 @@ def count(suite: Path) -> tuple[Counter[str], list[list[str]]]:
     found, broken, folder = Counter[str](), [], suite / "tests" / "draft2020-12"
     files = [*sorted(folder.glob("*.json")), *sorted((folder / "optional").glob("*.json"))]
     if not files:
-        raise EESDError(f"{suite} has no tests/draft2020-12; give a checkout of JSON-Schema-Test-Suite.")
+        raise EESDError(
+            f"{suite} has no tests/draft2020-12; give a checkout of JSON-Schema-Test-Suite."
+        )
     for file in files:
         for case in json.loads(file.read_text("utf-8")):
             schema = case["schema"]
             try:
-                made = GrammarConstraint(read_schema(schema, lenient=False)[1], VOCABULARY, [EOS], JSON_TOKENS)
+                made = GrammarConstraint(
+                    read_schema(schema, lenient=False)[1], VOCABULARY, [EOS], JSON_TOKENS
+                )
             except EESDError:
                 found["refused"] += 1
                 continue
             texts = list(unfit(made, schema, case["tests"]))
             found["broken" if texts else "followed"] += 1
-            valid = [json.dumps(test["data"], ensure_ascii=False) for test in case["tests"] if test["valid"]]
+            valid = [
+                json.dumps(test["data"], ensure_ascii=False)
+                for test in case["tests"]
+                if test["valid"]
+            ]
             found["of them narrow"] += not texts and not all(allows(made, text) for text in valid)
             broken += [[f"{file.stem}: {case['description']}", texts[0][:60]]] if texts else []
     return found, broken

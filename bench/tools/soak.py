@@ -1,10 +1,11 @@
-"""Keep a server at saturation, and count what goes wrong: wrong tokens, rows that are not given back, memory that grows.
+"""Keep a server at saturation, and count what goes wrong: wrong tokens, rows that are not given
+back, memory that grows.
 
     python -m eesd.bench.tools.soak --engine-dir plans/ --minutes 30 -o soak.json
 
-It starts ``eesd-serve`` as a process. Clients send texts of mixed lengths and samplings, hang up at random points, and send
-damaged requests. Each complete answer is compared with what its request gives alone. In the end the server is killed under load
-and started again.
+It starts ``eesd-serve`` as a process. Clients send texts of mixed lengths and samplings, hang up at
+random points, and send damaged requests. Each complete answer is compared with what its request
+gives alone. In the end the server is killed under load and started again.
 """
 
 import http.client
@@ -53,7 +54,8 @@ DAMAGES: tuple[Any, ...] = (
 LEFT = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 """Gauges that must be 0 when nobody asks for anything."""
 PATIENCE = 600.0
-"""Seconds that a client waits for a byte. A machine that does other things, too, makes all answers slow, not wrong."""
+"""Seconds that a client waits for a byte. A machine that does other things, too, makes all answers
+slow, not wrong."""
 WARM_UP = 0.25
 """Share of the time behind which memory may not grow."""
 
@@ -94,14 +96,25 @@ def known_requests(llm: LLM, seed: int) -> list[Known]:
         own = [chance.randrange(vocab) for _ in range(chance.choice([1, 8, 40, 150]))]
         tokens = shared[: chance.choice([0, 0, 64, 128])] + own
         method = chance.choice(["greedy", "coupled", "coupled", "rejection"])
-        options: dict[str, Any] = {"temperature": 0.0 if method == "greedy" else 0.9, "seed": number}
+        options: dict[str, Any] = {
+            "temperature": 0.0 if method == "greedy" else 0.9,
+            "seed": number,
+        }
         if chance.random() < 0.3:
             options |= {"top_p": 0.9, "top_k": 50}
         count = min(chance.choice([1, 8, 32, 64, 160]), llm.manifest.max_seq_len - len(tokens))
         draft = method == "rejection"
         sampling = Sampling(**options, method="rejection" if draft else "coupled")
-        expected = (head if draft else llm).generate(tokens, sampling, max_new_tokens=count, draft=draft)
-        body = {"prompt": tokens, "max_tokens": count, "stream": True, "return_token_ids": True, **options}
+        expected = (head if draft else llm).generate(
+            tokens, sampling, max_new_tokens=count, draft=draft
+        )
+        body = {
+            "prompt": tokens,
+            "max_tokens": count,
+            "stream": True,
+            "return_token_ids": True,
+            **options,
+        }
         found.append(Known(body | ({"sampling_method": method} if draft else {}), expected.tokens))
     return found
 
@@ -113,13 +126,22 @@ class Server:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
-        self._command = [sys.executable, "-m", "eesd.serve.cli", "--engine-dir", str(engine_dir), *options]
+        self._command = [
+            sys.executable,
+            "-m",
+            "eesd.serve.cli",
+            "--engine-dir",
+            str(engine_dir),
+            *options,
+        ]
         self.start()
 
     def start(self) -> None:
         """Start it, and wait until it is ready."""
         command = [*self._command, "--port", str(self.port)]
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         for _ in range(600):
             with suppress(OSError), self.asked("GET", "/ready") as response:
                 if response.status == 200:
@@ -144,7 +166,11 @@ class Server:
         """The sum of a metric's values."""
         with self.asked("GET", "/metrics") as response:
             lines = response.read().decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        return sum(
+            float(line.rsplit(" ", 1)[1])
+            for line in lines
+            if line.startswith((f"{name}{{", f"{name} "))
+        )
 
     def resident(self) -> int:
         """Bytes of memory that it uses."""
@@ -165,7 +191,10 @@ def send(server: Server, pool: list[Known], tally: Tally, chance: random.Random)
         with server.asked("POST", path, chance.choice(DAMAGES)) as response:
             text = response.read().decode()
             good = 400 <= response.status < 500 and json.loads(text)["error"]["message"]
-            tally.add("refused" if good else "wrong refusal", "" if good else f"{response.status}: {text[:200]}")
+            tally.add(
+                "refused" if good else "wrong refusal",
+                "" if good else f"{response.status}: {text[:200]}",
+            )
         return
     hang_up = chance.randrange(1, 20) if draw < DAMAGED + HANGS_UP else None
     read_answer(server, chance.choice(pool), tally, hang_up)
@@ -194,10 +223,17 @@ def read_answer(server: Server, known: Known, tally: Tally, hang_up: int | None 
         return tally.add("connection refused or broken")
     if tokens == known.tokens:
         return tally.add("equal", times=times)
-    at = next((i for i, pair in enumerate(zip(tokens, known.tokens, strict=False)) if pair[0] != pair[1]), "the end")
+    at = next(
+        (i for i, pair in enumerate(zip(tokens, known.tokens, strict=False)) if pair[0] != pair[1]),
+        "the end",
+    )
     options = {name: value for name, value in known.body.items() if name != "prompt"}
     return tally.add(
-        "WRONG TOKENS", f"{len(known.body['prompt'])} tokens, {options}: {len(tokens)} tokens, which differ at {at}"
+        "WRONG TOKENS",
+        (
+            f"{len(known.body['prompt'])} tokens, {options}: {len(tokens)} tokens, which differ "
+            f"at {at}"
+        ),
     )
 
 
@@ -243,7 +279,11 @@ def run_load(server: Server, pool: list[Known], count: int, seconds: float) -> d
         "problems": tally.problems,
         "first_token_seconds": _percentiles(tally.first),
         "token_seconds": _percentiles(tally.between),
-        "resident_bytes": {"after_warm_up": before, "at_the_end": after, "growth": after / before - 1},
+        "resident_bytes": {
+            "after_warm_up": before,
+            "at_the_end": after,
+            "growth": after / before - 1,
+        },
         "pauses": server.metric("vllm:num_preemptions_total"),
         "left": {name: server.metric(f"vllm:{name}") for name in LEFT},
     }
@@ -259,29 +299,55 @@ def kill_and_restart(server: Server, pool: list[Known], count: int) -> dict[str,
     again = Tally()
     for known in pool[:3]:
         read_answer(server, known, again)
-    return {"under_load": dict(tally.counts), "problems": tally.problems, "after_restart": dict(again.counts)}
+    return {
+        "under_load": dict(tally.counts),
+        "problems": tally.problems,
+        "after_restart": dict(again.counts),
+    }
 
 
 def _percentiles(values: list[float]) -> dict[str, float]:
-    return {f"p{share}": float(np.percentile(values, share)) for share in (50, 99)} if values else {}
+    return (
+        {f"p{share}": float(np.percentile(values, share)) for share in (50, 99)} if values else {}
+    )
 
 
 def is_clean(report: dict[str, Any]) -> bool:
     """Whether nothing went wrong."""
     counts, left = report["load"]["counts"], report["load"]["left"]
     bad = [name for name in counts if name not in ("equal", "hung up", "refused", "status 429")]
-    restarted = report["restart"]["after_restart"] == {"equal": 3} and not report["restart"]["problems"]
-    return not bad and counts.get("equal", 0) > 0 and not any(left.values()) and restarted and report["exit_status"] == 0
+    restarted = (
+        report["restart"]["after_restart"] == {"equal": 3} and not report["restart"]["problems"]
+    )
+    return (
+        not bad
+        and counts.get("equal", 0) > 0
+        and not any(left.values())
+        and restarted
+        and report["exit_status"] == 0
+    )
 
 
 @cli.command()
 @click.option("--engine-dir", type=cli.PATH, required=True, help="Output directory of eesd-export.")
-@click.option("--minutes", type=click.FloatRange(0.05, 10_000), default=30.0, help="Time at saturation.")
-@click.option("--clients", "count", type=click.IntRange(1, 1000), default=24, help="Clients; more than rows saturate.")
+@click.option(
+    "--minutes", type=click.FloatRange(0.05, 10_000), default=30.0, help="Time at saturation."
+)
+@click.option(
+    "--clients",
+    "count",
+    type=click.IntRange(1, 1000),
+    default=24,
+    help="Clients; more than rows saturate.",
+)
 @click.option("--max-rows", type=click.IntRange(1, 1000), default=8, help="Rows of the server.")
-@click.option("--kv-memory", type=click.IntRange(1), help="Bytes of keys and values.  [default: the server's]")
+@click.option(
+    "--kv-memory", type=click.IntRange(1), help="Bytes of keys and values.  [default: the server's]"
+)
 @click.option("-o", "--output", type=cli.OUTPUT, required=True, help="JSON file with the report.")
-def main(engine_dir: Path, minutes: float, count: int, max_rows: int, kv_memory: int | None, output: Path) -> None:
+def main(
+    engine_dir: Path, minutes: float, count: int, max_rows: int, kv_memory: int | None, output: Path
+) -> None:
     """Keep a server at saturation, and count what goes wrong."""
     pool = known_requests(load(engine_dir, "ort"), seed=0)
     memory = ["--kv-memory", str(kv_memory)] if kv_memory else []

@@ -1,4 +1,5 @@
-"""What Spec-Bench's questions took, the file that holds it, and the table: speed-up and mean accepted tokens by category."""
+"""What Spec-Bench's questions took, the file that holds it, and the table: speed-up and mean
+accepted tokens by category."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +31,8 @@ class Answer:
     """All turns of one question, answered in one configuration.
 
     Attributes:
-        engine: Name of the engine directory that decodes plainly, and of the kernels if they were chosen.
+        engine: Name of the engine directory that decodes plainly, and of the kernels if they were
+            chosen.
         sampling: ``greedy``, ``coupled`` (temperature 0.7) or ``coupled-1``.
         method: What drafts and how; ``plain`` without drafting.
         question: Number of the question.
@@ -39,7 +41,8 @@ class Answer:
         prefill_seconds, decode_seconds: Time of prompts and of generated tokens.
         text_tokens: Accepted tokens that the text proposed, and not the exit head.
         equal: Whether all tokens are those of plain decoding.
-        accepted, judged: Draft tokens; judged are those before which all were accepted. Older results lack them.
+        accepted, judged: Draft tokens; judged are those before which all were accepted. Older
+            results lack them.
         pauses: Times that the guard paused drafting.
         bits: Whether all logits are those of plain decoding, bit for bit; None: not compared.
     """
@@ -96,7 +99,9 @@ class Result(Saved):
 
     def has(self, engine: str, sampling: str, question: int) -> bool:
         """Whether a question is answered already."""
-        return any((a.engine, a.sampling, a.question) == (engine, sampling, question) for a in self.answers)
+        return any(
+            (a.engine, a.sampling, a.question) == (engine, sampling, question) for a in self.answers
+        )
 
 
 Pairs = Sequence[tuple[Answer, Answer]]
@@ -105,7 +110,9 @@ Pairs = Sequence[tuple[Answer, Answer]]
 
 def speedup(pairs: Pairs, seconds: Callable[[Answer], float]) -> Interval:
     """Plain over drafting seconds, each summed over questions."""
-    return bootstrap_ratio([seconds(plain) for plain, _ in pairs], [seconds(own) for _, own in pairs])
+    return bootstrap_ratio(
+        [seconds(plain) for plain, _ in pairs], [seconds(own) for _, own in pairs]
+    )
 
 
 def markdown(result: Result, heading: str = "#", published: bool = True) -> list[str]:
@@ -114,7 +121,9 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     answered = len({answer.question for answer in result.answers})
     title = "Spec-Bench" if _RAG in result.categories.values() else "Prompts"
     drafts = [
-        "the whole model drafts" if of["exit_layer"] == of["num_layers"] else f"exit after layer {of['exit_layer']}"
+        "the whole model drafts"
+        if of["exit_layer"] == of["num_layers"]
+        else f"exit after layer {of['exit_layer']}"
         for of in result.engines.values()
     ]
     lines = [
@@ -124,7 +133,10 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
         *table(
             ["setting", ""],
             {
-                "model": f"{engine['architecture']} of {engine['num_layers']} layers, {' or '.join(dict.fromkeys(drafts))}",
+                "model": (
+                    f"{engine['architecture']} of {engine['num_layers']} layers, "
+                    f"{' or '.join(dict.fromkeys(drafts))}"
+                ),
                 "machine": shown_machine(result.machine),
                 "versions": result.machine["libraries"],
                 "answers": f"at most {result.options['max_new_tokens']} tokens",
@@ -132,8 +144,10 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
                 **({"costs": result.costs.name} if result.costs else {}),
             }.items(),
         ),
-        "Each question is answered with all its turns, through the chat template, plainly and with every method, in an order "
-        "that rotates. A cell has the speed-up with its 95 % bootstrap interval over questions, and the tokens of a round. "
+        "Each question is answered with all its turns, through the chat template, plainly and "
+        "with every method, in an order "
+        "that rotates. A cell has the speed-up with its 95 % bootstrap interval over "
+        "questions, and the tokens of a round. "
         "The speed-up is plain over drafting decode time, each summed over the questions.",
         "",
         *_explained(result),
@@ -141,7 +155,9 @@ def markdown(result: Result, heading: str = "#", published: bool = True) -> list
     ]
     if not result.complete:
         lines += ["**Incomplete.**", ""]
-    for name, sampling in dict.fromkeys((answer.engine, answer.sampling) for answer in result.answers):
+    for name, sampling in dict.fromkeys(
+        (answer.engine, answer.sampling) for answer in result.answers
+    ):
         lines += [f"{heading}# {name}, {sampling}", "", *_table(result, name, sampling)]
     if published and title == "Spec-Bench":
         columns = ["system", "model, device", "speed-up", "mean accepted tokens"]
@@ -153,12 +169,14 @@ def _explained(result: Result) -> list[str]:
     """The source of the seconds and the meaning of other columns: paragraphs."""
     if result.costs:
         return [
-            "Seconds are counted, not measured: the runtime's clock adds the price of each call on the other device. "
+            "Seconds are counted, not measured: the runtime's clock adds the price of each "
+            "call on the other device. "
             "Controllers, guard and text rule follow it."
         ]
     if result.options.get("bits"):
         return [
-            "Median: of the questions' speed-ups. Acceptance: of judged draft tokens. Pauses: of the guard. Bits: answers with "
+            "Median: of the questions' speed-ups. Acceptance: of judged draft tokens. Pauses: "
+            "of the guard. Bits: answers with "
             "the logits of plain decoding."
         ]
     return ["With prefill: the time of the prompt counts, as in Spec-Bench."]
@@ -176,25 +194,38 @@ def _table(result: Result, engine: str, sampling: str) -> list[str]:
     rows = []
     for method, answers in methods.items():
         pairs = [(plain[question], answer) for question, answer in answers.items()]
-        cells = [_cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name]) for name in names]
+        cells = [
+            _cell([pair for pair in pairs if result.categories[str(pair[0].question)] == name])
+            for name in names
+        ]
         equal = f"{sum(answer.equal for answer in answers.values())} of {len(answers)}"
-        rows.append([method, *cells, f"**{_cell(pairs)}**", *(cell(pairs) for cell in more.values()), equal])
+        rows.append(
+            [method, *cells, f"**{_cell(pairs)}**", *(cell(pairs) for cell in more.values()), equal]
+        )
     if bits:
-        step = sum(answer.decode_seconds for answer in plain.values()) / sum(answer.tokens for answer in plain.values())
-        rows.append([PLAIN, *[""] * len(names), f"{step * 1e3:.2f} ms a token", *[""] * (len(more) + 1)])
+        step = sum(answer.decode_seconds for answer in plain.values()) / sum(
+            answer.tokens for answer in plain.values()
+        )
+        rows.append(
+            [PLAIN, *[""] * len(names), f"{step * 1e3:.2f} ms a token", *[""] * (len(more) + 1)]
+        )
     return table(["method", *names, "overall", *more, "equal"], rows)
 
 
 def _with_prefill(pairs: Pairs) -> str:
-    return f"{speedup(pairs, lambda answer: answer.decode_seconds + answer.prefill_seconds).median:.2f}x"
+    return f"{speedup(pairs, lambda one: one.decode_seconds + one.prefill_seconds).median:.2f}x"
 
 
 def _median(pairs: Pairs) -> str:
-    return bootstrap([plain.decode_seconds / own.decode_seconds for plain, own in pairs]).shown(unit="x", bold=False)
+    return bootstrap([plain.decode_seconds / own.decode_seconds for plain, own in pairs]).shown(
+        unit="x", bold=False
+    )
 
 
 def _acceptance(pairs: Pairs) -> str:
-    return f"{sum(own.accepted for _, own in pairs) / max(sum(own.judged for _, own in pairs), 1):.2f}"
+    return (
+        f"{sum(own.accepted for _, own in pairs) / max(sum(own.judged for _, own in pairs), 1):.2f}"
+    )
 
 
 TIMED: dict[str, Callable[[Pairs], str]] = {"with prefill": _with_prefill}
@@ -209,5 +240,10 @@ MEASURED = {
 
 
 def _cell(pairs: Pairs) -> str:
-    accepted = sum(own.tokens for _, own in pairs) / sum(count for _, own in pairs for _, _, count in own.rounds)
-    return f"{speedup(pairs, lambda answer: answer.decode_seconds).shown(unit='x', bold=False)}, {accepted:.2f}"
+    accepted = sum(own.tokens for _, own in pairs) / sum(
+        count for _, own in pairs for _, _, count in own.rounds
+    )
+    return (
+        f"{speedup(pairs, lambda answer: answer.decode_seconds).shown(unit='x', bold=False)}, "
+        f"{accepted:.2f}"
+    )

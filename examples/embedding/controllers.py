@@ -37,7 +37,9 @@ def generate(controller: Controller, prompt: list[int], count: int) -> tuple[lis
         chosen = VERIFIER[rows].argmax(-1).tolist()  # one pass over the root and the draft
         accepted = next((i for i, token in enumerate(drafted) if token != chosen[i]), len(drafted))
         steps, cost = len(drafted), (STEP * len(drafted), PASS + NODE * len(rows))
-        outcome = RoundOutcome(steps, cost[0], steps, steps, cost[1], accepted, num_expanded=accepted)
+        outcome = RoundOutcome(
+            steps, cost[0], steps, steps, cost[1], accepted, num_expanded=accepted
+        )
         if controller.value is not None:
             controller.value.observe(outcome)  # first: what rounds cost
         controller.observe(outcome)
@@ -53,4 +55,7 @@ def row(token: int, position: int) -> int:
 if __name__ == "__main__":
     for name in ("fixed:k=1", "fixed:k=4", "beta-ts", "calibration-ts", "cost-aware-ts"):
         made, took = generate(make_controller(name, seed=0), [1, 2, 3], 2000)
-        print(f"{name:15} {len(made) / took:.2f} tokens a second; plain decoding: {1 / (PASS + NODE):.2f}")
+        print(
+            f"{name:15} {len(made) / took:.2f} tokens a second; plain decoding: "
+            f"{1 / (PASS + NODE):.2f}"
+        )

@@ -1,9 +1,11 @@
-"""A typical TensorRT service with EESD embedded. The service keeps its own logger, allocator, stream, engines and memory.
+"""A typical TensorRT service with EESD embedded. The service keeps its own logger, allocator,
+stream, engines and memory.
 
     python service.py plans/ "def fibonacci(n):"
 
-Everything above ``speculate`` is the service without EESD. EESD adds the decode loop: it uses the service's engines, execution
-contexts, stream and memory, starts no thread, handles no signal, and logs through ``logging``.
+Everything above ``speculate`` is the service without EESD. EESD adds the decode loop: it uses the
+service's engines, execution contexts, stream and memory, starts no thread, handles no signal, and
+logs through ``logging``.
 """
 
 import importlib
@@ -34,13 +36,18 @@ class Service:
             raise EESDError(f"{directory} has no plans; build them with: eesd-build {directory}.")
         if not torch.cuda.is_available():
             raise EESDError("This service runs plans on an NVIDIA GPU, and there is none.")
-        self.trt = importlib.import_module(FLAVOURS[next(iter(self.manifest.plans.values())).flavour])
+        self.trt = importlib.import_module(
+            FLAVOURS[next(iter(self.manifest.plans.values())).flavour]
+        )
         torch.cuda.set_device(device)
         self.stream = torch.cuda.Stream(device)
         self.allocator = make_allocator(self.trt, device)
         self.runtime = self.trt.Runtime(make_logger(self.trt))
         self.runtime.gpu_allocator = self.allocator
-        plans = {graph.file: directory / self.manifest.plans[graph.file].file for graph in self.manifest.graphs}
+        plans = {
+            graph.file: directory / self.manifest.plans[graph.file].file
+            for graph in self.manifest.graphs
+        }
         self.engines = {file: load_engine(self.runtime, path) for file, path in plans.items()}
         self.contexts = ContextMaker(self.trt)
 
@@ -51,7 +58,8 @@ class Service:
 
 
 def load_engine(runtime: Any, path: Path) -> Any:
-    """Load a plan. It is mapped, not read: the plan of a large model would fill the main memory a second time."""
+    """Load a plan. It is mapped, not read: the plan of a large model would fill the main memory a
+    second time."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
         engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
@@ -65,16 +73,20 @@ class ContextMaker:
     def __init__(self, trt: Any) -> None:
         self.trt = trt
         self.kernels: dict[Any, Any] = {}
-        """TensorRT-RTX: the kernels that were compiled, by engine. ``serialize()`` would carry them to the next start."""
+        """TensorRT-RTX: the kernels that were compiled, by engine. ``serialize()`` would carry them
+        to the next start."""
 
     def __call__(self, engine: Any) -> Any:
-        """Make a context. TensorRT-RTX compiles its kernels now, because a CUDA graph would keep fallback kernels."""
+        """Make a context. TensorRT-RTX compiles its kernels now, because a CUDA graph would keep
+        fallback kernels."""
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if not hasattr(self.trt, "IRuntimeCache"):
             return engine.create_execution_context(strategy)
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        config.dynamic_shapes_kernel_specialization_strategy = self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        config.dynamic_shapes_kernel_specialization_strategy = (
+            self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        )
         if engine not in self.kernels:
             self.kernels[engine] = config.create_runtime_cache()
         config.set_runtime_cache(self.kernels[engine])
@@ -98,8 +110,9 @@ def make_logger(trt: Any) -> Any:
 def make_allocator(trt: Any, device: int) -> Any:
     """Make an allocator that gives TensorRT memory from the pool of the rest of the service.
 
-    All five methods must be overridden, or TensorRT's bindings cannot call them. Errors must not propagate through TensorRT;
-    None says that there is no memory. torch aligns memory to 512 bytes, more than TensorRT asks for.
+    All five methods must be overridden, or TensorRT's bindings cannot call them. Errors must not
+    propagate through TensorRT; None says that there is no memory. torch aligns memory to 512 bytes,
+    more than TensorRT asks for.
     """
 
     class Allocator(trt.IGpuAllocator):
@@ -108,7 +121,8 @@ def make_allocator(trt: Any, device: int) -> Any:
 
         def allocate(self, size: int, alignment: int, flags: int) -> int | None:
             memory = self.allocate_async(size, alignment, flags, 0)
-            torch.cuda.default_stream(device).synchronize()  # what was freed there may still be in use there
+            # What was freed there may still be in use there.
+            torch.cuda.default_stream(device).synchronize()
             return memory
 
         def reallocate(self, _address: int, _alignment: int, _new_size: int) -> None:
@@ -118,7 +132,9 @@ def make_allocator(trt: Any, device: int) -> Any:
             torch.cuda.synchronize(device)  # as cudaFree does: TensorRT may still use it
             return self.deallocate_async(memory, 0)
 
-        def allocate_async(self, size: int, _alignment: int, _flags: int, stream: int) -> int | None:
+        def allocate_async(
+            self, size: int, _alignment: int, _flags: int, stream: int
+        ) -> int | None:
             try:
                 return torch.cuda.caching_allocator_alloc(size, device, stream) if size else None
             except torch.OutOfMemoryError:
@@ -143,7 +159,9 @@ def speculate(service: Service, directory: Path) -> LLM:
         draft=service.engines[manifest.draft.file],
         make_context=service.contexts,
         stream=service.stream,
-        kv_cache=[service.memory(len(stage.caches), *sizes, dtype=dtype) for stage in manifest.verify],
+        kv_cache=[
+            service.memory(len(stage.caches), *sizes, dtype=dtype) for stage in manifest.verify
+        ],
         scratch=service.memory(max(scratch, 1), dtype=torch.uint8),
     )
     return embed(directory, host, Speculation())

@@ -1,13 +1,16 @@
-"""Make the inputs of one call of draft or verify for Polygraphy. A text fills the first slots of the KV cache.
+"""Make the inputs of one call of draft or verify for Polygraphy. A text fills the first slots of
+the KV cache.
 
-Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script makes inputs as a round has them.
-It needs the graph, not EESD:
+Polygraphy's own random inputs fill all slots, and their masks hide nothing. This script makes
+inputs as a round has them. It needs the graph, not EESD:
 
     cd plans/
-    MODEL=verify.plan.onnx FILLED=1000 NODES=9 polygraphy run verify.plan.onnx --onnxrt --data-loader-script feed.py
+    MODEL=verify.plan.onnx FILLED=1000 NODES=9 polygraphy run verify.plan.onnx --onnxrt \\
+        --data-loader-script feed.py
 
-MODEL is the graph. FILLED is the number of slots that the text fills. NODES is the number of tokens of the call; each sees
-the text and the tokens before it. Values are random, with a fixed seed. docs/engine-directory.md describes the inputs.
+MODEL is the graph. FILLED is the number of slots that the text fills. NODES is the number of tokens
+of the call; each sees the text and the tokens before it. Values are random, with a fixed seed.
+docs/engine-directory.md describes the inputs.
 """
 
 import os
@@ -25,8 +28,13 @@ def load_data() -> Iterator[dict[str, NDArray[Any]]]:
     """The inputs of one call by name. Polygraphy looks for a function of this name."""
     filled, nodes = int(os.environ.get("FILLED", "100")), int(os.environ.get("NODES", "1"))
     graph = onnx.load(os.environ.get("MODEL", "verify.plan.onnx"), load_external_data=False).graph
-    kinds, rng = {value.name: value.type.tensor_type for value in graph.input}, np.random.default_rng(0)
-    slots = next(kind.shape.dim[2].dim_value for name, kind in kinds.items() if name.startswith("key_"))
+    kinds, rng = (
+        {value.name: value.type.tensor_type for value in graph.input},
+        np.random.default_rng(0),
+    )
+    slots = next(
+        kind.shape.dim[2].dim_value for name, kind in kinds.items() if name.startswith("key_")
+    )
     if filled + nodes > slots:
         raise SystemExit(f"FILLED and NODES are {filled + nodes} slots; the cache has {slots}.")
     columns = kinds["attn_mask"].shape.dim[3].dim_value or -(-(filled + nodes) // 16) * 16
@@ -43,4 +51,7 @@ def load_data() -> Iterator[dict[str, NDArray[Any]]]:
             feed[name] = rng.standard_normal([dim.dim_value or nodes for dim in kind.shape.dim])
         if name.startswith(("key_", "value_")):
             feed[name][:, :, filled:] = 0
-    yield {name: feed[name].astype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)) for name, kind in kinds.items()}
+    yield {
+        name: feed[name].astype(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type))
+        for name, kind in kinds.items()
+    }

@@ -1,4 +1,5 @@
-"""Average the weights of exit heads of successive runs. The mean has a higher acceptance than each of them.
+"""Average the weights of exit heads of successive runs. The mean has a higher acceptance than each
+of them.
 
 python average_heads.py --model work/base work/head-1 work/head-2 --output work/head
 """
@@ -23,12 +24,17 @@ def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
     """Average the weights of HEADS, which must have the same exit layer and shape."""
     checkpoint = Checkpoint(model)
     loaded = [checkpoint.exit_head(directory) for directory in heads]
-    configs = {replace(head.exit_config, calibration=None) for head in loaded}  # no head's prior fits the mean
+    # No head's prior fits the mean.
+    configs = {replace(head.exit_config, calibration=None) for head in loaded}
     if len(configs) > 1:
-        raise EESDError("The heads have different exit layers or shapes; give heads with the same ones.")
+        raise EESDError(
+            "The heads have different exit layers or shapes; give heads with the same ones."
+        )
     states = [head.state_dict() for head in loaded]
     mean = exit_head.ExitHead(checkpoint.geometry, configs.pop())
-    mean.load_state_dict({name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]})
+    mean.load_state_dict(
+        {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
+    )
     exit_head_file.save(mean, output)
 
 

@@ -3,10 +3,11 @@
     python corpus.py --output work/
     python corpus.py --output work/ --text /usr/share --vocab-size 8192
 
-The source is the standard library and the installed packages. The packages in ``HELD_OUT`` are kept for evaluation. ``--text``
-adds the English text (Markdown, reStructuredText, plain text) of a directory; one of a hundred of its files is held out. A
-byte-level BPE tokenizer is trained on the others. Writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy``: uint16, all
-documents in a row, each after ``<|endoftext|>``.
+The source is the standard library and the installed packages. The packages in ``HELD_OUT`` are kept
+for evaluation. ``--text`` adds the English text (Markdown, reStructuredText, plain text) of a
+directory; one of a hundred of its files is held out. A byte-level BPE tokenizer is trained on the
+others. Writes ``tokenizer.json``, ``train.npy`` and ``heldout.npy``: uint16, all documents in a
+row, each after ``<|endoftext|>``.
 """
 
 import hashlib
@@ -21,7 +22,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 
 END = "<|endoftext|>"
 
-# Not trained on, wherever the name occurs in a path: pip and others contain copies of these packages.
+# Not trained on, wherever the name occurs in a path: pip and others contain copies of these
+# packages.
 HELD_OUT = {"click", "jinja2", "rich", "json", "logging", "http"}
 
 # Folders of tables, generated code and copies: a small model learns nothing about Python from them.
@@ -43,7 +45,8 @@ PACKAGE_LIMIT = 9_000_000
 
 TEXT_SUFFIXES = {".md", ".rst", ".txt"}
 
-# Word lists, Unicode tables and logs are plain text, but not English: it has this share of letters and spaces.
+# Word lists, Unicode tables and logs are plain text, but not English: it has this share of letters
+# and spaces.
 LETTERS = 0.8
 
 
@@ -52,13 +55,16 @@ def package_of(path: Path, root: Path) -> str:
 
 
 def readable(path: Path, longest_line: int) -> str | None:
-    """Return the text of a file, or None if it is not ASCII, too short, too long, or full of long lines."""
+    """Return the text of a file, or None if it is not ASCII, too short, too long, or full of long
+    lines."""
     try:
         text = path.read_text("utf-8")
     except (UnicodeDecodeError, OSError):
         return None
     ascii_text = sum(map(str.isascii, text)) > 0.995 * len(text)
-    usable = ascii_text and 400 < len(text) < 80_000 and max(map(len, text.splitlines())) <= longest_line
+    usable = (
+        ascii_text and 400 < len(text) < 80_000 and max(map(len, text.splitlines())) <= longest_line
+    )
     return text.expandtabs(4) if usable else None
 
 
@@ -66,15 +72,22 @@ def documents(root: Path) -> Iterator[tuple[str, bool, str]]:
     """Yield (package, whether it is held out, text) of each usable Python file under ``root``."""
     for path in sorted(root.rglob("*.py")):
         parts = {part.removesuffix(".py") for part in path.relative_to(root).parts}
-        if parts & SKIPPED_FOLDERS or path.name.startswith(("test_", "_generated")) or ("site-packages" in parts):
+        if (
+            parts & SKIPPED_FOLDERS
+            or path.name.startswith(("test_", "_generated"))
+            or ("site-packages" in parts)
+        ):
             continue
         if (text := readable(path, longest_line=240)) is not None:
             yield package_of(path, root), bool(parts & HELD_OUT), text
 
 
 def text_documents(root: Path) -> Iterator[tuple[str, bool, str]]:
-    """Yield (folder, whether it is held out, text) of each usable file of English text under ``root``."""
-    for path in sorted(path for path in root.rglob("*") if path.suffix in TEXT_SUFFIXES and path.is_file()):
+    """Yield (folder, whether it is held out, text) of each usable file of English text under
+    ``root``."""
+    for path in sorted(
+        path for path in root.rglob("*") if path.suffix in TEXT_SUFFIXES and path.is_file()
+    ):
         parts = set(path.relative_to(root).parts)
         if parts & SKIPPED_FOLDERS or any(part.startswith(".") for part in parts):
             continue
@@ -87,7 +100,8 @@ def text_documents(root: Path) -> Iterator[tuple[str, bool, str]]:
 
 
 def collect(texts: Iterable[Path], seed: int) -> tuple[list[str], list[str]]:
-    """Return (training texts, held-out texts) in random order, without duplicates, up to the limit of each package."""
+    """Return (training texts, held-out texts) in random order, without duplicates, up to the limit
+    of each package."""
     roots = [Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))]
     seen: set[bytes] = set()
     train: list[str] = []
@@ -133,21 +147,41 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> np.ndarray:
 
 @click.command()
 @click.option("--output", type=click.Path(path_type=Path), default=Path("work"), show_default=True)
-@click.option("--text", "texts", type=click.Path(path_type=Path, exists=True), multiple=True, help="Directory of English text.")
-@click.option("--tokenizer", "given", type=click.Path(path_type=Path, exists=True), help="Use this tokenizer.json; train none.")
+@click.option(
+    "--text",
+    "texts",
+    type=click.Path(path_type=Path, exists=True),
+    multiple=True,
+    help="Directory of English text.",
+)
+@click.option(
+    "--tokenizer",
+    "given",
+    type=click.Path(path_type=Path, exists=True),
+    help="Use this tokenizer.json; train none.",
+)
 @click.option("--vocab-size", default=4096, show_default=True)
 @click.option("--seed", default=0, show_default=True)
-def main(output: Path, texts: tuple[Path, ...], given: Path | None, vocab_size: int, seed: int) -> None:
+def main(
+    output: Path, texts: tuple[Path, ...], given: Path | None, vocab_size: int, seed: int
+) -> None:
     """Collect the corpus, train the tokenizer unless one is given, and write the token arrays."""
     output.mkdir(parents=True, exist_ok=True)
     train, heldout = collect(texts, seed)
-    tokenizer = Tokenizer.from_file(str(given)) if given else train_tokenizer(train[: len(train) // 3], vocab_size)
+    tokenizer = (
+        Tokenizer.from_file(str(given))
+        if given
+        else train_tokenizer(train[: len(train) // 3], vocab_size)
+    )
     tokenizer.save(str(output / "tokenizer.json"))
     for name, parts in (("train", train), ("heldout", heldout)):
         ids = encode(tokenizer, parts)
         np.save(output / f"{name}.npy", ids)
         size = sum(map(len, parts))
-        click.echo(f"{name}: {len(parts)} files, {size / 1e6:.1f} M characters, {len(ids) / 1e6:.1f} M tokens")
+        click.echo(
+            f"{name}: {len(parts)} files, {size / 1e6:.1f} M characters, {len(ids) / 1e6:.1f} "
+            "M tokens"
+        )
 
 
 if __name__ == "__main__":

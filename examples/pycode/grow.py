@@ -1,10 +1,12 @@
-"""Make a wider Qwen2 of a trained Llama, with the same function: a start for training that has learned already.
+"""Make a wider Qwen2 of a trained Llama, with the same function: a start for training that has
+learned already.
 
     python grow.py --model model/ --hidden 384 --intermediate 704 --output work/grown
 
-Hidden states are rotated into the wider space by a random orthonormal matrix. What reads hidden states gets random weights for
-the directions that are new, of the same size as the others: hidden states have no part there before training. Heads and
-neurons that are new begin with random inputs and without an output.
+Hidden states are rotated into the wider space by a random orthonormal matrix. What reads hidden
+states gets random weights for the directions that are new, of the same size as the others: hidden
+states have no part there before training. Heads and neurons that are new begin with random inputs
+and without an output.
 """
 
 import math
@@ -13,11 +15,18 @@ from pathlib import Path
 import click
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 
 class Rotation:
-    """From ``small`` to ``large`` hidden dimensions. Root mean squares shrink, so norms enlarge by ``gain``."""
+    """From ``small`` to ``large`` hidden dimensions. Root mean squares shrink, so norms enlarge by
+    ``gain``."""
 
     def __init__(self, small: int, large: int) -> None:
         basis, _ = torch.linalg.qr(torch.randn(large, large))
@@ -25,7 +34,8 @@ class Rotation:
         self.gain = math.sqrt(large / small)
 
     def reader(self, weight: Tensor, norm: Tensor, rows: int) -> Tensor:
-        """[rows, large] for a matrix [n, small] that reads hidden states after a norm with these weights [small]."""
+        """[rows, large] for a matrix [n, small] that reads hidden states after a norm with these
+        weights [small]."""
         known = weight * norm / self.gain @ self.kept.T
         size = known.square().mean().sqrt() * self.gain
         fresh = size * torch.randn(len(known), self.new.shape[1]) @ self.new.T
@@ -37,7 +47,8 @@ class Rotation:
 
 
 def grown(small: LlamaForCausalLM, hidden: int, intermediate: int) -> Qwen2ForCausalLM:
-    """Return a model with the same logits, but for rounding. Its heads are as large as before, and so are their groups."""
+    """Return a model with the same logits, but for rounding. Its heads are as large as before, and
+    so are their groups."""
     old = small.config
     groups = old.num_attention_heads // old.num_key_value_heads
     heads = hidden // old.head_dim
@@ -71,17 +82,25 @@ def grown(small: LlamaForCausalLM, hidden: int, intermediate: int) -> Qwen2ForCa
         elif parts[-1] == "weight" and parts[-2] in ("o_proj", "down_proj"):
             value.copy_(rotation.writer(source, value.shape[1]))
         elif parts[-1] == "weight":
-            norm = layer.input_layernorm if parts[-3] == "self_attn" else layer.post_attention_layernorm
+            norm = (
+                layer.input_layernorm
+                if parts[-3] == "self_attn"
+                else layer.post_attention_layernorm
+            )
             value.copy_(rotation.reader(source, norm.weight, len(value)))
     model.load_state_dict(state)
     return model
 
 
 @click.command()
-@click.option("--model", "source", type=click.Path(path_type=Path), default=Path("model"), show_default=True)
+@click.option(
+    "--model", "source", type=click.Path(path_type=Path), default=Path("model"), show_default=True
+)
 @click.option("--hidden", default=384, show_default=True)
 @click.option("--intermediate", default=704, show_default=True)
-@click.option("--output", type=click.Path(path_type=Path), default=Path("work/grown"), show_default=True)
+@click.option(
+    "--output", type=click.Path(path_type=Path), default=Path("work/grown"), show_default=True
+)
 @click.option("--seed", default=0, show_default=True)
 @torch.no_grad()
 def main(source: Path, hidden: int, intermediate: int, output: Path, seed: int) -> None:
@@ -91,7 +110,10 @@ def main(source: Path, hidden: int, intermediate: int, output: Path, seed: int) 
     model = grown(small, hidden, intermediate)
     ids = torch.randint(small.config.vocab_size, (2, 64))
     difference = (model(ids).logits - small(ids).logits).abs().max().item()
-    click.echo(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights; logits differ by at most {difference:.2g}")
+    click.echo(
+        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M weights; logits differ by "
+        f"at most {difference:.2g}"
+    )
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(source).save_pretrained(output)
 

@@ -2,8 +2,8 @@
 
     python make_prompts.py --output prompts.jsonl
 
-Each prompt is a passage of a held-out file that ends after the first line of a function or class. The output has one JSON
-object per line, with ``id``, ``source`` and ``prompt``.
+Each prompt is a passage of a held-out file that ends after the first line of a function or class.
+The output has one JSON object per line, with ``id``, ``source`` and ``prompt``.
 """
 
 import json
@@ -29,7 +29,9 @@ def openings(text: str) -> list[str]:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), default=Path("prompts.jsonl"), show_default=True)
+@click.option(
+    "--output", type=click.Path(path_type=Path), default=Path("prompts.jsonl"), show_default=True
+)
 @click.option("--count", default=60, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, count: int, seed: int) -> None:
@@ -39,7 +41,9 @@ def main(output: Path, count: int, seed: int) -> None:
     for root in (Path(sysconfig.get_path("stdlib")), Path(sysconfig.get_path("purelib"))):
         for package, held_out, text in documents(root):
             if held_out and package in HELD_OUT:
-                by_package.setdefault(package, []).extend(p for p in openings(text) if 300 < len(p) < 1200)
+                by_package.setdefault(package, []).extend(
+                    p for p in openings(text) if 300 < len(p) < 1200
+                )
     prompts = []
     for package, passages in sorted(by_package.items()):
         for prompt in rng.sample(passages, count // len(by_package)):

@@ -2,8 +2,9 @@
 
     python make_tasks.py --output ../../bench/measure/tasks.jsonl
 
-There are five kinds of tasks: complete a function, continue a class, write a docstring, write a test for a function, continue
-a table. The output has one JSON object per line, with ``id``, ``task``, ``source`` and ``prompt``.
+There are five kinds of tasks: complete a function, continue a class, write a docstring, write a
+test for a function, continue a table. The output has one JSON object per line, with ``id``,
+``task``, ``source`` and ``prompt``.
 """
 
 import ast
@@ -26,7 +27,9 @@ Functions = list[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def functions(tree: ast.Module) -> Functions:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [
+        node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def complete_function(lines: list[str], tree: ast.Module) -> Iterator[str]:
@@ -91,7 +94,12 @@ def held_out_files() -> Iterator[tuple[str, str]]:
 
 
 @click.command()
-@click.option("--output", type=click.Path(path_type=Path), default=Path("../../bench/measure/tasks.jsonl"), show_default=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("../../bench/measure/tasks.jsonl"),
+    show_default=True,
+)
 @click.option("--per-task", default=16, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, per_task: int, seed: int) -> None:
@@ -101,23 +109,44 @@ def main(output: Path, per_task: int, seed: int) -> None:
     for package, text in held_out_files():
         lines, tree = text.splitlines(), ast.parse(text)
         for task, find_passages in TASKS.items():
-            fitting = [passage for passage in find_passages(lines, tree) if SHORTEST < len(passage) < LONGEST]
+            fitting = [
+                passage
+                for passage in find_passages(lines, tree)
+                if SHORTEST < len(passage) < LONGEST
+            ]
             passages[task].setdefault(package, []).extend(fitting)
     with output.open("w") as file:
         for task, by_package in passages.items():
             for number, (package, prompt) in enumerate(choose(by_package, per_task, rng)):
-                file.write(json.dumps({"id": f"{task}-{number}", "task": task, "source": package, "prompt": prompt}) + "\n")
+                file.write(
+                    json.dumps(
+                        {
+                            "id": f"{task}-{number}",
+                            "task": task,
+                            "source": package,
+                            "prompt": prompt,
+                        }
+                    )
+                    + "\n"
+                )
             click.echo(f"{task}: {sum(map(len, by_package.values()))} passages")
 
 
-def choose(by_package: dict[str, list[str]], count: int, rng: random.Random) -> list[tuple[str, str]]:
+def choose(
+    by_package: dict[str, list[str]], count: int, rng: random.Random
+) -> list[tuple[str, str]]:
     """Take ``count`` passages: one of each package in turn, without repetition."""
-    remaining = {package: rng.sample(passages, len(passages)) for package, passages in sorted(by_package.items())}
+    remaining = {
+        package: rng.sample(passages, len(passages))
+        for package, passages in sorted(by_package.items())
+    }
     chosen: list[tuple[str, str]] = []
     while len(chosen) < count and any(remaining.values()):
         chosen += [(package, passages.pop()) for package, passages in remaining.items() if passages]
     if len(chosen) < count:
-        raise click.ClickException(f"The held-out packages have only {len(chosen)} passages for a task; lower --per-task.")
+        raise click.ClickException(
+            f"The held-out packages have only {len(chosen)} passages for a task; lower --per-task."
+        )
     rng.shuffle(chosen)
     return chosen[:count]
 

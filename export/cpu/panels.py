@@ -1,6 +1,8 @@
-"""Weights as the operators of this project read them: panels of 16 columns, see ``runtime/operators/SPECIFICATION.md``.
+"""Weights as the operators of this project read them: panels of 16 columns, see
+``runtime/operators/SPECIFICATION.md``.
 
-Nothing is rounded: levels, scales and minimums are those of the engine directory, in the fewest bits that hold them exactly.
+Nothing is rounded: levels, scales and minimums are those of the engine directory, in the fewest
+bits that hold them exactly.
 """
 
 from dataclasses import dataclass
@@ -11,10 +13,11 @@ from numpy.typing import NDArray
 
 PANEL, BLOCK, SUPER = 16, 32, 256
 FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER = range(9)
-"""Formats, as the operators number them. The last two have the same bytes, levels of 8 bits in two planes of 4: ``UPPER`` reads
-only the first plane."""
+"""Formats, as the operators number them. The last two have the same bytes, levels of 8 bits in two
+planes of 4: ``UPPER`` reads only the first plane."""
 NARROW, WIDE, SPLIT = range(3)
-"""What scales and minimums are: float16, float32, or int8 times a float16 for 256 inputs, as K-quants have them."""
+"""What scales and minimums are: float16, float32, or int8 times a float16 for 256 inputs, as
+K-quants have them."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,8 @@ class Packed:
 
     Attributes:
         data: Its bytes.
-        numbers: What the operators must know: format, inputs, outputs, level of zero, whether a scale is for 16 inputs, what
-            scales and minimums are, whether there are minimums.
+        numbers: What the operators must know: format, inputs, outputs, level of zero, whether a
+            scale is for 16 inputs, what scales and minimums are, whether there are minimums.
     """
 
     data: NDArray[np.uint8]
@@ -49,12 +52,14 @@ class Packed:
 
 
 def pack_floats(weight: NDArray[np.generic], form: int) -> Packed:
-    """Pack a weight [inputs, outputs] of float32, or of 16 bits given as uint16, in one of the first three formats."""
+    """Pack a weight [inputs, outputs] of float32, or of 16 bits given as uint16, in one of the
+    first three formats."""
     return Packed(_pack_rows(weight, 1).reshape(-1), (form, *weight.shape, 0, 0, 0, 0))
 
 
 def pack_levels(weight: Levels, planes: bool = False) -> Packed:
-    """Pack levels in the narrowest format that holds them; with ``planes`` 8 bits in two planes, where that is possible."""
+    """Pack levels in the narrowest format that holds them; with ``planes`` 8 bits in two planes,
+    where that is possible."""
     inputs, outputs = weight.levels.shape
     scales, minimums = weight.scales, weight.minimums
     if weight.zeros is not None:
@@ -78,7 +83,9 @@ def pack_levels(weight: Levels, planes: bool = False) -> Packed:
         kind, shared = SPLIT, [part for part, _ in split]
     else:
         kind = WIDE
-    data = np.concatenate([_pack_bits(blocks, form), *(_pack_rows(part, halves) for part in shared)], -1)
+    data = np.concatenate(
+        [_pack_bits(blocks, form), *(_pack_rows(part, halves) for part in shared)], -1
+    )
     if split:
         supers = data.reshape(len(data), inputs // SUPER, -1)
         data = np.concatenate([*(_pack_rows(factors, 1) for _, factors in split), supers], -1)
@@ -102,8 +109,11 @@ def _fits_float16(values: NDArray[np.float32]) -> bool:
         return bool((values.astype(np.float16).astype(np.float32) == values).all())
 
 
-def _split_all(parts: list[NDArray[Any]], rows: int) -> list[tuple[NDArray[np.int8], NDArray[np.float16]]] | None:
-    """Scales and minimums, each as integers and a factor for so many rows of them; None if one of them is no such product."""
+def _split_all(
+    parts: list[NDArray[Any]], rows: int
+) -> list[tuple[NDArray[np.int8], NDArray[np.float16]]] | None:
+    """Scales and minimums, each as integers and a factor for so many rows of them; None if one of
+    them is no such product."""
     found = []
     for part in parts:
         split = _split(part, rows)
@@ -113,10 +123,14 @@ def _split_all(parts: list[NDArray[Any]], rows: int) -> list[tuple[NDArray[np.in
     return found
 
 
-def _split(values: NDArray[np.float32], rows: int) -> tuple[NDArray[np.int8], NDArray[np.float16]] | None:
-    """Find integers [count, outputs] and factors [count / rows, outputs] whose products are these values.
+def _split(
+    values: NDArray[np.float32], rows: int
+) -> tuple[NDArray[np.int8], NDArray[np.float16]] | None:
+    """Find integers [count, outputs] and factors [count / rows, outputs] whose products are these
+    values.
 
-    The largest value of a group is some integer times the factor. The integers that files have there are tried first.
+    The largest value of a group is some integer times the factor. The integers that files have
+    there are tried first.
     """
     count, outputs = values.shape
     groups = values.reshape(-1, rows, outputs).transpose(0, 2, 1).reshape(-1, rows)
@@ -131,8 +145,14 @@ def _split(values: NDArray[np.float32], rows: int) -> tuple[NDArray[np.int8], ND
             factor = (largest[pending] / np.float32(most)).astype(np.float16)
             wanted = groups[pending]
             quotients = np.rint(wanted / factor.astype(np.float32)[:, None])
-            fits = ((quotients * factor.astype(np.float32)[:, None] == wanted) & (np.abs(quotients + 0.5) < 128)).all(1)
-        integers[pending[fits]], factors[pending[fits]] = quotients[fits].astype(np.int8), factor[fits]
+            fits = (
+                (quotients * factor.astype(np.float32)[:, None] == wanted)
+                & (np.abs(quotients + 0.5) < 128)
+            ).all(1)
+        integers[pending[fits]], factors[pending[fits]] = (
+            quotients[fits].astype(np.int8),
+            factor[fits],
+        )
         pending = pending[~fits]
     if len(pending):
         return None
@@ -141,13 +161,15 @@ def _split(values: NDArray[np.float32], rows: int) -> tuple[NDArray[np.int8], ND
 
 
 def _blocks(levels: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Levels [inputs, outputs] as [panels, blocks, 8, 64]: of 4 inputs in turn, the levels of 16 columns."""
+    """Levels [inputs, outputs] as [panels, blocks, 8, 64]: of 4 inputs in turn, the levels of 16
+    columns."""
     split = _padded(levels).reshape(len(levels) // BLOCK, 8, 4, -1, PANEL).transpose(3, 0, 1, 4, 2)
     return np.ascontiguousarray(split).reshape(*split.shape[:3], 64)
 
 
 def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
-    """Levels [panels, blocks, 8, 64] as the bytes of a block [panels, blocks, bytes], or of a block in the upper plane."""
+    """Levels [panels, blocks, 8, 64] as the bytes of a block [panels, blocks, bytes], or of a block
+    in the upper plane."""
     shape = blocks.shape[:2]
     if form == BITS8:
         return blocks.reshape(*shape, 512)
@@ -157,13 +179,16 @@ def _pack_bits(blocks: NDArray[np.uint8], form: int) -> NDArray[np.uint8]:
         parts.append(np.packbits(blocks >> 4, -1, bitorder="little").reshape(*shape, 64))
     if form == BITS6:
         high = (blocks >> 4).reshape(*shape, 2, 4, 64)
-        joined = high[:, :, :, 0] | high[:, :, :, 1] << 2 | high[:, :, :, 2] << 4 | high[:, :, :, 3] << 6
+        joined = (
+            high[:, :, :, 0] | high[:, :, :, 1] << 2 | high[:, :, :, 2] << 4 | high[:, :, :, 3] << 6
+        )
         parts.append(joined.reshape(*shape, 128))
     return np.concatenate(parts, -1)
 
 
 def _pack_rows(values: NDArray[Any], halves: int) -> NDArray[np.uint8]:
-    """Values [rows, outputs], ``halves`` rows of 16 columns one after another, as bytes [panels, rows / halves, bytes]."""
+    """Values [rows, outputs], ``halves`` rows of 16 columns one after another, as bytes [panels,
+    rows / halves, bytes]."""
     split = _padded(values).reshape(len(values) // halves, halves, -1, PANEL).transpose(2, 0, 1, 3)
     return np.ascontiguousarray(split).reshape(*split.shape[:2], -1).view(np.uint8)
 

@@ -16,6 +16,21 @@ from eesd.model.families.qwen3_moe import QWEN3_MOE
 from eesd.model.families.smollm3 import SMOLLM3
 from eesd.model.family import Family
 
-_DENSE = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GRANITE, SMOLLM3, OLMO2, OLMO3, GEMMA2, GEMMA3, HUNYUAN)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE)}
+_DENSE = (
+    LLAMA,
+    MISTRAL,
+    QWEN2,
+    QWEN3,
+    PHI3,
+    GRANITE,
+    SMOLLM3,
+    OLMO2,
+    OLMO3,
+    GEMMA2,
+    GEMMA3,
+    HUNYUAN,
+)
+FAMILIES: dict[str, Family] = {
+    family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE)
+}
 """By ``model_type``."""

@@ -1,4 +1,5 @@
-"""Gemma 2: four norms a block, whose weights are stored less 1; GeGLU; caps; every other layer has a window."""
+"""Gemma 2: four norms a block, whose weights are stored less 1; GeGLU; caps; every other layer has
+a window."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -33,9 +34,13 @@ def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[st
     """The parts that Gemma 2 and 3 share, with the logits' cap where a config does not say."""
     fields.take("hidden_act", None)  # transformers reads hidden_activation alone
     if fields.take("use_bidirectional_attention", None):
-        raise ValueError("use_bidirectional_attention is not supported; a token must see only those before it")
+        raise ValueError(
+            "use_bidirectional_attention is not supported; a token must see only those before it"
+        )
     if sizes.hidden % fields.integer("num_attention_heads"):
-        raise ValueError("num_attention_heads does not divide hidden_size, which transformers refuses")
+        raise ValueError(
+            "num_attention_heads does not divide hidden_size, which transformers refuses"
+        )
     return attention_biases(fields) | {
         "norm_behind": True,
         "wide_norms": True,
@@ -53,7 +58,9 @@ def take_cap(fields: Fields, name: str, default: float | None) -> float:
 def _own(fields: Fields, sizes: Sizes) -> Own:
     types = take_layer_types(fields, sizes.layers)
     if types is None:
-        types = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes.layers)]
+        types = [
+            "full_attention" if layer % 2 else "sliding_attention" for layer in range(sizes.layers)
+        ]
     parts = take_parts(fields, sizes, 30.0) | take_kinds(fields, types)
     return Own(parts | {"attention_cap": take_cap(fields, "attn_logit_softcapping", 50.0)})
 
@@ -70,12 +77,16 @@ def _plus_one(weight: Tensor) -> Tensor:
     return weight + 1
 
 
-GGUF_NAMES = {"post_attention_norm": NAMES["post_attention_layernorm"], "post_ffw_norm": NAMES["post_feedforward_layernorm"]}
+GGUF_NAMES = {
+    "post_attention_norm": NAMES["post_attention_layernorm"],
+    "post_ffw_norm": NAMES["post_feedforward_layernorm"],
+}
 """llama.cpp's names of the norms behind. It stores norms' whole weights."""
 
 
 def query_scalar(raw: Mapping[str, Any], layers: int) -> int:
-    """``query_pre_attn_scalar``: llama.cpp knows by the number of layers which model has heads of another size for it."""
+    """``query_pre_attn_scalar``: llama.cpp knows by the number of layers which model has heads of
+    another size for it."""
     whole: int = raw["hidden_size"] // raw["num_attention_heads"]
     return whole if raw["num_hidden_layers"] == layers else raw["head_dim"]
 

@@ -1,4 +1,5 @@
-"""Gemma 3, text: as Gemma 2 without caps, with norms of queries and keys, and a rotary base of layers with a window."""
+"""Gemma 3, text: as Gemma 2 without caps, with norms of queries and keys, and a rotary base of
+layers with a window."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,7 +27,10 @@ def _rope_fields(fields: Fields) -> Fields:
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
-    pattern, types = fields.integer("sliding_window_pattern", 6), take_layer_types(fields, sizes.layers)
+    pattern, types = (
+        fields.integer("sliding_window_pattern", 6),
+        take_layer_types(fields, sizes.layers),
+    )
     if types is None:
         types = [LAYER_TYPES[bool((layer + 1) % pattern)] for layer in range(sizes.layers)]
     fields.take("_sliding_window_pattern", None)  # which transformers writes, but does not read

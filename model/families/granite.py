@@ -1,11 +1,14 @@
-"""Granite (dense): four factors. None costs a step: each becomes a part of something that the decoder has.
+"""Granite (dense): four factors. None costs a step: each becomes a part of something that the
+decoder has.
 
 * ``attention_multiplier`` is the scale of attention.
-* ``residual_multiplier`` m: all that is added to x is multiplied by m. The decoder computes x / m, to which the same is added
-  as it is. Norms give the same of x and of x / m with an epsilon of ``eps / m ** 2``.
-* ``embedding_multiplier`` is then divided by m. The table itself stays as it is: the LM head is often tied to it.
-* ``logits_scaling`` divides the final norm's weight. Of powers of two, as in all published models, this is exact; of others
-  norms are float32 in every directory.
+* ``residual_multiplier`` m: all that is added to x is multiplied by m. The decoder computes x / m,
+  to which the same is added as it is. Norms give the same of x and of x / m with an epsilon of
+  ``eps / m ** 2``.
+* ``embedding_multiplier`` is then divided by m. The table itself stays as it is: the LM head is
+  often tied to it.
+* ``logits_scaling`` divides the final norm's weight. Of powers of two, as in all published models,
+  this is exact; of others norms are float32 in every directory.
 """
 
 from math import frexp
@@ -16,7 +19,9 @@ from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
-    residual, logits = (take_positive(fields, name, 1.0) for name in ("residual_multiplier", "logits_scaling"))
+    residual, logits = (
+        take_positive(fields, name, 1.0) for name in ("residual_multiplier", "logits_scaling")
+    )
     parts = attention_biases(fields) | {
         "mlp_bias": fields.flag("mlp_bias"),
         "attention_scale": take_positive(fields, "attention_multiplier", 1.0),

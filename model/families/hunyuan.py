@@ -1,4 +1,5 @@
-"""Hunyuan, dense: norms of queries and keys after the rotary embedding, whose base can be larger than the config says."""
+"""Hunyuan, dense: norms of queries and keys after the rotary embedding, whose base can be larger
+than the config says."""
 
 from eesd.common.geometry import Geometry
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed, take_positive
@@ -8,12 +9,16 @@ THETA = 10000.0
 
 
 def _rope_fields(fields: Fields) -> Fields:
-    """The rope type ``dynamic`` with an ``alpha`` is a larger base, which does not depend on the text."""
+    """The rope type ``dynamic`` with an ``alpha`` is a larger base, which does not depend on the
+    text."""
     rope = fields.take("rope_scaling", None) or fields.take("rope_parameters", None)
     own = Fields(rope if isinstance(rope, dict) else {})
     if own.take("rope_type", own.take("type", None)) != "dynamic" or not own.take("alpha", None):
         return fields
-    theta, size = own.number("rope_theta", fields.take("rope_theta", THETA)), fields.integer("head_dim", least=4)
+    theta, size = (
+        own.number("rope_theta", fields.take("rope_theta", THETA)),
+        fields.integer("head_dim", least=4),
+    )
     return Fields({"rope_theta": theta * take_positive(own, "alpha", None) ** (size / (size - 2))})
 
 

@@ -8,8 +8,13 @@ from eesd.model.fields import Fields
 def _own(fields: Fields, _: Sizes) -> Own:
     kinds = fields.take("layer_types", None)
     if kinds is not None:
-        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for MistralForCausalLM")  # nor by transformers
+        # Transformers does not support it either.
+        raise ValueError(
+            f"layer_types is {shown(kinds)}, which is not supported for MistralForCausalLM"
+        )
     return Own(positions=take_window(fields, 4096))
 
 
-MISTRAL = Family("mistral", "MistralForCausalLM", positions=131072, kv_heads=8, kv_heads_null=False, own=_own)
+MISTRAL = Family(
+    "mistral", "MistralForCausalLM", positions=131072, kv_heads=8, kv_heads_null=False, own=_own
+)

@@ -1,5 +1,5 @@
-"""Mixtral: Mistral with a mixture of experts in each layer. Its ``intermediate_size`` is that of an expert. llama.cpp calls it
-llama."""
+"""Mixtral: Mistral with a mixture of experts in each layer. Its ``intermediate_size`` is that of an
+expert. llama.cpp calls it llama."""
 
 import re
 from collections.abc import Mapping
@@ -15,15 +15,25 @@ from eesd.model.fields import Fields
 def _own(fields: Fields, _: Sizes) -> Own:
     kinds = fields.take("layer_types", None)
     if kinds is not None:
-        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for MixtralForCausalLM")
+        raise ValueError(
+            f"layer_types is {shown(kinds)}, which is not supported for MixtralForCausalLM"
+        )
     size, (count, used) = fields.integer("intermediate_size"), take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
     # Nothing of it has this size but the exit head: what a token uses.
-    return Own({"intermediate_size": used * size, "experts": Experts(count, used, size, normed=True)}, take_window(fields))
+    return Own(
+        {"intermediate_size": used * size, "experts": Experts(count, used, size, normed=True)},
+        take_window(fields),
+    )
 
 
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
-    names = {".block_sparse_moe.": ".mlp.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
+    names = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w2.": ".down_proj.",
+        ".w3.": ".up_proj.",
+    }
     found = {}
     for name, tensor in tensors.items():
         for old, new in names.items():
@@ -38,8 +48,14 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_old_gguf(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Also of files from before March 2024, which have a tensor for each expert."""
-    old, new = r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight", r"model.layers.\1.mlp.experts.\3.\2_proj.weight"
-    return apart({re.sub(f"^{old}$", new, name, flags=re.ASCII): tensor for name, tensor in tensors.items()}, geometry)
+    old, new = (
+        r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight",
+        r"model.layers.\1.mlp.experts.\3.\2_proj.weight",
+    )
+    return apart(
+        {re.sub(f"^{old}$", new, name, flags=re.ASCII): tensor for name, tensor in tensors.items()},
+        geometry,
+    )
 
 
 MIXTRAL = Family(
@@ -51,5 +67,12 @@ MIXTRAL = Family(
     eps=1e-5,
     own=_own,
     tensors=_tensors,
-    gguf=Gguf("llama", GGUF_NAMES, fields=_of_gguf, interleaved=True, tensors=_of_old_gguf, key="expert_count"),
+    gguf=Gguf(
+        "llama",
+        GGUF_NAMES,
+        fields=_of_gguf,
+        interleaved=True,
+        tensors=_of_old_gguf,
+        key="expert_count",
+    ),
 )

@@ -4,7 +4,10 @@ from eesd.common.geometry import Geometry
 from eesd.model.family import Family, Own, Sizes, Tensors, attention_biases, renamed
 from eesd.model.fields import Fields
 
-NAMES = {"post_attention_layernorm": "post_self_attn_layernorm", "post_feedforward_layernorm": "post_mlp_layernorm"}
+NAMES = {
+    "post_attention_layernorm": "post_self_attn_layernorm",
+    "post_feedforward_layernorm": "post_mlp_layernorm",
+}
 OLMO2_PARTS = {"norm_before": False, "norm_behind": True, "qk_norm_joint": True}
 
 
@@ -17,4 +20,6 @@ def tensors_of_olmo(tensors: Tensors, _: Geometry) -> Tensors:
     return renamed(tensors, NAMES)
 
 
-OLMO2 = Family("olmo2", "Olmo2ForCausalLM", positions=2048, eps=1e-5, own=_own, tensors=tensors_of_olmo)
+OLMO2 = Family(
+    "olmo2", "Olmo2ForCausalLM", positions=2048, eps=1e-5, own=_own, tensors=tensors_of_olmo
+)

@@ -1,4 +1,5 @@
-"""Phi-3 and Phi-4: fused projections, of whose heads a part can stay unrotated, and frequencies for short and long texts."""
+"""Phi-3 and Phi-4: fused projections, of whose heads a part can stay unrotated, and frequencies for
+short and long texts."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,11 +17,16 @@ def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     heads = {"q": geometry.num_heads, "k": geometry.num_kv_heads, "v": geometry.num_kv_heads}
     qkv = {f"{part}_proj": count * geometry.head_dim for part, count in heads.items()}
     tensors = split(tensors, "qkv_proj", qkv)
-    return split(tensors, "gate_up_proj", dict.fromkeys(("gate_proj", "up_proj"), geometry.intermediate_size))
+    return split(
+        tensors, "gate_up_proj", dict.fromkeys(("gate_proj", "up_proj"), geometry.intermediate_size)
+    )
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
-    return {"sliding_window": own.integer("attention.sliding_window", None, optional=True, least=0) or None}
+    return {
+        "sliding_window": own.integer("attention.sliding_window", None, optional=True, least=0)
+        or None
+    }
 
 
 PHI3 = Family(
@@ -34,5 +40,7 @@ PHI3 = Family(
     partial_rotary=True,
     own=_own,
     tensors=_tensors,
-    gguf=Gguf("phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, fields=_of_gguf),
+    gguf=Gguf(
+        "phi3", {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}, fields=_of_gguf
+    ),
 )

@@ -5,14 +5,18 @@ from eesd.model.fields import Fields
 
 
 def take_switched_window(fields: Fields, layers: int) -> int | None:
-    """The window of Qwen's models, if any layer has one. Up to this length, sliding attention equals full attention."""
+    """The window of Qwen's models, if any layer has one. Up to this length, sliding attention
+    equals full attention."""
     window: int | None = fields.integer("sliding_window", 4096, optional=True, least=0)
     if not fields.flag("use_sliding_window"):
         window = None
     first = fields.integer("max_window_layers", 28, least=0)
     types = take_layer_types(fields, layers)
     if types is None:
-        types = ["full_attention" if window is None or index < first else "sliding_attention" for index in range(layers)]
+        types = [
+            "full_attention" if window is None or index < first else "sliding_attention"
+            for index in range(layers)
+        ]
     if "sliding_attention" not in types:
         return None
     if not window:
@@ -24,4 +28,6 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     return Own({"qkv_bias": True}, take_switched_window(fields, sizes.layers))
 
 
-QWEN2 = Family("qwen2", "Qwen2ForCausalLM", positions=32768, kv_heads=32, own=_own, gguf=Gguf("qwen2"))
+QWEN2 = Family(
+    "qwen2", "Qwen2ForCausalLM", positions=32768, kv_heads=32, own=_own, gguf=Gguf("qwen2")
+)

@@ -6,7 +6,9 @@ from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
-    return Own(attention_biases(fields) | {"qk_norm": True}, take_switched_window(fields, sizes.layers))
+    return Own(
+        attention_biases(fields) | {"qk_norm": True}, take_switched_window(fields, sizes.layers)
+    )
 
 
 QWEN3 = Family(

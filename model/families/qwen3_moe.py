@@ -13,10 +13,15 @@ from eesd.model.fields import Fields
 def _own(fields: Fields, sizes: Sizes) -> Own:
     kinds = fields.take("layer_types", None)
     if kinds is not None and kinds != ["full_attention"] * sizes.layers:
-        raise ValueError(f"layer_types is {shown(kinds)}, which is not supported for Qwen3MoeForCausalLM")
+        raise ValueError(
+            f"layer_types is {shown(kinds)}, which is not supported for Qwen3MoeForCausalLM"
+        )
     window: int | None = fields.integer("sliding_window", 4096, optional=True)
     parts = attention_biases(fields) | {"qk_norm": True}
-    (count, used), size = take_experts(fields, 128, 8, least=0), fields.integer("moe_intermediate_size", 768)
+    (count, used), size = (
+        take_experts(fields, 128, 8, least=0),
+        fields.integer("moe_intermediate_size", 768),
+    )
     normed, dense = fields.flag("norm_topk_prob"), _dense_layers(fields, sizes.layers)
     if count and len(dense) < sizes.layers:
         parts["experts"] = Experts(count, used, size, normed, dense)
@@ -26,7 +31,9 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """The layers without experts."""
     listed, step = fields.take("mlp_only_layers", None), fields.integer("decoder_sparse_step", 1)
-    if listed is not None and not (isinstance(listed, list) and all(type(layer) is int for layer in listed)):
+    if listed is not None and not (
+        isinstance(listed, list) and all(type(layer) is int for layer in listed)
+    ):
         raise ValueError(f"mlp_only_layers is {shown(listed)}, and must be a list of layers")
     if layers > MOST_LAYERS:
         return ()  # refused with the sizes

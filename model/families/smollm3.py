@@ -11,9 +11,14 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     interval = fields.integer("no_rope_layer_interval", 4)
     if rotates is None:
         rotates = [int((layer + 1) % interval != 0) for layer in range(sizes.layers)]
-    if not isinstance(rotates, list) or len(rotates) < sizes.layers or not all(one in (0, 1) for one in rotates):
+    if (
+        not isinstance(rotates, list)
+        or len(rotates) < sizes.layers
+        or not all(one in (0, 1) for one in rotates)
+    ):
         raise ValueError(
-            f"no_rope_layers is {shown(rotates)}, and must be a list with 1 or 0 for each of {sizes.layers} layers"
+            f"no_rope_layers is {shown(rotates)}, and must be a list with 1 or 0 for each of "
+            f"{sizes.layers} layers"
         )
     kinds = tuple(FULL if one else UNROTATED for one in rotates[: sizes.layers])
     window, types = take_window(fields), take_layer_types(fields, sizes.layers)
@@ -23,7 +28,11 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     if slides and window is None:
         raise ValueError("layer_types has sliding_attention, but there is no sliding window")
     parts = attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias")}
-    return Own(parts | ({"layer_kinds": kinds} if UNROTATED in kinds else {}), window if slides else None)
+    return Own(
+        parts | ({"layer_kinds": kinds} if UNROTATED in kinds else {}), window if slides else None
+    )
 
 
-SMOLLM3 = Family("smollm3", "SmolLM3ForCausalLM", positions=32768, kv_heads=4, theta=2e6, tied=True, own=_own)
+SMOLLM3 = Family(
+    "smollm3", "SmolLM3ForCausalLM", positions=32768, kv_heads=4, theta=2e6, tied=True, own=_own
+)

@@ -18,8 +18,9 @@ from eesd.runtime.session import Session
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""
 PROMPTS_SHARE, FEW_ROWS = 0.7, 8
-"""Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or more. Beside n fewer
-rows they take FEW_ROWS / n times as much: n rows leave the processor half idle, and new rows share their calls."""
+"""Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or
+more. Beside n fewer rows they take FEW_ROWS / n times as much: n rows leave the processor half
+idle, and new rows share their calls."""
 LEAST_PART = 0.05
 """Share of a call's time that a piece of a prompt takes at least."""
 PLAIN = Drafting()
@@ -39,13 +40,21 @@ class LoadPolicy(Policy):
         """Requests without a first token, whose prompts have a place in the batch."""
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
-        """Time calls over caches without texts for about so many seconds, so that the rule knows what they cost."""
+        """Time calls over caches without texts for about so many seconds, so that the rule knows
+        what they cost."""
         self._rule.verify_size = cache(partial(_size, self._verify, kv_caches))
-        unequal = [Call(kv_cache, [0] * nodes, (), 0) for nodes, kv_cache in zip((1, 2), kv_caches, strict=False)]
+        unequal = [
+            Call(kv_cache, [0] * nodes, (), 0)
+            for nodes, kv_cache in zip((1, 2), kv_caches, strict=False)
+        ]
         self._rule.padded = self._verify.work(unequal).nodes > 3
         if self._draft is not None:
             self._rule.draft_size = cache(partial(_size, self._draft, kv_caches))
-        count, started, slots = 1, time.perf_counter(), min(MEASURED_SLOTS, self._verify.manifest.max_seq_len)
+        count, started, slots = (
+            1,
+            time.perf_counter(),
+            min(MEASURED_SLOTS, self._verify.manifest.max_seq_len),
+        )
         while count <= len(kv_caches) and time.perf_counter() - started < seconds:
             used = kv_caches[:count]
             for kv_cache in used:
@@ -64,8 +73,8 @@ class LoadPolicy(Policy):
             self._prompts.add(1, tokens, slots, max(seconds - plain, LEAST_PART * seconds))
 
     def prompt_tokens(self, sessions: Sequence[Session], slot: int, most: int) -> int:
-        """How many tokens of a prompt, from ``slot`` on, may share the next round of ``sessions``: at most ``most``, and so few
-        that many rows wait less than twice as long."""
+        """How many tokens of a prompt, from ``slot`` on, may share the next round of ``sessions``:
+        at most ``most``, and so few that many rows wait less than twice as long."""
         round_time = self._rule.round_seconds(len(sessions), self._slots(sessions))
         time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sessions), 1)
         counts = np.array([*[count for count in PIECES if count < most], most])
@@ -118,7 +127,11 @@ class LoadPolicy(Policy):
         self._rule.draft.add(*self._rule.draft_size(rounds, 1), self._rule.slots, seconds)
 
     def verified(
-        self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
+        self,
+        rounds: Sequence[Round],
+        calls: Sequence[Call],
+        seconds: tuple[float, float],
+        prompts: Sequence[Call],
     ) -> None:
         if not calls:
             return
@@ -128,9 +141,17 @@ class LoadPolicy(Policy):
         if not drafted:  # to decide so is a part of a plain round
             verifying += drafting
             drafting = 0.0
-        if prompts:  # each part took as much longer than expected as the other: the machine's pace is that of both
-            tokens, behind = sum(len(call.tokens) for call in prompts), max(call.slot for call in prompts)
-            alone, piece = rule.verify.seconds(computed, nodes, slots), self._prompts.seconds(1, tokens, behind)
+        # Each part took as much longer than expected as the other: the machine's pace is that of
+        # both.
+        if prompts:
+            tokens, behind = (
+                sum(len(call.tokens) for call in prompts),
+                max(call.slot for call in prompts),
+            )
+            alone, piece = (
+                rule.verify.seconds(computed, nodes, slots),
+                self._prompts.seconds(1, tokens, behind),
+            )
             self._prompts.add(1, tokens, behind, verifying * piece / (alone + piece))
             verifying *= alone / (alone + piece)
         rule.verify.add(computed, nodes, slots, verifying)
@@ -138,7 +159,9 @@ class LoadPolicy(Policy):
         rule.observe(drafted, tokens, drafting + verifying)
 
 
-def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int) -> None:
+def _measure(
+    engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int
+) -> None:
     first = slots - nodes
     calls = [Call(kv_cache, [0] * nodes, range(first, slots), first) for kv_cache in kv_caches]
     for again in range(3):
@@ -150,7 +173,8 @@ def _measure(engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nod
 
 
 def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -> tuple[int, int]:
-    """The rows and nodes that an engine computes for a call of ``rows`` rows with ``nodes`` nodes each."""
+    """The rows and nodes that an engine computes for a call of ``rows`` rows with ``nodes`` nodes
+    each."""
     work = engine.work([Call(kv_cache, [0] * nodes, (), 0) for kv_cache in kv_caches[:rows]])
     return work.rows, work.nodes
 
@@ -174,5 +198,7 @@ def _values(current: Round) -> Sequence[float]:
 
 def _controller(current: Round) -> RowController:
     """What the rule knows of a row's draft."""
-    assert current.drafting.drafter is not None and isinstance(current.drafting.drafter.controller, RowController)
+    assert current.drafting.drafter is not None and isinstance(
+        current.drafting.drafter.controller, RowController
+    )
     return current.drafting.drafter.controller

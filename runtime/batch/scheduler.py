@@ -1,4 +1,5 @@
-"""Continuous batching: requests join and leave between rounds; prompts are prefilled in pieces, beside rows that decode."""
+"""Continuous batching: requests join and leave between rounds; prompts are prefilled in pieces,
+beside rows that decode."""
 
 import logging
 import time
@@ -36,13 +37,16 @@ class BatchOptions:
     Attributes:
         max_rows: Requests that run at the same time.
         max_queue: Requests that wait; more are refused.
-        prefill_tokens: Most tokens of prompts in a round, or between two, while there are rows that decode. There are fewer
-            where many rows would wait twice as long for them.
-        kv_memory: Bytes of keys and values that the requests that run have, together. Texts that grow may come to need more:
-            the youngest request then pauses, and its keys and values are computed again when there is room.
-        prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0: none. They change how long a
-            request takes to begin, from which one user may learn what another asked: give 0 where that matters.
-        levels: Each round drafts this many levels, alone and beside others. None: as many as pay, given the load.
+        prefill_tokens: Most tokens of prompts in a round, or between two, while there are rows that
+            decode. There are fewer where many rows would wait twice as long for them.
+        kv_memory: Bytes of keys and values that the requests that run have, together. Texts that
+            grow may come to need more: the youngest request then pauses, and its keys and values
+            are computed again when there is room.
+        prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0:
+            none. They change how long a request takes to begin, from which one user may learn what
+            another asked: give 0 where that matters.
+        levels: Each round drafts this many levels, alone and beside others. None: as many as pay,
+            given the load.
 
     Raises:
         EESDError: A value is out of range.
@@ -66,7 +70,8 @@ class BatchOptions:
 
 
 class Scheduler:
-    """The batch, driven by one thread: :meth:`add` requests, and call :meth:`step` while there is work.
+    """The batch, driven by one thread: :meth:`add` requests, and call :meth:`step` while there is
+    work.
 
     Attributes:
         rule: What decides how far to draft, and what it learned.
@@ -79,7 +84,8 @@ class Scheduler:
     """
 
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
-        """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each other's logits here."""
+        """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each
+        other's logits here."""
         self._llm, self._options, self._engine = llm, options, llm.engines.verify
         self.rule = LoadRule(llm.manifest.exit_head.calibration, options.levels)
         self.prefixes = PrefixCache(options.prefix_memory)
@@ -113,7 +119,11 @@ class Scheduler:
     @property
     def kv_used(self) -> float:
         """Share of the memory for keys and values that requests have."""
-        return sum(len(row.tokens) for row in self._rows()) * self._slot_bytes / self._options.kv_memory
+        return (
+            sum(len(row.tokens) for row in self._rows())
+            * self._slot_bytes
+            / self._options.kv_memory
+        )
 
     @property
     def paused(self) -> int:
@@ -139,7 +149,8 @@ class Scheduler:
         self.waiting.append(generation)
 
     def step(self) -> bool:
-        """Let requests begin and end, prefill some tokens, run a round. Returns whether there is more to do."""
+        """Let requests begin and end, prefill some tokens, run a round. Returns whether there is
+        more to do."""
         self._end_some()
         self._begin_some()
         self._pause_some()
@@ -151,7 +162,9 @@ class Scheduler:
     def end_all(self, reason: str, error: Exception | None = None) -> None:
         """End every request."""
         while self.waiting:
-            self.waiting.popleft().tell(Update(finish_reason=reason, error=_sentence(error) if error else None))
+            self.waiting.popleft().tell(
+                Update(finish_reason=reason, error=_sentence(error) if error else None)
+            )
         for row in [*self._rows(), *self._paused]:
             self._end(row, reason, error)
 
@@ -161,11 +174,14 @@ class Scheduler:
 
     def _bytes(self, rows: Sequence[Session]) -> int:
         """Bytes of keys and values that rows need for their next rounds."""
-        return sum(len(row.tokens) + self._llm.manifest.max_tree_nodes for row in rows) * self._slot_bytes
+        return (
+            sum(len(row.tokens) + self._llm.manifest.max_tree_nodes for row in rows)
+            * self._slot_bytes
+        )
 
     def _has_room(self, tokens: int, new: int, left: int) -> bool:
-        """Whether there is memory for a text beside the others until they have ended, if each becomes as long as the last ones
-        that became longer than it is.
+        """Whether there is memory for a text beside the others until they have ended, if each
+        becomes as long as the last ones that became longer than it is.
 
         Args:
             tokens: Of the text and its prompt.
@@ -179,7 +195,8 @@ class Scheduler:
         slots, most = 0, 0
         for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
             slots += size + self._llm.manifest.max_tree_nodes
-            most = max(most, slots + number * to_come)  # when this text ends, and all with less to come have ended
+            # When this text ends, and all with less to come have ended.
+            most = max(most, slots + number * to_come)
         return most * self._slot_bytes <= self._options.kv_memory
 
     def _to_come(self, new: int, left: int) -> int:
@@ -192,14 +209,19 @@ class Scheduler:
         now = time.monotonic()
         for generation in [one for one in self.waiting if one.cancelled or one.is_late(now)]:
             self.waiting.remove(generation)
-            generation.tell(Update(finish_reason="cancelled" if generation.cancelled else "deadline"))
+            generation.tell(
+                Update(finish_reason="cancelled" if generation.cancelled else "deadline")
+            )
         for row in [*self._rows(), *self._paused]:
             if row.generation.cancelled or row.generation.is_late(now):
                 self._end(row, "cancelled" if row.generation.cancelled else "deadline")
 
     def _begin_some(self) -> None:
-        """Let paused requests go on, and others begin, in their order, while there is a row and memory for them."""
-        while len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING:
+        """Let paused requests go on, and others begin, in their order, while there is a row and
+        memory for them."""
+        while (
+            len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING
+        ):
             if self._paused:
                 row = self._paused[0]
                 if not self._has_room(len(row.tokens), row.stats.new_tokens, row.left):
@@ -210,7 +232,9 @@ class Scheduler:
                 self._go_on(row)
                 continue
             request = self.waiting[0].request if self.waiting else None
-            if request is None or not self._has_room(len(request.tokens), 0, request.max_new_tokens):
+            if request is None or not self._has_room(
+                len(request.tokens), 0, request.max_new_tokens
+            ):
                 return
             generation = self.waiting.popleft()
             kv_cache = self._free.pop()
@@ -275,7 +299,8 @@ class Scheduler:
             self._active.append(row)
 
     def _policy_of(self, shared: bool) -> Policy:
-        """A row alone drafts as it does without a batch; a batch, or a row whose call a prompt ``shared``, by the load."""
+        """A row alone drafts as it does without a batch; a batch, or a row whose call a prompt
+        ``shared``, by the load."""
         if len(self._active) != 1 or shared or self._options.levels is not None:
             return self._policy
         if (row := self._active[0]) is not self._last_alone:
@@ -284,12 +309,14 @@ class Scheduler:
         return ALONE
 
     def _round(self, pieces: list[PromptPiece]) -> None:
-        """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end, and the prompts try again;
-        without rows that decode, the prompts' requests end."""
+        """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end,
+        and the prompts try again; without rows that decode, the prompts' requests end."""
         rows = [*self._active]
         self.rounds += bool(rows)
         policy = self._policy_of(bool(pieces))
-        self._policy.waiting = min(len(self._prefilling) + len(self.waiting), self._options.max_rows - len(rows))
+        self._policy.waiting = min(
+            len(self._prefilling) + len(self.waiting), self._options.max_rows - len(rows)
+        )
         try:
             rounds = run_round(rows, self._llm.engines, policy, pieces)
         except Exception as error:
@@ -354,25 +381,37 @@ class Scheduler:
         self._free.sort(key=self._kv_caches.index, reverse=True)
 
     def _check_memory(self) -> None:
-        """Raise :class:`EESDError` if caches that are allocated whole take more than requests may."""
-        taken, given = sum(kv_cache.fixed_bytes for kv_cache in self._kv_caches), self._options.kv_memory
+        """Raise :class:`EESDError` if caches that are allocated whole take more than requests
+        may."""
+        taken, given = (
+            sum(kv_cache.fixed_bytes for kv_cache in self._kv_caches),
+            self._options.kv_memory,
+        )
         if taken > given:
             rows = len(self._kv_caches)
             raise EESDError(
-                f"{rows} rows of {taken // rows // self._slot_bytes} slots take {-(-taken >> 20)} MiB of the GPU's memory, and "
-                f"{given >> 20} MiB are given for keys and values; start with fewer rows or more memory."
+                f"{rows} rows of {taken // rows // self._slot_bytes} slots take "
+                f"{-(-taken >> 20)} MiB of the GPU's memory, and "
+                f"{given >> 20} MiB are given for keys and values; start with fewer rows or "
+                "more memory."
             )
 
 
 def check_memory(request: Request, most: int, longest: int) -> None:
-    """Raise :class:`EESDError` if a text of at most ``most`` tokens may come to more than there is memory for, ``longest``."""
+    """Raise :class:`EESDError` if a text of at most ``most`` tokens may come to more than there is
+    memory for, ``longest``."""
     if min(len(request.tokens) + request.max_new_tokens, most) > longest:
         raise EESDError(
-            f"The request may come to {len(request.tokens)} + {request.max_new_tokens} tokens, and there is memory for the "
+            f"The request may come to {len(request.tokens)} + {request.max_new_tokens} "
+            "tokens, and there is memory for the "
             f"keys and values of {longest}; ask for fewer new tokens, or start with more memory."
         )
 
 
 def _sentence(error: Exception) -> str:
     """What a user is told about an error; only errors of this project are written for users."""
-    return str(error) if isinstance(error, EESDError) else "The request failed inside the server; its log says why."
+    return (
+        str(error)
+        if isinstance(error, EESDError)
+        else "The request failed inside the server; its log says why."
+    )

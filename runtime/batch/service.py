@@ -24,10 +24,12 @@ class Load:
     """What a service does now.
 
     Attributes:
-        queued, prefilling, running: Requests that wait, whose prompt is being prefilled, and that decode.
+        queued, prefilling, running: Requests that wait, whose prompt is being prefilled, and that
+            decode.
         kv_used: Share of the memory for keys and values that requests have.
         rounds: Rounds so far.
-        prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were kept from earlier ones.
+        prefix_queries, prefix_hits: Tokens of all prompts, and those whose keys and values were
+            kept from earlier ones.
         drafted: Levels that the last round verified.
         pauses: How often a request lost its keys and values to others, for a while.
     """
@@ -44,8 +46,9 @@ class Load:
 
 
 class Service:
-    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it gets alone. On a GPU without
-    ``exact`` that is so up to rounding, which depends on what else runs.
+    """Runs requests of an :class:`~eesd.runtime.llm.LLM` together, each with the tokens that it
+    gets alone. On a GPU without ``exact`` that is so up to rounding, which depends on what else
+    runs.
 
     Other calls of the LLM wait for the service's rounds.
 
@@ -89,8 +92,13 @@ class Service:
             waiting = len(self._inbox) + len(self._scheduler.waiting)
             free = self._options.max_rows - self._scheduler.running - self._scheduler.prefilling
             if waiting >= self._options.max_queue + max(free, 0):
-                until_half_empty = max(1.0, self._scheduler.request_seconds * (waiting / 2) / self._options.max_rows)
-                raise QueueFullError(f"The queue is full: {waiting} requests wait; try again later.", until_half_empty)
+                until_half_empty = max(
+                    1.0, self._scheduler.request_seconds * (waiting / 2) / self._options.max_rows
+                )
+                raise QueueFullError(
+                    f"The queue is full: {waiting} requests wait; try again later.",
+                    until_half_empty,
+                )
             self._inbox.append(generation)
             self._changed.notify_all()
         return generation
@@ -106,7 +114,8 @@ class Service:
         return self._options.max_rows + self._options.max_queue
 
     def generate(self, request: Request) -> Completion:
-        """Ask for a text, and wait for it. Raises :class:`EESDError` also if the request fails later."""
+        """Ask for a text, and wait for it. Raises :class:`EESDError` also if the request fails
+        later."""
         told = SimpleQueue[Update]()
         self.submit(request, told.put)
         updates = [told.get()]
@@ -117,7 +126,8 @@ class Service:
         return completion_of(updates, request)
 
     def close(self, drain_seconds: float = 0.0) -> None:
-        """Take no more requests, let those that run go on for so long, then cancel them. May be called more than once."""
+        """Take no more requests, let those that run go on for so long, then cancel them. May be
+        called more than once."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -149,11 +159,15 @@ class Service:
         return self._thread.is_alive()
 
     def beliefs(self) -> dict[str, Any]:
-        """The calibrations of the exit head's drafts (``accept``) and of what texts propose (``text``), as JSON values: mean
-        and covariance of each :class:`~eesd.controllers.calibration.Calibrator`."""
+        """The calibrations of the exit head's drafts (``accept``) and of what texts propose
+        (``text``), as JSON values: mean and covariance of each
+        :class:`~eesd.controllers.calibration.Calibrator`."""
         rule = self._scheduler.rule
         found = {"accept": rule.accept, "text": rule.text}
-        return {name: {"mean": [*one.mean], "covariance": [*one.covariance]} for name, one in found.items()}
+        return {
+            name: {"mean": [*one.mean], "covariance": [*one.covariance]}
+            for name, one in found.items()
+        }
 
     def _run(self) -> None:
         """The thread: take what was asked for, and run rounds while there is work."""

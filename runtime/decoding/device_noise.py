@@ -1,7 +1,8 @@
 """Noise on a GPU: the best scores of each row after Gumbel noise, in one kernel in Triton.
 
-The noise is that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`: Philox4x64-10 counts the token's group of four and
-the position. It exists in registers only. A program finds the best scores of a part of a row; torch joins the few of all parts.
+The noise is that of :class:`~eesd.runtime.decoding.sampling.GumbelNoise`: Philox4x64-10 counts the
+token's group of four and the position. It exists in registers only. A program finds the best scores
+of a part of a row; torch joins the few of all parts.
 
 It needs Triton, so it is imported only where that works.
 """
@@ -27,20 +28,30 @@ def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
     token = (column if tokens is None else tl.load(tokens + column, there, 0)).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     zero = token * 0
-    one, two, three, four = tl.philox_impl(token // 4 + 1, zero, zero + position, zero, zero + seed.to(tl.uint64), zero, 10)
+    one, two, three, four = tl.philox_impl(
+        token // 4 + 1, zero, zero + position, zero, zero + seed.to(tl.uint64), zero, 10
+    )
     number = token % 4
-    bits = tl.where(number < 2, tl.where(number == 0, one, two), tl.where(number == 2, three, four)) >> 12
+    bits = (
+        tl.where(number < 2, tl.where(number == 0, one, two), tl.where(number == 2, three, four))
+        >> 12
+    )
     uniform = (bits.to(tl.int64).to(tl.float64) + 0.5) * 2.220446049250313e-16  # 2^-52
-    noisy = tl.load(scores + row.to(tl.int64) * size + column, there, -float("inf")) - tl.log(-tl.log(uniform))
+    noisy = tl.load(scores + row.to(tl.int64) * size + column, there, -float("inf")) - tl.log(
+        -tl.log(uniform)
+    )
     found = (row.to(tl.int64) * tl.num_programs(1) + part) * COUNT
     for rank in tl.static_range(COUNT):
         value, best = tl.max(noisy, 0, return_indices=True)
         tl.store(values + found + rank, value)
-        tl.store(columns + found + rank, tl.minimum(part * WIDTH + best, size - 1))  # NaN may find a place behind the row
+        # NaN may find a place behind the row.
+        tl.store(columns + found + rank, tl.minimum(part * WIDTH + best, size - 1))
         noisy = tl.where(place == best, -float("inf"), noisy)
 
 
-def noisy_best(scores: Tensor, seed: int, positions: Tensor, tokens: Tensor | None, count: int) -> tuple[Tensor, Tensor]:
+def noisy_best(
+    scores: Tensor, seed: int, positions: Tensor, tokens: Tensor | None, count: int
+) -> tuple[Tensor, Tensor]:
     """The best scores after noise.
 
     Args:
@@ -57,6 +68,8 @@ def noisy_best(scores: Tensor, seed: int, positions: Tensor, tokens: Tensor | No
     shape = rows, triton.cdiv(size, WIDE), count
     values = torch.empty(shape, dtype=torch.float64, device=scores.device)
     columns = torch.empty(shape, dtype=torch.int64, device=scores.device)
-    _noisy_best[shape[:2]](scores.contiguous(), positions, tokens, values, columns, seed, size, COUNT=count, WIDTH=WIDE)
+    _noisy_best[shape[:2]](
+        scores.contiguous(), positions, tokens, values, columns, seed, size, COUNT=count, WIDTH=WIDE
+    )
     best, places = values.flatten(1).topk(count)
     return best, columns.flatten(1).gather(1, places)

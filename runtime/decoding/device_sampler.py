@@ -1,14 +1,17 @@
-"""Choosing tokens where the logits are: what :mod:`~eesd.runtime.decoding.samplers` chooses, by kernels on a device.
+"""Choosing tokens where the logits are: what :mod:`~eesd.runtime.decoding.samplers` chooses, by
+kernels on a device.
 
-Only numbers of the candidates go to the host. The host's samplers are the definition, and the tokens are theirs:
+Only numbers of the candidates go to the host. The host's samplers are the definition, and the
+tokens are theirs:
 
-* The penalty (float32), the shift by the maximum, the temperature and the k-th largest score are single IEEE operations,
-  comparisons and moves, so both sides have the same bits.
-* The uniform numbers have the same bits: Philox4x64-10 (Salmon et al. 2011), in a kernel that needs Triton
-  (:mod:`~eesd.runtime.decoding.device_noise`). Without it the host chooses.
-* Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a token that can win. So where
-  :data:`NEAR` or less decides (between the best two noisy scores, at the edge of a filter), or something is not finite, the
-  choice is marked as uncertain, and the host makes it from the logits.
+* The penalty (float32), the shift by the maximum, the temperature and the k-th largest score are
+  single IEEE operations, comparisons and moves, so both sides have the same bits.
+* The uniform numbers have the same bits: Philox4x64-10 (Salmon et al. 2011), in a kernel that needs
+  Triton (:mod:`~eesd.runtime.decoding.device_noise`). Without it the host chooses.
+* Logarithms, exponentials and sums differ in the last bits of a float64: by less than 1e-12 for a
+  token that can win. So where :data:`NEAR` or less decides (between the best two noisy scores, at
+  the edge of a filter), or something is not finite, the choice is marked as uncertain, and the host
+  makes it from the logits.
 """
 
 from collections.abc import Sequence
@@ -24,7 +27,8 @@ from eesd.runtime.decoding.sampling import GumbelNoise, Sampling
 from eesd.runtime.engines.base import Choose
 
 NEAR = 1e-9
-"""Far above what rounding changes. A token's choice is that close once in about a billion tokens."""
+"""Far above what rounding changes. A token's choice is that close once in about a billion
+tokens."""
 
 
 class DeviceSampler:
@@ -45,9 +49,9 @@ class DeviceSampler:
             count: Proposals for each row, from the draft's logits. 0: the verifier's token.
 
         Returns:
-            A function from logits [n, V] float32 to float64: for the draft [n, 3, count + 1] (columns, best first, their
-            log-probabilities, and these with noise), else [n, 2] (token, and 1 if it is certainly the host's). None where the
-            device makes no noise.
+            A function from logits [n, V] float32 to float64: for the draft [n, 3, count + 1]
+            (columns, best first, their log-probabilities, and these with noise), else [n, 2]
+            (token, and 1 if it is certainly the host's). None where the device makes no noise.
         """
 
         def choose(logits: Tensor) -> Tensor | None:
@@ -60,14 +64,19 @@ class DeviceSampler:
 
         return choose
 
-    def _penalized(self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool) -> Tensor:
-        """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path; ``drafts``: those of the draft."""
+    def _penalized(
+        self, logits: Tensor, tokens: Sequence[int], paths: Sequence[list[int]], drafts: bool
+    ) -> Tensor:
+        """Logits [n, V] with the repetition penalty for ``tokens`` and for each row's path;
+        ``drafts``: those of the draft."""
         penalty = self._sampling.repetition_penalty
         if penalty == 1:
             return logits
         place = logits.device, drafts
         if place not in self._seen:
-            self._seen[place] = _Seen(self._columns if drafts else WHOLE, logits.shape[-1], logits.device)
+            self._seen[place] = _Seen(
+                self._columns if drafts else WHOLE, logits.shape[-1], logits.device
+            )
         seen = self._seen[place].mask(tokens, paths)
         factor = _scalar(penalty, logits)
         return torch.where(seen, torch.where(logits > 0, logits / factor, logits * factor), logits)
@@ -81,10 +90,14 @@ class DeviceSampler:
             self._tokens[device] = to_device(self._columns.tokens(range(size)), device)
         scores = logits.double()
         scores -= scores.amax(-1, keepdim=True)
-        scores, sure, clear = _filtered(scores / _scalar(self._sampling.temperature, scores), self._sampling)
+        scores, sure, clear = _filtered(
+            scores / _scalar(self._sampling.temperature, scores), self._sampling
+        )
         scores = scores.log_softmax(-1) if count else scores
         places, tokens = to_device(positions, device), self._tokens[device] if count else None
-        best, columns = noisy_best(scores, self._sampling.seed or 0, places, tokens, min(max(count, 1) + 1, size))
+        best, columns = noisy_best(
+            scores, self._sampling.seed or 0, places, tokens, min(max(count, 1) + 1, size)
+        )
         if count:
             return torch.stack((columns.double(), scores.gather(-1, columns), best), -2)
         certain = best[:, 0] - best[:, -1] > NEAR
@@ -97,7 +110,8 @@ class DeviceSampler:
 
 @cache
 def makes_noise(device: torch.device) -> bool:
-    """Whether a device makes the host's noise: it is tried, as in :func:`~.torch_quantized.fault_of_kernel`."""
+    """Whether a device makes the host's noise: it is tried, as in
+    :func:`~.torch_quantized.fault_of_kernel`."""
     size, seed, positions = 9, 2**62 + 3, [5, 2**33]
     try:
         from eesd.runtime.decoding.device_noise import noisy_best
@@ -105,9 +119,15 @@ def makes_noise(device: torch.device) -> bool:
         scores = torch.zeros((2, size), dtype=torch.float64, device=device)
         values, columns = noisy_best(scores, seed, to_device(positions, device), None, size)
         found = torch.zeros_like(scores).scatter(1, columns, values).cpu().numpy()
-    except Exception:  # a compiler, a driver or a file system can fail in any way; then the host chooses
+    except Exception:
+        # A compiler, a driver or a file system can fail in any way; then the host chooses.
         return False
-    return np.allclose(found, [GumbelNoise(seed, size).at(position) for position in positions], rtol=1e-12, atol=1e-13)
+    return np.allclose(
+        found,
+        [GumbelNoise(seed, size).at(position) for position in positions],
+        rtol=1e-12,
+        atol=1e-13,
+    )
 
 
 class _Seen:
@@ -123,7 +143,9 @@ class _Seen:
         """[n, V]: the tokens committed, and those of each row's path."""
         device = self._committed.device
         if self._marked < len(tokens):
-            self._committed.index_fill_(0, to_device(self._columns.of(tokens[self._marked :]), device), True)
+            self._committed.index_fill_(
+                0, to_device(self._columns.of(tokens[self._marked :]), device), True
+            )
             self._marked = len(tokens)
         columns = [[*self._columns.of(path)] if path else [] for path in paths]
         width = max(map(len, columns))
@@ -135,7 +157,8 @@ class _Seen:
 
 
 def _scalar(value: float, like: Tensor) -> Tensor:
-    """A number as a tensor: by a plain number, a GPU multiplies with the reciprocal, which rounds otherwise."""
+    """A number as a tensor: by a plain number, a GPU multiplies with the reciprocal, which rounds
+    otherwise."""
     return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
@@ -149,10 +172,12 @@ def _likeliest(logits: Tensor, count: int) -> Tensor:
     """What :meth:`DeviceSampler.chooser` says, without noise."""
     if count:
         logprobs = logits.double().log_softmax(-1)
-        best, columns = logprobs.topk(min(count + 1, logprobs.shape[-1]))  # one more, for the last margin
+        # One more, for the last margin.
+        best, columns = logprobs.topk(min(count + 1, logprobs.shape[-1]))
         return torch.stack((columns.double(), best, best), -2)
     best = logits.argmax(-1, keepdim=True)
-    return torch.cat((best.double(), (logits.gather(-1, best) < torch.inf).double()), -1)  # the host refuses others
+    # The host refuses others.
+    return torch.cat((best.double(), (logits.gather(-1, best) < torch.inf).double()), -1)
 
 
 def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -163,8 +188,9 @@ def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None
         sampling: The options.
 
     Returns:
-        The scores, -inf where a filter removes a token for certain; which tokens are kept for certain [n, V], None: all that
-        are left; and for which rows these two are certain [n], None: for all.
+        The scores, -inf where a filter removes a token for certain; which tokens are kept for
+        certain [n, V], None: all that are left; and for which rows these two are certain [n], None:
+        for all.
     """
     sure = clear = None
     if 0 < sampling.top_k < scores.shape[-1]:
@@ -175,7 +201,8 @@ def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None
         before = chances.cumsum(-1) - chances
         kept, left = before < sampling.top_p - NEAR, before < sampling.top_p + NEAR
         kept[:, 0].fill_(True)
-        # Of nearly equal scores, the host may round two to the same and then take the lower id first.
+        # Of nearly equal scores, the host may round two to the same and then take the lower id
+        # first.
         apart = ordered[:, :-1] - ordered[:, 1:]
         edge = (kept[:, :-1] ^ kept[:, 1:]) | (left[:, :-1] ^ left[:, 1:])
         clear = ~(edge & (apart > 0) & (apart < NEAR)).any(-1)

@@ -13,8 +13,8 @@ from eesd.controllers.text_rule import combined
 from eesd.controllers.tree_budget import TreeBudget
 
 CANDIDATES = 4
-"""Children proposed for a node when a budget chooses among them. Of the bundled model's greedy tokens 82 % are the first
-candidate and 94 % are among four."""
+"""Children proposed for a node when a budget chooses among them. Of the bundled model's greedy
+tokens 82 % are the first candidate and 94 % are among four."""
 
 
 class Proposal(NamedTuple):
@@ -23,11 +23,12 @@ class Proposal(NamedTuple):
     Attributes:
         token: Its id.
         logprob: Its log-probability under the draft.
-        score: What paths are ranked by, summed along the path: the log-probability, or with coupled sampling the distance of
-            the noisy score from the best one's. A child near the best is likely the verifier's token, however improbable it
-            was before the noise.
-        margin: Score (with noise, if there is any) minus that of the best other token; infinite if there is none. Of all the
-            draft shows, the margin predicts best whether the verifier will agree.
+        score: What paths are ranked by, summed along the path: the log-probability, or with coupled
+            sampling the distance of the noisy score from the best one's. A child near the best is
+            likely the verifier's token, however improbable it was before the noise.
+        margin: Score (with noise, if there is any) minus that of the best other token; infinite if
+            there is none. Of all the draft shows, the margin predicts best whether the verifier
+            will agree.
     """
 
     token: int
@@ -45,10 +46,11 @@ class Node:
         parent: None for the root.
         depth: Tokens between the root and this node, this one included.
         logprob: Log-probability of its path under the draft.
-        rank: What its path is ranked by: the sum of scores or, with a budget, the chance that the path is accepted.
+        rank: What its path is ranked by: the sum of scores or, with a budget, the chance that the
+            path is accepted.
         margin: Its proposal's margin.
-        index: Its slot, counted from the root's: while drafting in the order of expansion, after :meth:`DraftTree.prune` in
-            the verify pass. -1: it is not in the pass.
+        index: Its slot, counted from the root's: while drafting in the order of expansion, after
+            :meth:`DraftTree.prune` in the verify pass. -1: it is not in the pass.
         expanded: Whether the draft continues from it.
         candidates: Its proposed children, best first.
         score: Calibration score of the first candidate (with a budget).
@@ -96,9 +98,10 @@ class Share(NamedTuple):
 class DraftTree:
     """The nodes of one round.
 
-    Without a budget every node of a level is expanded and verified. With a budget, paths are ranked by their calibrated
-    chances: the ``width`` best of a level are expanded, and :meth:`prune` chooses from all candidates ever proposed. What the
-    text proposes is the end of the best path (:meth:`follow_text`), or joins the candidates (:meth:`join_text`).
+    Without a budget every node of a level is expanded and verified. With a budget, paths are ranked
+    by their calibrated chances: the ``width`` best of a level are expanded, and :meth:`prune`
+    chooses from all candidates ever proposed. What the text proposes is the end of the best path
+    (:meth:`follow_text`), or joins the candidates (:meth:`join_text`).
 
     Attributes:
         root: The last committed token.
@@ -109,7 +112,12 @@ class DraftTree:
     """
 
     def __init__(
-        self, root_token: int, max_nodes: int, width: int = 1, budget: TreeBudget | None = None, in_place: bool = False
+        self,
+        root_token: int,
+        max_nodes: int,
+        width: int = 1,
+        budget: TreeBudget | None = None,
+        in_place: bool = False,
     ) -> None:
         """Begin a tree.
 
@@ -118,21 +126,28 @@ class DraftTree:
             max_nodes: Most nodes of the verify pass, the root not counted.
             width: Nodes of a level; 1: a chain.
             budget: Chooses what is verified; None: everything.
-            in_place: Whether a budget shall choose among the nodes of the best path alone, since no others count.
+            in_place: Whether a budget shall choose among the nodes of the best path alone, since no
+                others count.
         """
         self.root = Node(root_token, rank=0.0 if budget is None else 1.0, index=0, expanded=True)
         self.nodes = [self.root]
         self.frontier = [self.root]
         self.steps = 0
         self.branching = width if budget is None else max(width, CANDIDATES)
-        self._max_nodes, self._width, self._budget, self._in_place = max_nodes, width, budget, in_place
+        self._max_nodes, self._width, self._budget, self._in_place = (
+            max_nodes,
+            width,
+            budget,
+            in_place,
+        )
 
     @property
     def is_full(self) -> bool:
         return len(self.nodes) > self._max_nodes
 
     def grow(self, proposals: Sequence[Sequence[Proposal]]) -> DraftStep | None:
-        """Add a level: the proposed children of each frontier node, of which the best paths are expanded.
+        """Add a level: the proposed children of each frontier node, of which the best paths are
+        expanded.
 
         Returns:
             What a controller is told about the level; None if nothing was proposed.
@@ -152,7 +167,9 @@ class DraftTree:
         best = self.frontier[0]
         assert best.parent is not None
         probability = exp(best.logprob - best.parent.logprob)
-        return DraftStep(self.steps, probability, exp(best.logprob), best.margin, len(self.nodes) - 1)
+        return DraftStep(
+            self.steps, probability, exp(best.logprob), best.margin, len(self.nodes) - 1
+        )
 
     def _add_candidates(self, parent: Node, proposals: Sequence[Proposal]) -> None:
         depth = parent.depth + 1
@@ -170,7 +187,8 @@ class DraftTree:
         ]
 
     def follow_text(self, tokens: Sequence[int]) -> None:
-        """Add the chain of these tokens, which the text proposes, behind the best path; nothing is drafted behind it."""
+        """Add the chain of these tokens, which the text proposes, behind the best path; nothing is
+        drafted behind it."""
         parent = self.frontier[0]
         for token in tokens:
             node = Node(token, parent, parent.depth + 1, index=len(self.nodes), from_text=True)
@@ -179,7 +197,8 @@ class DraftTree:
             parent = node
 
     def join_text(self, node: Node, tokens: Sequence[int], chances: Sequence[float]) -> None:
-        """Add the path that the text proposes to a budget's candidates. Call it when drafting is done.
+        """Add the path that the text proposes to a budget's candidates. Call it when drafting is
+        done.
 
         Not without a budget: a child that was sampled can have no siblings (rejection sampling).
 
@@ -193,7 +212,11 @@ class DraftTree:
                 return  # a chance may be too small for a number
             drafted = node.candidates
             found = next((i for i, child in enumerate(drafted) if child.token == token), None)
-            mixed, own = combined([child.rank / node.rank for child in drafted], found, chance) if drafted else ([], chance)
+            mixed, own = (
+                combined([child.rank / node.rank for child in drafted], found, chance)
+                if drafted
+                else ([], chance)
+            )
             for child, value in zip(drafted, mixed, strict=True):
                 if child.rank:
                     _rescale(child, node.rank * value / child.rank)
@@ -207,8 +230,9 @@ class DraftTree:
     def prune(self, share: Share | None = None) -> list[Node]:
         """Choose what is verified. Call it once, when drafting is done.
 
-        With a budget these are the most likely of all candidates, as many as the budget finds worth it. They form a tree
-        because no path is likelier than its beginning. The best path comes first, so its nodes have the slots of a chain.
+        With a budget these are the most likely of all candidates, as many as the budget finds worth
+        it. They form a tree because no path is likelier than its beginning. The best path comes
+        first, so its nodes have the slots of a chain.
 
         Args:
             share: Of a draft beside others; None: all that is worth it alone.
@@ -227,7 +251,9 @@ class DraftTree:
         best = _best_path(candidates)
         if self._in_place:
             candidates = best
-        size = self._budget.size([candidate.rank for candidate in candidates[: self._max_nodes]], share and share.price)
+        size = self._budget.size(
+            [candidate.rank for candidate in candidates[: self._max_nodes]], share and share.price
+        )
         on_path = set(best)
         chosen = sorted(candidates[:size], key=lambda node: (node not in on_path, node.depth))
         verified = [self.root, *chosen]
@@ -243,7 +269,8 @@ class DraftTree:
         return [node for node in self.nodes if node.depth <= levels]
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
-        """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each node with candidates."""
+        """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each
+        node with candidates."""
         node, labels = self.root, []
         for token in tokens:
             drafted = [child for child in node.candidates if not child.from_text]
@@ -270,7 +297,8 @@ def _behind(node: Node) -> Iterator[Node]:
 
 
 def _best_path(candidates: Sequence[Node]) -> list[Node]:
-    """Of candidates sorted by value, which come behind their parents, the path with the greatest sum of values."""
+    """Of candidates sorted by value, which come behind their parents, the path with the greatest
+    sum of values."""
     sums: dict[Node, float] = {}
     for node in candidates:
         assert node.parent is not None
@@ -295,7 +323,8 @@ def is_chain(nodes: Sequence[Node]) -> bool:
 
 
 def tree_mask(nodes: Sequence[Node], first: int = 0) -> NDArray[np.bool_]:
-    """[len - first, len]: which nodes each node from ``first`` on sees: its ancestors and itself."""
+    """[len - first, len]: which nodes each node from ``first`` on sees: its ancestors and
+    itself."""
     seen = np.eye(len(nodes), dtype=np.bool_)
     for node in nodes[1:]:
         assert node.parent is not None and 0 <= node.parent.index < node.index

@@ -1,4 +1,5 @@
-"""Never slower than plain decoding: the guard estimates what each drafter gains, and pauses one that loses."""
+"""Never slower than plain decoding: the guard estimates what each drafter gains, and pauses one
+that loses."""
 
 from collections import deque
 from statistics import median, median_low
@@ -8,25 +9,31 @@ from eesd.controllers import RoundOutcome
 EXIT_HEAD, TEXT = "exit", "text"
 """What drafts. A round counts for the exit head if it ran draft steps, otherwise for the text."""
 STAKE, ALLOWANCE, MOST = 0.8, 0.0045, 8.0
-"""Plain steps that a drafter may lose at first, further ones for each token that is decoded, and as many of what it gained."""
+"""Plain steps that a drafter may lose at first, further ones for each token that is decoded, and as
+many of what it gained."""
 MARGIN = 0.05
-"""Plain steps that a drafting round must gain at least: measurements err, and less is worth little."""
+"""Plain steps that a drafting round must gain at least: measurements err, and less is worth
+little."""
 DOUBT = 4.0
 """Luck is believed as if so many further rounds had brought what was expected."""
 MEMORY = 64
 """About so many of the last drafting rounds, or tokens of a pause, are remembered."""
 TRIAL, SWITCH = 3, 0.1
-"""A pause ends when so many rounds can be paid for, or the stake, and what the draft costs the plain round behind it."""
+"""A pause ends when so many rounds can be paid for, or the stake, and what the draft costs the
+plain round behind it."""
 PROBE, NEAR = 4, 4
-"""Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with them."""
+"""Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with
+them."""
 PATIENCE = 3
-"""Rounds of a drafter before its first pause. A first call may take ten times as long as later ones, for which nothing was paid
-yet; a process whose first draft was paused for that drafted nothing for 250 tokens."""
+"""Rounds of a drafter before its first pause. A first call may take ten times as long as later
+ones, for which nothing was paid yet; a process whose first draft was paused for that drafted
+nothing for 250 tokens."""
 FIRST_INTERVAL, LONGEST_INTERVAL = 16, 256
 """Drafting rounds between two probes."""
 SURE = 2.0
-"""Tokens that a drafter must expect beside the bonus token to draft in a pause: of the text, whose every token is judged also
-while it is paused, so what it expects is known, and a stall that cost it its account does not keep it from what repeats."""
+"""Tokens that a drafter must expect beside the bonus token to draft in a pause: of the text, whose
+every token is judged also while it is paused, so what it expects is known, and a stall that cost it
+its account does not keep it from what repeats."""
 SLOWER = 1.3
 """If rounds take so many times what such rounds usually do, plain decoding is measured again."""
 
@@ -71,12 +78,18 @@ class Account:
 
     @property
     def gain(self) -> float:
-        """Plain steps that a round gains beyond ``MARGIN``: the tokens that it brings minus what it costs; 0 while unknown."""
+        """Plain steps that a round gains beyond ``MARGIN``: the tokens that it brings minus what it
+        costs; 0 while unknown."""
         rounds = sum(self._rounds.values())
         if not rounds:
             return 0.0
         draft, verify = self._draft.medians, self._verify.medians
-        cost = sum([weight * (draft[steps] + verify[nodes]) for (steps, nodes), weight in self._rounds.items()])
+        cost = sum(
+            [
+                weight * (draft[steps] + verify[nodes])
+                for (steps, nodes), weight in self._rounds.items()
+            ]
+        )
         return (self._expected - cost) / rounds + self._luck / (rounds + DOUBT) - MARGIN
 
     def drafted(self, outcome: RoundOutcome) -> bool:
@@ -104,16 +117,19 @@ class Account:
 
     def _forget(self, age: float) -> None:
         keep = max(1 - age / MEMORY, 0.0)
-        self._rounds = {shape: weight * keep for shape, weight in self._rounds.items() if weight > 0.01}
+        self._rounds = {
+            shape: weight * keep for shape, weight in self._rounds.items() if weight > 0.01
+        }
         self._expected, self._luck = self._expected * keep, self._luck * keep
 
 
 class Guard:
     """Allows a drafter while its account is not overdrawn.
 
-    Tokens are counted, and need no estimate but that of luck. Seconds are noisy, and change with the load of the machine. So no
-    round is charged what it took: a round is charged the median *price* of such rounds, in plain steps, and prices are measured
-    only close to plain rounds, in the same load.
+    Tokens are counted, and need no estimate but that of luck. Seconds are noisy, and change with
+    the load of the machine. So no round is charged what it took: a round is charged the median
+    *price* of such rounds, in plain steps, and prices are measured only close to plain rounds, in
+    the same load.
 
     Attributes:
         pauses: Number of pauses so far.
@@ -125,7 +141,8 @@ class Guard:
         """By draft steps, and by nodes (with all that a round does beside its draft)."""
         self._accounts = {name: Account(self._draft, self._verify) for name in (EXIT_HEAD, TEXT)}
         self._plain: deque[float] = deque(maxlen=5)
-        """Seconds of plain rounds since the last draft, but for the first: the draft took the processor's caches from it."""
+        """Seconds of plain rounds since the last draft, but for the first: the draft took the
+        processor's caches from it."""
         self._plain_step = 0.0
         """Seconds of a plain round; 0 while unknown."""
         self._recent: deque[RoundOutcome] = deque(maxlen=NEAR)
@@ -140,8 +157,9 @@ class Guard:
         self._behind_draft = True
 
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
-        """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the bonus token, as far as is
-        known without drafting. While plain decoding is measured, nothing may draft."""
+        """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the
+        bonus token, as far as is known without drafting. While plain decoding is measured, nothing
+        may draft."""
         return not self._probing and (sure >= SURE or not self._accounts[drafter].paused)
 
     def observe(self, outcome: RoundOutcome) -> None:
@@ -184,7 +202,9 @@ class Guard:
         changed = len(self._pace) == 2 * NEAR and not 1 / SLOWER < median(self._pace) < SLOWER
         if changed or self._drafts_since >= self._interval:
             self._probing = PROBE
-            self._interval = FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
+            self._interval = (
+                FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
+            )
 
     def _compare(self, outcome: RoundOutcome) -> None:
         """Note the price of a drafting round that is close to plain ones."""

@@ -1,4 +1,5 @@
-"""A round of one or several sequences: draft, verify, accept, commit, top-down in :func:`run_round`."""
+"""A round of one or several sequences: draft, verify, accept, commit, top-down in
+:func:`run_round`."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -30,15 +31,20 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class RoundResult:
-    """What one round committed, by which results compare, and what it took: all that statistics count.
+    """What one round committed, by which results compare, and what it took: all that statistics
+    count.
 
     Attributes:
-        tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there is one, is the bonus token.
-        num_accepted: Draft tokens among them. What the verifier accepts behind the end of the text is not committed.
-        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None: call ``step`` again.
+        tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there
+            is one, is the bonus token.
+        num_accepted: Draft tokens among them. What the verifier accepts behind the end of the text
+            is not committed.
+        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None:
+            call ``step`` again.
         from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
         rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
-        outcome: What was judged, also behind the end of the text: the observers of the round get it.
+        outcome: What was judged, also behind the end of the text: the observers of the round get
+            it.
         levels: Deepest level that was verified, of tokens from the draft or from the text.
         drafting: Whether the round was allowed to draft.
         draft_seconds: Time in the draft engine.
@@ -57,8 +63,9 @@ class RoundResult:
 
 @dataclass(frozen=True)
 class Drafter:
-    """What a session needs to draft with the exit head: the draft engine, the controller, the nodes of a level (1: a
-    chain), the budget that chooses what is verified (None: everything), and the tokens of the draft's columns."""
+    """What a session needs to draft with the exit head: the draft engine, the controller, the nodes
+    of a level (1: a chain), the budget that chooses what is verified (None: everything), and the
+    tokens of the draft's columns."""
 
     engine: Engine
     controller: Controller
@@ -69,14 +76,17 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a sequence drafts: with the exit head, from the text, or both; with neither it decodes plainly.
+    """How a sequence drafts: with the exit head, from the text, or both; with neither it decodes
+    plainly.
 
     Attributes:
         drafter: How the exit head drafts; None: not at all.
         text: Says how much of what the text proposes is verified; None: the text does not draft.
         guard: Pauses a drafter that loses time; None: no drafter is paused.
-        value: What rounds cost and are worth, which controller, budget and text rule share; None: nothing needs it.
-        fixed: Whether every round must draft and verify the same, because tokens depend on it: with rejection sampling.
+        value: What rounds cost and are worth, which controller, budget and text rule share; None:
+            nothing needs it.
+        fixed: Whether every round must draft and verify the same, because tokens depend on it: with
+            rejection sampling.
     """
 
     drafter: Drafter | None = None
@@ -145,7 +155,8 @@ class Round:
     drafted_at: float = 0.0
 
     def begin(self) -> None:
-        """Begin a round: what the text proposes, and whether to draft. A round that was begun before is forgotten.
+        """Begin a round: what the text proposes, and whether to draft. A round that was begun
+        before is forgotten.
 
         Raises:
             EESDError: The session is finished or closed.
@@ -166,7 +177,9 @@ class Round:
         session.sampler.begin_round(session.tokens)
         self.proposal = proposal = self._proposal(self.drafting.text, self.most_depth)
         width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        self.tree = DraftTree(session.tokens[-1], self.most_nodes, width, budget, session.engines.in_place)
+        self.tree = DraftTree(
+            session.tokens[-1], self.most_nodes, width, budget, session.engines.in_place
+        )
         if proposal.tokens and (copied := self._copied()):
             self.tree.follow_text(proposal.tokens[:copied])
         elif drafter is not None:
@@ -182,16 +195,26 @@ class Round:
         session.drafted_to = max(session.drafted_to, len(session.tokens) - 1 + len(tree.nodes))
         first = tree.frontier[0].index
         call = session.call(tree.nodes, first)
-        choose = session.sampler.chooser(tree.nodes[first:], tree.branching) if drafter.engine.chooses else None
+        choose = (
+            session.sampler.chooser(tree.nodes[first:], tree.branching)
+            if drafter.engine.chooses
+            else None
+        )
         return call._replace(choose=choose)
 
     def draft_chain(self) -> bool:
-        """Draft steps of a chain in one call, which does not wait for the host between them, if that can be. All of them if
-        their number is known, else as many as the controller allows before it is asked."""
+        """Draft steps of a chain in one call, which does not wait for the host between them, if
+        that can be. All of them if their number is known, else as many as the controller allows
+        before it is asked."""
         session, tree, drafter = self.session, self.tree, self.drafter
         assert drafter is not None
         chain, steps = drafter.engine.draft_chain, self.length or drafter.controller.steps_at_once
-        if chain is None or not steps or drafter.tree_width > 1 or not session.sampler.proposes_top_tokens:
+        if (
+            chain is None
+            or not steps
+            or drafter.tree_width > 1
+            or not session.sampler.proposes_top_tokens
+        ):
             return False
         session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
         started, last = time.perf_counter(), tree.frontier[0]
@@ -202,8 +225,8 @@ class Round:
         return True
 
     def drafted(self, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
-        """Add levels to the draft from the draft engine's outputs, and ask the controller whether to continue. It is told of
-        each, and its last answer counts."""
+        """Add levels to the draft from the draft engine's outputs, and ask the controller whether
+        to continue. It is told of each, and its last answer counts."""
         assert self.drafter is not None
         tree, controller = self.tree, self.drafter.controller
         self.draft_seconds += seconds
@@ -215,9 +238,11 @@ class Round:
                 break
 
     def complete(self, share: Share | None = None) -> Call:
-        """End the draft, and choose what is verified: what is worth it alone, or beside others its ``share``.
+        """End the draft, and choose what is verified: what is worth it alone, or beside others its
+        ``share``.
 
-        Where drafting is fixed all of it is: with rejection sampling, what is left out must not depend on what was drafted.
+        Where drafting is fixed all of it is: with rejection sampling, what is left out must not
+        depend on what was drafted.
         """
         session, tree, drafter, text = self.session, self.tree, self.drafter, self.drafting.text
         if text is not None and drafter is not None and tree.steps and tree.frontier:
@@ -226,7 +251,11 @@ class Round:
         self.nodes, self.drafted_at = nodes, time.perf_counter()
         session.kv_cache.reserve(len(session.tokens) - 1 + len(nodes))
         call = session.verified(nodes)
-        return call._replace(choose=session.sampler.chooser(nodes, 0)) if session.engines.verify.chooses else call
+        return (
+            call._replace(choose=session.sampler.chooser(nodes, 0))
+            if session.engines.verify.chooses
+            else call
+        )
 
     def commit(self, outputs: StepOutputs, seconds: float) -> RoundResult:
         """Accept what the verifier agrees with, and commit it.
@@ -248,8 +277,13 @@ class Round:
         outcome = self._outcome(path, chosen, seconds)
         result = self._result(outcome, path, chosen)
         committed_at, stats = time.perf_counter(), session.stats.with_round(result)
-        # The commit: one statement behind everything that may raise. No signal is handled within it.
-        session.tokens, session.stats, session.finish_reason = [*tokens, *result.tokens], stats, result.finish_reason
+        # The commit: one statement behind everything that may raise. No signal is handled within
+        # it.
+        session.tokens, session.stats, session.finish_reason = (
+            [*tokens, *result.tokens],
+            stats,
+            result.finish_reason,
+        )
 
         guard = self.drafting.guard
         pauses = guard.pauses if guard is not None else 0
@@ -259,18 +293,25 @@ class Round:
             session.stats.guard_pauses += guard.pauses - pauses
         session.stats.host_seconds += time.perf_counter() - committed_at
         if session.observer is not None:
-            session.observer(result.tokens, outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]])
+            session.observer(
+                result.tokens,
+                outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]],
+            )
         return result
 
     def _outcome(self, path: Sequence[Node], chosen: Sequence[int], seconds: float) -> RoundOutcome:
-        """What the accepted ``path`` and the ``chosen`` tokens say of the round, whose verify call took ``seconds``."""
+        """What the accepted ``path`` and the ``chosen`` tokens say of the round, whose verify call
+        took ``seconds``."""
         tree, nodes, proposal, drafter = self.tree, self.nodes, self.proposal, self.drafting.drafter
         depth = max([node.depth for node in nodes if not node.from_text])
         expected: float | None = 1 + sum(proposal.values[: len(nodes) - 1])
         if drafter is not None and tree.steps:
             expected = drafter.controller.expected_tokens(depth)
         pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
-        right = next((i for i, (token, other) in pairs if token != other), min(len(proposal.tokens), len(chosen)))
+        right = next(
+            (i for i, (token, other) in pairs if token != other),
+            min(len(proposal.tokens), len(chosen)),
+        )
         return RoundOutcome(
             steps=tree.steps,
             draft_seconds=self.drafted_at - self.started,
@@ -279,30 +320,43 @@ class Round:
             verify_seconds=seconds,
             accepted=len(path),
             num_expanded=sum([node.expanded for node in path]),
-            first_right=tree.root.candidates[0].token == chosen[0] if tree.steps and tree.root.candidates else None,
+            first_right=tree.root.candidates[0].token == chosen[0]
+            if tree.steps and tree.root.candidates
+            else None,
             expected=len(chosen) if expected is None else expected,
             seconds=time.perf_counter() - self.started,
-            labels=tree.labels(chosen) if drafter is not None and drafter.budget is not None else (),
+            labels=tree.labels(chosen)
+            if drafter is not None and drafter.budget is not None
+            else (),
             proposed=proposal.steps[: min(right + 1, len(chosen))],
             right=right,
         )
 
     def _add_text(self, text: TextRule, joins: bool) -> None:
-        """Add to what was drafted what the text proposes behind the root, if it ``joins``, and behind the best drafted path."""
+        """Add to what was drafted what the text proposes behind the root, if it ``joins``, and
+        behind the best drafted path."""
         tree = self.tree
         if joins:
             tree.join_text(tree.root, self.proposal.tokens, self.proposal.chances)
         best = tree.frontier[0]
-        most = 0 if best.candidates else min(self.most_depth - best.depth, self.most_nodes - len(tree.nodes) + 1)
-        behind = self.session.index.propose(self.session.tokens, most, text, best.path()) if most > 0 else NOTHING
+        most = (
+            0
+            if best.candidates
+            else min(self.most_depth - best.depth, self.most_nodes - len(tree.nodes) + 1)
+        )
+        behind = (
+            self.session.index.propose(self.session.tokens, most, text, best.path())
+            if most > 0
+            else NOTHING
+        )
         if joins:
             tree.join_text(best, behind.tokens, behind.chances)
         else:
             tree.follow_text(behind.tokens[: text.count_behind(behind.values, len(tree.nodes) - 1)])
 
     def _proposal(self, text: TextRule | None, most: int) -> TextProposal:
-        """What must follow the root, or what the text proposes, at most ``most`` tokens: they are judged in every round, also
-        where they are not verified."""
+        """What must follow the root, or what the text proposes, at most ``most`` tokens: they are
+        judged in every round, also where they are not verified."""
         session = self.session
         if most > 0 and (tokens := [*session.forced(most)]):
             return TextProposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
@@ -326,17 +380,22 @@ class Round:
         return min(session.left - 1, session.manifest.max_tree_nodes, *ends[:1])
 
     def _grow(self, tree: DraftTree, outputs: StepOutputs, row: int = 0) -> DraftStep | None:
-        """Add a level to the tree from the draft's outputs for its frontier, which begin in ``row``. Outputs that are no
-        numbers propose nothing, and so end the draft."""
+        """Add a level to the tree from the draft's outputs for its frontier, which begin in
+        ``row``. Outputs that are no numbers propose nothing, and so end the draft."""
         first = tree.frontier[0].index - row
         told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
         if told is not None and isnan(told.min()):
             return tree.grow([[] for _ in tree.frontier])
         propose, count = self.session.sampler.propose, tree.branching
-        return tree.grow([propose(node, outputs, node.index - first, count) for node in tree.frontier])
+        return tree.grow(
+            [propose(node, outputs, node.index - first, count) for node in tree.frontier]
+        )
 
-    def _result(self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]) -> RoundResult:
-        """What the round commits of its tokens: everything up to EOS or a stop string; and why the sequence ends there."""
+    def _result(
+        self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]
+    ) -> RoundResult:
+        """What the round commits of its tokens: everything up to EOS or a stop string; and why the
+        sequence ends there."""
         reason = "length" if len(tokens) >= self.session.left else None
         if (count := self.session.end_of(tokens)) is not None:
             tokens, reason = tokens[:count], "stop"
@@ -356,7 +415,8 @@ class Round:
 
 @dataclass(eq=False)
 class PromptPiece:
-    """A piece of a sequence's prompt, for the verify call of a round; ``error`` says why it failed."""
+    """A piece of a sequence's prompt, for the verify call of a round; ``error`` says why it
+    failed."""
 
     session: "Session"
     call: Call
@@ -364,25 +424,32 @@ class PromptPiece:
 
 
 class Policy:
-    """How far the sequences of a round draft. By this one they draft as if each had the engines to itself."""
+    """How far the sequences of a round draft. By this one they draft as if each had the engines to
+    itself."""
 
     def begin(self, sessions: Sequence["Session"]) -> Sequence[Drafting]:
         """How each of them drafts in this round."""
         return [session.drafting for session in sessions]
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
-        """The rounds that draft another level, after ``depth`` levels. An empty list ends all drafts."""
+        """The rounds that draft another level, after ``depth`` levels. An empty list ends all
+        drafts."""
         return [current for current in rounds if current.wants_more]
 
     def shares(self, rounds: Sequence[Round]) -> Sequence[Share | None]:
-        """What of each draft is verified, except where drafting is fixed; None: what is worth it for a request alone."""
+        """What of each draft is verified, except where drafting is fixed; None: what is worth it
+        for a request alone."""
         return [None] * len(rounds)
 
     def drafted(self, rounds: int, seconds: float) -> None:
         """Learn that a draft call took ``seconds``, for so many ``rounds`` together."""
 
     def verified(
-        self, rounds: Sequence[Round], calls: Sequence[Call], seconds: tuple[float, float], prompts: Sequence[Call]
+        self,
+        rounds: Sequence[Round],
+        calls: Sequence[Call],
+        seconds: tuple[float, float],
+        prompts: Sequence[Call],
     ) -> None:
         """Learn from the round.
 
@@ -398,18 +465,25 @@ ALONE = Policy()
 
 
 def run_round(
-    sessions: Sequence["Session"], engines: "Engines", policy: Policy = ALONE, pieces: Sequence[PromptPiece] = ()
+    sessions: Sequence["Session"],
+    engines: "Engines",
+    policy: Policy = ALONE,
+    pieces: Sequence[PromptPiece] = (),
 ) -> list[Round]:
-    """Run one round: a draft call for each level, and one verify call, which also takes pieces of prompts.
+    """Run one round: a draft call for each level, and one verify call, which also takes pieces of
+    prompts.
 
-    It is a transaction for each sequence. What fails for one is its round's ``error``, and the others go on. If an engine
-    fails, nothing is committed, and the error is raised.
+    It is a transaction for each sequence. What fails for one is its round's ``error``, and the
+    others go on. If an engine fails, nothing is committed, and the error is raised.
 
     Returns:
         The round of each sequence.
     """
     started = time.perf_counter()
-    rounds = [Round(session, drafting) for session, drafting in zip(sessions, policy.begin(sessions), strict=True)]
+    rounds = [
+        Round(session, drafting)
+        for session, drafting in zip(sessions, policy.begin(sessions), strict=True)
+    ]
     for current in rounds:
         _alone(current, current.begin)
     began = time.perf_counter()
@@ -417,7 +491,9 @@ def run_round(
         draft(rounds, policy)
     drafting = time.perf_counter() - began
     shares = zip(rounds, policy.shares(rounds), strict=True)
-    calls = [call for current, share in shares if (call := _alone(current, current.complete, share))]
+    calls = [
+        call for current, share in shares if (call := _alone(current, current.complete, share))
+    ]
     planned = [current for current in rounds if current.error is None]
     called = time.perf_counter()
     every = [*calls, *[piece.call for piece in pieces]]
@@ -429,7 +505,9 @@ def run_round(
             current.result = _alone(current, current.commit, output, seconds)
     for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
         _alone(piece, piece.session.add_piece, piece.call, output, seconds)
-    policy.verified(rounds, calls, (drafting, time.perf_counter() - started - drafting), every[len(calls) :])
+    policy.verified(
+        rounds, calls, (drafting, time.perf_counter() - started - drafting), every[len(calls) :]
+    )
     return rounds
 
 
@@ -454,8 +532,11 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
         policy.drafted(len(planned), time.perf_counter() - started)
 
 
-def _alone(one: Round | PromptPiece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-    """Do something for one sequence, unless it has failed. If this fails, it has failed, and the others go on."""
+def _alone(
+    one: Round | PromptPiece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R | None:
+    """Do something for one sequence, unless it has failed. If this fails, it has failed, and the
+    others go on."""
     if one.error is not None:
         return None
     try:
@@ -477,7 +558,12 @@ def _rejected(node: Node) -> list[int]:
 
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
-    """A path up to its first node that is not in the slot that it has in a chain. That node's token is the bonus token: it was
-    chosen by a node in its place, and so would be everything before it, but nothing behind it."""
+    """A path up to its first node that is not in the slot that it has in a chain. That node's token
+    is the bonus token: it was chosen by a node in its place, and so would be everything before it,
+    but nothing behind it."""
     displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
-    return AcceptResult(path, bonus) if displaced is None else AcceptResult(path[:displaced], path[displaced].token)
+    return (
+        AcceptResult(path, bonus)
+        if displaced is None
+        else AcceptResult(path[:displaced], path[displaced].token)
+    )

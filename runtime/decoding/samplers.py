@@ -1,20 +1,24 @@
 """Samplers: how draft tokens are proposed and accepted.
 
-A sampler serves one request. It proposes children of a draft node from the draft's logits. After the verify pass it walks down
-the tree and says which path is accepted and which token comes after it, the bonus token. All three are lossless:
+A sampler serves one request. It proposes children of a draft node from the draft's logits. After
+the verify pass it walks down the tree and says which path is accepted and which token comes after
+it, the bonus token. All three are lossless:
 
 * ``Greedy``: the verifier's token is its argmax, whatever was drafted.
-* ``Coupled`` (Daliri et al. 2024, arXiv 2408.07978): the verifier's token at position t is argmax(log p_t + g_t), with noise
-  g_t that depends on seed and position alone. The draft proposes the best of log q_t + g_t.
-* ``Rejection`` (Leviathan et al. 2023, arXiv 2211.17192): a chain samples x ~ q and accepts it with probability min(1, p/q);
-  else it draws from the normalised positive part of p - q. A tree proposes the most likely tokens of q and accepts child x with
-  probability p(x); else it removes x from p, renormalises, and tries the next sibling.
+* ``Coupled`` (Daliri et al. 2024, arXiv 2408.07978): the verifier's token at position t is
+  argmax(log p_t + g_t), with noise g_t that depends on seed and position alone. The draft proposes
+  the best of log q_t + g_t.
+* ``Rejection`` (Leviathan et al. 2023, arXiv 2211.17192): a chain samples x ~ q and accepts it with
+  probability min(1, p/q); else it draws from the normalised positive part of p - q. A tree proposes
+  the most likely tokens of q and accepts child x with probability p(x); else it removes x from p,
+  renormalises, and tries the next sibling.
 
-Where logits are on a device, the first two choose there, the same tokens (:mod:`~eesd.runtime.decoding.device_sampler`).
-Constraints, a logit bias, penalties that count, and rejection sampling fetch the logits to the host.
+Where logits are on a device, the first two choose there, the same tokens
+(:mod:`~eesd.runtime.decoding.device_sampler`). Constraints, a logit bias, penalties that count, and
+rejection sampling fetch the logits to the host.
 
-With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals are chosen among columns;
-noise and penalty are those of their tokens.
+With a draft vocabulary, q has columns for some tokens only, and is zero for the others. Proposals
+are chosen among columns; noise and penalty are those of their tokens.
 """
 
 from collections import Counter
@@ -56,7 +60,10 @@ Allowed = Callable[[Sequence[int]], NDArray[np.bool_] | None]
 
 
 def make_sampler(
-    sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
+    sampling: Sampling,
+    vocab_size: int,
+    columns: DraftColumns = WHOLE,
+    allowed: Allowed | None = None,
 ) -> "SpecSampler":
     """The sampler of a request.
 
@@ -74,7 +81,8 @@ def make_sampler(
 
 
 def _best(scores: Vector | Logits, count: int) -> list[int]:
-    """Indices of the ``count`` largest scores, largest first; the lower index first among equals."""
+    """Indices of the ``count`` largest scores, largest first; the lower index first among
+    equals."""
     if count == 1:
         return [int(scores.argmax())]
     cut = np.partition(scores, -count)[-count]
@@ -95,9 +103,12 @@ def _margins(scores: Vector, indices: list[int]) -> list[float]:
 
 class SpecSampler:
     proposes_top_tokens = False
-    """Whether a chain's proposals are simply the draft's most likely tokens, so that an engine can draft it by itself."""
+    """Whether a chain's proposals are simply the draft's most likely tokens, so that an engine can
+    draft it by itself."""
 
-    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None) -> None:
+    def __init__(
+        self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
+    ) -> None:
         self._sampling = sampling
         self._columns = columns
         self._allowed = allowed
@@ -108,57 +119,83 @@ class SpecSampler:
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         """Begin a round; ``tokens`` is everything committed, the root last."""
-        if self._sampling.counts and self._counted:  # before the first round there is only the prompt
+        # Before the first round there is only the prompt.
+        if self._sampling.counts and self._counted:
             self._generated.update(tokens[self._counted :])
         self._tokens, self._counted = tokens, len(tokens)
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        """What chooses on a device, behind each of these nodes, ``count`` proposals or, for 0, the verifier's token. None: this
-        sampler chooses from logits on the host, or from what the engine returns anyway."""
+        """What chooses on a device, behind each of these nodes, ``count`` proposals or, for 0, the
+        verifier's token. None: this sampler chooses from logits on the host, or from what the
+        engine returns anyway."""
         return None
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
-        """The ``count`` best children for ``node``, best first; the draft's outputs for the node are in ``row``."""
+        """The ``count`` best children for ``node``, best first; the draft's outputs for the node
+        are in ``row``."""
         raise NotImplementedError
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
-        """Judge the tree by the verifier's outputs; those for a node are in the row ``node.index``."""
+        """Judge the tree by the verifier's outputs; those for a node are in the row
+        ``node.index``."""
         raise NotImplementedError
 
     def _adjusted(self, logits: Logits, node: Node, columns: DraftColumns = WHOLE) -> Logits:
-        """Logits after ``node``, with bias and penalties for all tokens before and on its path; -inf for tokens that are not
-        allowed."""
+        """Logits after ``node``, with bias and penalties for all tokens before and on its path;
+        -inf for tokens that are not allowed."""
         logits = add_to(logits, self._bias, columns)
         if self._sampling.repetition_penalty != 1:
-            logits = penalize(logits, self._sampling.repetition_penalty, columns.of([*self._tokens, *node.path()]))
+            logits = penalize(
+                logits, self._sampling.repetition_penalty, columns.of([*self._tokens, *node.path()])
+            )
         if self._sampling.counts:
-            logits = add_to(logits, count_penalties(self._sampling, self._generated + Counter(node.path())), columns)
+            logits = add_to(
+                logits,
+                count_penalties(self._sampling, self._generated + Counter(node.path())),
+                columns,
+            )
         mask = None if self._allowed is None else self._allowed(node.path())
         if mask is None:
             return logits
         return np.where(mask[columns.tokens(np.arange(len(logits)))], logits, np.float32(-np.inf))
 
     def _drafted(self, logits: Logits, node: Node) -> Vector | None:
-        """The draft's log-probabilities after ``node``, a column for each token that it can predict. None: it can predict no
-        token that is allowed."""
+        """The draft's log-probabilities after ``node``, a column for each token that it can
+        predict. None: it can predict no token that is allowed."""
         adjusted = self._adjusted(logits, node, self._columns)
-        return None if self._allowed is not None and adjusted.max() == -np.inf else warp(adjusted, self._sampling)
+        return (
+            None
+            if self._allowed is not None and adjusted.max() == -np.inf
+            else warp(adjusted, self._sampling)
+        )
 
-    def _proposals(self, columns: list[int], logprobs: Vector, scores: Sequence[float], margins: list[float]) -> list[Proposal]:
+    def _proposals(
+        self, columns: list[int], logprobs: Vector, scores: Sequence[float], margins: list[float]
+    ) -> list[Proposal]:
         tokens = self._columns.tokens(columns).tolist()
-        return [Proposal(*values) for values in zip(tokens, logprobs[columns].tolist(), scores, margins, strict=True)]
+        return [
+            Proposal(*values)
+            for values in zip(tokens, logprobs[columns].tolist(), scores, margins, strict=True)
+        ]
 
-    def _ranked(self, columns: Vector, logprobs: Vector, scores: Vector, noisy: Vector) -> list[Proposal]:
-        """Proposals of a device. A margin is the distance of ``noisy`` from that of the best other one."""
+    def _ranked(
+        self, columns: Vector, logprobs: Vector, scores: Vector, noisy: Vector
+    ) -> list[Proposal]:
+        """Proposals of a device. A margin is the distance of ``noisy`` from that of the best other
+        one."""
         others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
         tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
-        rows = zip(tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True)
+        rows = zip(
+            tokens, logprobs.tolist(), scores.tolist(), (noisy - others).tolist(), strict=True
+        )
         return [Proposal(*row) for row in rows]
 
     def _top(self, logprobs: Vector, count: int) -> list[Proposal]:
         """The most likely tokens; their scores are their log-probabilities."""
         columns = [column for column in _best(logprobs, count) if logprobs[column] > -np.inf]
-        return self._proposals(columns, logprobs, logprobs[columns].tolist(), _margins(logprobs, columns))
+        return self._proposals(
+            columns, logprobs, logprobs[columns].tolist(), _margins(logprobs, columns)
+        )
 
     def _position(self, node: Node) -> int:
         """Position in the sequence of the token that follows ``node``."""
@@ -180,9 +217,12 @@ class _Deterministic(SpecSampler):
         return self._device.chooser(self._tokens, [node.path() for node in nodes], count)
 
     def _chosen(self, found: Vector, count: int) -> list[Proposal]:
-        """The proposals that a device chose: its columns, log-probabilities and noisy scores, [3, at most count + 1]."""
+        """The proposals that a device chose: its columns, log-probabilities and noisy scores,
+        [3, at most count + 1]."""
         columns, logprobs, noisy = found[:, found[2] > -np.inf]
-        return self._ranked(columns, logprobs, noisy if self._sampling.greedy else noisy - noisy[0], noisy)[:count]
+        return self._ranked(
+            columns, logprobs, noisy if self._sampling.greedy else noisy - noisy[0], noisy
+        )[:count]
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
@@ -190,7 +230,9 @@ class _Deterministic(SpecSampler):
         while True:
             chosen, certain = (0, 0) if outputs.chosen is None else outputs.chosen[node.index]
             token = int(chosen) if certain else self._target(node, outputs)
-            right = [child for child in node.candidates if child.token == token and child.index >= 0]
+            right = [
+                child for child in node.candidates if child.token == token and child.index >= 0
+            ]
             if not right:
                 return AcceptResult(path, token)
             node = right[0]
@@ -202,16 +244,24 @@ class _Deterministic(SpecSampler):
 
 
 class Greedy(_Deterministic):
-    def __init__(self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None) -> None:
+    def __init__(
+        self, sampling: Sampling, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
+    ) -> None:
         super().__init__(sampling, columns, allowed)
-        self.proposes_top_tokens = sampling.repetition_penalty == 1 and allowed is None and not sampling.reweighs
+        self.proposes_top_tokens = (
+            sampling.repetition_penalty == 1 and allowed is None and not sampling.reweighs
+        )
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
         ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
         if self.proposes_top_tokens and ids is not None and logprobs is not None:
-            count = min(count, ids.shape[1])  # a chain that the engine drafted by itself has no logits
+            # A chain that the engine drafted by itself has no logits.
+            count = min(count, ids.shape[1])
             tokens, top = ids[row].tolist(), logprobs[row].tolist()
-            others = [top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)), *[top[0]] * (count - 1)]
+            others = [
+                top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)),
+                *[top[0]] * (count - 1),
+            ]
             return [Proposal(tokens[i], top[i], top[i], top[i] - others[i]) for i in range(count)]
         if outputs.chosen is not None:
             return self._chosen(outputs.chosen[row], count)
@@ -228,7 +278,11 @@ class Greedy(_Deterministic):
 
 class Coupled(_Deterministic):
     def __init__(
-        self, sampling: Sampling, vocab_size: int, columns: DraftColumns = WHOLE, allowed: Allowed | None = None
+        self,
+        sampling: Sampling,
+        vocab_size: int,
+        columns: DraftColumns = WHOLE,
+        allowed: Allowed | None = None,
     ) -> None:
         super().__init__(sampling, columns, allowed)
         self._noise = GumbelNoise(sampling.seed or 0, vocab_size)
@@ -243,7 +297,9 @@ class Coupled(_Deterministic):
         columns, noisy = self._noise.best(logprobs, self._position(node), count + 1, self._columns)
         best = [index for index in _best(noisy, min(count, len(noisy))) if noisy[index] > -np.inf]
         scores = noisy[best] - noisy[best[0]]
-        return self._proposals(columns[best].tolist(), logprobs, scores.tolist(), _margins(noisy, best))
+        return self._proposals(
+            columns[best].tolist(), logprobs, scores.tolist(), _margins(noisy, best)
+        )
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
         logprobs = warp(self._adjusted(outputs.logits[node.index], node), self._sampling)
@@ -252,7 +308,8 @@ class Coupled(_Deterministic):
 
 
 class Rejection(SpecSampler):
-    """A round's random numbers depend on the seed and the root's position alone: a cancelled round leaves no trace."""
+    """A round's random numbers depend on the seed and the root's position alone: a cancelled round
+    leaves no trace."""
 
     def begin_round(self, tokens: Sequence[int]) -> None:
         super().begin_round(tokens)
@@ -268,7 +325,9 @@ class Rejection(SpecSampler):
             return self._top(logprobs, count)
         self._sampled[node] = q = np.exp(logprobs)
         column = self._draw(q)
-        return self._proposals([column], logprobs, [float(logprobs[column])], _margins(logprobs, [column]))
+        return self._proposals(
+            [column], logprobs, [float(logprobs[column])], _margins(logprobs, [column])
+        )
 
     def accept(self, root: Node, outputs: StepOutputs) -> AcceptResult:
         node = root
@@ -281,7 +340,8 @@ class Rejection(SpecSampler):
             path.append(node)
 
     def _judge(self, node: Node, logits: Logits) -> tuple[int, int]:
-        """Of the node's children the accepted one; -1 and the token behind the node if there is none."""
+        """Of the node's children the accepted one; -1 and the token behind the node if there is
+        none."""
         p = np.exp(warp(self._adjusted(logits, node), self._sampling))
         drafted = self._sampled.get(node)
         q = None if drafted is None else self._columns.spread(drafted, len(p))
@@ -289,12 +349,18 @@ class Rejection(SpecSampler):
             token = child.token
             if self._random.random() < (p[token] if q is None else p[token] / q[token]):
                 return rank, token
-            p = np.maximum(p - q, 0) if q is not None else np.where(np.arange(len(p)) == token, 0.0, p)
+            p = (
+                np.maximum(p - q, 0)
+                if q is not None
+                else np.where(np.arange(len(p)) == token, 0.0, p)
+            )
             p /= p.sum()
         return -1, self._draw(p)
 
     def _draw(self, probabilities: Vector) -> int:
         """An index with the given probabilities, by inversion."""
         cumulative = np.cumsum(probabilities)
-        index = int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right"))
+        index = int(
+            np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")
+        )
         return min(index, len(probabilities) - 1)

@@ -1,4 +1,5 @@
-"""From logits to a distribution: a request's sampling options, what they do to logits, and reproducible noise."""
+"""From logits to a distribution: a request's sampling options, what they do to logits, and
+reproducible noise."""
 
 import secrets
 from collections.abc import Iterable, Mapping
@@ -31,12 +32,13 @@ class Sampling:
         top_p: Keep the smallest set of tokens with at least this probability; 1 is off.
         min_p: Keep tokens at least this probable, relative to the most likely one; 0 is off.
         repetition_penalty: Divide or multiply the logits of seen tokens by it; 1 is off.
-        presence_penalty: Taken from the logits of tokens that were generated; 0 is off. The prompt does not count.
+        presence_penalty: Taken from the logits of tokens that were generated; 0 is off. The prompt
+            does not count.
         frequency_penalty: The same, as often as a token was generated.
         logit_bias: Added to the logits of tokens, by id: a mapping, or pairs.
         seed: Of the request's random numbers; None: each request draws one.
-        method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the same text with and without
-            drafting) or ``rejection`` (the same distribution).
+        method: How drafts are verified at temperature > 0: ``coupled`` (the same seed gives the
+            same text with and without drafting) or ``rejection`` (the same distribution).
 
     Raises:
         EESDError: A value is out of range.
@@ -54,12 +56,21 @@ class Sampling:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, lambda x: 0 <= x < 100, "a number of at least 0 and below 100")
+        check_number(
+            "temperature",
+            self.temperature,
+            lambda x: 0 <= x < 100,
+            "a number of at least 0 and below 100",
+        )
         check_integer("top_k", self.top_k, 0, 2**63 - 1)
         check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "a number above 0 and at most 1")
-        check_number("min_p", self.min_p, lambda x: 0 <= x < 1, "a number of at least 0 and below 1")
+        check_number(
+            "min_p", self.min_p, lambda x: 0 <= x < 1, "a number of at least 0 and below 1"
+        )
         wanted = "a number of at least 0.01 and at most 100"
-        check_number("repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, wanted)
+        check_number(
+            "repetition_penalty", self.repetition_penalty, lambda x: 0.01 <= x <= 100, wanted
+        )
         for name in ("presence_penalty", "frequency_penalty"):
             check_number(name, getattr(self, name), lambda x: -2 <= x <= 2, "a number from -2 to 2")
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
@@ -68,9 +79,11 @@ class Sampling:
         check_choice("The sampling method", self.method, METHODS)
 
     def of_text(self, prompt: int = 0, choice: int = 0) -> "Sampling":
-        """With the seed of one text among those of several prompts, and of several choices of each. Without a seed it is drawn.
+        """With the seed of one text among those of several prompts, and of several choices of each.
+        Without a seed it is drawn.
 
-        The first text has the seed itself. That of another one is a random number of Philox, so no two texts share any noise.
+        The first text has the seed itself. That of another one is a random number of Philox, so no
+        two texts share any noise.
         """
         if self.seed is None:
             return self if self.greedy else replace(self, seed=secrets.randbits(63))
@@ -90,18 +103,23 @@ class Sampling:
 
     @property
     def reweighs(self) -> bool:
-        """Whether logits are changed by what is added to them: then the host chooses, also where logits are on a device."""
+        """Whether logits are changed by what is added to them: then the host chooses, also where
+        logits are on a device."""
         return self.counts or bool(self.logit_bias)
 
 
 def _pairs(bias: object) -> tuple[tuple[int, float], ...]:
     """A logit bias as pairs, which can be hashed."""
     pairs = tuple(bias.items()) if isinstance(bias, Mapping) else bias
-    if not isinstance(pairs, tuple) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    if not isinstance(pairs, tuple) or not all(
+        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
+    ):
         raise EESDError(f"logit_bias is {shown(bias)}; give a mapping of token ids to numbers.")
     for token, value in pairs:
         check_integer("A token of logit_bias", token, 0, 2**63 - 1)
-        check_number("A value of logit_bias", value, lambda x: -100 <= x <= 100, "a number from -100 to 100")
+        check_number(
+            "A value of logit_bias", value, lambda x: -100 <= x <= 100, "a number from -100 to 100"
+        )
     return pairs
 
 
@@ -117,12 +135,17 @@ def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns =
 
 
 def count_penalties(sampling: Sampling, counts: Mapping[int, int]) -> dict[int, float]:
-    """What presence and frequency penalty add to the logits of tokens that were generated so often."""
-    return {token: -sampling.presence_penalty - sampling.frequency_penalty * count for token, count in counts.items()}
+    """What presence and frequency penalty add to the logits of tokens that were generated so
+    often."""
+    return {
+        token: -sampling.presence_penalty - sampling.frequency_penalty * count
+        for token, count in counts.items()
+    }
 
 
 def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:
-    """Logits [V] with those of the seen tokens divided (positive) or multiplied (negative) by the penalty (Keskar 2019)."""
+    """Logits [V] with those of the seen tokens divided (positive) or multiplied (negative) by the
+    penalty (Keskar 2019)."""
     if penalty == 1:
         return logits
     tokens = np.fromiter(set(seen), dtype=np.int64)
@@ -133,9 +156,11 @@ def penalize(logits: Logits, penalty: float, seen: Iterable[int]) -> Logits:
 
 
 def warp(logits: Logits, sampling: Sampling) -> Vector:
-    """Log-probabilities [V] after temperature, then top-k, top-p and min-p; -inf for tokens that a filter removed.
+    """Log-probabilities [V] after temperature, then top-k, top-p and min-p; -inf for tokens that a
+    filter removed.
 
-    The order is that of ``transformers``: each filter works on the tokens that are left, renormalised.
+    The order is that of ``transformers``: each filter works on the tokens that are left,
+    renormalised.
 
     Raises:
         EESDError: A logit is NaN, or infinitely large.
@@ -144,7 +169,8 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
     largest = scores.max()
     check_largest(largest)
     scores -= largest
-    with np.errstate(over="ignore"):  # a tiny temperature makes -inf of all but the best: that is its limit
+    # A tiny temperature makes -inf of all but the best: that is its limit.
+    with np.errstate(over="ignore"):
         scores /= sampling.temperature
     size, tokens = len(scores), None
     if 0 < sampling.top_k < size:
@@ -172,7 +198,8 @@ def normalize(scores: Vector) -> Vector:
 
 
 def _kth_largest(scores: Vector, k: int) -> np.float64:
-    """The k-th largest score. That of the maxima of blocks is a lower bound, and few scores reach it: no need to sort more."""
+    """The k-th largest score. That of the maxima of blocks is a lower bound, and few scores reach
+    it: no need to sort more."""
     if len(scores) >= 4 * k * BLOCK:
         maxima = scores[: len(scores) // BLOCK * BLOCK].reshape(-1, BLOCK).max(1)
         scores = scores[scores >= np.partition(maxima, -k)[-k]]
@@ -181,8 +208,10 @@ def _kth_largest(scores: Vector, k: int) -> np.float64:
 
 
 def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
-    """The smallest set of most likely tokens with a total probability of at least ``top_p``: their indices, ascending."""
-    for reach in (LIKELY, 2 * LIKELY, np.inf):  # a set that has the probability has the nucleus: no need to sort the others
+    """The smallest set of most likely tokens with a total probability of at least ``top_p``: their
+    indices, ascending."""
+    # A set that has the probability has the nucleus: no need to sort the others.
+    for reach in (LIKELY, 2 * LIKELY, np.inf):
         candidates = np.flatnonzero(logprobs >= logprobs.max() - reach)
         order = candidates[np.argsort(-logprobs[candidates], kind="stable")]
         probabilities = np.exp(logprobs[order])
@@ -193,15 +222,17 @@ def _nucleus(logprobs: Vector, top_p: float) -> NDArray[np.int64]:
 
 
 def philox(seed: int, stream: int, index: int) -> np.random.Generator:
-    """A generator that depends on these three numbers alone: counter-based, so there is no state to carry or to roll back."""
+    """A generator that depends on these three numbers alone: counter-based, so there is no state to
+    carry or to roll back."""
     return np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, 0, index, 0]))
 
 
 class GumbelNoise:
     """The Gumbel noise of each position of one request, the same for the draft and the verifier.
 
-    It is made from the raw output of Philox4x64-10, whose values are fixed by its paper (Salmon et al. 2011), not by a numpy
-    version. Its two logarithms are taken only where a token could be among the best.
+    It is made from the raw output of Philox4x64-10, whose values are fixed by its paper (Salmon et
+    al. 2011), not by a numpy version. Its two logarithms are taken only where a token could be
+    among the best.
     """
 
     def __init__(self, seed: int, size: int) -> None:
@@ -217,17 +248,23 @@ class GumbelNoise:
     def best(
         self, scores: Vector, position: int, count: int, columns: DraftColumns = WHOLE
     ) -> tuple[NDArray[np.int64], Vector]:
-        """All columns that may be among the ``count`` best of ``scores`` plus noise, ascending, and their noisy scores.
+        """All columns that may be among the ``count`` best of ``scores`` plus noise, ascending, and
+        their noisy scores.
 
-        The others are out because even the largest noise would not lift them to the ``count`` best of the likely ones. Columns
-        that a filter removed may be out, too. A column's noise is that of its token.
+        The others are out because even the largest noise would not lift them to the ``count`` best
+        of the likely ones. Columns that a filter removed may be out, too. A column's noise is that
+        of its token.
         """
         bits, largest = self._bits(position)
         peak = scores.max()
         likely = np.flatnonzero(scores >= peak - LIKELY)
         noisy = scores[likely] + _gumbel(bits[columns.tokens(likely)])
         if count <= len(likely):
-            reach = (noisy.max() if count == 1 else np.partition(noisy, -count)[-count]) - largest - 1e-9
+            reach = (
+                (noisy.max() if count == 1 else np.partition(noisy, -count)[-count])
+                - largest
+                - 1e-9
+            )
             if reach > peak - LIKELY:
                 return likely, noisy
         else:
@@ -240,7 +277,9 @@ class GumbelNoise:
         if kept is None:
             if len(self._kept) >= 64:
                 self._kept.pop(next(iter(self._kept)))
-            bits = np.random.Philox(key=[self._seed, 0], counter=[0, 0, position, 0]).random_raw(self._size)
+            bits = np.random.Philox(key=[self._seed, 0], counter=[0, 0, position, 0]).random_raw(
+                self._size
+            )
             bits >>= np.uint64(12)  # with 53 bits the uniform number would sometimes round up to 1
             kept = self._kept[position] = bits, float(_gumbel(bits.max()))
         return kept

@@ -20,11 +20,12 @@ class Stats:
         draft_tokens: Draft tokens that were verified, also behind the end of the text.
         accepted_tokens: Draft tokens that were accepted: those of them among the new tokens.
         accepted_text_tokens: Those of them that the text proposed, and the exit head did not.
-        verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all before was accepted).
+        verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all
+            before was accepted).
         accepted_at_depth: Of these, the rounds whose token at that depth was accepted.
         guard_pauses: Times that the guard paused drafting.
-        exact: Whether a check found, when the engines were loaded, that logits do not depend on a call's number of rows; None:
-            not checked.
+        exact: Whether a check found, when the engines were loaded, that logits do not depend on a
+            call's number of rows; None: not checked.
         prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
         host_seconds: The rest of the decode time: sampling, the tree, the controller.
     """
@@ -87,12 +88,19 @@ class Stats:
         more = [0] * (result.levels - len(self.verified_at_depth))
         stats.verified_at_depth = [*self.verified_at_depth, *more]
         stats.accepted_at_depth = [*self.accepted_at_depth, *more]
-        for level in range(min(result.levels, len(result.tokens))):  # the bonus token says that a draft token is wrong
+        # The bonus token says that a draft token is wrong.
+        for level in range(min(result.levels, len(result.tokens))):
             stats.verified_at_depth[level] += 1
             stats.accepted_at_depth[level] += level < result.num_accepted
         return stats
 
     def to_dict(self) -> dict[str, Any]:
         """All fields and the derived figures, as JSON values."""
-        derived = ("decode_seconds", "tokens_per_second", "tokens_per_round", "acceptance", "host_share")
+        derived = (
+            "decode_seconds",
+            "tokens_per_second",
+            "tokens_per_round",
+            "acceptance",
+            "host_share",
+        )
         return asdict(self) | {name: getattr(self, name) for name in derived}

@@ -1,8 +1,9 @@
 """Drafts from the text itself: what followed when its end occurred before.
 
-An online suffix automaton (Blumer et al. 1985) finds the places, and counts them. A state stands for all substrings that end at
-the same places. Its suffix link leads to the longest suffix that also ends elsewhere. So the link of the whole text's state is
-the longest suffix that occurred before.
+An online suffix automaton (Blumer et al. 1985) finds the places, and counts them. A state stands
+for all substrings that end at the same places. Its suffix link leads to the longest suffix that
+also ends elsewhere. So the link of the whole text's state is the longest suffix that occurred
+before.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,8 +15,8 @@ from eesd.controllers.text_rule import TextRule
 LEAST_VALUE = 0.05
 """Chance of its path below which a token is not proposed."""
 COUNTED_LINKS = 32
-"""States whose occurrences a token counts. Only very repetitive texts have longer chains of suffix links; there, short matches
-are counted too low."""
+"""States whose occurrences a token counts. Only very repetitive texts have longer chains of suffix
+links; there, short matches are counted too low."""
 
 
 class Match(NamedTuple):
@@ -43,9 +44,11 @@ class Continuation(NamedTuple):
 
 
 class SuffixAutomaton:
-    """All substrings of a text that grows at its end, in about three words of memory and amortised O(1) steps a token.
+    """All substrings of a text that grows at its end, in about three words of memory and amortised
+    O(1) steps a token.
 
-    ``extend`` must not be broken off; after an exception that came from outside make a new automaton.
+    ``extend`` must not be broken off; after an exception that came from outside make a new
+    automaton.
     """
 
     def __init__(self) -> None:
@@ -72,11 +75,17 @@ class SuffixAutomaton:
         self._count_occurrence(current)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of ``state`` and ``token``. If it is in a longer one's state, it gets its own."""
+        """The state of the longest string of ``state`` and ``token``. If it is in a longer one's
+        state, it gets its own."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
-        clone = self._new_state(self._length[state] + 1, dict(self._next[found]), self._count[found], self._latest[found])
+        clone = self._new_state(
+            self._length[state] + 1,
+            dict(self._next[found]),
+            self._count[found],
+            self._latest[found],
+        )
         self._link[clone], self._link[found] = self._link[found], clone
         while state >= 0 and self._next[state].get(token) == found:
             self._next[state][token] = clone
@@ -92,7 +101,8 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def _count_occurrence(self, state: int) -> None:
-        """Another occurrence of a state's strings, and so of all their suffixes, ends at the text's end."""
+        """Another occurrence of a state's strings, and so of all their suffixes, ends at the text's
+        end."""
         for _ in range(COUNTED_LINKS):
             if state <= 0:
                 return
@@ -117,10 +127,12 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def continuations(self, match: Match) -> Iterator[Continuation]:
-        """What followed a match before: the token that did so most often, then what followed both, and so on.
+        """What followed a match before: the token that did so most often, then what followed both,
+        and so on.
 
-        Among equally frequent tokens the latest is chosen. Where the text ends, its longest suffix that occurred before is
-        continued: a repetition goes on without end. The path ends where nothing that is left of the match was continued.
+        Among equally frequent tokens the latest is chosen. Where the text ends, its longest suffix
+        that occurred before is continued: a repetition goes on without end. The path ends where
+        nothing that is left of the match was continued.
         """
         state, length = match
         while True:
@@ -135,7 +147,9 @@ class SuffixAutomaton:
                 [(token, chosen)] = following.items()
                 of = count[chosen]
             else:
-                token, chosen = max(following.items(), key=lambda item: (count[item[1]], latest[item[1]]))
+                token, chosen = max(
+                    following.items(), key=lambda item: (count[item[1]], latest[item[1]])
+                )
                 of = sum(count[other] for other in following.values())
             yield Continuation(token, TextStep(length, count[chosen], of))
             state, length = chosen, length + 1
@@ -166,8 +180,11 @@ class TextIndex:
     def __init__(self) -> None:
         self._automaton: SuffixAutomaton | None = None
 
-    def propose(self, tokens: Sequence[int], most: int, rule: TextRule, drafted: Sequence[int] = ()) -> TextProposal:
-        """At most ``most`` tokens that may follow ``tokens``, which begin with the last call's, and what is drafted."""
+    def propose(
+        self, tokens: Sequence[int], most: int, rule: TextRule, drafted: Sequence[int] = ()
+    ) -> TextProposal:
+        """At most ``most`` tokens that may follow ``tokens``, which begin with the last call's, and
+        what is drafted."""
         automaton = self._extended(tokens)
         continuations = automaton.continuations(automaton.follow(automaton.repeated(), drafted))
         found, value = TextProposal([], [], [], []), 1.0
@@ -183,7 +200,8 @@ class TextIndex:
         return found
 
     def _extended(self, tokens: Sequence[int]) -> SuffixAutomaton:
-        """The automaton over all tokens. An interrupt may leave a damaged one, so it is kept only when it is complete."""
+        """The automaton over all tokens. An interrupt may leave a damaged one, so it is kept only
+        when it is complete."""
         automaton, self._automaton = self._automaton or SuffixAutomaton(), None
         for token in tokens[automaton.num_tokens :]:
             automaton.extend(token)

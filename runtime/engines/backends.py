@@ -1,4 +1,5 @@
-"""The backends by name: open the engines of a directory with one of them, or with the best one for this machine."""
+"""The backends by name: open the engines of a directory with one of them, or with the best one for
+this machine."""
 
 import importlib
 from collections.abc import Callable, Sequence
@@ -21,9 +22,13 @@ ACTIVATIONS = ("int8", "float32")
 """What quantized weights are multiplied by on the CPU."""
 
 ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
-"""What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one may be installed."""
+"""What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one
+may be installed."""
 FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
-NO_GPU = "torch is missing or sees no GPU: install a build of torch for the driver's CUDA (pytorch.org), or update the driver"
+NO_GPU = (
+    "torch is missing or sees no GPU: install a build of torch for the driver's CUDA "
+    "(pytorch.org), or update the driver"
+)
 
 
 class Engines(NamedTuple):
@@ -32,12 +37,15 @@ class Engines(NamedTuple):
     Attributes:
         verify: The verify engine.
         draft: The draft engine; None if it was not loaded.
-        notice: What the user should know about how this machine runs the directory; empty if there is nothing.
-        exact: True: calls of every number of rows give the same bits, by construction. None: not known.
+        notice: What the user should know about how this machine runs the directory; empty if there
+            is nothing.
+        exact: True: calls of every number of rows give the same bits, by construction. None: not
+            known.
         exact_trees: Whether a tree's nodes have the bits of their path as a chain.
-        in_place: Whether only logits of nodes count that are in the slot that they would have in a chain.
-        last_positions: The last positions whose tokens one kernel of verify computes, ascending. No round shall reach beyond
-            the next one, or tokens would depend on what is drafted.
+        in_place: Whether only logits of nodes count that are in the slot that they would have in a
+            chain.
+        last_positions: The last positions whose tokens one kernel of verify computes, ascending. No
+            round shall reach beyond the next one, or tokens would depend on what is drafted.
         span: Marks a part of a request by its name while it is entered.
     """
 
@@ -67,13 +75,16 @@ class EngineOptions:
         backend: A name in :data:`BACKENDS`.
         threads: CPU threads of an engine; None: :func:`default_threads`, shared by the ranks.
         draft: Whether to load the draft engine.
-        exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node count, and where trees round
-            otherwise than chains, a tree's path is cut where its bits would differ. None: on a GPU one node count where that
-            costs little; trees are cut only where activations are int8. False: on a GPU as few nodes as possible, which in a
-            batch the longest row decides.
-        activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the CPU. None: int8, by blocks of 32.
-            Weights of 16 and 32 bits are always multiplied by float32.
-        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. None: float32.
+        exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node
+            count, and where trees round otherwise than chains, a tree's path is cut where its bits
+            would differ. None: on a GPU one node count where that costs little; trees are cut only
+            where activations are int8. False: on a GPU as few nodes as possible, which in a batch
+            the longest row decides.
+        activations: ``int8`` or ``float32``: what quantized weights are multiplied by on the
+            CPU. None: int8, by blocks of 32. Weights of 16 and 32 bits are always multiplied by
+            float32.
+        kv_cache_dtype: ``float32``, ``float16`` or ``int8``: the KV cache on the CPU. None:
+            float32.
         nvtx: Whether Nsight Systems shall show prefill, draft, verify and accept, as NVTX ranges.
 
     Raises:
@@ -105,8 +116,12 @@ class EngineOptions:
         return self.threads or max(default_threads() // ranks(), 1)
 
     def refuse_choices(self, backend: str) -> None:
-        """Raise :class:`EESDError` if activations or a type of the KV cache are chosen, which this backend cannot."""
-        for name, chosen in (("activations", "its activations"), ("kv_cache_dtype", "the type of its KV cache")):
+        """Raise :class:`EESDError` if activations or a type of the KV cache are chosen, which this
+        backend cannot."""
+        for name, chosen in (
+            ("activations", "its activations"),
+            ("kv_cache_dtype", "the type of its KV cache"),
+        ):
             if getattr(self, name) is not None:
                 raise EESDError(f"The backend {backend} cannot choose {chosen}; leave {name} out.")
 
@@ -115,11 +130,13 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
     """Load the engines of a directory, whose manifest is ``manifest``.
 
     Raises:
-        EESDError: The backend cannot run this directory on this machine, or not with these options or several ranks.
+        EESDError: The backend cannot run this directory on this machine, or not with these options
+            or several ranks.
     """
     if ranks() > 1 and options.backend != "torch":
         raise EESDError(
-            f"WORLD_SIZE is {ranks()}, so processes were started together, and of the backends torch alone splits a model over "
+            f"WORLD_SIZE is {ranks()}, so processes were started together, and of the "
+            "backends torch alone splits a model over "
             f"them, not {options.backend}; choose the backend torch, or start one process."
         )
     if options.nvtx and not torch_sees_gpu():
@@ -128,21 +145,26 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
         engines = BACKENDS[options.backend](directory, manifest, options)
     except ModuleNotFoundError as error:
         raise EESDError(
-            f"The {options.backend} backend needs {error.name}; install it with: pip install 'eesd[torch]'."
+            f"The {options.backend} backend needs {error.name}; install it with: pip install "
+            "'eesd[torch]'."
         ) from None
     span = importlib.import_module("torch.cuda.nvtx").range if options.nvtx else nullcontext
     return engines._replace(in_place=options.exact is True and not engines.exact_trees, span=span)
 
 
 def default_threads() -> int:
-    """The processors of this process, one fewer if there are more than four: the host's own code then has one to itself."""
+    """The processors of this process, one fewer if there are more than four: the host's own code
+    then has one to itself."""
     available = cores()
     return available if available <= 4 else available - 1
 
 
 def onnxruntime_versions() -> dict[str, str]:
-    """The installed packages and their versions; packages of other names, such as a build of one's own, are not seen."""
-    return {package: version for package in ORT_PACKAGES if (version := installed(package)) is not None}
+    """The installed packages and their versions; packages of other names, such as a build of one's
+    own, are not seen."""
+    return {
+        package: version for package in ORT_PACKAGES if (version := installed(package)) is not None
+    }
 
 
 def onnxruntime_problem() -> str:
@@ -150,18 +172,25 @@ def onnxruntime_problem() -> str:
     versions = onnxruntime_versions()
     if len(versions) > 1:
         names = " and ".join(f"{package} {version}" for package, version in versions.items())
-        return f"{names} are both installed, and overwrite each other's files; run: {FOR_GPUS} (for the CPU alone: onnxruntime)"
+        return (
+            f"{names} are both installed, and overwrite each other's files; run: {FOR_GPUS} (for "
+            "the CPU alone: onnxruntime)"
+        )
     try:
         importlib.import_module("onnxruntime").get_available_providers()
-    except (ImportError, AttributeError) as error:  # removing one of two packages leaves a module without names
+    except (ImportError, AttributeError) as error:
+        # Removing one of two packages leaves a module without names.
         package = next(iter(versions), ORT_PACKAGES[0])
-        return f"onnxruntime cannot be loaded ({error}); run: pip install --force-reinstall {package}"
+        return (
+            f"onnxruntime cannot be loaded ({error}); run: pip install --force-reinstall {package}"
+        )
     return ""
 
 
 def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
-    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU, ``ort``, or ``torch`` for a
-    16-bit directory where ONNX Runtime's own operators would have to run it. A notice tells of a GPU that torch cannot use."""
+    """With a GPU, ``tensorrt`` if the directory has plans and otherwise ``torch``. Without a GPU,
+    ``ort``, or ``torch`` for a 16-bit directory where ONNX Runtime's own operators would have to
+    run it. A notice tells of a GPU that torch cannot use."""
     if torch_sees_gpu():
         return (_open_tensorrt if manifest.plans else _open_torch)(directory, manifest, options)
     from eesd.runtime.engines.operators import missing
@@ -170,11 +199,15 @@ def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> E
         engines = _open_ort(directory, manifest, options)
     else:
         notice = (
-            f"This project's operators cannot run here, so torch runs the {manifest.dtype} engines: slowly. Export with "
+            f"This project's operators cannot run here, so torch runs the {manifest.dtype} "
+            "engines: slowly. Export with "
             "--dtype float32, or install a C++ compiler, and then eesd again."
         )
         engines = _open_torch(directory, manifest, options)._replace(notice=notice)
-    unused = f"There is an NVIDIA driver, and the CPU runs the engines, because {NO_GPU}. {engines.notice}"
+    unused = (
+        f"There is an NVIDIA driver, and the CPU runs the engines, because {NO_GPU}. "
+        f"{engines.notice}"
+    )
     return engines._replace(notice=unused.strip()) if nvidia_driver() else engines
 
 
@@ -187,23 +220,32 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
         from eesd.runtime.engines.ort_engine import open_on_device
 
         options.refuse_choices("ort on a GPU")
-        return Engines(*open_on_device(directory, manifest, options.engine_threads, options.draft, exact=options.exact))
+        return Engines(
+            *open_on_device(
+                directory, manifest, options.engine_threads, options.draft, exact=options.exact
+            )
+        )
     from eesd.runtime.engines import operators
 
     if lacking := operators.missing():
         options.refuse_choices("ort without this project's operators")
         from eesd.runtime.engines.ort_engine import open_on_cpu
 
-        return Engines(*open_on_cpu(directory, manifest, options.engine_threads, options.draft), notice=lacking)
+        return Engines(
+            *open_on_cpu(directory, manifest, options.engine_threads, options.draft), notice=lacking
+        )
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
     int8, cells = options.activations != "float32", options.kv_cache_dtype or "float32"
     build, threads = built_for_cpu(directory, manifest), options.engine_threads
-    make = partial(CpuEngine, build, manifest, threads=threads, int8_activations=int8, kv_cache_dtype=cells)
+    make = partial(
+        CpuEngine, build, manifest, threads=threads, int8_activations=int8, kv_cache_dtype=cells
+    )
     verify = make(manifest.verify)
     drafter = make([manifest.draft]) if options.draft else None
-    # A sum has an order of its own, whatever else a call computes: bits are equal by construction, in trees, too.
+    # A sum has an order of its own, whatever else a call computes: bits are equal by construction,
+    # in trees, too.
     return Engines(verify, drafter, exact=True, exact_trees=True)
 
 
@@ -212,8 +254,12 @@ def _open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> 
     from eesd.runtime.engines.torch_engine import open_team, open_torch
 
     if ranks() > 1:
-        return Engines(*open_team(directory, manifest, options.engine_threads, options.draft, options.exact))
-    return Engines(*open_torch(directory, manifest, options.engine_threads, options.draft, exact=options.exact))
+        return Engines(
+            *open_team(directory, manifest, options.engine_threads, options.draft, options.exact)
+        )
+    return Engines(
+        *open_torch(directory, manifest, options.engine_threads, options.draft, exact=options.exact)
+    )
 
 
 def _open_tensorrt(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
@@ -235,4 +281,5 @@ BACKENDS: dict[str, Callable[[Path, Manifest, EngineOptions], Engines]] = {
     "ort": _open_ort,
     "torch": _open_torch,
 }
-"""By the name that ``--backend`` takes. A backend's libraries are imported only when it is opened."""
+"""By the name that ``--backend`` takes. A backend's libraries are imported only when it is
+opened."""

@@ -12,15 +12,16 @@ from eesd.common.manifest import Manifest
 
 Logits = NDArray[np.float32]
 Choose = Callable[[Any], Any]
-"""Work for a device behind a call: from its logits [n, V], a tensor on the device, to what the host needs of them, a tensor
-[n, ...] of float64 there, or None for nothing."""
+"""Work for a device behind a call: from its logits [n, V], a tensor on the device, to what the host
+needs of them, a tensor [n, ...] of float64 there, or None for nothing."""
 Values = NDArray[Any]
-"""Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in an order of layers that the backend knows. 16-bit ones
-are given as their bits."""
+"""Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in an order of layers that the
+backend knows. 16-bit ones are given as their bits."""
 
 
 class StepOutputs:
-    """Results of a call of n nodes. They are views that the next call of the same engine may overwrite.
+    """Results of a call of n nodes. They are views that the next call of the same engine may
+    overwrite.
 
     Attributes:
         topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
@@ -35,8 +36,9 @@ class StepOutputs:
         argmax_ids: NDArray[np.int64] | None = None,
         chosen: NDArray[np.float64] | None = None,
     ) -> None:
-        """``logits`` [n, V] float32, or a function that fetches them when they are first used: a greedy round does not use
-        them. A verify engine on a device gives ``argmax_ids`` [n], which are fewer bytes to fetch than logits."""
+        """``logits`` [n, V] float32, or a function that fetches them when they are first used: a
+        greedy round does not use them. A verify engine on a device gives ``argmax_ids`` [n], which
+        are fewer bytes to fetch than logits."""
         self._logits = logits
         self.topk_ids = topk_ids
         self.topk_logprobs = topk_logprobs
@@ -56,8 +58,13 @@ class StepOutputs:
         return self
 
     def argmax(self, row: int) -> int:
-        """The most likely token of a node, see :func:`most_likely`. Where a device chose it, its logit is not checked."""
-        return most_likely(self.logits[row]) if self._argmax_ids is None else int(self._argmax_ids[row])
+        """The most likely token of a node, see :func:`most_likely`. Where a device chose it, its
+        logit is not checked."""
+        return (
+            most_likely(self.logits[row])
+            if self._argmax_ids is None
+            else int(self._argmax_ids[row])
+        )
 
 
 def most_likely(logits: Logits) -> int:
@@ -72,16 +79,19 @@ def most_likely(logits: Logits) -> int:
 
 
 def check_largest(logit: float) -> None:
-    """Raise :class:`EESDError` if the largest of some logits is NaN, or infinitely large: no token may be chosen from them."""
+    """Raise :class:`EESDError` if the largest of some logits is NaN, or infinitely large: no token
+    may be chosen from them."""
     if not logit < inf:
         raise EESDError(
-            "The model's logits are no finite numbers, so no token can be chosen; check its weights, and with 16-bit engines "
+            "The model's logits are no finite numbers, so no token can be chosen; check its "
+            "weights, and with 16-bit engines "
             "export with --dtype float32."
         )
 
 
 class KVCache(Protocol):
-    """The KV cache of one sequence, [L+E, 2, KV, S, D], which both engines read and write in place, wherever its memory is."""
+    """The KV cache of one sequence, [L+E, 2, KV, S, D], which both engines read and write in place,
+    wherever its memory is."""
 
     @property
     def slot_bytes(self) -> int:
@@ -89,7 +99,8 @@ class KVCache(Protocol):
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes that the cache takes however short the text is; 0 if it takes what the text needs."""
+        """Bytes that the cache takes however short the text is; 0 if it takes what the text
+        needs."""
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots. Raises :class:`EESDError` beyond the limit."""
@@ -98,33 +109,38 @@ class KVCache(Protocol):
         """Begin another sequence."""
 
     def compact(self, start: int, sources: list[int]) -> None:
-        """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``, ``start + 1``, ..."""
+        """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``,
+        ``start + 1``, ..."""
 
     def clear(self, start: int, stop: int | None = None) -> None:
-        """Make the slots from ``start`` to ``stop - 1`` harmless: some engines multiply a masked slot by 0, and 0 x NaN is NaN.
-        None: to the last slot."""
+        """Make the slots from ``start`` to ``stop - 1`` harmless: some engines multiply a masked
+        slot by 0, and 0 x NaN is NaN. None: to the last slot."""
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Keys and values of one layer, each [1, KV, S, D]: a copy in host memory."""
 
     def values(self, start: int, stop: int) -> Values:
-        """Keys and values of the slots from ``start`` to ``stop - 1``, of all layers. They may be the memory itself."""
+        """Keys and values of the slots from ``start`` to ``stop - 1``, of all layers. They may be
+        the memory itself."""
 
     def fill(self, start: int, values: Values) -> None:
-        """Write what :meth:`values` of such a cache gave, from the slot ``start`` on, for which there is room."""
+        """Write what :meth:`values` of such a cache gave, from the slot ``start`` on, for which
+        there is room."""
 
 
 class Call(NamedTuple):
-    """n tokens of one sequence, for an engine to run. Their keys and values go to the slots ``slot`` to ``slot + n - 1``.
+    """n tokens of one sequence, for an engine to run. Their keys and values go to the slots
+    ``slot`` to ``slot + n - 1``.
 
     Attributes:
         kv_cache: The cache of the sequence, with room for them.
-        tokens: Ids [n]: those of a round, or with ``logits`` False a piece of a prompt, at most :attr:`Engine.prefill_chunk`.
+        tokens: Ids [n]: those of a round, or with ``logits`` False a piece of a prompt, at most
+            :attr:`Engine.prefill_chunk`.
         positions: Positions in the text [n], for the rotary embedding.
         slot: Slot of the first token.
         context_len: With a ``tree_mask``: every token sees the slots below it.
-        tree_mask: [n, m]; which of the slots ``context_len`` to ``context_len + m - 1`` each token sees besides. None: the
-            tokens are a chain, each sees every slot up to its own.
+        tree_mask: [n, m]; which of the slots ``context_len`` to ``context_len + m - 1`` each token
+            sees besides. None: the tokens are a chain, each sees every slot up to its own.
         logits: Whether the tokens get logits; those of a prompt need none.
         choose: Chooses tokens on the device; only for engines that :attr:`Engine.chooses`.
     """
@@ -154,8 +170,9 @@ class Work(NamedTuple):
 
 
 DraftChain = Callable[[KVCache, int, int, int], StepOutputs]
-"""Given (kv_cache, token, slot, count): run ``count`` draft steps behind ``token`` at ``slot``, each with the most likely token
-of the step before it, without the host between them. Returns a row for each step, without logits."""
+"""Given (kv_cache, token, slot, count): run ``count`` draft steps behind ``token`` at ``slot``,
+each with the most likely token of the step before it, without the host between them. Returns a row
+for each step, without logits."""
 
 
 class Engine(Protocol):
@@ -167,25 +184,29 @@ class Engine(Protocol):
 
     @property
     def chooses(self) -> bool:
-        """Whether logits are on a device where it pays to let :attr:`Call.choose` choose, instead of copying them."""
+        """Whether logits are on a device where it pays to let :attr:`Call.choose` choose, instead
+        of copying them."""
 
     @property
     def draft_chain(self) -> DraftChain | None:
         """Drafts several steps of a chain by itself; None: the backend does not."""
 
     def new_kv_caches(self, count: int = 1) -> "Sequence[KVCache]":
-        """The caches of ``count`` sequences, for calls of this directory's engines that may run them together.
+        """The caches of ``count`` sequences, for calls of this directory's engines that may run
+        them together.
 
         Raises:
             EESDError: The engine cannot run so many together.
         """
 
     def prepare(self, kv_caches: "Sequence[KVCache]") -> None:
-        """Prepare calls over caches of one :meth:`new_kv_caches`, so that no round waits for it. Their contents are kept."""
+        """Prepare calls over caches of one :meth:`new_kv_caches`, so that no round waits for it.
+        Their contents are kept."""
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """Run calls of different sequences, as one pass where the backend can. Every token gets the bits that it gets alone;
-        on a GPU without ``exact`` they depend on how many nodes and slots the longest sequence needs.
+        """Run calls of different sequences, as one pass where the backend can. Every token gets the
+        bits that it gets alone; on a GPU without ``exact`` they depend on how many nodes and slots
+        the longest sequence needs.
 
         Returns:
             The outputs of each call; those of a call without logits are empty.

@@ -1,8 +1,8 @@
-"""What ``eesd-build --target cpu`` makes of an engine directory, and the CPU engine maps: packed weights, and graphs of this
-project's operators, for all kernels alike.
+"""What ``eesd-build --target cpu`` makes of an engine directory, and the CPU engine maps: packed
+weights, and graphs of this project's operators, for all kernels alike.
 
-They are in a directory ``cpu-KEY`` in the engine directory. The key follows from the engine directory's contents and the
-version of the layout, so nothing stale is found.
+They are in a directory ``cpu-KEY`` in the engine directory. The key follows from the engine
+directory's contents and the version of the layout, so nothing stale is found.
 """
 
 import hashlib
@@ -22,11 +22,16 @@ WEIGHTS, SIZES = "weights.bin", "sizes.json"
 
 
 def place_of(directory: Path, manifest: Manifest) -> Path:
-    """Where the build of an engine directory is. The name has 16 hexadecimal digits of everything that the build depends on."""
-    contents = {name: info.sha256 for name, info in manifest.files.items() if name.endswith((".onnx", ".bin"))}
-    contents |= {name: info.samples for name, info in manifest.linked.items()}
+    """Where the build of an engine directory is. The name has 16 hexadecimal digits of everything
+    that the build depends on."""
+    contents = {
+        name: info.sha256
+        for name, info in manifest.files.items()
+        if name.endswith((".onnx", ".bin"))
+    } | {name: info.samples for name, info in manifest.linked.items()}
     options = [LAYOUT, manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k]
-    return directory / f"cpu-{hashlib.sha256(json.dumps([options, contents], sort_keys=True).encode()).hexdigest()[:16]}"
+    digest = hashlib.sha256(json.dumps([options, contents], sort_keys=True).encode()).hexdigest()
+    return directory / f"cpu-{digest[:16]}"
 
 
 def find_build(directory: Path, manifest: Manifest) -> Path | None:
@@ -35,9 +40,11 @@ def find_build(directory: Path, manifest: Manifest) -> Path | None:
     try:
         sizes = read_json(place / SIZES, "")
         names = {WEIGHTS, *(graph.file for graph in manifest.graphs)}
-        whole = isinstance(sizes, dict) and sizes.keys() == names and all(
-            (place / name).stat().st_size == size for name, size in sizes.items()
-        )  # fmt: skip
+        whole = (
+            isinstance(sizes, dict)
+            and sizes.keys() == names
+            and all((place / name).stat().st_size == size for name, size in sizes.items())
+        )
     except (EESDError, OSError):
         return None
     return place if whole else None
@@ -52,15 +59,21 @@ def built_for_cpu(directory: Path, manifest: Manifest) -> Path:
     check_graphs(directory, manifest)
     place = find_build(directory, manifest)
     if place is None:
-        raise EESDError(f"{directory} is not built for the CPU; run: eesd-build --target cpu {directory}.")
+        raise EESDError(
+            f"{directory} is not built for the CPU; run: eesd-build --target cpu {directory}."
+        )
     return place
 
 
 def check_graphs(directory: Path, manifest: Manifest) -> None:
-    """Raise :class:`EESDError` if a graph of the directory was changed: its build would run nevertheless."""
+    """Raise :class:`EESDError` if a graph of the directory was changed: its build would run
+    nevertheless."""
     for graph in manifest.graphs:
         if sha256_of(directory / graph.file) != manifest.files[graph.file].sha256:
-            raise EESDError(f"{directory / graph.file} is not the graph that the manifest describes; export again.")
+            raise EESDError(
+                f"{directory / graph.file} is not the graph that the manifest describes; "
+                "export again."
+            )
 
 
 def describe_build(place: Path) -> str:
@@ -71,9 +84,23 @@ def describe_build(place: Path) -> str:
 def halved_weights(manifest: Manifest) -> set[str]:
     """Names of the weights of which products of the draft read the upper 4 bits, and verify all 8.
 
-    A draft that is the whole model shares them with verify. An embedding table is one of them if it is the LM head, too.
+    A draft that is the whole model shares them with verify. An embedding table is one of them if it
+    is the LM head, too.
     """
-    whole, alone = manifest.exit_head.is_whole(manifest.geometry), not manifest.geometry.tied_embeddings
-    found = {name: weight.quantization for name, weight in weights_of(manifest, manifest.draft).items() if whole}
-    int8 = {name for name, of in found.items() if of is not None and (of.weights, of.block) == ("int8", BLOCK)}
-    return {name for name in int8 if not name.startswith(DRAFT) and not (alone and name == EMBEDDINGS)}
+    whole, alone = (
+        manifest.exit_head.is_whole(manifest.geometry),
+        not manifest.geometry.tied_embeddings,
+    )
+    found = {
+        name: weight.quantization
+        for name, weight in weights_of(manifest, manifest.draft).items()
+        if whole
+    }
+    int8 = {
+        name
+        for name, of in found.items()
+        if of is not None and (of.weights, of.block) == ("int8", BLOCK)
+    }
+    return {
+        name for name in int8 if not name.startswith(DRAFT) and not (alone and name == EMBEDDINGS)
+    }

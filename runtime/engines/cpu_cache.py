@@ -1,8 +1,10 @@
-"""KV caches of the CPU engine: memory that is reserved once, in tiles that its attention reads without a copy.
+"""KV caches of the CPU engine: memory that is reserved once, in tiles that its attention reads
+without a copy.
 
-A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, as ``runtime/operators/SPECIFICATION.md`` lays them
-out: float32, float16, or 8-bit levels with a float32 scale for each row of a head. Pages come when they are written, and are
-given back when a long text ends.
+A sequence has one piece of memory, [L+E, 2, KV, S / 16] tiles of 16 slots, as
+``runtime/operators/SPECIFICATION.md`` lays them out: float32, float16, or 8-bit levels with a
+float32 scale for each row of a head. Pages come when they are written, and are given back when a
+long text ends.
 """
 
 import mmap
@@ -27,7 +29,8 @@ _NO_RESERVE = 0x4000
 
 
 def slots_of(manifest: Manifest) -> int:
-    """Slots of a cache: those of the text, and room for the nodes of a round behind its last one."""
+    """Slots of a cache: those of the text, and room for the nodes of a round behind its last
+    one."""
     return -(-(manifest.max_seq_len + manifest.max_tree_nodes + 1) // TILE) * TILE
 
 
@@ -52,29 +55,46 @@ class CpuKVCache:
         geometry = manifest.geometry
         self.dtype = np.dtype(dtype)
         self.slots, self.limit = slots_of(manifest), manifest.max_seq_len
-        pair, scale = (2, 4) if dtype == "int8" else (1, 0)  # cells side by side, and bytes of a row's scale
+        # Cells side by side, and bytes of a row's scale.
+        pair, scale = (2, 4) if dtype == "int8" else (1, 0)
         size, width = geometry.head_dim, -(-geometry.head_dim // TILE) * TILE
-        self.slot_bytes = 2 * manifest.num_caches * geometry.num_kv_heads * (size * self.dtype.itemsize + scale)
+        self.slot_bytes = (
+            2 * manifest.num_caches * geometry.num_kv_heads * (size * self.dtype.itemsize + scale)
+        )
         tiles = self.slots // TILE
-        shape, scales_at = (manifest.num_caches, 2, geometry.num_kv_heads), TILE * width * self.dtype.itemsize
+        shape, scales_at = (
+            (manifest.num_caches, 2, geometry.num_kv_heads),
+            TILE * width * self.dtype.itemsize,
+        )
         self._tile_bytes = prod(shape) * (scales_at + TILE * scale)
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_NO_RESERVE if hasattr(mmap, "MADV_DONTNEED") else 0)
+        flags = (
+            mmap.MAP_PRIVATE
+            | mmap.MAP_ANONYMOUS
+            | (_NO_RESERVE if hasattr(mmap, "MADV_DONTNEED") else 0)
+        )
         try:
             self._map = mmap.mmap(-1, tiles * self._tile_bytes, flags=flags)
         except (OSError, ValueError, OverflowError):
             mebibytes = tiles * self._tile_bytes >> 20
-            raise EESDError(f"There are no {mebibytes} MiB of addresses for a cache of {self.slots} slots.") from None
+            raise EESDError(
+                f"There are no {mebibytes} MiB of addresses for a cache of {self.slots} slots."
+            ) from None
         memory = np.frombuffer(self._map, np.int8).reshape(*shape, tiles, -1)
         self.address = int(memory.ctypes.data)
         keys, values = np.moveaxis(memory[..., :scales_at].view(self.dtype), 1, 0)
-        self._keys = keys.reshape(*keys.shape[:3], width // pair, TILE, pair)[..., : size // pair, :, :]
+        self._keys = keys.reshape(*keys.shape[:3], width // pair, TILE, pair)[
+            ..., : size // pair, :, :
+        ]
         self._values = values.reshape(*keys.shape[:3], TILE // pair, width, pair)[..., :size, :]
         self._scales = memory[..., scales_at:].reshape(*shape, tiles, TILE, scale)
         self._used = 0
 
     def reserve(self, slots: int) -> None:
         if slots > self.limit:
-            raise EESDError(f"{slots} tokens do not fit the cache of {self.limit} slots; export with a larger --max-seq-len.")
+            raise EESDError(
+                f"{slots} tokens do not fit the cache of {self.limit} slots; export with a "
+                "larger --max-seq-len."
+            )
         self._used = max(self._used, slots)
 
     def reset(self) -> None:
@@ -96,7 +116,8 @@ class CpuKVCache:
         return found[0][None].copy(), found[1][None].copy()
 
     def values(self, start: int, stop: int) -> Values:
-        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. Of int8, 4 bytes follow: each row's scale."""
+        """A copy [L+E, 2, KV, n, D] of the slots from ``start`` to ``stop - 1``. Of int8, 4 bytes
+        follow: each row's scale."""
         return self._gather(np.arange(start, stop))
 
     def fill(self, start: int, values: NDArray[Any]) -> None:
@@ -114,4 +135,6 @@ class CpuKVCache:
         keys = self._keys[layers, :, tiles, :, rows]
         values = self._values[layers, :, tiles, rows // pair, :, rows % pair]
         found = np.stack((keys.reshape(*keys.shape[:3], size), values)).transpose(2, 0, 3, 1, 4)
-        return np.concatenate((found, self._scales[layers][..., tiles, rows, :].view(self.dtype)), -1)
+        return np.concatenate(
+            (found, self._scales[layers][..., tiles, rows, :].view(self.dtype)), -1
+        )

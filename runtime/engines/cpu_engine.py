@@ -1,7 +1,9 @@
-"""The CPU engine: ONNX Runtime with this project's operators, over packed weights and caches in place.
+"""The CPU engine: ONNX Runtime with this project's operators, over packed weights and caches in
+place.
 
-A call takes any tokens of any sequences. Each has its own cache, position, slot, and a list of what it sees, and gets the bits
-that it gets alone: nothing is padded, and no token waits for another one's text.
+A call takes any tokens of any sequences. Each has its own cache, position, slot, and a list of what
+it sees, and gets the bits that it gets alone: nothing is padded, and no token waits for another
+one's text.
 """
 
 from collections.abc import Sequence
@@ -25,7 +27,8 @@ MOST_CALLS = 64
 
 @dataclass
 class _Bound:
-    """The buffers of a pass of T tokens, with paths of P slots, of which R tokens get logits; and the I/O bindings to them.
+    """The buffers of a pass of T tokens, with paths of P slots, of which R tokens get logits; and
+    the I/O bindings to them.
 
     Attributes:
         ids: [T] int64.
@@ -47,13 +50,15 @@ class _Bound:
 
 
 class ResultMemory:
-    """Memory that the results of several calls share: those of a call are valid until the next one."""
+    """Memory that the results of several calls share: those of a call are valid until the next
+    one."""
 
     def __init__(self) -> None:
         self._memory: dict[int, NDArray[np.uint8]] = {}
 
     def array(self, index: int, shape: tuple[int, ...], dtype: str) -> NDArray[Any]:
-        """An array for the result with this index. A larger one takes other memory; those given out before stay valid."""
+        """An array for the result with this index. A larger one takes other memory; those given out
+        before stay valid."""
         size = prod(shape) * np.dtype(dtype).itemsize
         if index not in self._memory or len(self._memory[index]) < size:
             self._memory[index] = np.zeros(size, np.uint8)
@@ -84,16 +89,24 @@ class CpuEngine:
             manifest: The directory's manifest.
             stages: The stages of verify, or the draft graph.
             threads: CPU threads.
-            int8_activations: Whether products with levels round activations to 8 bits, by blocks of 32.
+            int8_activations: Whether products with levels round activations to 8 bits, by blocks
+                of 32.
             kernels: Name of the kernels; "" for the fastest ones.
             kv_cache_dtype: Of the caches: ``float32``, ``float16`` or ``int8``.
 
         Raises:
-            EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the kernels.
+            EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the
+                kernels.
         """
         self.manifest, self._dtype = manifest, np.dtype(kv_cache_dtype)
         self.stages = [
-            (graph, make_session(build / graph.file, threads, int8_activations, kernels, kv_cache_dtype)) for graph in stages
+            (
+                graph,
+                make_session(
+                    build / graph.file, threads, int8_activations, kernels, kv_cache_dtype
+                ),
+            )
+            for graph in stages
         ]
         self._is_draft = stages[0] == manifest.draft
         self._results = ResultMemory()
@@ -106,7 +119,8 @@ class CpuEngine:
         """Do nothing: what is bound depends on the sizes of calls alone."""
 
     def work(self, calls: Sequence[Call]) -> Work:
-        """See :meth:`~eesd.runtime.engines.base.Engine.work`. Each token is computed once, and reads its own text."""
+        """See :meth:`~eesd.runtime.engines.base.Engine.work`. Each token is computed once, and
+        reads its own text."""
         nodes, slots = 0, 0
         for call in calls:
             nodes += len(call.tokens)
@@ -114,13 +128,20 @@ class CpuEngine:
         return Work(nodes, slots / len(calls), len(calls))
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass, whatever the calls are."""
-        ids, numbers, logit_rows, trees = list[int](), list[int](), list[int](), list[tuple[int, list[list[int]]]]()
+        """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass, whatever the calls
+        are."""
+        ids, numbers, logit_rows, trees = (
+            list[int](),
+            list[int](),
+            list[int](),
+            list[tuple[int, list[list[int]]]](),
+        )
         for call in calls:
             start, paths = len(ids), [] if call.tree_mask is None else _paths(call)
             ids += call.tokens
             if len(ids) == start:
-                raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
+                # Who asks for nothing would ask again for ever.
+                raise EESDError("A call of the engine has no tokens.")
             if paths:
                 trees.append((start, paths))
             if call.logits:
@@ -130,7 +151,9 @@ class CpuEngine:
         bound = self._bound_for(len(ids), longest, len(logit_rows))
         bound.ids[:], bound.numbers[:] = ids, numbers
         for start, paths in trees:
-            bound.paths[start : start + len(paths)] = [[*path, *[0] * (longest - len(path))] for path in paths]
+            bound.paths[start : start + len(paths)] = [
+                [*path, *[0] * (longest - len(path))] for path in paths
+            ]
         if len(logit_rows) < len(ids):
             bound.logit_rows[:] = logit_rows
         for (_, session), io_binding in zip(self.stages, bound.io_bindings, strict=True):
@@ -171,7 +194,11 @@ class CpuEngine:
             outputs = []
             for index, info in enumerate(graph.results):
                 shape = (rows, int(info.shape[-1]))
-                outputs.append(self._results.array(index, shape, info.dtype) if last else np.empty(shape, np.float32))
+                outputs.append(
+                    self._results.array(index, shape, info.dtype)
+                    if last
+                    else np.empty(shape, np.float32)
+                )
                 io_binding.bind_output(info.name, *buffer(outputs[-1]))
             x = outputs[0]
             io_bindings.append(io_binding)
@@ -196,18 +223,29 @@ def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[i
     address, slots = kv_cache.address, range(call.slot, call.slot + len(call.tokens))
     if not paths:
         placed = zip(call.positions, slots, strict=True)
-        return [number for position, slot in placed for number in (address, position, slot, slot + 1, 0)]
+        return [
+            number for position, slot in placed for number in (address, position, slot, slot + 1, 0)
+        ]
     before, at = call.context_len, zip(call.positions, slots, paths, strict=True)
-    return [number for position, slot, path in at for number in (address, position, slot, before, len(path))]
+    return [
+        number
+        for position, slot, path in at
+        for number in (address, position, slot, before, len(path))
+    ]
 
 
-def _outputs(calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool) -> list[StepOutputs]:
-    """Views of the results of each call. There are results ``of_all`` tokens, or of those with logits."""
+def _outputs(
+    calls: Sequence[Call], results: Sequence[NDArray[Any]], of_all: bool
+) -> list[StepOutputs]:
+    """Views of the results of each call. There are results ``of_all`` tokens, or of those with
+    logits."""
     if len(calls) == 1:
         return [StepOutputs(*results)] if calls[0].logits else [NO_OUTPUTS]
     found, start = [], 0
     for call in calls:
         stop = start + (len(call.tokens) if call.logits or of_all else 0)
-        found.append(StepOutputs(*[result[start:stop] for result in results]) if call.logits else NO_OUTPUTS)
+        found.append(
+            StepOutputs(*[result[start:stop] for result in results]) if call.logits else NO_OUTPUTS
+        )
         start = stop
     return found

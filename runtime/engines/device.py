@@ -1,8 +1,9 @@
 """What the GPU backends share: streams, and the interface of a stage runner.
 
-A backend implements :class:`StageRunner`, which prepares calls of one graph. The inputs of a prepared call stay at fixed
-addresses, so that the call can be captured in a CUDA graph. ``device_engine.py`` builds engines from stage runners. All of it
-also runs on the CPU, without CUDA graphs and pinned memory, so tests need no GPU.
+A backend implements :class:`StageRunner`, which prepares calls of one graph. The inputs of a
+prepared call stay at fixed addresses, so that the call can be captured in a CUDA graph.
+``device_engine.py`` builds engines from stage runners. All of it also runs on the CPU, without CUDA
+graphs and pinned memory, so tests need no GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,18 +20,24 @@ from eesd.common.manifest import MASKED, GraphInfo
 from eesd.model.decoder import KV
 
 ALIGNMENT = 256
-"""Bytes. TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of it."""
+"""Bytes. TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of
+it."""
 HOST_ALIGNMENT = 64
-"""Bytes. What torch allocates in main memory begins at a multiple of it; tests run the code for GPUs there."""
+"""Bytes. What torch allocates in main memory begins at a multiple of it; tests run the code for
+GPUs there."""
 
 
 @contextmanager
 def explain_out_of_memory(what: str) -> Iterator[None]:
-    """Turn torch's out-of-memory error into an :class:`EESDError`. ``what`` did not fit; it is a plural."""
+    """Turn torch's out-of-memory error into an :class:`EESDError`. ``what`` did not fit; it is a
+    plural."""
     try:
         yield
     except torch.OutOfMemoryError:
-        raise EESDError(f"{what} do not fit the GPU's memory; free some, or export with a smaller --max-seq-len.") from None
+        raise EESDError(
+            f"{what} do not fit the GPU's memory; free some, or export with a smaller "
+            "--max-seq-len."
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,12 @@ class DeviceStream:
         return tensor.data_ptr() % (ALIGNMENT if self.on_gpu else HOST_ALIGNMENT) == 0
 
     def lies_here(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on this device. A device without a number, as the CPU, is any of its kind."""
-        return tensor.device.type == self.device.type and self.device.index in (None, tensor.device.index)
+        """Whether a tensor is on this device. A device without a number, as the CPU, is any of its
+        kind."""
+        return tensor.device.type == self.device.type and self.device.index in (
+            None,
+            tensor.device.index,
+        )
 
     def activate(self) -> AbstractContextManager[Any]:
         """Make the stream torch's current stream."""
@@ -77,15 +88,18 @@ def device_streams(stages: int, device: str | None = None) -> list[DeviceStream]
 
     Args:
         stages: Number of stages.
-        device: ``cuda`` spreads the stages over all GPUs that torch sees, ``cuda:1`` takes one GPU, ``cpu`` none. Default:
-            ``cuda`` if torch sees a GPU, else ``cpu``.
+        device: ``cuda`` spreads the stages over all GPUs that torch sees, ``cuda:1`` takes one GPU,
+            ``cpu`` none. Default: ``cuda`` if torch sees a GPU, else ``cpu``.
     """
     name = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if name == "cpu":
         return [DeviceStream(torch.device("cpu"))] * stages
     num_gpus = torch.cuda.device_count() if name == "cuda" else 1
     first = torch.device(name).index or 0
-    gpus = [torch.device("cuda", first + stage * min(num_gpus, stages) // stages) for stage in range(stages)]
+    gpus = [
+        torch.device("cuda", first + stage * min(num_gpus, stages) // stages)
+        for stage in range(stages)
+    ]
     streams = {gpu: torch.cuda.Stream(gpu) for gpu in gpus}  # type: ignore[no-untyped-call]
     return [DeviceStream(gpu, streams[gpu]) for gpu in gpus]
 
@@ -95,13 +109,21 @@ class AttentionMask:
 
     Attributes:
         outline: A tensor of the mask's shape [B, 1, n, s] without memory of its own.
-        tree: For a tree: every node sees the slots below a number [B], and has 1 where it sees a slot from there on,
-            [B, n, width]; columns without a node are 0. None: a chain, whose nodes see the slots up to their own.
+        tree: For a tree: every node sees the slots below a number [B], and has 1 where it sees a
+            slot from there on, [B, n, width]; columns without a node are 0. None: a chain, whose
+            nodes see the slots up to their own.
     """
 
-    def __init__(self, keys: Tensor, count: int, slots: int, slot: Tensor, tree: tuple[Tensor, Tensor] | None = None) -> None:
-        """Describe what ``count`` nodes, the first one in ``slot`` [B], see of the first ``slots`` slots of caches like
-        ``keys`` [B, KV, S, D]; 0: of all. All tensors are on the device."""
+    def __init__(
+        self,
+        keys: Tensor,
+        count: int,
+        slots: int,
+        slot: Tensor,
+        tree: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Describe what ``count`` nodes, the first one in ``slot`` [B], see of the first ``slots``
+        slots of caches like ``keys`` [B, KV, S, D]; 0: of all. All tensors are on the device."""
         self.outline = slot[:, None, None, None].expand(-1, 1, count, slots or keys.shape[2])
         self.tree, self._slot, self._dtype = tree, slot, keys.dtype
         self._tensor: Tensor | None = None
@@ -111,7 +133,10 @@ class AttentionMask:
         """The additive mask. :meth:`update` computes it, for graphs that have asked for it."""
         if self._tensor is None:
             (*_, count, slots), device = self.outline.shape, self._slot.device
-            self._slots, self._nodes = torch.arange(slots, device=device), torch.arange(count, device=device)[:, None]
+            self._slots, self._nodes = (
+                torch.arange(slots, device=device),
+                torch.arange(count, device=device)[:, None],
+            )
             self._tensor = torch.zeros(self.outline.shape, dtype=self._dtype, device=device)
         return self._tensor
 
@@ -125,7 +150,9 @@ class AttentionMask:
         else:
             below, tree = self.tree
             column = (self._slots - below[:, None])[:, None].expand(mask.shape)
-            hidden = (tree.gather(2, column.clamp(0, tree.shape[2] - 1)) == 0) | (column >= tree.shape[2])
+            hidden = (tree.gather(2, column.clamp(0, tree.shape[2] - 1)) == 0) | (
+                column >= tree.shape[2]
+            )
             hidden &= column >= 0
         mask.copy_(hidden)
         mask.mul_(MASKED)
@@ -133,14 +160,16 @@ class AttentionMask:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """The inputs of a call of n nodes of B sequences on one device. Their contents change, their addresses do not.
+    """The inputs of a call of n nodes of B sequences on one device. Their contents change, their
+    addresses do not.
 
     Attributes:
         x: ``input_ids`` [B, n] int64, or the hidden state of the previous stage [B, n, hidden].
         position_ids: [B, n].
         write_indices: [B].
         mask: Of [B, 1, n, s]; attention reads the first s slots of the caches.
-        logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores it.
+        logit_rows: The nodes of each sequence that get logits from verify, [R]. The draft ignores
+            it.
         caches: The layer caches that the graph uses, in the order of its inputs.
     """
 
@@ -153,9 +182,9 @@ class StepInputs:
 
 
 PreparedCall = Callable[[], list[Tensor]]
-"""Runs a graph on the inputs it was prepared for. Returns logits [B, R, V] or a hidden state; for a draft logits [B, n, V], ids
-[B, n, K] and log-probabilities [B, n, K]. Or logits of any type, and what ``pack_results`` of ``device_engine.py`` makes of all
-these. The next run overwrites them."""
+"""Runs a graph on the inputs it was prepared for. Returns logits [B, R, V] or a hidden state; for a
+draft logits [B, n, V], ids [B, n, K] and log-probabilities [B, n, K]. Or logits of any type, and
+what ``pack_results`` of ``device_engine.py`` makes of all these. The next run overwrites them."""
 
 
 class StageRunner(Protocol):
@@ -178,36 +207,51 @@ class StageRunner(Protocol):
 class ResultMemory:
     """Memory for the outputs of a graph that are not caches.
 
-    Calls of all node counts share it, because only the results of the last call are used: logits are large.
+    Calls of all node counts share it, because only the results of the last call are used: logits
+    are large.
     """
 
     def __init__(self, graph: GraphInfo, device: torch.device, largest: int) -> None:
-        """``largest`` is the node count from which on a call has memory of its own. Nothing is allocated yet."""
+        """``largest`` is the node count from which on a call has memory of its own. Nothing is
+        allocated yet."""
         self._graph, self._device, self._largest = graph, device, largest
         self._shared: list[Tensor] = []
         self._batch = 0
 
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
-        """The outputs of a call. Those of more sequences than before take other memory; outputs given out before stay valid."""
+        """The outputs of a call. Those of more sequences than before take other memory; outputs
+        given out before stay valid."""
         (batch, count), rows = inputs.position_ids.shape, len(inputs.logit_rows)
         if count > self._largest:
             return self._allocate(batch, count, rows)
         shapes = [info.sized(B=batch, n=count, R=rows) for info in self._graph.results]
         if batch > self._batch:
             self._batch = batch
-            self._shared = [memory.flatten() for memory in self._allocate(batch, self._largest, self._largest)]
-        return [memory[: prod(shape)].view(shape) for memory, shape in zip(self._shared, shapes, strict=True)]
+            self._shared = [
+                memory.flatten() for memory in self._allocate(batch, self._largest, self._largest)
+            ]
+        return [
+            memory[: prod(shape)].view(shape)
+            for memory, shape in zip(self._shared, shapes, strict=True)
+        ]
 
     def _allocate(self, batch: int, count: int, rows: int) -> list[Tensor]:
         with explain_out_of_memory(f"The results of {batch * count} nodes"):
             return [
-                torch.zeros(info.sized(B=batch, n=count, R=rows), dtype=getattr(torch, info.dtype), device=self._device)
+                torch.zeros(
+                    info.sized(B=batch, n=count, R=rows),
+                    dtype=getattr(torch, info.dtype),
+                    device=self._device,
+                )
                 for info in self._graph.results
             ]
 
 
-def tensors_by_name(graph: GraphInfo, inputs: StepInputs, results: list[Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The input tensors and the output tensors of a call by name. A cache is both, because the graph updates it in place."""
+def tensors_by_name(
+    graph: GraphInfo, inputs: StepInputs, results: list[Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The input tensors and the output tensors of a call by name. A cache is both, because the
+    graph updates it in place."""
     given = {
         graph.inputs[0].name: inputs.x,
         "position_ids": inputs.position_ids,

@@ -1,4 +1,5 @@
-"""KV caches on devices: one memory for the sequences that a call may run together, of which each has a row."""
+"""KV caches on devices: one memory for the sequences that a call may run together, of which each
+has a row."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from eesd.runtime.engines.kv_cache import STEP, grown
 class DeviceMemory:
     """Keys and values of B sequences, [L+E, 2, B, KV, S, D] in the engines' element type.
 
-    Where the stages of verify run on several devices, each device has a shard: the layers of its stage.
+    Where the stages of verify run on several devices, each device has a shard: the layers of its
+    stage.
 
     Attributes:
         shards: Tensors [layers, 2, B, KV, S, D].
         rows: B.
-        fixed: Whether S is that of the longest text from the beginning, because a captured CUDA graph needs fixed addresses.
+        fixed: Whether S is that of the longest text from the beginning, because a captured CUDA
+            graph needs fixed addresses.
         limit: Most slots of a text.
         version: Number of changes of ``shards``, after which they must be bound again.
     """
@@ -47,14 +50,17 @@ class DeviceMemory:
             manifest: Manifest of the engine directory.
             streams: The stream of each stage.
             rows: B.
-            grow: Begin with few slots, and follow the longest text. Otherwise all ``gpu_slots`` of the manifest are allocated.
+            grow: Begin with few slots, and follow the longest text. Otherwise all ``gpu_slots`` of
+                the manifest are allocated.
             slots: First number of slots of memory that grows.
-            spare: Of memory that grows, the slots behind those that tokens may use, for nodes that only fill a call.
-            given: A tensor for each shard, or [2, B, KV, S, D] for each layer, which the caller owns. Default: allocate with
-                torch.
+            spare: Of memory that grows, the slots behind those that tokens may use, for nodes that
+                only fill a call.
+            given: A tensor for each shard, or [2, B, KV, S, D] for each layer, which the caller
+                owns. Default: allocate with torch.
 
         Raises:
-            EESDError: The memory does not fit the GPU, or ``given`` does not have its number, shape, type and device.
+            EESDError: The memory does not fit the GPU, or ``given`` does not have its number,
+                shape, type and device.
         """
         self.rows, self.fixed, self.limit, self.version = rows, not grow, manifest.max_seq_len, 0
         self._dtype: torch.dtype = getattr(torch, manifest.dtype)
@@ -64,13 +70,22 @@ class DeviceMemory:
             layers = [(layer,) for group in layers for layer in group]
             given = [buffer[None] for buffer in given]
         if given and len(given) != len(layers):
-            raise EESDError(f"{len(given)} tensors are given as kv_cache, and these engines need {len(layers)} of their shape.")
+            raise EESDError(
+                f"{len(given)} tensors are given as kv_cache, and these engines need "
+                f"{len(layers)} of their shape."
+            )
         self.streams, self._given = streams, given
-        self._places = {layer: (shard, at) for shard, group in enumerate(layers) for at, layer in enumerate(group)}
+        self._places = {
+            layer: (shard, at)
+            for shard, group in enumerate(layers)
+            for at, layer in enumerate(group)
+        }
         self._first = min(slots, self.limit) if grow else self.limit
         self._spare = spare if grow else manifest.gpu_slots - self.limit
         geometry = manifest.geometry
-        self._shapes = [(len(group), 2, rows, geometry.num_kv_heads, geometry.head_dim) for group in layers]
+        self._shapes = [
+            (len(group), 2, rows, geometry.num_kv_heads, geometry.head_dim) for group in layers
+        ]
         self._reserved = [0] * rows
         self.shards = self._allocate(self._first)
 
@@ -80,7 +95,8 @@ class DeviceMemory:
         return int(self.shards[0].shape[4])
 
     def layer(self, index: int, first: int, rows: int) -> Tensor:
-        """Keys and values of one layer, [2, rows, KV, S, D], of the rows from ``first`` on: the memory itself."""
+        """Keys and values of one layer, [2, rows, KV, S, D], of the rows from ``first`` on: the
+        memory itself."""
         shard, at = self._places[index]
         return self.shards[shard][at, :, first : first + rows]
 
@@ -99,7 +115,8 @@ class DeviceMemory:
         return [DeviceKVCache(self, row) for row in range(self.rows)]
 
     def reserve(self, row: int, slots: int) -> None:
-        """Make room for at least this many slots of a row. Raises :class:`EESDError` beyond the limit."""
+        """Make room for at least this many slots of a row. Raises :class:`EESDError` beyond the
+        limit."""
         capacity = self.slots - self._spare
         if slots > min(capacity, self.limit):
             self._resize(grown(capacity, slots, self.limit), capacity)
@@ -107,14 +124,17 @@ class DeviceMemory:
 
     @torch.inference_mode()
     def reset(self, row: int) -> None:
-        """Let a row begin another sequence. Memory that grows shrinks, so that short texts do not pay for a long one before.
+        """Let a row begin another sequence. Memory that grows shrinks, so that short texts do not
+        pay for a long one before.
 
-        A slot that overflowed to infinity would spoil the sequence: a hidden slot counts with 0 x infinity.
+        A slot that overflowed to infinity would spoil the sequence: a hidden slot counts with 0 x
+        infinity.
         """
         self._reserved[row] = 0
         used = max(self._reserved)
         capacity, most = self.slots - self._spare, max(used, self._first)
-        if not self.fixed and capacity > most + (STEP if used else 0):  # other rows are not copied for little
+        # Other rows are not copied for little.
+        if not self.fixed and capacity > most + (STEP if used else 0):
             self._resize(most, used)
         for shard in self.active_shards():
             shard[:, :, row].zero_()
@@ -141,11 +161,16 @@ class DeviceMemory:
             return torch.zeros(shape, dtype=self._dtype, device=stream.device)
 
     def _checked(self, memory: Tensor, shape: tuple[int, ...], stream: DeviceStream) -> Tensor:
-        fits = (tuple(memory.shape), memory.dtype) == (shape, self._dtype) and memory.is_contiguous()
+        fits = (tuple(memory.shape), memory.dtype) == (
+            shape,
+            self._dtype,
+        ) and memory.is_contiguous()
         if not fits or not stream.lies_here(memory) or not stream.aligned(memory):
             raise EESDError(
-                f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on {memory.device} at {memory.data_ptr():#x}; "
-                f"these engines need a contiguous {list(shape)} of {self._dtype} on {stream.device}, at a multiple of "
+                f"The kv_cache given is {list(memory.shape)} of {memory.dtype} on "
+                f"{memory.device} at {memory.data_ptr():#x}; "
+                f"these engines need a contiguous {list(shape)} of {self._dtype} on "
+                f"{stream.device}, at a multiple of "
                 f"{ALIGNMENT} bytes."
             )
         with stream.activate(), torch.inference_mode():
@@ -175,7 +200,9 @@ class DeviceKVCache:
     @torch.inference_mode()
     def compact(self, start: int, sources: list[int]) -> None:
         for cache in self._shards():
-            index = torch.tensor(sources, pin_memory=cache.is_cuda).to(cache.device, non_blocking=True)
+            index = torch.tensor(sources, pin_memory=cache.is_cuda).to(
+                cache.device, non_blocking=True
+            )
             cache[..., start : start + len(sources), :] = cache.index_select(3, index)
 
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
@@ -187,7 +214,9 @@ class DeviceKVCache:
     def values(self, start: int, stop: int) -> Values:
         """Keys and values in host memory, those of 16 bits as their bits: NumPy has no bfloat16."""
         gathered = torch.cat([cache[..., start:stop, :].cpu() for cache in self._shards()])
-        values: Values = (gathered.view(torch.int16) if gathered.itemsize == 2 else gathered).numpy()
+        values: Values = (
+            gathered.view(torch.int16) if gathered.itemsize == 2 else gathered
+        ).numpy()
         return values
 
     @torch.inference_mode()
@@ -218,12 +247,14 @@ class DeviceKVCache:
             cache[..., start:stop, :] = values
 
     def _shards(self) -> Iterator[Tensor]:
-        """The row in each shard, [layers, 2, KV, S, D], while the shard's stream is torch's current stream."""
+        """The row in each shard, [layers, 2, KV, S, D], while the shard's stream is torch's current
+        stream."""
         return (shard[:, :, self.row] for shard in self.memory.active_shards())
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in main memory, of which pages that are not touched are not taken. Products may depend on the alignment."""
+    """Zeros in main memory, of which pages that are not touched are not taken. Products may depend
+    on the alignment."""
     size = prod(shape) * dtype.itemsize
     memory: NDArray[Any] = np.zeros(size + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT

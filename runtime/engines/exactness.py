@@ -1,7 +1,9 @@
-"""Whether an engine gives a token's logits the same bits in every call, so that drafting cannot change them.
+"""Whether an engine gives a token's logits the same bits in every call, so that drafting cannot
+change them.
 
-Plain decoding runs one token a call, a round several, a prefill many. The logits are the same bits only if the kernels add in
-an order that depends neither on the number of rows of a call nor on the size of the cache. This is checked by running it.
+Plain decoding runs one token a call, a round several, a prefill many. The logits are the same bits
+only if the kernels add in an order that depends neither on the number of rows of a call nor on the
+size of the cache. This is checked by running it.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,8 +30,8 @@ class Differences:
         positions: Rows that were compared.
         differing: Rows in which a bit differs.
         largest: Largest absolute difference of a logit.
-        kinds: What the calls that differ have in common: ``rows`` (of a call), ``slots`` (of the cache), ``chunks`` (of the
-            prompt), ``threads``.
+        kinds: What the calls that differ have in common: ``rows`` (of a call), ``slots`` (of the
+            cache), ``chunks`` (of the prompt), ``threads``.
     """
 
     calls: int = 0
@@ -39,7 +41,8 @@ class Differences:
     kinds: frozenset[str] = frozenset()
 
     def with_rows(self, kind: str, found: Logits, expected: Logits) -> "Differences":
-        """These differences and a call's, whose rows [n, V] are compared with at least as many expected ones."""
+        """These differences and a call's, whose rows [n, V] are compared with at least as many
+        expected ones."""
         expected = expected[: len(found)]
         # Bits, not values: -0 and 0 are equal, NaN is never.
         wrong = (found.view(np.uint32) != expected.view(np.uint32)).any(1)
@@ -56,7 +59,10 @@ class Differences:
     def __str__(self) -> str:
         if not self.differing:
             return f"equal in every bit at {self.positions} positions of {self.calls} calls"
-        what = f"differ at {self.differing} of {self.positions} positions of {self.calls} calls, by at most {self.largest:.1e}"
+        what = (
+            f"differ at {self.differing} of {self.positions} positions of {self.calls} calls, by "
+            f"at most {self.largest:.1e}"
+        )
         return f"{what} (other {', '.join(sorted(self.kinds))})"
 
 
@@ -65,7 +71,8 @@ class Exactness:
     """Checks engines of one directory with the same tokens.
 
     Attributes:
-        chains: Differences among calls over consecutive tokens: what plain decoding, prefill and drafted chains run.
+        chains: Differences among calls over consecutive tokens: what plain decoding, prefill and
+            drafted chains run.
         trees: Differences of a tree's nodes from their paths, run as chains.
     """
 
@@ -78,7 +85,9 @@ class Exactness:
         self._rows = min(self.manifest.max_tree_nodes + 1, slots)
         self._prompt = min(PROMPT, slots - self._rows)
         random = np.random.default_rng(0)
-        self._tokens: list[int] = random.integers(self.manifest.geometry.vocab_size, size=self._prompt + self._rows).tolist()
+        self._tokens: list[int] = random.integers(
+            self.manifest.geometry.vocab_size, size=self._prompt + self._rows
+        ).tolist()
         self._expected: Logits | None = None
 
     @property
@@ -89,7 +98,8 @@ class Exactness:
     def check(self, engine: Engine, progress: Callable[[], object] = lambda: None) -> None:
         """Compare calls of 1 to M + 1 rows, with other caches and chunks of the prompt, and a tree.
 
-        The first engine's rows are what all others are compared with: check engines with other numbers of threads, too.
+        The first engine's rows are what all others are compared with: check engines with other
+        numbers of threads, too.
 
         Args:
             engine: A verify engine.
@@ -107,7 +117,9 @@ class Exactness:
             every = chunk == PROMPT and slots == 0
             for rows in range(1, self._rows) if every else (1, 2, 3):
                 if rows < self._rows:
-                    self.chains = self.chains.with_rows("rows", self._forward(engine, kv_cache, rows), several)
+                    self.chains = self.chains.with_rows(
+                        "rows", self._forward(engine, kv_cache, rows), several
+                    )
             self._one_by_one(engine, kv_cache, several)
             if every:
                 self._tree(engine, kv_cache)
@@ -115,14 +127,18 @@ class Exactness:
             progress()
 
     def check_quickly(self, engine: Engine) -> bool:
-        """Compare a few calls of one and two rows with one of all rows from slot 0 on. Returns whether all bits are equal."""
+        """Compare a few calls of one and two rows with one of all rows from slot 0 on. Returns
+        whether all bits are equal."""
         [kv_cache] = engine.new_kv_caches()
         kv_cache.reserve(self._rows)
         tokens = self._tokens[: self._rows]
         every = _logits(engine, Call(kv_cache, tokens, range(len(tokens)), 0))
         middle, last = len(tokens) // 2, len(tokens) - 1
         for start, count in ((0, 1), (0, 2), (middle, 1), (last - 1, 2), (last - 1, 1), (last, 1)):
-            found = _logits(engine, Call(kv_cache, tokens[start : start + count], range(start, start + count), start))
+            found = _logits(
+                engine,
+                Call(kv_cache, tokens[start : start + count], range(start, start + count), start),
+            )
             self.chains = self.chains.with_rows("rows", found, every[start:])
         return not self.chains.differing
 
@@ -133,7 +149,9 @@ class Exactness:
     def _prefill(self, engine: Engine, kv_cache: KVCache, chunk: int) -> None:
         for start in range(0, self._prompt, chunk):
             stop = min(start + chunk, self._prompt)
-            engine.forward([Call(kv_cache, self._tokens[start:stop], range(start, stop), start, logits=False)])
+            engine.forward(
+                [Call(kv_cache, self._tokens[start:stop], range(start, stop), start, logits=False)]
+            )
 
     def _forward(self, engine: Engine, kv_cache: KVCache, rows: int, skip: int = 0) -> Logits:
         """The logits of ``rows`` tokens behind the prompt and ``skip`` more."""
@@ -141,9 +159,12 @@ class Exactness:
         return _logits(engine, Call(kv_cache, self._tokens[first:stop], range(first, stop), first))
 
     def _one_by_one(self, engine: Engine, kv_cache: KVCache, several: Logits) -> None:
-        """Decode the first few tokens as plain decoding does, so that also the cache comes from calls of one row."""
+        """Decode the first few tokens as plain decoding does, so that also the cache comes from
+        calls of one row."""
         for row in range(min(4, self._rows)):
-            self.chains = self.chains.with_rows("rows", self._forward(engine, kv_cache, 1, row), several[row:])
+            self.chains = self.chains.with_rows(
+                "rows", self._forward(engine, kv_cache, 1, row), several[row:]
+            )
 
     def _tree(self, engine: Engine, kv_cache: KVCache) -> None:
         """Run a random tree behind the prompt, then the path of each of its nodes as a chain."""
@@ -159,7 +180,12 @@ class Exactness:
         positions = [prompt + len(path) - 1 for path in paths]
         found = _logits(engine, Call(kv_cache, tokens, positions, prompt, prompt, seen))
         for node, path in enumerate(paths):
-            chain = _logits(engine, Call(kv_cache, [tokens[i] for i in path], range(prompt, prompt + len(path)), prompt))
+            chain = _logits(
+                engine,
+                Call(
+                    kv_cache, [tokens[i] for i in path], range(prompt, prompt + len(path)), prompt
+                ),
+            )
             self.trees = self.trees.with_rows("slots", found[node : node + 1], chain[-1:])
 
 

@@ -19,15 +19,19 @@ def grown(capacity: int, slots: int, limit: int) -> int:
         EESDError: They are more than ``limit``.
     """
     if slots > limit:
-        raise EESDError(f"{slots} tokens do not fit the cache of {limit} slots; export with a larger --max-seq-len.")
+        raise EESDError(
+            f"{slots} tokens do not fit the cache of {limit} slots; export with a larger "
+            "--max-seq-len."
+        )
     return min(-(-max(slots, capacity + capacity // 8) // STEP) * STEP, limit)
 
 
 class HostKVCache:
     """The keys and values of one sequence in host memory, as the exported graphs take them.
 
-    Slot i holds the i-th token of the sequence; a round's root is in slot w, and its drafted nodes are behind it. Attention
-    costs what S says, not what is filled, so S follows the text in small steps, up to ``limit``.
+    Slot i holds the i-th token of the sequence; a round's root is in slot w, and its drafted nodes
+    are behind it. Attention costs what S says, not what is filled, so S follows the text in small
+    steps, up to ``limit``.
 
     Attributes:
         data: All layers, [L+E, 2, 1, KV, S, D] float32.
@@ -42,7 +46,8 @@ class HostKVCache:
         self.slot_bytes = 8 * manifest.num_caches * geometry.num_kv_heads * geometry.head_dim
         self._first = min(slots, self.limit)
         self.data: NDArray[np.float32] = np.zeros(
-            (manifest.num_caches, 2, 1, geometry.num_kv_heads, self._first, geometry.head_dim), np.float32
+            (manifest.num_caches, 2, 1, geometry.num_kv_heads, self._first, geometry.head_dim),
+            np.float32,
         )
 
     @property
@@ -55,7 +60,8 @@ class HostKVCache:
             self._resize(grown(self.slots, slots, self.limit), self.slots)
 
     def reset(self) -> None:
-        """Begin another sequence at the first size, so that a short text does not pay for a long one before it."""
+        """Begin another sequence at the first size, so that a short text does not pay for a long
+        one before it."""
         if self.slots > self._first:
             self._resize(self._first, 0)
         self.clear(0)

@@ -1,7 +1,8 @@
-"""The library of this project's own operators, which ONNX Runtime on the CPU runs in the place of standard nodes.
+"""The library of this project's own operators, which ONNX Runtime on the CPU runs in the place of
+standard nodes.
 
-It is built with the package where there is a C++ compiler (``runtime/operators/``). Without it, or on a processor that has
-neither AVX2 nor AVX-512, ONNX Runtime's own operators run the graphs.
+It is built with the package where there is a C++ compiler (``runtime/operators/``). Without it, or
+on a processor that has neither AVX2 nor AVX-512, ONNX Runtime's own operators run the graphs.
 """
 
 import ctypes
@@ -19,17 +20,20 @@ from eesd.common.machine import available_memory
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 DOMAIN = "eesd"
-LIBRARY = Path(__file__).with_name("libeesd_operators" + (".dll" if platform.system() == "Windows" else ".so"))
+LIBRARY = Path(__file__).with_name(
+    "libeesd_operators" + (".dll" if platform.system() == "Windows" else ".so")
+)
 KERNELS = ("avx512", "avx2vnni", "avx2", "i8mm", "neon", "scalar")
 """Kernels by name, the fastest ones first."""
 MISSING = (
-    "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 times slower, and in float32. "
+    "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 "
+    "times slower, and in float32. "
     "Install a C++ compiler, and then eesd again."
 )
 SLOW = "This processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run the model."
 _making = RLock()
-"""Held while a session is made, and while kernels are asked for: what a session's nodes take is set for the whole process, and
-asking sets it, too."""
+"""Held while a session is made, and while kernels are asked for: what a session's nodes take is set
+for the whole process, and asking sets it, too."""
 
 
 @cache
@@ -40,7 +44,13 @@ def _library() -> Any:
     except OSError:
         return None
     library.eesd_configure.restype = ctypes.c_char_p
-    library.eesd_configure.argtypes = [ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    library.eesd_configure.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_int64,
+        ctypes.c_int,
+        ctypes.c_int,
+        ctypes.c_int64,
+    ]
     return library
 
 
@@ -59,10 +69,16 @@ def fastest() -> str:
 def supported() -> list[str]:
     """Names of the kernels that this processor supports, the fastest ones first."""
     with _making:
-        return [name for name in KERNELS if _library().eesd_configure(name.encode(), 1, True, 0, 0) is not None]
+        return [
+            name
+            for name in KERNELS
+            if _library().eesd_configure(name.encode(), 1, True, 0, 0) is not None
+        ]
 
 
-def configure(kernels: str, threads: int, int8_activations: bool, kv_cache_dtype: str = "float32") -> str:
+def configure(
+    kernels: str, threads: int, int8_activations: bool, kv_cache_dtype: str = "float32"
+) -> str:
     """Set what the nodes of the next session take. Returns the name of the kernels.
 
     Raises:
@@ -70,13 +86,24 @@ def configure(kernels: str, threads: int, int8_activations: bool, kv_cache_dtype
     """
     with _making:
         cells, most_copied = KV_CACHE_DTYPES.index(kv_cache_dtype), available_memory() // 4
-        name = _library().eesd_configure(kernels.encode(), threads, int8_activations, cells, most_copied)
+        name = _library().eesd_configure(
+            kernels.encode(), threads, int8_activations, cells, most_copied
+        )
     if name is None:
-        raise EESDError(f"This processor does not support the kernels {kernels!r}; choose from {', '.join(supported())}.")
+        raise EESDError(
+            f"This processor does not support the kernels {kernels!r}; choose from "
+            f"{', '.join(supported())}."
+        )
     return str(name.decode())
 
 
-def make_session(graph: Path, threads: int, int8_activations: bool, kernels: str = "", kv_cache_dtype: str = "float32") -> Any:
+def make_session(
+    graph: Path,
+    threads: int,
+    int8_activations: bool,
+    kernels: str = "",
+    kv_cache_dtype: str = "float32",
+) -> Any:
     """Load a graph with operators of this project into an ONNX Runtime session.
 
     Args:
@@ -95,7 +122,8 @@ def make_session(graph: Path, threads: int, int8_activations: bool, kernels: str
     options.log_severity_level = 4
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.enable_mem_pattern = False
-    # Draft and verify alternate: threads that went on spinning behind a call would take the cores from the other session's.
+    # Draft and verify alternate: threads that went on spinning behind a call would take the cores
+    # from the other session's.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     with _making:
         configure(kernels, threads, int8_activations, kv_cache_dtype)

@@ -1,8 +1,8 @@
 """ONNX Runtime's own operators on the exported graphs.
 
-On the CPU they are for machines without this project's operators, and the reference of exports and checks: simple, not fast.
-On a GPU they need torch, but no plans and no Triton. Calls are not captured in CUDA graphs there, because ONNX Runtime copies
-some shapes to the host during a call.
+On the CPU they are for machines without this project's operators, and the reference of exports and
+checks: simple, not fast. On a GPU they need torch, but no plans and no Triton. Calls are not
+captured in CUDA graphs there, because ONNX Runtime copies some shapes to the host during a call.
 """
 
 from __future__ import annotations
@@ -35,22 +35,28 @@ NARROW = ("float16", "bfloat16")
 Read = Callable[[Path, ort.SessionOptions], str | bytes]
 """Gives a session what it loads of a graph: the file, or a changed graph."""
 CPU_PROVIDERS = ["CPUExecutionProvider"]
-ORT_TYPES = {"tensor(float)": "float32"} | {f"tensor({name})": name for name in ("int64", "float16", "bfloat16")}
+ORT_TYPES = {"tensor(float)": "float32"} | {
+    f"tensor({name})": name for name in ("int64", "float16", "bfloat16")
+}
 """Element types by ONNX Runtime's names."""
 ONNX_TYPES = {"float32": 1, "int64": 7, "float16": 10, "bfloat16": 16}
-"""Their numbers in ``TensorProto.DataType``. NumPy types do not do, because NumPy has no bfloat16."""
+"""Their numbers in ``TensorProto.DataType``. NumPy types do not do, because NumPy has no
+bfloat16."""
 LARGEST_FOLDED = "65536"
-"""Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight is larger: it becomes part
-of the MatMul that packs the weight, where folding would write a copy of the weight first."""
+"""Bytes of a constant that ONNX Runtime may compute when it loads a graph. A Transpose of a weight
+is larger: it becomes part of the MatMul that packs the weight, where folding would write a copy of
+the weight first."""
 
 
 class OrtEngine:
-    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session on the CPU, in float32.
+    """A graph of an engine directory, or its stages in order, each in an ONNX Runtime session on
+    the CPU, in float32.
 
     Calls run one after another, each over its own cache.
 
-    The threads of a session spin during a call, in which they wait for each other hundreds of times, and stop spinning at its
-    end. Draft and verify alternate: a thread pool that went on spinning would take the cores from the other engine's pool.
+    The threads of a session spin during a call, in which they wait for each other hundreds of
+    times, and stop spinning at its end. Draft and verify alternate: a thread pool that went on
+    spinning would take the cores from the other engine's pool.
     """
 
     prefill_chunk = 256
@@ -79,7 +85,10 @@ class OrtEngine:
         """
         self.manifest = manifest
         self._read = read  # the sessions do not keep alive what it gave them
-        self.stages = [(graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS, read)) for graph in stages]
+        self.stages = [
+            (graph, load_session(directory, manifest, graph, threads, CPU_PROVIDERS, read))
+            for graph in stages
+        ]
 
     def new_kv_caches(self, count: int = 1) -> Sequence[HostKVCache]:
         return [HostKVCache(self.manifest) for _ in range(count)]
@@ -97,10 +106,12 @@ class OrtEngine:
         return [self._run(call) for call in calls]
 
     def _run(self, call: Call) -> StepOutputs:
-        """Run a call through all stages; without logits the last node has some nevertheless, because no graph goes without."""
+        """Run a call through all stages; without logits the last node has some nevertheless,
+        because no graph goes without."""
         kv_cache, count = _host(call.kv_cache), len(call.tokens)
         if not count:
-            raise EESDError("A call of the engine has no tokens.")  # who asks for nothing would ask again for ever
+            # Who asks for nothing would ask again for ever.
+            raise EESDError("A call of the engine has no tokens.")
         x = np.array([call.tokens], np.int64)
         given: dict[str, NDArray[Any]] = {
             "position_ids": np.array([call.positions], np.int64),
@@ -115,7 +126,9 @@ class OrtEngine:
         return StepOutputs(*(result[0] for result in results)) if call.logits else NO_OUTPUTS
 
 
-def open_on_cpu(directory: Path, manifest: Manifest, threads: int, draft: bool) -> tuple[OrtEngine, OrtEngine | None]:
+def open_on_cpu(
+    directory: Path, manifest: Manifest, threads: int, draft: bool
+) -> tuple[OrtEngine, OrtEngine | None]:
     """Load the verify engine of a directory on the CPU, and the draft engine.
 
     Raises:
@@ -123,15 +136,20 @@ def open_on_cpu(directory: Path, manifest: Manifest, threads: int, draft: bool) 
     """
     if manifest.dtype in NARROW:
         raise EESDError(
-            f"ONNX Runtime's own operators run float32 engines on the CPU, and {directory} has {manifest.dtype} ones; export "
-            "with --dtype float32, choose the backend torch, or install a C++ compiler, and then eesd again."
+            f"ONNX Runtime's own operators run float32 engines on the CPU, and {directory} "
+            f"has {manifest.dtype} ones; export "
+            "with --dtype float32, choose the backend torch, or install a C++ compiler, and "
+            "then eesd again."
         )
     verify = OrtEngine(directory, manifest, manifest.verify, threads)
     return verify, OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None
 
 
-def _run_stage(graph: GraphInfo, session: Any, given: dict[str, NDArray[Any]], kv_cache: HostKVCache) -> list[NDArray[Any]]:
-    """Run a graph with the inputs ``given``. Caches are updated in place; the other results are returned."""
+def _run_stage(
+    graph: GraphInfo, session: Any, given: dict[str, NDArray[Any]], kv_cache: HostKVCache
+) -> list[NDArray[Any]]:
+    """Run a graph with the inputs ``given``. Caches are updated in place; the other results are
+    returned."""
     io_binding = session.io_binding()
     for info in graph.inputs[: -2 * len(graph.caches)]:
         io_binding.bind_input(info.name, *buffer(given[info.name]))
@@ -157,11 +175,14 @@ def _mask(call: Call, slots: int) -> NDArray[np.float32]:
 
 
 class OrtStageRunner:
-    """A graph in an ONNX Runtime session, for :class:`~eesd.runtime.engines.device_engine.DeviceEngine`."""
+    """A graph in an ONNX Runtime session, for
+    :class:`~eesd.runtime.engines.device_engine.DeviceEngine`."""
 
     capturable = False
 
-    def __init__(self, session: Any, graph: GraphInfo, stream: DeviceStream, results: ResultMemory) -> None:
+    def __init__(
+        self, session: Any, graph: GraphInfo, stream: DeviceStream, results: ResultMemory
+    ) -> None:
         self.graph = graph
         self.stream = stream
         self._session = session
@@ -189,7 +210,12 @@ class OrtStageRunner:
 
 
 def open_on_device(
-    directory: Path, manifest: Manifest, threads: int, draft: bool, device: str | None = None, exact: bool | None = None
+    directory: Path,
+    manifest: Manifest,
+    threads: int,
+    draft: bool,
+    device: str | None = None,
+    exact: bool | None = None,
 ) -> tuple[DeviceEngine, DeviceEngine | None]:
     """Load the engines of a directory with ONNX Runtime's CUDA provider.
 
@@ -224,7 +250,12 @@ def open_on_device(
 def _providers(stream: DeviceStream) -> list[Any]:
     if not stream.on_gpu:
         return CPU_PROVIDERS
-    return [("CUDAExecutionProvider", {"device_id": stream.device.index, "user_compute_stream": str(stream.handle)})]
+    return [
+        (
+            "CUDAExecutionProvider",
+            {"device_id": stream.device.index, "user_compute_stream": str(stream.handle)},
+        )
+    ]
 
 
 def load_session(
@@ -246,20 +277,26 @@ def load_session(
         read: See :class:`OrtEngine`.
 
     Raises:
-        EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest says. Buffers are bound by what
-            the manifest says.
+        EESDError: The graph cannot be loaded, or has other inputs and outputs than the manifest
+            says. Buffers are bound by what the manifest says.
     """
     path = directory / graph.file
     options = _options(manifest, graph, threads)
     model = read(path, options)
     with refused(lambda error: f"ONNX Runtime cannot load {path} ({reason(error)}); export again."):
         session = ort.InferenceSession(model, options, providers=providers)
-    found = [(t.name, tuple(t.shape), ORT_TYPES.get(t.type)) for t in (*session.get_inputs(), *session.get_outputs())]
+    found = [
+        (t.name, tuple(t.shape), ORT_TYPES.get(t.type))
+        for t in (*session.get_inputs(), *session.get_outputs())
+    ]
     if found != [(t.name, t.shape, t.dtype) for t in (*graph.inputs, *graph.outputs)]:
         raise EESDError(f"{path} is not the graph that the manifest describes; export again.")
     slots = session.get_modelmeta().custom_metadata_map.get(SLOTS_PROPERTY)
     if slots != str(manifest.max_seq_len):
-        raise EESDError(f"{path} is for {slots} slots, and the manifest says {manifest.max_seq_len}; export again.")
+        raise EESDError(
+            f"{path} is for {slots} slots, and the manifest says {manifest.max_seq_len}; "
+            "export again."
+        )
     return session
 
 
@@ -271,10 +308,13 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionO
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     if any(weight.quantization for weight in weights_of(manifest, graph).values()):
-        # They become float32 when the graph is loaded: on some processors MatMulNBits rounds by the number of rows.
+        # They become float32 when the graph is loaded: on some processors MatMulNBits rounds by the
+        # number of rows.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:
-        options.add_session_config_entry("optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED)
+        options.add_session_config_entry(
+            "optimization.constant_folding_max_output_size_in_bytes", LARGEST_FOLDED
+        )
     return options
 
 

@@ -15,7 +15,8 @@ def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
     """Compare calls over several rows with calls over each row alone. Takes a dozen calls.
 
     A kernel may add in an order that depends on the size of a call. The known kernels do not
-    (docs/decisions/0058-rows-do-not-depend-on-each-other.md), but other processors have other kernels.
+    (docs/decisions/0058-rows-do-not-depend-on-each-other.md), but other processors have other
+    kernels.
 
     Args:
         engine: The verify engine.
@@ -35,12 +36,16 @@ def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
         engine.forward([Call(kv_cache, tokens[:start], range(start), 0, logits=False)])
         texts.append((kv_cache, tokens, start))
     for count in NODES:
-        calls = [Call(cache, tokens[at : at + count], range(at, at + count), at) for cache, tokens, at in texts]
+        calls = [
+            Call(cache, tokens[at : at + count], range(at, at + count), at)
+            for cache, tokens, at in texts
+        ]
         alone = [engine.forward([call])[0].logits.copy() for call in calls]
         for output, own in zip(engine.forward(calls), alone, strict=True):
             if (output.logits.view(np.uint32) != own.view(np.uint32)).any():
                 raise EESDError(
-                    "On this processor a row's logits depend on the rows beside it, so requests could change each other's "
+                    "On this processor a row's logits depend on the rows beside it, so "
+                    "requests could change each other's "
                     "tokens; run one request at a time, with max_rows 1."
                 )
     for kv_cache, _, _ in texts:

@@ -1,12 +1,13 @@
 """Engines whose weights are split over processes: rank 0 decodes, and the others do what it says.
 
-The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same engines and caches, each over its
-part of the model. Rank 0 sends each call of a method to the other ranks, which make the same call. Sums within a call are in
-``model/parallel.py``. Samplers, controllers and texts are rank 0's alone, so ranks need no clock in common.
+The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same
+engines and caches, each over its part of the model. Rank 0 sends each call of a method to the other
+ranks, which make the same call. Sums within a call are in ``model/parallel.py``. Samplers,
+controllers and texts are rank 0's alone, so ranks need no clock in common.
 
-All data goes through ``torch.distributed``: sums on GPUs through NCCL, everything else through gloo, from one rank to another.
-Gloo's own collectives are not used: their threads free Python's tensors some time after a call. Where Python has begun to end
-by then, C++ aborts the process.
+All data goes through ``torch.distributed``: sums on GPUs through NCCL, everything else through
+gloo, from one rank to another. Gloo's own collectives are not used: their threads free Python's
+tensors some time after a call. Where Python has begun to end by then, C++ aborts the process.
 """
 
 import atexit
@@ -63,7 +64,8 @@ class Team:
         """Meet the others. ``device`` is where this rank computes.
 
         Raises:
-            EESDError: A model is split over these processes already, or they do not find each other.
+            EESDError: A model is split over these processes already, or they do not find each
+                other.
         """
         if dist.is_initialized():
             raise EESDError("These processes share a model already; start others for another one.")
@@ -71,10 +73,13 @@ class Team:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # nobody else can connect
         try:
             dist.init_process_group("gloo", timeout=PATIENCE)
-            self._life = dist.new_group(backend="gloo")  # an interrupt in a message may break the connection of all others
+            # An interrupt in a message may break the connection of all others.
+            self._life = dist.new_group(backend="gloo")
             self._sums = dist.new_group(backend="nccl") if device.type == "cuda" else None
         except (ValueError, RuntimeError) as error:
-            raise EESDError(f"The ranks do not find each other ({str(error)[:200]}); start them with torchrun.") from None
+            raise EESDError(
+                f"The ranks do not find each other ({str(error)[:200]}); start them with torchrun."
+            ) from None
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self._others = [rank for rank in range(self.ranks) if rank != self.rank]
         self._watches: list[threading.Thread] = []
@@ -96,16 +101,21 @@ class Team:
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array of each rank, all of one shape."""
-        return [part.numpy() for part in self._gather(torch.from_numpy(np.ascontiguousarray(values)))]
+        return [
+            part.numpy() for part in self._gather(torch.from_numpy(np.ascontiguousarray(values)))
+        ]
 
     def _gather(self, own: Tensor) -> list[Tensor]:
         found = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.ranks)]
         sent = [P2POp(isend, own, rank, tag=PARTS) for rank in self._others]
-        self._exchange(*sent, *(P2POp(irecv, found[rank], rank, tag=PARTS) for rank in self._others))
+        self._exchange(
+            *sent, *(P2POp(irecv, found[rank], rank, tag=PARTS) for rank in self._others)
+        )
         return found
 
     def number(self, shared: "TeamEngine | TeamCache") -> int:
-        """The number of an engine or a cache, which has the same one on all ranks. Rank 0 says when it is no longer needed."""
+        """The number of an engine or a cache, which has the same one on all ranks. Rank 0 says when
+        it is no longer needed."""
         number = next(self._numbers)
         if self.rank:
             self._shared[number] = shared
@@ -154,9 +164,12 @@ class Team:
             raise
 
     def watch(self) -> None:
-        """From now on end this process when another one ends: it might wait for that one forever, in the middle of a sum."""
+        """From now on end this process when another one ends: it might wait for that one forever,
+        in the middle of a sum."""
         for other in [0] if self.rank else self._others:
-            self._watches.append(threading.Thread(target=self._watch, args=(other,), name="eesd-ranks", daemon=True))
+            self._watches.append(
+                threading.Thread(target=self._watch, args=(other,), name="eesd-ranks", daemon=True)
+            )
             self._watches[-1].start()
 
     def _watch(self, other: int) -> None:
@@ -168,7 +181,8 @@ class Team:
             self._end(other)
 
     def leave(self) -> None:
-        """End the other processes, whatever they do, with exit code 0, and wait until they have gone. For rank 0."""
+        """End the other processes, whatever they do, with exit code 0, and wait until they have
+        gone. For rank 0."""
         self._leaving = True
         for other in self._others:
             with suppress(RuntimeError):
@@ -178,13 +192,17 @@ class Team:
             watch.join(LEAVING)
 
     def _end(self, other: int) -> NoReturn:
-        """End this process, once, from whichever thread: the others may wait in a library that no exception reaches."""
+        """End this process, once, from whichever thread: the others may wait in a library that no
+        exception reaches."""
         self._ending.acquire()
         if self._leaving:
             threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # behind a sum that does not end
             self._end_sums()
         else:
-            print(f"error: Rank {other} has ended; see what it printed, and start all again.", file=sys.stderr)
+            print(
+                f"error: Rank {other} has ended; see what it printed, and start all again.",
+                file=sys.stderr,
+            )
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
@@ -210,7 +228,8 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads numbers, arrays, calls, engines and caches, and nothing else: an order cannot make this process run other code."""
+    """Reads numbers, arrays, calls, engines and caches, and nothing else: an order cannot make this
+    process run other code."""
 
     def __init__(self, file: BytesIO, shared: "dict[int, TeamEngine | TeamCache]") -> None:
         super().__init__(file)
@@ -273,7 +292,9 @@ class TeamCache:
 
     @told
     def read(self, index: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        keys, values = (np.concatenate(self.team.gathered(part), 1) for part in self.own.read(index))
+        keys, values = (
+            np.concatenate(self.team.gathered(part), 1) for part in self.own.read(index)
+        )
         return keys, values
 
     @told
@@ -282,7 +303,9 @@ class TeamCache:
 
     @told
     def fill(self, start: int, values: Values) -> None:
-        self.own.fill(start, np.ascontiguousarray(np.split(values, self.team.ranks, 2)[self.team.rank]))
+        self.own.fill(
+            start, np.ascontiguousarray(np.split(values, self.team.ranks, 2)[self.team.rank])
+        )
 
 
 class TeamEngine:
@@ -290,7 +313,11 @@ class TeamEngine:
 
     def __init__(self, team: Team, own: DeviceEngine) -> None:
         self.team, self.own, self.number = team, own, team.number(self)
-        self.manifest, self.prefill_chunk, self.last_positions = own.manifest, own.prefill_chunk, own.last_positions
+        self.manifest, self.prefill_chunk, self.last_positions = (
+            own.manifest,
+            own.prefill_chunk,
+            own.last_positions,
+        )
 
     @property
     def chooses(self) -> bool:
@@ -305,7 +332,8 @@ class TeamEngine:
         self.own.prepare([_own(kv_cache) for kv_cache in kv_caches])
 
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
-        self.team.tell(self, "forward", [call._replace(choose=None) for call in calls])  # rank 0 alone chooses
+        # Rank 0 alone chooses.
+        self.team.tell(self, "forward", [call._replace(choose=None) for call in calls])
         return self.own.forward([call._replace(kv_cache=_own(call.kv_cache)) for call in calls])
 
     @told
@@ -321,7 +349,9 @@ def _own(kv_cache: KVCache) -> DeviceKVCache:
     return kv_cache.own
 
 
-def lead(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> tuple[TeamEngine, TeamEngine | None]:
+def lead(
+    team: Team, verify: DeviceEngine, draft: DeviceEngine | None
+) -> tuple[TeamEngine, TeamEngine | None]:
     """Rank 0's engines. When its process ends, so do the others."""
     team.watch()
     atexit.register(team.leave)
@@ -331,7 +361,8 @@ def lead(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> tuple[
 def follow(team: Team, verify: DeviceEngine, draft: DeviceEngine | None) -> NoReturn:
     """Do what rank 0 says, until that ends, and this process with it.
 
-    Signals are for rank 0 to answer: torchrun, and a terminal, send them to all ranks, and rank 0 may have something to finish.
+    Signals are for rank 0 to answer: torchrun, and a terminal, send them to all ranks, and rank 0
+    may have something to finish.
     """
     with suppress(ValueError):  # only the main thread may do that
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,5 @@
-"""The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the engine directory's own element type."""
+"""The torch engine: runs the modules of ``model/`` on the CPU or on GPUs, in the engine directory's
+own element type."""
 
 import os
 from functools import partial
@@ -15,7 +16,13 @@ from eesd.model.feed_forward import EVEN_ROWS
 from eesd.model.graphs import Draft, Verify
 from eesd.model.parallel import Split
 from eesd.runtime.engines.base import Call, Logits
-from eesd.runtime.engines.device import DeviceStream, PreparedCall, ResultMemory, StepInputs, device_streams
+from eesd.runtime.engines.device import (
+    DeviceStream,
+    PreparedCall,
+    ResultMemory,
+    StepInputs,
+    device_streams,
+)
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make_engines
 from eesd.runtime.engines.team import Team, TeamEngine, follow, lead
@@ -23,9 +30,9 @@ from eesd.runtime.engines.torch_weights import load_modules
 from eesd.runtime.engines.trt_plans import first_slots
 
 ROWS = EVEN_ROWS
-"""On the CPU, calls of verify are padded to a multiple of this, so that a token's logits are the same bits in every call.
-Processors with AMX need more than that: there ``eesd-inspect --exact`` says that they differ
-(:mod:`eesd.runtime.engines.exactness`)."""
+"""On the CPU, calls of verify are padded to a multiple of this, so that a token's logits are the
+same bits in every call. Processors with AMX need more than that: there ``eesd-inspect --exact``
+says that they differ (:mod:`eesd.runtime.engines.exactness`)."""
 
 
 class TorchStageRunner:
@@ -41,8 +48,9 @@ class TorchStageRunner:
         stream: DeviceStream,
         largest_round: int = 0,
     ) -> None:
-        """Wrap a module. Calls of several rows, of up to ``largest_round`` nodes each, share memory for their results: logits
-        of many rows are large, and each captured call would keep its own."""
+        """Wrap a module. Calls of several rows, of up to ``largest_round`` nodes each, share memory
+        for their results: logits of many rows are large, and each captured call would keep its
+        own."""
         self.module = module
         self.graph = graph
         self.stream = stream
@@ -86,7 +94,8 @@ def open_torch(
     Args:
         directory: Engine directory.
         manifest: Its manifest.
-        threads: On the CPU, the number of threads of torch in this process; torch has one setting for all engines.
+        threads: On the CPU, the number of threads of torch in this process; torch has one setting
+            for all engines.
         draft: Whether to load the draft engine.
         device: Where to run; see :func:`~eesd.runtime.engines.device.device_streams`.
         exact: On a GPU, see :func:`~eesd.runtime.engines.device_engine.buckets_for`.
@@ -97,26 +106,47 @@ def open_torch(
         The verify engine and the draft engine.
 
     Raises:
-        EESDError: Graphs, weights and manifest do not fit each other, the GPU has too little memory, or ranks cannot have equal
-            parts.
+        EESDError: Graphs, weights and manifest do not fit each other, the GPU has too little
+            memory, or ranks cannot have equal parts.
     """
     own = manifest if split is None else manifest.on_rank(split.ranks)
     streams = device_streams(len(manifest.verify), device)
     on_gpu = streams[0].on_gpu
     if not on_gpu:
         set_num_threads(threads)
-    stages = load_modules(directory, manifest, [stream.device for stream in streams], draft, split, kernels)
+    stages = load_modules(
+        directory, manifest, [stream.device for stream in streams], draft, split, kernels
+    )
     several = on_gpu and not has_one_count(manifest, exact)
     verify = [
-        TorchStageRunner(stage.verify, graph, stage.rotary_tables, stream, manifest.max_tree_nodes + 1 if several else 0)
+        TorchStageRunner(
+            stage.verify,
+            graph,
+            stage.rotary_tables,
+            stream,
+            manifest.max_tree_nodes + 1 if several else 0,
+        )
         for stage, graph, stream in zip(stages, manifest.verify, streams, strict=True)
     ]
     first = stages[0]
-    drafter = TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0]) if first.draft else None
+    drafter = (
+        TorchStageRunner(first.draft, manifest.draft, first.rotary_tables, streams[0])
+        if first.draft
+        else None
+    )
     spare = manifest.max_tree_nodes + ROWS
     make_memory = partial(DeviceMemory, own, streams, grow=not on_gpu, spare=spare)
     slots = first_slots(manifest.gpu_slots) if several else ()
-    engines = partial(make_engines, manifest, verify, drafter, make_memory, pad=on_gpu, multiple=ROWS, slots=(slots, slots))
+    engines = partial(
+        make_engines,
+        manifest,
+        verify,
+        drafter,
+        make_memory,
+        pad=on_gpu,
+        multiple=ROWS,
+        slots=(slots, slots),
+    )
     # Ranks add their parts in an order that may depend on how many rows there are.
     if on_gpu and not several and split is None and all(stage.by_rows for stage in stages):
         found = engines(exact=exact, by_rows=True)
@@ -126,32 +156,43 @@ def open_torch(
 
 
 def has_equal_rows(verify: DeviceEngine) -> bool:
-    """Whether the last calls of a round's nodes have the bits of a call of all of them, for each smaller bucket."""
+    """Whether the last calls of a round's nodes have the bits of a call of all of them, for each
+    smaller bucket."""
     [kv_cache] = verify.new_kv_caches()
     count = verify.manifest.max_tree_nodes + 1
     tokens = [place % verify.manifest.geometry.vocab_size for place in range(count)]
     kv_cache.reserve(count)
 
     def logits(start: int) -> Logits:
-        return verify.forward([Call(kv_cache, tokens[start:], range(start, count), start)])[0].logits.copy()
+        return verify.forward([Call(kv_cache, tokens[start:], range(start, count), start)])[
+            0
+        ].logits.copy()
 
     every = logits(0)
-    return all(logits(count - few).tobytes() == every[-few:].tobytes() for few in verify.buckets if few < count)
+    return all(
+        logits(count - few).tobytes() == every[-few:].tobytes()
+        for few in verify.buckets
+        if few < count
+    )
 
 
 def open_team(
     directory: Path, manifest: Manifest, threads: int, draft: bool, exact: bool | None = None
 ) -> tuple[TeamEngine, TeamEngine | None]:
-    """Load this rank's part of the weights, of processes that were started together. Only rank 0 returns.
+    """Load this rank's part of the weights, of processes that were started together. Only rank 0
+    returns.
 
-    Each rank takes the GPU of its number on its machine, if there are any. Arguments and errors as for :func:`open_torch`;
-    fewer GPUs than ranks are an error, too.
+    Each rank takes the GPU of its number on its machine, if there are any. Arguments and errors as
+    for :func:`open_torch`; fewer GPUs than ranks are an error, too.
     """
     device, local = "cpu", int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         device = f"cuda:{local}"
         if local >= torch.cuda.device_count():
-            raise EESDError(f"Rank {local} of this machine has no GPU, as torch sees {torch.cuda.device_count()}; start fewer.")
+            raise EESDError(
+                f"Rank {local} of this machine has no GPU, as torch sees "
+                f"{torch.cuda.device_count()}; start fewer."
+            )
     manifest.on_rank(ranks())  # refuses before it meets the others
     team = Team(torch.device(device))
     verify, drafter = open_torch(directory, manifest, threads, draft, device, exact, team.split)

@@ -1,17 +1,20 @@
 """Decoder blocks of the torch engine on a GPU: the modules of ``model/`` with kernels in Triton.
 
-Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation. A decoding pass has so few
-rows that a kernel takes about as long as its launch. Here a block has four matrix products, of joined weights, instead of
-seven, and six kernels beside them instead of some fifty. They compute with float32 inside, and round where torch does at the
-end. A row's bits depend neither on the other rows nor on how many there are.
+Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation. A
+decoding pass has so few rows that a kernel takes about as long as its launch. Here a block has four
+matrix products, of joined weights, instead of seven, and six kernels beside them instead of some
+fifty. They compute with float32 inside, and round where torch does at the end. A row's bits depend
+neither on the other rows nor on how many there are.
 
-Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): a decoding call has too few heads for a GPU
-that reads all slots of a head in one program, as torch's attention does for so few queries. Where a split ends depends on the
-number of slots that a call may see. Which slots a token sees follows from its own slot or from the tree, so there is no mask.
-Calls of more tokens than a round has, as for a prompt, use torch's attention.
+Attention is computed in *splits* of the slots (Flash-Decoding, Dao et al. 2023): a decoding call
+has too few heads for a GPU that reads all slots of a head in one program, as torch's attention does
+for so few queries. Where a split ends depends on the number of slots that a call may see. Which
+slots a token sees follows from its own slot or from the tree, so there is no mask. Calls of more
+tokens than a round has, as for a prompt, use torch's attention.
 
-On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and 1.96 with 32,768, where
-torch's operators took 3.24 and 8.07; weights and the text take 1.14 and 1.11 at 4.15 TB/s (``tests/gpu_lease.py``).
+On an H200, a verify pass of 8 layers of Llama 3 8B over a node takes 1.75 ms with 4,096 slots and
+1.96 with 32,768, where torch's operators took 3.24 and 8.07; weights and the text take 1.14 and
+1.11 at 4.15 TB/s (``tests/gpu_lease.py``).
 
 It needs Triton, so it is imported only where that works.
 """
@@ -32,12 +35,14 @@ from eesd.model.graphs import Draft, Verify
 from eesd.runtime.engines.torch_quantized import ComputedBefore, QuantizedLinear
 
 MOST_NODES = 64
-"""Tokens of a sequence, at most, for which attention is computed in splits, and derives its mask."""
+"""Tokens of a sequence, at most, for which attention is computed in splits, and derives its
+mask."""
 MOST_SPLITS = 64
 LEAST_SPLIT = 128
 """Slots of a split."""
 ROWS = 64
-"""Queries of a program of attention, for any number of tokens: so one program computes them all, and a query's bits stay."""
+"""Queries of a program of attention, for any number of tokens: so one program computes them all,
+and a query's bits stay."""
 WIDEST_HEAD = 256
 """Numbers of a head, at most: wider ones do not fit the shared memory of all GPUs."""
 WIDE = 1024
@@ -46,7 +51,8 @@ PART = 4096
 """Logits of a program that looks for the best."""
 HIDDEN = tl.constexpr(float(MASKED))
 TOP, NONE = tl.constexpr(2**31 - 1), tl.constexpr(-(2**63))
-"""The highest value of each half of a key, and a number below all keys; see :func:`_best_of_part`."""
+"""The highest value of each half of a key, and a number below all keys; see
+:func:`_best_of_part`."""
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
@@ -57,7 +63,9 @@ def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # t
     row = tl.program_id(0).to(tl.int64) * size
     value = tl.load(x + row + at, there, 0)
     if added is not None:
-        value = (value.to(tl.float32) + tl.load(added + row + at, there, 0).to(tl.float32)).to(value.dtype)
+        value = (value.to(tl.float32) + tl.load(added + row + at, there, 0).to(tl.float32)).to(
+            value.dtype
+        )
         tl.store(total + row + at, value, there)
     wide = value.to(tl.float32)
     wide = wide * tl.rsqrt(tl.sum(wide * wide, 0) / size + eps)
@@ -65,13 +73,21 @@ def _normalize(x, added, weight, total, y, size, eps, WIDTH: tl.constexpr):  # t
     tl.store(y + row + at, scaled.to(value.dtype), there)
 
 
-def normalize(x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def normalize(
+    x: Tensor, weight: Tensor, eps: float, added: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Add two tensors [..., size], or take the first alone. Returns the sum and its RMSNorm."""
     x, size = x.contiguous(), x.shape[-1]
-    total, y, width = x if added is None else torch.empty_like(x), torch.empty_like(x), triton.next_power_of_2(size)
+    total, y, width = (
+        x if added is None else torch.empty_like(x),
+        torch.empty_like(x),
+        triton.next_power_of_2(size),
+    )
     added = added if added is None else added.contiguous()
     warps = min(max(width // 512, 1), 16)
-    _normalize[(x.numel() // size,)](x, added, weight, total, y, size, eps, WIDTH=width, num_warps=warps)
+    _normalize[(x.numel() // size,)](
+        x, added, weight, total, y, size, eps, WIDTH=width, num_warps=warps
+    )
     return total, y
 
 
@@ -98,10 +114,25 @@ def gate(x: Tensor) -> Tensor:
 
 @triton.jit(do_not_specialize=["count", "eps"])  # type: ignore[untyped-decorator]
 def _rotate_and_write(  # type: ignore[no-untyped-def]
-    x, cos, sin, position_ids, write_indices, q_norm, k_norm, q, keys, values, count, cache_row, cache_head, heads,
-    kv_heads, eps,
-    HALF: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    position_ids,
+    write_indices,
+    q_norm,
+    k_norm,
+    q,
+    keys,
+    values,
+    count,
+    cache_row,
+    cache_head,
+    heads,
+    kv_heads,
+    eps,
+    HALF: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
     """A head of a token of :func:`rotate_and_write`: queries come first, then keys, then values."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = token // count
@@ -120,10 +151,17 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
         if q_norm is not None:
             scale = tl.rsqrt((tl.sum(one * one, 0) + tl.sum(two * two, 0)) / (2 * HALF) + eps)
             norm = q_norm if is_query else k_norm
-            one = (one * scale).to(first.dtype).to(tl.float32) * tl.load(norm + at, there, 0).to(tl.float32)
-            two = (two * scale).to(first.dtype).to(tl.float32) * tl.load(norm + HALF + at, there, 0).to(tl.float32)
+            one = (one * scale).to(first.dtype).to(tl.float32) * tl.load(norm + at, there, 0).to(
+                tl.float32
+            )
+            two = (two * scale).to(first.dtype).to(tl.float32) * tl.load(
+                norm + HALF + at, there, 0
+            ).to(tl.float32)
         angle = tl.load(position_ids + token) * HALF + at
-        c, s = tl.load(cos + angle, there, 0).to(tl.float32), tl.load(sin + angle, there, 0).to(tl.float32)
+        c, s = (
+            tl.load(cos + angle, there, 0).to(tl.float32),
+            tl.load(sin + angle, there, 0).to(tl.float32),
+        )
         turned, other = (one * c - two * s).to(first.dtype), (two * c + one * s).to(first.dtype)
         if is_query:
             tl.store(q + (token * heads + head) * (2 * HALF) + at, turned, there)
@@ -162,7 +200,10 @@ def rotate_and_write(
     x = x.contiguous()
     q = x.new_empty((batch, count, heads, size))
     sizes = {"HALF": size // 2, "WIDTH": triton.next_power_of_2(size // 2), "num_warps": 1}
-    given, written = (*rotary_tables, position_ids, write_indices, *(norms or (None, None))), (q, keys, values)
+    given, written = (
+        (*rotary_tables, position_ids, write_indices, *(norms or (None, None))),
+        (q, keys, values),
+    )
     _rotate_and_write[(batch * count, heads + 2 * kv_heads)](
         x, *given, *written, count, *keys.stride()[:2], heads, kv_heads, eps, **sizes
     )
@@ -171,11 +212,28 @@ def rotate_and_write(
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def]
-    q, keys, values, write_indices, below, tree, sums, peaks, count, columns, cache_row, cache_head, scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
+    q,
+    keys,
+    values,
+    write_indices,
+    below,
+    tree,
+    sums,
+    peaks,
+    count,
+    columns,
+    cache_row,
+    cache_head,
+    scale,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
     SPLIT: tl.constexpr,
-):  # fmt: skip
-    """A split of the slots, for a KV head and some of its queries: sums, not divided yet, their peak and their weight."""
+):
+    """A split of the slots, for a KV head and some of its queries: sums, not divided yet, their
+    peak and their weight."""
     STEP: tl.constexpr = 64 if WIDTH <= 128 else 32
     split, head = tl.program_id(0), tl.program_id(1)
     row, kv_head = (head // KV_HEADS).to(tl.int64), head % KV_HEADS
@@ -186,7 +244,8 @@ def _attend(  # type: ignore[no-untyped-def]
     query = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     wanted = query < GROUP * count
     token = row * count + query % count
-    place = token * (KV_HEADS * GROUP) + kv_head * GROUP + query // count  # among all heads of all tokens
+    # Among all heads of all tokens.
+    place = token * (KV_HEADS * GROUP) + kv_head * GROUP + query // count
     at = tl.arange(0, WIDTH)
     there = at < SIZE
     both = wanted[:, None] & there[None, :]
@@ -205,7 +264,11 @@ def _attend(  # type: ignore[no-untyped-def]
         else:
             column = slot - tl.load(below + row).to(tl.int32)
             inside = seen & (column >= 0) & (column < columns)
-            sees = tl.load(tree + token[:, None] * columns + column[None, :], wanted[:, None] & inside[None, :], 0)
+            sees = tl.load(
+                tree + token[:, None] * columns + column[None, :],
+                wanted[:, None] & inside[None, :],
+                0,
+            )
             hidden = (column >= 0)[None, :] & (sees == 0)
         scores += tl.where(hidden, HIDDEN, 0.0)
         scores = tl.where(seen[None, :], scores, -float("inf"))
@@ -224,7 +287,16 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def]
-    sums, peaks, first, y, count, heads, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr
+    sums,
+    peaks,
+    first,
+    y,
+    count,
+    heads,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SPLITS: tl.constexpr,
 ):
     """Join the splits of a head of a token."""
     place = tl.program_id(0).to(tl.int64)
@@ -241,12 +313,14 @@ def _combine(  # type: ignore[no-untyped-def]
 
 
 def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) -> Tensor:
-    """Grouped-query attention for calls of few tokens. The kernel never reads slots after the call's own.
+    """Grouped-query attention for calls of few tokens. The kernel never reads slots after the
+    call's own.
 
     Args:
         q: Queries [B, n, H, D].
         cache: Keys and values [B, KV, S, D], equally strided, a slot's numbers together.
-        inputs: Where the tokens are, what they see, and the shape of a mask [B, 1, n, s] for the first s slots.
+        inputs: Where the tokens are, what they see, and the shape of a mask [B, 1, n, s] for the
+            first s slots.
 
     Returns:
         [B, n, H D].
@@ -262,9 +336,24 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
     sizes = {"SIZE": size, "WIDTH": width, "SPLIT": split}
     into = sums, peaks, count, 0 if tree is None else tree.shape[2], *keys.stride()[:2], size**-0.5
     programs = splits, batch * kv_heads, triton.cdiv(group * count, ROWS)
-    _attend[programs](q, keys, values, first, below, tree, *into, kv_heads, group, ROWS=ROWS, **sizes, num_stages=2)
+    _attend[programs](
+        q,
+        keys,
+        values,
+        first,
+        below,
+        tree,
+        *into,
+        kv_heads,
+        group,
+        ROWS=ROWS,
+        **sizes,
+        num_stages=2,
+    )
     y = q.new_empty((batch, count, heads * size))
-    _combine[(batch * count * heads,)](sums, peaks, first, y, count, heads, **sizes, SPLITS=triton.next_power_of_2(splits))
+    _combine[(batch * count * heads,)](
+        sums, peaks, first, y, count, heads, **sizes, SPLITS=triton.next_power_of_2(splits)
+    )
     return y
 
 
@@ -272,8 +361,9 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
 def _best_of_part(logits, keys, peaks, size, COUNT: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """A part of a row of :func:`find_best`: keys of its best logits, and its peak with its weight.
 
-    A key is an integer of 64 bits: above, the logit's bits such that they ascend with it (NaN is the highest, and zeros are
-    equal, as in torch's argmax); below, a number that falls with the column. So no two keys are equal.
+    A key is an integer of 64 bits: above, the logit's bits such that they ascend with it (NaN is
+    the highest, and zeros are equal, as in torch's argmax); below, a number that falls with the
+    column. So no two keys are equal.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * WIDTH + tl.arange(0, WIDTH)
@@ -283,7 +373,8 @@ def _best_of_part(logits, keys, peaks, size, COUNT: tl.constexpr, WIDTH: tl.cons
     if peaks is not None:
         peak = tl.max(value, 0)
         tl.store(peaks + 2 * found, peak)
-        tl.store(peaks + 2 * found + 1, tl.sum(tl.exp(value - tl.maximum(peak, -3e38)), 0))  # all may be -inf
+        # All may be -inf.
+        tl.store(peaks + 2 * found + 1, tl.sum(tl.exp(value - tl.maximum(peak, -3e38)), 0))
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     order = tl.where(value != value, TOP, tl.where(bits < 0, bits ^ TOP, bits))
     key = tl.where(there, (order.to(tl.int64) << 32) | (TOP - column), NONE)
@@ -328,7 +419,8 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
         tokens: The token of each column, [V] int64; None: its number.
 
     Returns:
-        In float32: the ids [B, n, K] and behind them the log-probabilities, [2 B, n, K]; or the tokens [B, n, 1].
+        In float32: the ids [B, n, K] and behind them the log-probabilities, [2 B, n, K]; or the
+        tokens [B, n, 1].
     """
     (batch, nodes, size), kept, device = logits.shape, max(count, 1), logits.device
     rows, parts = batch * nodes, triton.cdiv(size, PART)
@@ -354,7 +446,8 @@ class FusedNorm(RMSNorm):
 
 
 class Joined(nn.Module):
-    """Linear layers that read the same input, in one product: their outputs [..., sum of out] side by side."""
+    """Linear layers that read the same input, in one product: their outputs [..., sum of out] side
+    by side."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -362,7 +455,9 @@ class Joined(nn.Module):
         self.quantized = first if isinstance(first, QuantizedLinear) else None
         if self.quantized is None:
             self.weight = joined([_tensor(layer.weight) for layer in layers])
-            self.bias = None if first.bias is None else joined([_tensor(layer.bias) for layer in layers])
+            self.bias = (
+                None if first.bias is None else joined([_tensor(layer.bias) for layer in layers])
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.quantized is not None:
@@ -376,7 +471,8 @@ def _tensor(value: Tensor | nn.Module) -> Tensor:
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Tensors one behind the other, along their first dimension: a view where they lie so in memory, else a copy."""
+    """Tensors one behind the other, along their first dimension: a view where they lie so in
+    memory, else a copy."""
     first, step = parts[0], parts[0].stride(0)
     begin = first.storage_offset()
     for part in parts:
@@ -387,7 +483,9 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
         ):
             return torch.cat([part.detach() for part in parts])
         begin += step * len(part)
-    return first.detach().as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset())
+    return first.detach().as_strided(
+        (sum(map(len, parts)), *first.shape[1:]), first.stride(), first.storage_offset()
+    )
 
 
 class FusedBlock(Block):
@@ -444,7 +542,9 @@ class FusedBlock(Block):
     def _rotated(self, x: Tensor, inputs: Inputs, cache: KV) -> Tensor:
         """Write keys and values of x [B, n, (H + 2 KV) D]; the queries [B, n, H, D]."""
         tables = inputs.cos, inputs.sin
-        return rotate_and_write(x, tables, inputs.position_ids, inputs.write_indices, self.norms, self.eps, cache)
+        return rotate_and_write(
+            x, tables, inputs.position_ids, inputs.write_indices, self.norms, self.eps, cache
+        )
 
     def _mlp(self, x: Tensor) -> Tensor:
         added: Tensor = self.down_proj(gate(self.gate_up_proj(x)))
@@ -452,10 +552,12 @@ class FusedBlock(Block):
 
 
 def fuse(*modules: Draft | Verify) -> None:
-    """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a verify may share them.
+    """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a
+    verify may share them.
 
-    What its graph does not use has no weights, and stays as it is. So do models with other parts than Llama's and those with a
-    head of EAGLE-3: the kernels know no others. The most likely tokens are found by a kernel in all models.
+    What its graph does not use has no weights, and stays as it is. So do models with other parts
+    than Llama's and those with a head of EAGLE-3: the kernels know no others. The most likely
+    tokens are found by a kernel in all models.
     """
     for module in modules:
         module.best, head = find_best, module.exit_head
@@ -474,7 +576,8 @@ def fuse(*modules: Draft | Verify) -> None:
 
 
 def computes_by_rows(verify: Verify) -> bool:
-    """Whether a row's states do not depend on how many rows a call has: products with torch's weights do."""
+    """Whether a row's states do not depend on how many rows a call has: products with torch's
+    weights do."""
     blocks = [verify.model.layers[index] for index in verify.layers]
     return all(isinstance(block, FusedBlock) and block.quantized for block in blocks)
 

@@ -1,21 +1,26 @@
 # ruff: noqa: RUF005, SIM300 -- Triton knows no unpacking, and no constant before a name
-"""Products with quantized weights on a GPU: a kernel in Triton that makes the weights of a tile in registers.
+"""Products with quantized weights on a GPU: a kernel in Triton that makes the weights of a tile in
+registers.
 
-A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part of the inputs. It goes
-through them in steps. In each it reads the levels once, makes of them the weights that :func:`~eesd.model.quantized.dequantize`
-makes, rounded to the type of the activations, and multiplies every group by them. Sums are float32; another kernel adds those
-of the parts, always in the same order, and rounds once.
+A program of the kernel computes a *panel* of outputs for one or several groups of rows, over a part
+of the inputs. It goes through them in steps. In each it reads the levels once, makes of them the
+weights that :func:`~eesd.model.quantized.dequantize` makes, rounded to the type of the activations,
+and multiplies every group by them. Sums are float32; another kernel adds those of the parts, always
+in the same order, and rounds once.
 
-A row's bits depend neither on the other rows nor on how many there are: every group is a product of the same shape, whose sums
-run over the inputs in the same order, and where parts begin depends on the weight alone. Nothing is tuned when it runs. The
-number of groups only says how many rows share the levels that are read.
+A row's bits depend neither on the other rows nor on how many there are: every group is a product of
+the same shape, whose sums run over the inputs in the same order, and where parts begin depends on
+the weight alone. Nothing is tuned when it runs. The number of groups only says how many rows share
+the levels that are read.
 
-Levels are stored for the tensor cores. A word of 32 bits has eight levels of 4 bits, or four of 8, of one output. Their inputs
-lie a fixed number apart, so a step is that many products, and neither a level nor a weight ever moves between
-threads. Two instructions put two levels of 4 bits into the low bits of two numbers of 16 bits, where they count ones.
+Levels are stored for the tensor cores. A word of 32 bits has eight levels of 4 bits, or four of 8,
+of one output. Their inputs lie a fixed number apart, so a step is that many products, and neither a
+level nor a weight ever moves between threads. Two instructions put two levels of 4 bits into the
+low bits of two numbers of 16 bits, where they count ones.
 
-The sizes are the best of 24 that were timed on an H200, for the products of a block of Llama 3 8B: with 4-bit weights 82 us for
-a row and 136 for 33, with 8-bit ones 106 and 154, with bfloat16 129 and 134. Memory alone would take 31, 59 and 105.
+The sizes are the best of 24 that were timed on an H200, for the products of a block of Llama 3 8B:
+with 4-bit weights 82 us for a row and 136 for 33, with 8-bit ones 106 and 154, with bfloat16 129
+and 134. Memory alone would take 31, 59 and 105.
 """
 
 import torch
@@ -38,14 +43,16 @@ WIDE = 512
 
 
 def _spread(magic: int) -> str:
-    """PTX that puts the 4-bit levels of two words into the low bits of ``magic``: eight pairs of numbers of 16 bits."""
+    """PTX that puts the 4-bit levels of two words into the low bits of ``magic``: eight pairs of
+    numbers of 16 bits."""
     lines = [".reg .b32 t;"]
     for number in range(8):
         byte, high = divmod(number, 2)
         lines.append(f"prmt.b32 t, $8, $9, {(byte + 4) << 8 | byte:#x};")
         if high:
             lines.append("shr.u32 t, t, 4;")
-        lines.append(f"lop3.b32 ${number}, t, 0x000f000f, {magic * 0x10001:#x}, 0xea;")  # t & ... | ...
+        # t & ... | ...
+        lines.append(f"lop3.b32 ${number}, t, 0x000f000f, {magic * 0x10001:#x}, 0xea;")
     return "\n".join(("{", *lines, "}"))
 
 
@@ -59,7 +66,8 @@ REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The levels in words as numbers, from the lowest bits on, each with what :func:`_multiply` calls their base."""
+    """The levels in words as numbers, from the lowest bits on, each with what :func:`_multiply`
+    calls their base."""
     numbers = ()
     if ASM and BITS == 4 and DTYPE == tl.bfloat16:
         numbers = tl.inline_asm_elementwise(SPREAD_BFLOAT16, REGISTERS, [words], BFLOAT16, True, 2)
@@ -79,7 +87,8 @@ def _numbers(words, DTYPE: tl.constexpr, BITS: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _shared(values, begin, inputs, outputs, column, BLOCK: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the inputs of a block share, [in / BLOCK, out], for columns and ``COUNT`` blocks from the input ``begin`` on."""
+    """What the inputs of a block share, [in / BLOCK, out], for columns and ``COUNT`` blocks from
+    the input ``begin`` on."""
     found = ()
     if values is not None:
         for number in tl.static_range(COUNT):
@@ -91,11 +100,28 @@ def _shared(values, begin, inputs, outputs, column, BLOCK: tl.constexpr, COUNT: 
 
 @triton.jit(do_not_specialize=["rows"])  # type: ignore[untyped-decorator]
 def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
-    x, levels, scales, zeros, minimums, y, rows, inputs, outputs,
-    BITS: tl.constexpr, MIDDLE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
-    PANEL: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr, WHOLE: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """Compute y [rows, outputs] for a panel of outputs and some groups of rows; see :func:`multiply`."""
+    x,
+    levels,
+    scales,
+    zeros,
+    minimums,
+    y,
+    rows,
+    inputs,
+    outputs,
+    BITS: tl.constexpr,
+    MIDDLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PANEL: tl.constexpr,
+    STEP: tl.constexpr,
+    STEPS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Compute y [rows, outputs] for a panel of outputs and some groups of rows; see
+    :func:`multiply`."""
     panel, part = tl.program_id(1), tl.program_id(2)
     WORDS: tl.constexpr = STEP * BITS // 32
     SHARED: tl.constexpr = STEP // BLOCK if BLOCK < STEP else 1  # scales of an output in a step
@@ -105,7 +131,8 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
     place = tl.arange(0, PANEL)[None, :] * WORDS + at[:, None]
     levels += panel.to(tl.int64) * tl.cdiv(inputs, STEP) * (WORDS * PANEL)
     sums = (tl.zeros((ROWS, PANEL), tl.float32),) * GROUPS
-    # What inputs share is loaded a step ahead: it is too little for the copies that Triton makes in the background.
+    # What inputs share is loaded a step ahead: it is too little for the copies that Triton makes in
+    # the background.
     begin = part * (STEPS * STEP)
     scale = _shared(scales, begin, inputs, outputs, column, BLOCK, SHARED)
     zero = _shared(zeros, begin, inputs, outputs, column, BLOCK, SHARED)
@@ -116,7 +143,11 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
         next_zero = _shared(zeros, begin + STEP, inputs, outputs, column, BLOCK, SHARED)
         next_minimum = _shared(minimums, begin + STEP, inputs, outputs, column, BLOCK, SHARED)
         # The last part may have fewer steps; in the others it multiplies zeros by some levels.
-        words = tl.load(levels + tl.minimum(begin, (inputs - 1) // STEP * STEP) // STEP * (WORDS * PANEL) + place)
+        words = tl.load(
+            levels
+            + tl.minimum(begin, (inputs - 1) // STEP * STEP) // STEP * (WORDS * PANEL)
+            + place
+        )
         numbers = _numbers(words, DTYPE, BITS, ASM)
         for number in tl.static_range(32 // BITS):
             weights = numbers[number] - (base + MIDDLE)
@@ -143,7 +174,11 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
     for group in tl.static_range(GROUPS):
         row = tl.program_id(0) * (GROUPS * ROWS) + group * ROWS + tl.arange(0, ROWS)
         result = sums[group].to(y.dtype.element_ty)
-        tl.store(y + row[:, None] * outputs + column[None, :], result, (row[:, None] < rows) & (column[None, :] < outputs))
+        tl.store(
+            y + row[:, None] * outputs + column[None, :],
+            result,
+            (row[:, None] < rows) & (column[None, :] < outputs),
+        )
 
 
 @triton.jit(do_not_specialize=["size"])  # type: ignore[untyped-decorator]
@@ -158,17 +193,26 @@ def _add_parts(parts, y, size, PARTS: tl.constexpr, WIDTH: tl.constexpr):  # typ
 
 
 def multiply(
-    x: Tensor, levels: Tensor, scales: Tensor, zeros: Tensor | None, minimums: Tensor | None, bits: int, middle: int
+    x: Tensor,
+    levels: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    minimums: Tensor | None,
+    bits: int,
+    middle: int,
 ) -> Tensor:
-    """Multiply rows by a quantized weight. Neither waits for the GPU nor allocates anything but the result.
+    """Multiply rows by a quantized weight. Neither waits for the GPU nor allocates anything but the
+    result.
 
-    The first call with another type, block or number of groups compiles for about a second. Triton keeps what it compiled.
+    The first call with another type, block or number of groups compiles for about a second. Triton
+    keeps what it compiled.
 
     Args:
         x: Rows [n, in], contiguous, of float16 or bfloat16.
-        levels: Levels without a sign in words of 32 bits, [panels, steps, P, W]. From its low bits on, word j of panel p, step
-            s and output c has the levels of output p P + c and the inputs s K + j, s K + j + W and so on, where K is the number
-            of inputs in a step: 8 W with 4 bits, 4 W with 8. P and W are powers of two, and no block is smaller than W.
+        levels: Levels without a sign in words of 32 bits, [panels, steps, P, W]. From its low bits
+            on, word j of panel p, step s and output c has the levels of output p P + c and the
+            inputs s K + j, s K + j + W and so on, where K is the number of inputs in a step: 8 W
+            with 4 bits, 4 W with 8. P and W are powers of two, and no block is smaller than W.
         scales: Scales [in / block, out].
         zeros: Zero points [in / block, out], a byte each. None: all are zero.
         minimums: Minimums [in / block, out]. None: all are zero.
@@ -183,15 +227,37 @@ def multiply(
     groups = min(max(triton.cdiv(rows, ROWS), 1), MOST_GROUPS)
     step = levels.shape[3] * 32 // bits
     all_steps = triton.cdiv(inputs, step)
-    steps = next((n for n in STEPS if len(levels) * triton.cdiv(all_steps, n) >= PROGRAMS), STEPS[-1])
+    steps = next(
+        (n for n in STEPS if len(levels) * triton.cdiv(all_steps, n) >= PROGRAMS), STEPS[-1]
+    )
     parts = triton.cdiv(all_steps, steps)
-    sums = y if parts == 1 else torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
-    sizes = {"BITS": bits, "MIDDLE": middle, "BLOCK": inputs // blocks, "GROUPS": groups, "ROWS": ROWS}
-    sizes |= {"PANEL": levels.shape[2], "STEP": step, "STEPS": steps, "WHOLE": inputs == parts * steps * step}
+    sums = (
+        y
+        if parts == 1
+        else torch.empty((parts, rows, outputs), dtype=torch.float32, device=x.device)
+    )
+    sizes = {
+        "BITS": bits,
+        "MIDDLE": middle,
+        "BLOCK": inputs // blocks,
+        "GROUPS": groups,
+        "ROWS": ROWS,
+    }
+    sizes |= {
+        "PANEL": levels.shape[2],
+        "STEP": step,
+        "STEPS": steps,
+        "WHOLE": inputs == parts * steps * step,
+    }
     # Without fused multiplication and addition the weights have the bits of the dequantized ones.
     options = {"ASM": x.is_cuda, "num_stages": STAGES, "enable_fp_fusion": False}
-    programs, weight = (triton.cdiv(rows, groups * ROWS), len(levels), parts), (levels, scales, zeros, minimums)
+    programs, weight = (
+        (triton.cdiv(rows, groups * ROWS), len(levels), parts),
+        (levels, scales, zeros, minimums),
+    )
     _multiply[programs](x, *weight, sums, rows, inputs, outputs, **sizes, **options)
     if parts > 1:
-        _add_parts[(triton.cdiv(rows * outputs, WIDE),)](sums, y, rows * outputs, PARTS=parts, WIDTH=WIDE)
+        _add_parts[(triton.cdiv(rows * outputs, WIDE),)](
+            sums, y, rows * outputs, PARTS=parts, WIDTH=WIDE
+        )
     return y

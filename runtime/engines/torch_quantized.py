@@ -1,7 +1,8 @@
 """Linear layers of the torch engine whose weights stay quantized in a GPU's memory.
 
-The levels are arranged for the kernel of ``torch_kernel.py`` when they are loaded. That file needs Triton, which torch's wheels
-for Linux bring along; :func:`fault_of_kernel` says whether it works, and this file can be imported without it.
+The levels are arranged for the kernel of ``torch_kernel.py`` when they are loaded. That file needs
+Triton, which torch's wheels for Linux bring along; :func:`fault_of_kernel` says whether it works,
+and this file can be imported without it.
 """
 
 from contextlib import nullcontext
@@ -15,7 +16,8 @@ from eesd.common.quantization import BITS, Quantization
 from eesd.model.quantized import Quantized, dequantize, unpack
 
 TYPES = ("float16", "bfloat16")
-"""Element types of directories whose weights stay quantized. On a GPU, float32 is for comparisons."""
+"""Element types of directories whose weights stay quantized. On a GPU, float32 is for
+comparisons."""
 PANEL = 128
 """Outputs that a program of the kernel computes."""
 WORDS = 16
@@ -24,7 +26,8 @@ WORDS = 16
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [in, out] as the kernel takes it; see :func:`~eesd.runtime.engines.torch_kernel.multiply`."""
+    """A weight [in, out] as the kernel takes it; see
+    :func:`~eesd.runtime.engines.torch_kernel.multiply`."""
 
     levels: Tensor
     scales: Tensor
@@ -34,7 +37,9 @@ class QuantizedWeight:
     middle: int
 
 
-def arranged(weight: Quantized, quantization: Quantization, device: torch.device) -> QuantizedWeight:
+def arranged(
+    weight: Quantized, quantization: Quantization, device: torch.device
+) -> QuantizedWeight:
     """Move a weight to a device, and arrange its levels there as the kernel reads them.
 
     Args:
@@ -51,7 +56,11 @@ def arranged(weight: Quantized, quantization: Quantization, device: torch.device
     levels = levels.view(inputs, outputs)
     signed = not kind.startswith("u")
     middle = 1 << (bits - 1) if signed else 0
-    zeros = None if weight.zeros is None else unpack(weight.zeros.to(device), kind, blocks * outputs).to(torch.uint8)
+    zeros = (
+        None
+        if weight.zeros is None
+        else unpack(weight.zeros.to(device), kind, blocks * outputs).to(torch.uint8)
+    )
     return QuantizedWeight(
         _words(levels ^ middle, bits),  # the level -128 or -8 becomes 0
         weight.scales.to(device),
@@ -74,14 +83,17 @@ def _words(levels: Tensor, bits: int) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a quantized weight, or several that read the same input: then it is the first of them.
+    """A linear layer with a quantized weight, or several that read the same input: then it is the
+    first of them.
 
-    The outputs of the first one are those of all of them, side by side, and the others are :class:`ComputedBefore`. So
-    :func:`~eesd.model.feed_forward.joint_linear` makes one product of them.
+    The outputs of the first one are those of all of them, side by side, and the others are
+    :class:`ComputedBefore`. So :func:`~eesd.model.feed_forward.joint_linear` makes one product of
+    them.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, out_features: int) -> None:
-        """Take the weight and the bias of all layers. ``out_features`` is the number of outputs of the first."""
+        """Take the weight and the bias of all layers. ``out_features`` is the number of outputs of
+        the first."""
         super().__init__()
         self.out_features = out_features
         self.weight, self.bias = weight, bias
@@ -107,16 +119,28 @@ def product(x: Tensor, weight: QuantizedWeight) -> Tensor:
     """x [n, in] multiplied by a weight, [n, out], in the type of x."""
     from eesd.runtime.engines.torch_kernel import multiply
 
-    return multiply(x.contiguous(), weight.levels, weight.scales, weight.zeros, weight.minimums, weight.bits, weight.middle)
+    return multiply(
+        x.contiguous(),
+        weight.levels,
+        weight.scales,
+        weight.zeros,
+        weight.minimums,
+        weight.bits,
+        weight.middle,
+    )
 
 
 @cache
 def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a device cannot multiply by quantized weights, as a clause; None if it can.
 
-    It is tried, as Triton also needs a driver that it knows, a C compiler, and a folder to write to.
+    It is tried, as Triton also needs a driver that it knows, a C compiler, and a folder to write
+    to.
     """
-    stored = Quantized(torch.arange(96 * 48 // 2).to(torch.uint8), torch.linspace(0.01, 0.3, 3 * 48).view(3, 48).to(dtype))
+    stored = Quantized(
+        torch.arange(96 * 48 // 2).to(torch.uint8),
+        torch.linspace(0.01, 0.3, 3 * 48).view(3, 48).to(dtype),
+    )
     x = torch.ones((2, 96), dtype=dtype, device=device)
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -124,6 +148,13 @@ def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
     except ImportError:
         return "Triton is not installed"
     except Exception as error:  # whatever a compiler, a driver or a file system says
-        return f"Triton fails on it ({str(error).strip().partition(chr(10))[0] or type(error).__name__})"
+        return (
+            "Triton fails on it "
+            f"({str(error).strip().partition(chr(10))[0] or type(error).__name__})"
+        )
     expected = dequantize(stored, "int4").to(dtype).float().sum(0)
-    return None if torch.allclose(found, expected.expand(2, -1), atol=0.05, rtol=0.01) else "Triton multiplies wrongly on it"
+    return (
+        None
+        if torch.allclose(found, expected.expand(2, -1), atol=0.05, rtol=0.01)
+        else "Triton multiplies wrongly on it"
+    )

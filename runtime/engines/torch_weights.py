@@ -1,11 +1,14 @@
-"""Load an engine directory's weights into the modules of ``model/``. The weight files are mapped into memory, not read.
+"""Load an engine directory's weights into the modules of ``model/``. The weight files are mapped
+into memory, not read.
 
-The external data of the graphs say where every weight is; its tensors have the names of the modules' parameters.
+The external data of the graphs say where every weight is; its tensors have the names of the
+modules' parameters.
 
-On a GPU, directories of 16 bits run kernels of their own: the quantized weights of linear layers stay quantized
-(``torch_quantized.py``), and blocks take fewer steps (``torch_fused.py``). Elsewhere weights are dequantized when they are
-loaded, and quantization saves no memory: on the CPU, where the torch engine is the reference; in float32; in an embedding
-table; and where ranks would cut a block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
+On a GPU, directories of 16 bits run kernels of their own: the quantized weights of linear layers
+stay quantized (``torch_quantized.py``), and blocks take fewer steps (``torch_fused.py``). Elsewhere
+weights are dequantized when they are loaded, and quantization saves no memory: on the CPU, where
+the torch engine is the reference; in float32; in an embedding table; and where ranks would cut a
+block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
 """
 
 import warnings
@@ -95,19 +98,22 @@ def load_modules(
     split: Split | None = None,
     kernels: bool | None = None,
 ) -> list[StageModules]:
-    """Load the stages of verify. On the CPU, the weights are the mapped pages of the files, not copies.
+    """Load the stages of verify. On the CPU, the weights are the mapped pages of the files, not
+    copies.
 
     Args:
         directory: Engine directory.
         manifest: Its manifest.
         devices: The device of each stage.
-        draft: Whether to load the draft. Without it, weights that only the draft uses are not loaded.
+        draft: Whether to load the draft. Without it, weights that only the draft uses are not
+            loaded.
         split: This process's part of the blocks. None: all of them.
-        kernels: Whether to use kernels in Triton: with them quantized weights stay quantized, and blocks take fewer steps.
-            None: on a GPU, where they work.
+        kernels: Whether to use kernels in Triton: with them quantized weights stay quantized, and
+            blocks take fewer steps. None: on a GPU, where they work.
 
     Raises:
-        EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the GPU.
+        EESDError: Graphs, weights and manifest do not fit each other, or the weights do not fit the
+            GPU.
     """
     if kernels is None:
         kernels = has_kernels(manifest, devices[0])
@@ -124,7 +130,9 @@ def load_modules(
             weights = {name: weight.to(device) for name, weight in stored.items()}
         del stored  # dequantized weights
         with _explain_mismatch(directory):
-            verifier, *drafter = (_make_modules(own, weights, weights_of(manifest, of)) for of in graphs)
+            verifier, *drafter = (
+                _make_modules(own, weights, weights_of(manifest, of)) for of in graphs
+            )
         if split is not None:
             for modules in (verifier, *drafter):
                 add_parts(*modules, split.add)
@@ -136,18 +144,25 @@ def load_modules(
 
             fuse(verify, *drafting)
             by_rows = computes_by_rows(verify)
-        cos, sin = (_tensor(weights[name]).to(device, getattr(torch, manifest.dtype)) for name in ROTARY_TABLES)
+        cos, sin = (
+            _tensor(weights[name]).to(device, getattr(torch, manifest.dtype))
+            for name in ROTARY_TABLES
+        )
         stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin), by_rows))
     return stages
 
 
 def has_kernels(manifest: Manifest, device: torch.device) -> bool:
-    """Whether a device is a GPU for whose kernels this directory has a type. Says so if they do not work there."""
+    """Whether a device is a GPU for whose kernels this directory has a type. Says so if they do not
+    work there."""
     if device.type == "cpu" or manifest.dtype not in TYPES:
         return False
     fault = fault_of_kernel(device, getattr(torch, manifest.dtype))
     if fault and any(one.integers for one in manifest.quantization.used):
-        notice(f"The GPU works slowly, and the quantized weights take the memory of {manifest.dtype} weights: {fault}.")
+        notice(
+            "The GPU works slowly, and the quantized weights take the memory of "
+            f"{manifest.dtype} weights: {fault}."
+        )
     elif fault:
         notice(f"The GPU works slowly: {fault}.")
     return fault is None
@@ -165,11 +180,17 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
     try:
         yield
     except (KeyError, ValueError, RuntimeError, OverflowError):
-        raise EESDError(f"The graphs and weights in {directory} do not fit its manifest; export the model again.") from None
+        raise EESDError(
+            f"The graphs and weights in {directory} do not fit its manifest; export the model "
+            "again."
+        ) from None
 
 
-def _make_modules(manifest: Manifest, weights: Weights, names: Iterable[str]) -> tuple[Decoder, ExitHead]:
-    """Make the modules of a graph with its weights. Parameters without a weight stay on the meta device.
+def _make_modules(
+    manifest: Manifest, weights: Weights, names: Iterable[str]
+) -> tuple[Decoder, ExitHead]:
+    """Make the modules of a graph with its weights. Parameters without a weight stay on the meta
+    device.
 
     Args:
         manifest: The manifest, on a rank that of the rank.
@@ -197,10 +218,19 @@ def _make_modules(manifest: Manifest, weights: Weights, names: Iterable[str]) ->
     return decoder, head
 
 
-def _set_quantized(decoder: Decoder, head: ExitHead, name: str, layer: QuantizedLinear, others_outputs: Sequence[int]) -> None:
-    """Put a layer in the place of all layers whose weight it has. ``others_outputs``: of all but the first."""
+def _set_quantized(
+    decoder: Decoder,
+    head: ExitHead,
+    name: str,
+    layer: QuantizedLinear,
+    others_outputs: Sequence[int],
+) -> None:
+    """Put a layer in the place of all layers whose weight it has. ``others_outputs``: of all but
+    the first."""
     module = head if name.startswith(EXIT_HEAD) else decoder
-    first, *others = (part.removeprefix(EXIT_HEAD).removesuffix(".weight") for part in parts_of(name))
+    first, *others = (
+        part.removeprefix(EXIT_HEAD).removesuffix(".weight") for part in parts_of(name)
+    )
     for other, outputs in zip(others, others_outputs, strict=True):
         module.set_submodule(other, ComputedBefore(outputs))
     module.set_submodule(first, layer)
@@ -209,8 +239,12 @@ def _set_quantized(decoder: Decoder, head: ExitHead, name: str, layer: Quantized
 def _map_files(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Map files into memory as bytes."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the memory is read-only; nothing writes to it
-        return {name: torch.from_numpy(np.memmap(directory / name, np.uint8, mode="r")) for name in names}
+        # Torch warns that the memory is read-only; nothing writes to it.
+        warnings.simplefilter("ignore")
+        return {
+            name: torch.from_numpy(np.memmap(directory / name, np.uint8, mode="r"))
+            for name in names
+        }
 
 
 def _load_weights(
@@ -242,45 +276,73 @@ def _load_weights(
         for name, weight in expected.items():
             if name not in weights:
                 linked = ExternalDataInfo(stored[name]).location != WEIGHTS_FILE
-                as_stored = replace(weight, transposed=False, quantization=None) if linked else weight
-                found = _load_weight(as_stored, stored, files, kernels and as_stored.keeps_levels(ranks))
-                weights[name] = found if split is None else _own_part(weight, found, manifest, split)
+                as_stored = (
+                    replace(weight, transposed=False, quantization=None) if linked else weight
+                )
+                found = _load_weight(
+                    as_stored, stored, files, kernels and as_stored.keeps_levels(ranks)
+                )
+                weights[name] = (
+                    found if split is None else _own_part(weight, found, manifest, split)
+                )
         if not stored.keys() <= {name for weight in expected.values() for name in weight.tensors}:
             raise ValueError("a weight that is not in the manifest")
     return weights
 
 
-def _own_part(weight: StoredWeight, found: Tensor | Levels, manifest: Manifest, split: Split) -> Tensor | Levels:
-    """What this rank has of a weight or a bias. A bias of a layer whose input is split is the first rank's."""
+def _own_part(
+    weight: StoredWeight, found: Tensor | Levels, manifest: Manifest, split: Split
+) -> Tensor | Levels:
+    """What this rank has of a weight or a bias. A bias of a layer whose input is split is the first
+    rank's."""
     name, side = weight.name, split_side(weight.name)
     if side is None:
         return found
     if side == INPUTS and isinstance(found, Tensor) and found.ndim == 1:
         return torch.zeros_like(found) if split.rank else found
     size = weight.shape[side]
-    sizes = [size // 2] * 2 if name.startswith(DEEP) else [size] if side == INPUTS else _outputs(name, size, manifest)
+    sizes = (
+        [size // 2] * 2
+        if name.startswith(DEEP)
+        else [size]
+        if side == INPUTS
+        else _outputs(name, size, manifest)
+    )
     shares = split.ranges(sizes)
     if isinstance(found, Tensor):
-        return torch.cat([found.narrow(side, share.start, share.stop - share.start) for share in shares], side)
+        return torch.cat(
+            [found.narrow(side, share.start, share.stop - share.start) for share in shares], side
+        )
     blocks, outputs = found.stored.scales.shape
     [rows] = split.ranges([blocks]) if side == INPUTS else [slice(0, blocks)]
     columns = [slice(0, outputs)] if side == INPUTS else shares
-    return Levels(part_of(found.stored, found.quantization.weights, rows, columns), found.quantization)
+    return Levels(
+        part_of(found.stored, found.quantization.weights, rows, columns), found.quantization
+    )
 
 
 def _unpacked(name: str, tensor: Tensor, manifest: Manifest) -> dict[str, Tensor]:
     """The parts of a packed weight by name: views."""
-    return dict(zip(parts_of(name), torch.split(tensor, _outputs(name, len(tensor), manifest)), strict=True))
+    return dict(
+        zip(parts_of(name), torch.split(tensor, _outputs(name, len(tensor), manifest)), strict=True)
+    )
 
 
 def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
     """How many of a weight's outputs are of each of its parts."""
     parts = parts_of(name)
-    return [shape[0] for shape in part_shapes(parts, manifest.geometry, manifest.exit_head)] if len(parts) > 1 else [outputs]
+    return (
+        [shape[0] for shape in part_shapes(parts, manifest.geometry, manifest.exit_head)]
+        if len(parts) > 1
+        else [outputs]
+    )
 
 
 def _load_weight(
-    weight: StoredWeight, stored: dict[str, TensorProto], files: dict[str, Tensor], keep_levels: bool
+    weight: StoredWeight,
+    stored: dict[str, TensorProto],
+    files: dict[str, Tensor],
+    keep_levels: bool,
 ) -> Tensor | Levels:
     """A weight as [out, in]: a view of its file, or a dequantized copy. Or its levels."""
     quantization = weight.quantization
@@ -290,30 +352,44 @@ def _load_weight(
     whole = _stored_levels(weight, quantization, stored, files)
     if keep_levels:
         return Levels(whole, quantization)
-    tensor = dequantize(whole, quantization.weights, 0 if weight.transposed else 1).to(getattr(torch, weight.dtype))
+    tensor = dequantize(whole, quantization.weights, 0 if weight.transposed else 1).to(
+        getattr(torch, weight.dtype)
+    )
     return tensor.t() if weight.transposed else tensor
 
 
 def _stored_levels(
-    weight: StoredWeight, quantization: Quantization, stored: dict[str, TensorProto], files: dict[str, Tensor]
+    weight: StoredWeight,
+    quantization: Quantization,
+    stored: dict[str, TensorProto],
+    files: dict[str, Tensor],
 ) -> Quantized:
-    """The tensors of a quantized weight: views of their file. Raises ValueError if it has too few bytes."""
+    """The tensors of a quantized weight: views of their file. Raises ValueError if it has too few
+    bytes."""
     kind, shape = quantization.weights, weight.scales_shape
     types = {SCALES: weight.scales_dtype}
     types |= {ZEROS: kind} if quantization.zero_points else {}
     types |= {MINIMUMS: weight.scales_dtype} if quantization.minimums else {}
-    parts = {suffix: _stored_tensor(stored[weight.name + suffix], dtype, shape, files) for suffix, dtype in types.items()}
+    parts = {
+        suffix: _stored_tensor(stored[weight.name + suffix], dtype, shape, files)
+        for suffix, dtype in types.items()
+    }
     parts[""] = _stored_tensor(stored[weight.name], kind, weight.stored_shape, files)
     if any(part.nbytes != weight.tensors[weight.name + suffix] for suffix, part in parts.items()):
         raise ValueError(weight.name)
     if quantization.factor:
         parts[SCALES] = parts[SCALES].view(torch.float8_e4m3fn).view(*shape)
         parts[FACTOR] = _stored_tensor(stored[weight.name + FACTOR], weight.dtype, (), files)
-    return Quantized(parts[""], parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS), parts.get(FACTOR))
+    return Quantized(
+        parts[""], parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS), parts.get(FACTOR)
+    )
 
 
-def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: dict[str, Tensor]) -> Tensor:
-    """A view of a tensor in its file: flat bytes if it is quantized, otherwise with its type and shape.
+def _stored_tensor(
+    tensor: TensorProto, dtype: str, shape: Sequence[int], files: dict[str, Tensor]
+) -> Tensor:
+    """A view of a tensor in its file: flat bytes if it is quantized, otherwise with its type and
+    shape.
 
     Args:
         tensor: The tensor of the graph.
@@ -326,7 +402,12 @@ def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files:
     """
     info = ExternalDataInfo(tensor)
     kind = TensorProto.DataType.Value("FLOAT" if dtype == "float32" else dtype.upper())
-    if tensor.data_type != kind or tuple(tensor.dims) != tuple(shape) or info.offset is None or info.length is None:
+    if (
+        tensor.data_type != kind
+        or tuple(tensor.dims) != tuple(shape)
+        or info.offset is None
+        or info.length is None
+    ):
         raise ValueError(tensor.name)
     data = files[info.location][info.offset : info.offset + info.length]
     return data if dtype in LEVELS else data.view(getattr(torch, dtype)).view(tuple(shape))
@@ -335,5 +416,7 @@ def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files:
 def _external_tensors(path: Path) -> dict[str, TensorProto]:
     """The external tensors of a graph file by name, without their data."""
     return {
-        tensor.name: tensor for tensor in read_graph(path).graph.initializer if tensor.data_location == TensorProto.EXTERNAL
+        tensor.name: tensor
+        for tensor in read_graph(path).graph.initializer
+        if tensor.data_location == TensorProto.EXTERNAL
     }

@@ -1,4 +1,5 @@
-"""TensorRT and TensorRT-RTX: runs built engines on torch's device memory, wherever the engines come from."""
+"""TensorRT and TensorRT-RTX: runs built engines on torch's device memory, wherever the engines come
+from."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,8 @@ from eesd.runtime.engines.trt_plans import attended_slots
 class TrtStageRunner:
     """A graph in a TensorRT engine.
 
-    Each prepared call has its own execution context, because a captured CUDA graph depends on the shapes that its context has.
+    Each prepared call has its own execution context, because a captured CUDA graph depends on the
+    shapes that its context has.
 
     Attributes:
         graph: The graph.
@@ -54,7 +56,10 @@ class TrtStageRunner:
         graph, count, stream = self.graph, inputs.position_ids.shape[1], self.stream
         context = self.make_context()
         if context is None:
-            raise EESDError(f"TensorRT cannot create an execution context of {graph.file}; the GPU's memory may be too small.")
+            raise EESDError(
+                f"TensorRT cannot create an execution context of {graph.file}; the GPU's "
+                "memory may be too small."
+            )
         context.set_optimization_profile_async(int(count > self.decode_nodes), stream.handle)
         stream.synchronize()
         results = self._results.tensors(inputs)
@@ -63,7 +68,10 @@ class TrtStageRunner:
             _check(context.set_input_shape(name, tuple(tensor.shape)), graph, count)
         for name, tensor in (named | outputs).items():
             if not stream.aligned(tensor):
-                raise EESDError(f"TensorRT needs {name} aligned; export with a --max-seq-len that is a multiple of 16.")
+                raise EESDError(
+                    f"TensorRT needs {name} aligned; export with a --max-seq-len that is a "
+                    "multiple of 16."
+                )
             _check(context.set_tensor_address(name, tensor.data_ptr()), graph, count)
         _check(not context.infer_shapes(), graph, count)
         context.set_device_memory(self.scratch.data_ptr(), self.scratch.nbytes)
@@ -72,7 +80,9 @@ class TrtStageRunner:
 
         def run() -> list[Tensor]:
             if not context.execute_async_v3(stream.handle):
-                raise EESDError(f"TensorRT could not run {graph.file}; its log (eesd.tensorrt) says why.")
+                raise EESDError(
+                    f"TensorRT could not run {graph.file}; its log (eesd.tensorrt) says why."
+                )
             return results
 
         return run
@@ -81,17 +91,22 @@ class TrtStageRunner:
 def _check(accepted: bool, graph: GraphInfo, count: int) -> None:
     """Raise an error if TensorRT did not accept a call of ``count`` nodes."""
     if not accepted:
-        raise EESDError(f"The plan of {graph.file} takes no call of {count} nodes; build it again with: eesd-build --force.")
+        raise EESDError(
+            f"The plan of {graph.file} takes no call of {count} nodes; build it again with: "
+            "eesd-build --force."
+        )
 
 
 Tensors = Tensor | Sequence[Tensor]
 KVMemory = Tensors | Callable[[int], Tensors]
-"""Memory for one sequence, see :class:`~eesd.runtime.engines.device_cache.DeviceMemory`, or a function that makes it for a
-number of sequences. Where there is one tensor, it need not be in a list."""
+"""Memory for one sequence, see :class:`~eesd.runtime.engines.device_cache.DeviceMemory`, or a
+function that makes it for a number of sequences. Where there is one tensor, it need not be in a
+list."""
 
 
 class EngineSource(Protocol):
-    """Where TensorRT engines come from: the plans of a directory, or a service that has loaded them."""
+    """Where TensorRT engines come from: the plans of a directory, or a service that has loaded
+    them."""
 
     @property
     def prefill_chunk(self) -> int:
@@ -108,7 +123,8 @@ class EngineSource(Protocol):
         """An execution context that has no memory."""
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Called after a binding has warmed up, to save the kernels that were compiled for a graph."""
+        """Called after a binding has warmed up, to save the kernels that were compiled for a
+        graph."""
 
 
 def open_tensorrt(
@@ -126,21 +142,27 @@ def open_tensorrt(
         manifest: Manifest of the engine directory.
         source: Where the TensorRT engines come from.
         draft: Whether to load the draft engine.
-        streams: The stream of each stage of verify. Stages on one GPU share its stream. Default: the stages are spread over the
-            GPUs.
-        kv_memory: Memory for the KV cache of one sequence, or a function that makes it for each session that is open beside
-            others, and for the rows of a batch. Default: allocate with torch.
-        scratch: Memory that execution contexts work in, one for all stages or one for each. Default: allocate with torch.
+        streams: The stream of each stage of verify. Stages on one GPU share its stream. Default:
+            the stages are spread over the GPUs.
+        kv_memory: Memory for the KV cache of one sequence, or a function that makes it for each
+            session that is open beside others, and for the rows of a batch. Default: allocate with
+            torch.
+        scratch: Memory that execution contexts work in, one for all stages or one for
+            each. Default: allocate with torch.
         exact: See :func:`~eesd.runtime.engines.device_engine.buckets_for`.
 
     Returns:
         The verify engine and the draft engine.
 
     Raises:
-        EESDError: An engine cannot be loaded or does not update its cache in place, or ``scratch`` does not fit.
+        EESDError: An engine cannot be loaded or does not update its cache in place, or ``scratch``
+            does not fit.
     """
     streams = streams or device_streams(len(manifest.verify))
-    graphs = [*zip(manifest.verify, streams, strict=True), *([(manifest.draft, streams[0])] if draft else [])]
+    graphs = [
+        *zip(manifest.verify, streams, strict=True),
+        *([(manifest.draft, streams[0])] if draft else []),
+    ]
     engines = {}
     for graph, stream in graphs:
         with stream.activate():
@@ -162,7 +184,10 @@ def open_tensorrt(
         _memory_maker(manifest, streams, source, kv_memory),
         pad=True,
         one_by_one=True,
-        slots=(attended_slots(manifest, manifest.verify[0]), attended_slots(manifest, manifest.draft) if draft else ()),
+        slots=(
+            attended_slots(manifest, manifest.verify[0]),
+            attended_slots(manifest, manifest.draft) if draft else (),
+        ),
         prefill_chunk=source.prefill_chunk,
         exact=exact,
         on_warm_up=source.save_kernels,
@@ -170,18 +195,20 @@ def open_tensorrt(
 
 
 def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
-    """Raise :class:`EESDError` unless every cache has the right slots and is updated in place: later calls see nothing of what
-    is written to a copy."""
+    """Raise :class:`EESDError` unless every cache has the right slots and is updated in place:
+    later calls see nothing of what is written to a copy."""
     for tensor in graph.outputs[len(graph.results) :]:
         slots = engine.get_tensor_shape(tensor.name)[2]
         if slots != manifest.gpu_slots:
             raise EESDError(
-                f"The plan of {graph.file} is for caches of {slots} slots, and its calls need {manifest.gpu_slots}; "
+                f"The plan of {graph.file} is for caches of {slots} slots, and its calls need "
+                f"{manifest.gpu_slots}; "
                 "build it again with: eesd-build --force."
             )
         if engine.get_aliased_input_tensor(tensor.name) != tensor.name.removesuffix("_out"):
             raise EESDError(
-                f"The plan of {graph.file} does not update {tensor.name.removesuffix('_out')} in place, as TensorRT's "
+                f"The plan of {graph.file} does not update {tensor.name.removesuffix('_out')} "
+                "in place, as TensorRT's "
                 "KVCacheUpdate layers do; build it again with: eesd-build --force."
             )
 
@@ -195,13 +222,17 @@ def _memory_maker(
     def lent(rows: int, tensors: Tensors) -> DeviceMemory:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
-            raise EESDError("The kv_cache given must be tensors of torch; see docs/embedding.md for memory of other libraries.")
+            raise EESDError(
+                "The kv_cache given must be tensors of torch; see docs/embedding.md for "
+                "memory of other libraries."
+            )
         return DeviceMemory(manifest, streams, rows, given=tensors)
 
     def make(rows: int) -> DeviceMemory:
         if rows > 1 and rows > source.max_batch:
             raise EESDError(
-                f"The plans take {source.max_batch} rows in a call, and the batch may have {rows}; build them with: eesd-build "
+                f"The plans take {source.max_batch} rows in a call, and the batch may have "
+                f"{rows}; build them with: eesd-build "
                 f"--batch {rows}, or start with max_rows {source.max_batch}."
             )
         if callable(given):
@@ -209,10 +240,14 @@ def _memory_maker(
         if len(given) == 0:
             return DeviceMemory(manifest, streams, rows)
         if rows > 1:
-            raise EESDError(f"The kv_cache given is for one sequence; for {rows} rows give a function that makes memory.")
+            raise EESDError(
+                f"The kv_cache given is for one sequence; for {rows} rows give a function "
+                "that makes memory."
+            )
         if not unused:
             raise EESDError(
-                "The kv_cache given belongs to another open session; close that first, or give a function that makes memory."
+                "The kv_cache given belongs to another open session; close that first, or "
+                "give a function that makes memory."
             )
         return lent(1, unused.pop())
 
@@ -238,16 +273,26 @@ def _scratch_memory(
         sizes[stream] = max(sizes.get(stream, 1), engines[graph.file].device_memory_size_v2)
     if given is None:
         with explain_out_of_memory("The engines' scratch memory"):
-            return {stream: torch.empty(size, dtype=torch.uint8, device=stream.device) for stream, size in sizes.items()}
+            return {
+                stream: torch.empty(size, dtype=torch.uint8, device=stream.device)
+                for stream, size in sizes.items()
+            }
     given = [given] * len(stages) if isinstance(given, Tensor) else given
     if len(given) != len(stages):
-        raise EESDError(f"There are {len(stages)} stages of verify, and {len(given)} tensors of scratch memory are given.")
+        raise EESDError(
+            f"There are {len(stages)} stages of verify, and {len(given)} tensors of scratch "
+            "memory are given."
+        )
     for stream, memory in zip(stages, given, strict=True):
         if memory.nbytes < sizes[stream]:
-            raise EESDError(f"{memory.nbytes} bytes of scratch memory are given, and these engines need {sizes[stream]}.")
+            raise EESDError(
+                f"{memory.nbytes} bytes of scratch memory are given, and these engines need "
+                f"{sizes[stream]}."
+            )
         if not (memory.is_contiguous() and stream.lies_here(memory) and stream.aligned(memory)):
             raise EESDError(
-                f"The scratch memory given is on {memory.device} at {memory.data_ptr():#x}; these engines need contiguous "
+                f"The scratch memory given is on {memory.device} at {memory.data_ptr():#x}; "
+                "these engines need contiguous "
                 f"memory on {stream.device}, at a multiple of {ALIGNMENT} bytes."
             )
     return dict(zip(stages, given, strict=True))

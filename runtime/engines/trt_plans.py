@@ -1,6 +1,8 @@
-"""The TensorRT plans of an engine directory, and the flavours of TensorRT: their versions, and the GPUs that they know.
+"""The TensorRT plans of an engine directory, and the flavours of TensorRT: their versions, and the
+GPUs that they know.
 
-Plans are checked before they are loaded, because the errors of TensorRT's loader do not say what to do.
+Plans are checked before they are loaded, because the errors of TensorRT's loader do not say what to
+do.
 """
 
 import hashlib
@@ -26,11 +28,13 @@ LOGGER.addHandler(logging.NullHandler())  # without a handler, logging prints er
 FLAVOURS = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}
 """The flavours of TensorRT plans, and the Python module that builds and runs each."""
 LONG_CACHE = 16384
-"""Slots of the largest cache for which TensorRT-RTX has an attention for exactly one node (measured: not for 24576)."""
+"""Slots of the largest cache for which TensorRT-RTX has an attention for exactly one node
+(measured: not for 24576)."""
 FEWEST_SLOTS = 1024
 """Attention over fewer slots is not worth kernels of its own: weights are far more to read."""
 TURING = "7.5"
-"""The oldest compute capability with kernels. It has none for bfloat16 and int4: builds end in an error of a compiler."""
+"""The oldest compute capability with kernels. It has none for bfloat16 and int4: builds end in an
+error of a compiler."""
 
 _LEAST = {FP8: "8.9", FP4: "10.0"}
 """The oldest compute capability with kernels for levels that only some GPUs know."""
@@ -39,14 +43,16 @@ _LEAST = {FP8: "8.9", FP4: "10.0"}
 class PlanDirectory:
     """The plans of an engine directory, and the library that built them.
 
-    TensorRT-RTX compiles the kernels of a plan when they first run. They are stored beside the plan, so the next start is fast.
+    TensorRT-RTX compiles the kernels of a plan when they first run. They are stored beside the
+    plan, so the next start is fast.
 
     Attributes:
         trt: The Python module of the plans' flavour.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        """Check the plans, and import their library. Raises :class:`EESDError` if they cannot run here."""
+        """Check the plans, and import their library. Raises :class:`EESDError` if they cannot run
+        here."""
         self._directory = directory
         self._manifest = manifest
         self._plans = [_find_plan(directory, manifest, graph) for graph in manifest.graphs]
@@ -56,21 +62,33 @@ class PlanDirectory:
         if any(plan.refit for plan in self._plans) and files_changed(directory, manifest):
             verify_files(directory, manifest)  # only then: it reads all weights, as loading will
         self._errors: list[str] = []
-        self._create = partial(create, self._plans[0].flavour, logger=make_logger(self.trt, self._errors), errors=self._errors)
+        self._create = partial(
+            create,
+            self._plans[0].flavour,
+            logger=make_logger(self.trt, self._errors),
+            errors=self._errors,
+        )
         self._runtime = self._create("Runtime")
         self._kernel_caches: dict[str, Any] = {}
 
     @property
     def notice(self) -> str:
         """A line on the kernels that TensorRT-RTX has not compiled yet; empty if there are none."""
-        if not hasattr(self.trt, "IRuntimeCache") or all(self._kernel_file(graph).exists() for graph in self._manifest.graphs):
+        if not hasattr(self.trt, "IRuntimeCache") or all(
+            self._kernel_file(graph).exists() for graph in self._manifest.graphs
+        ):
             return ""
-        return "TensorRT-RTX compiles kernels before the first text, which may take minutes; the next start reads them."
+        return (
+            "TensorRT-RTX compiles kernels before the first text, which may take minutes; the "
+            "next start reads them."
+        )
 
     @property
     def prefill_chunk(self) -> int:
         """Tokens of the prompt that every plan of verify takes in one call."""
-        return min(self._manifest.plans[graph.file].profiles[1][2] for graph in self._manifest.verify)
+        return min(
+            self._manifest.plans[graph.file].profiles[1][2] for graph in self._manifest.verify
+        )
 
     @property
     def max_batch(self) -> int:
@@ -80,14 +98,20 @@ class PlanDirectory:
     def _check_profiles(self) -> None:
         most = self._manifest.max_tree_nodes + 1
         for plan in (self._manifest.plans[graph.file] for graph in self._manifest.verify):
-            if len(plan.profiles) != 2 or plan.profiles[0][2] != most or plan.profiles[1][2] > self._manifest.max_seq_len:
+            if (
+                len(plan.profiles) != 2
+                or plan.profiles[0][2] != most
+                or plan.profiles[1][2] > self._manifest.max_seq_len
+            ):
                 raise EESDError(
-                    f"{self._directory / plan.file} was not built for the manifest's rounds of {most} nodes in "
+                    f"{self._directory / plan.file} was not built for the manifest's rounds "
+                    f"of {most} nodes in "
                     f"{self._manifest.max_seq_len} slots; {_rebuild(self._directory)}."
                 )
 
     def load(self, graph: GraphInfo) -> Any:
-        """Load the engine of a graph on the current GPU. Raises :class:`EESDError` with the loader's first error."""
+        """Load the engine of a graph on the current GPU. Raises :class:`EESDError` with the
+        loader's first error."""
         info = self._manifest.plans[graph.file]
         path = self._directory / info.file
         self._errors.clear()
@@ -102,30 +126,42 @@ class PlanDirectory:
         if not info.refit:
             return engine
         refitter = self._create("Refitter", engine)
-        parser = self._create("OnnxParserRefitter", refitter)  # the weights are in its memory until the engine has them
+        # The weights are in its memory until the engine has them.
+        parser = self._create("OnnxParserRefitter", refitter)
         if not (parser.refit_from_file(str(graph_read(path))) and refitter.refit_cuda_engine()):
-            raise EESDError(f"{info.flavour} cannot refit {path} ({first_error(self._errors)}); {_rebuild(self._directory)}.")
+            raise EESDError(
+                f"{info.flavour} cannot refit {path} ({first_error(self._errors)}); "
+                f"{_rebuild(self._directory)}."
+            )
         return engine
 
     def make_context(self, engine: Any, graph: GraphInfo) -> Any:
-        """Make an execution context that has no memory, with the kernels that an earlier start compiled."""
+        """Make an execution context that has no memory, with the kernels that an earlier start
+        compiled."""
         strategy = self.trt.ExecutionContextAllocationStrategy.USER_MANAGED
-        if not hasattr(self.trt, "IRuntimeCache"):  # TensorRT compiles all kernels when it builds the plan
+        # TensorRT compiles all kernels when it builds the plan.
+        if not hasattr(self.trt, "IRuntimeCache"):
             return engine.create_execution_context(strategy)
         config = engine.create_runtime_config()
         config.set_execution_context_allocation_strategy(strategy)
-        # A CUDA graph keeps the kernels that it captured. They must not be fallbacks that run until the real ones are compiled.
-        config.dynamic_shapes_kernel_specialization_strategy = self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        # A CUDA graph keeps the kernels that it captured. They must not be fallbacks that run until
+        # the real ones are compiled.
+        config.dynamic_shapes_kernel_specialization_strategy = (
+            self.trt.DynamicShapesKernelSpecializationStrategy.EAGER
+        )
         if graph.file not in self._kernel_caches:
             self._kernel_caches[graph.file] = cache = config.create_runtime_cache()
             path = self._kernel_file(graph)
             if path.exists() and not cache.deserialize(path.read_bytes()):
-                LOGGER.info("%s is of another GPU, driver or version; its kernels are compiled again", path)
+                LOGGER.info(
+                    "%s is of another GPU, driver or version; its kernels are compiled again", path
+                )
         config.set_runtime_cache(self._kernel_caches[graph.file])
         return engine.create_execution_context(config)
 
     def save_kernels(self, graph: GraphInfo) -> None:
-        """Write the kernels that were compiled for a graph beside its plan, if they are new and the directory is writable."""
+        """Write the kernels that were compiled for a graph beside its plan, if they are new and the
+        directory is writable."""
         cache, path = self._kernel_caches.get(graph.file), self._kernel_file(graph)
         if cache is None:
             return
@@ -155,13 +191,19 @@ def _rebuild(directory: Path) -> str:
 def _find_plan(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInfo:
     plan = manifest.plans.get(graph.file)
     if plan is None or not (path := directory / plan.file).exists():
-        raise EESDError(f"{directory} has no plan of {graph.file}; build it with: eesd-build {directory}.")
+        raise EESDError(
+            f"{directory} has no plan of {graph.file}; build it with: eesd-build {directory}."
+        )
     if path.stat().st_size != plan.size:
-        raise EESDError(f"{path} has {path.stat().st_size} bytes where the manifest says {plan.size}; {_rebuild(directory)}.")
+        raise EESDError(
+            f"{path} has {path.stat().st_size} bytes where the manifest says {plan.size}; "
+            f"{_rebuild(directory)}."
+        )
     source = graph_read(path)
     if plan.refit and not (source.exists() and plan.refit == refit_digest(source, manifest)):
         raise EESDError(
-            f"{path} holds no weights, and {source.name} or the weights beside it are missing or were changed; build it again "
+            f"{path} holds no weights, and {source.name} or the weights beside it are missing "
+            "or were changed; build it again "
             f"with: eesd-build --strip-weights {directory}."
         )
     return plan
@@ -173,8 +215,13 @@ def graph_read(plan: Path) -> Path:
 
 
 def refit_digest(graph: Path, manifest: Manifest) -> str:
-    """SHA-256 of a graph of :func:`graph_read` and of samples of the weights beside it, in which those of two models differ."""
-    files = [name for name in (WEIGHTS_FILE, DRAFT_VOCAB_FILE, *manifest.linked) if name in manifest.sizes]
+    """SHA-256 of a graph of :func:`graph_read` and of samples of the weights beside it, in which
+    those of two models differ."""
+    files = [
+        name
+        for name in (WEIGHTS_FILE, DRAFT_VOCAB_FILE, *manifest.linked)
+        if name in manifest.sizes
+    ]
     samples = [link_info(graph.parent / name).samples for name in files]
     return hashlib.sha256("".join([sha256_of(graph), *samples]).encode()).hexdigest()
 
@@ -183,12 +230,20 @@ def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
     """Import the library of the plans' flavour. It must have the version that built them."""
     flavours, versions = {plan.flavour for plan in plans}, {plan.version for plan in plans}
     if len(flavours) != 1 or len(versions) != 1:
-        raise EESDError(f"The plans in {directory} were built by different versions; {_rebuild(directory)}.")
+        raise EESDError(
+            f"The plans in {directory} were built by different versions; {_rebuild(directory)}."
+        )
     flavour, built = flavours.pop(), versions.pop()
     if flavour not in FLAVOURS:
-        raise EESDError(f"The plans in {directory} are of an unknown flavour {flavour!r}; {_rebuild(directory)}.")
+        raise EESDError(
+            f"The plans in {directory} are of an unknown flavour {flavour!r}; "
+            f"{_rebuild(directory)}."
+        )
     if importlib.util.find_spec(FLAVOURS[flavour]) is None:
-        raise EESDError(f"The plans in {directory} need {flavour}; install it with: pip install 'eesd[{flavour}]'.")
+        raise EESDError(
+            f"The plans in {directory} need {flavour}; install it with: pip install "
+            f"'eesd[{flavour}]'."
+        )
     found = library_version(flavour)
     if found != built:
         raise EESDError(
@@ -201,17 +256,22 @@ def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
 def _check_gpu(directory: Path, manifest: Manifest, plan: PlanInfo) -> None:
     here = compute_capability() if nvidia_driver() else None
     if here is None:
-        raise EESDError("Plans run on an NVIDIA GPU, and no driver answers here; use --backend ort or --backend torch.")
+        raise EESDError(
+            "Plans run on an NVIDIA GPU, and no driver answers here; use --backend ort or "
+            "--backend torch."
+        )
     check_gpu_supported(plan.flavour, here, manifest)
     if plan.compute_capabilities and here not in plan.compute_capabilities:
         raise EESDError(
-            f"The plans in {directory} are for compute capability {', '.join(plan.compute_capabilities)} and this GPU has "
+            f"The plans in {directory} are for compute capability "
+            f"{', '.join(plan.compute_capabilities)} and this GPU has "
             f"{here}; {_rebuild(directory)}."
         )
 
 
 def make_logger(trt: Any, errors: list[str]) -> Any:
-    """A TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends error messages to ``errors``."""
+    """A TensorRT logger that writes to Python's logging under ``eesd.tensorrt``, and appends error
+    messages to ``errors``."""
     levels = {"INTERNAL_ERROR": logging.ERROR, "VERBOSE": logging.DEBUG}
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -233,7 +293,8 @@ def first_error(errors: list[str]) -> str:
 
 
 def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str]) -> Any:
-    """Make an object of TensorRT's. Raises :class:`EESDError` where the library gives none: CUDA does not work.
+    """Make an object of TensorRT's. Raises :class:`EESDError` where the library gives none: CUDA
+    does not work.
 
     Its Python bindings then raise a TypeError without a reason.
     """
@@ -241,7 +302,8 @@ def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str
         return getattr(importlib.import_module(FLAVOURS[flavour]), name)(*subject, logger)
     except TypeError:
         raise EESDError(
-            f"{flavour} {library_version(flavour)} gives no {name} here ({first_error(errors)}); update the NVIDIA driver, or "
+            f"{flavour} {library_version(flavour)} gives no {name} here "
+            f"({first_error(errors)}); update the NVIDIA driver, or "
             "install a version for the driver's CUDA."
         ) from None
 
@@ -249,7 +311,8 @@ def create(flavour: str, name: str, *subject: Any, logger: Any, errors: list[str
 def library_version(flavour: str) -> str:
     """Version of the installed library.
 
-    The module is asked, not the package: ``tensorrt``, ``tensorrt-cu12`` and ``tensorrt-cu13`` bring one module.
+    The module is asked, not the package: ``tensorrt``, ``tensorrt-cu12`` and ``tensorrt-cu13``
+    bring one module.
     """
     return str(importlib.import_module(FLAVOURS[flavour]).__version__)
 
@@ -257,7 +320,8 @@ def library_version(flavour: str) -> str:
 def supported_capabilities(flavour: str) -> tuple[str, ...]:
     """The compute capabilities that the installed TensorRT-RTX has kernels for.
 
-    Empty for TensorRT: it builds only on the GPU that will run the plans, and says there if it cannot.
+    Empty for TensorRT: it builds only on the GPU that will run the plans, and says there if it
+    cannot.
     """
     if flavour == "tensorrt":
         return ()
@@ -266,12 +330,17 @@ def supported_capabilities(flavour: str) -> tuple[str, ...]:
 
 
 def capabilities_for(flavour: str, manifest: Manifest) -> tuple[str, ...]:
-    """The compute capabilities that TensorRT-RTX builds a directory's plans for unless it is told otherwise.
+    """The compute capabilities that TensorRT-RTX builds a directory's plans for unless it is told
+    otherwise.
 
     Empty: its own choice, which is all but the oldest.
     """
     least = [_LEAST[one.weights] for one in manifest.quantization.used if one.weights in _LEAST]
-    return tuple(one for one in supported_capabilities(flavour) if least and _number(one) >= max(map(_number, least)))
+    return tuple(
+        one
+        for one in supported_capabilities(flavour)
+        if least and _number(one) >= max(map(_number, least))
+    )
 
 
 def _number(capability: str) -> tuple[int, ...]:
@@ -279,43 +348,53 @@ def _number(capability: str) -> tuple[int, ...]:
 
 
 def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> None:
-    """Raise :class:`EESDError` if ``flavour`` has no kernels for a directory's plans on GPUs of this compute capability."""
+    """Raise :class:`EESDError` if ``flavour`` has no kernels for a directory's plans on GPUs of
+    this compute capability."""
     known = supported_capabilities(flavour)
     if known and capability not in known:
         raise EESDError(
-            f"{flavour} {library_version(flavour)} has no kernels for compute capability {capability}; "
-            f"supported are {', '.join(known)}. Data-centre GPUs (H100: 9.0, B200: 10.0) need tensorrt: on a machine with one, "
-            "pip install 'eesd[tensorrt]', and build with: eesd-build --target tensorrt. Other GPUs: --backend torch."
+            f"{flavour} {library_version(flavour)} has no kernels for compute capability "
+            f"{capability}; "
+            f"supported are {', '.join(known)}. Data-centre GPUs (H100: 9.0, B200: 10.0) need "
+            "tensorrt: on a machine with one, "
+            "pip install 'eesd[tensorrt]', and build with: eesd-build --target tensorrt. "
+            "Other GPUs: --backend torch."
         )
     for one in manifest.quantization.used:
         least = _LEAST.get(one.weights, capability)
         if _number(capability) < _number(least):
             raise EESDError(
-                f"TensorRT has no kernels for {one.name} weights on GPUs of compute capability {capability}, only from {least} "
+                f"TensorRT has no kernels for {one.name} weights on GPUs of compute "
+                f"capability {capability}, only from {least} "
                 "on; export with --quantize int8 or int4."
             )
     int4 = any(one.weights == "int4" for one in manifest.quantization.used)
     if capability == TURING and (int4 or manifest.dtype == "bfloat16"):
         raise EESDError(
-            f"TensorRT has no kernels for {'int4 weights' if int4 else manifest.dtype} on GPUs of compute capability {TURING}; "
+            f"TensorRT has no kernels for {'int4 weights' if int4 else manifest.dtype} on "
+            f"GPUs of compute capability {TURING}; "
             "export with --dtype float16, without --quantize or with --quantize int8."
         )
 
 
 def first_slots(slots: int) -> tuple[int, ...]:
-    """How many of the first slots of a cache attention in a plan reads: the fewest of these that hold what a call sees.
+    """How many of the first slots of a cache attention in a plan reads: the fewest of these that
+    hold what a call sees.
 
-    An eighth, a quarter and a half of all ``slots``, rounded down to a multiple of 16 as alignment needs, and all.
+    An eighth, a quarter and a half of all ``slots``, rounded down to a multiple of 16 as alignment
+    needs, and all.
     """
     parts = (slots // (16 * part) * 16 for part in (8, 4, 2))
     return (*(some for some in parts if some >= FEWEST_SLOTS), slots)
 
 
 def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
-    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with those for a range.
+    """Whether TensorRT-RTX drafts faster with kernels for exactly one node than with those for a
+    range.
 
-    For exactly one node, attention reads the caches where they are; for a range it copies them in every call. But it has no
-    such attention for long caches, and for exactly one node it writes int8 weights out as 16-bit ones in every call.
+    For exactly one node, attention reads the caches where they are; for a range it copies them in
+    every call. But it has no such attention for long caches, and for exactly one node it writes
+    int8 weights out as 16-bit ones in every call.
     """
     own = quantization.draft
     copies = own is not None and BITS[own.weights] < BITS["int8"]  # of all that verify has in int8
@@ -324,9 +403,11 @@ def one_node_is_faster(max_seq_len: int, quantization: Quantizations) -> bool:
 
 
 def attended_slots(manifest: Manifest, graph: GraphInfo) -> tuple[int, ...]:
-    """How many of the first slots attention in a graph's plan may read, ascending: the columns of its mask.
+    """How many of the first slots attention in a graph's plan may read, ascending: the columns of
+    its mask.
 
-    A draft that reads the caches where they are reads all slots: of fewer, TensorRT-RTX makes a copy, and reads that.
+    A draft that reads the caches where they are reads all slots: of fewer, TensorRT-RTX makes a
+    copy, and reads that.
     """
     if graph == manifest.draft and one_node_is_faster(manifest.max_seq_len, manifest.quantization):
         return (manifest.gpu_slots,)

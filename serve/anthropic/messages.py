@@ -11,12 +11,27 @@ from fastapi.responses import Response
 
 from eesd.runtime.request import Update
 from eesd.serve.anthropic.input import as_chat
-from eesd.serve.anthropic.schemas import AnswerBlock, Count, CountBody, MessageAnswer, MessageEvent, MessagesBody, MessageUsage
+from eesd.serve.anthropic.schemas import (
+    AnswerBlock,
+    Count,
+    CountBody,
+    MessageAnswer,
+    MessageEvent,
+    MessagesBody,
+    MessageUsage,
+)
 from eesd.serve.grammar.tool_calls import ToolDelta
 from eesd.serve.http.errors import ANSWERS, ERRORS
 from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, EventStream, json_bytes, json_response, stream_error, unless_left
+from eesd.serve.http.streaming import (
+    Events,
+    EventStream,
+    json_bytes,
+    json_response,
+    stream_error,
+    unless_left,
+)
 from eesd.serve.openai.chat import Reader, begin, encode
 from eesd.serve.openai.generations import Generations
 from eesd.serve.openai.params import check_model
@@ -52,7 +67,8 @@ async def _whole(writer: "_Writer", generations: Generations) -> MessageAnswer:
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """The events of a stream. What is refused before the first one has a status; what fails later is a last event."""
+    """The events of a stream. What is refused before the first one has a status; what fails later
+    is a last event."""
     async with generations:
         yield _event("message_start", message=writer.answer())
         try:
@@ -70,7 +86,9 @@ async def _events(writer: "_Writer", generations: Generations) -> Events:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: ".encode() + json_bytes(MessageEvent(type=kind, **fields)) + b"\n\n"
+    return (
+        f"event: {kind}\ndata: ".encode() + json_bytes(MessageEvent(type=kind, **fields)) + b"\n\n"
+    )
 
 
 class _Writer:
@@ -93,15 +111,27 @@ class _Writer:
 
     def _take(self, delta: ToolDelta) -> Iterator[tuple[str, dict[str, Any]]]:
         if delta.thought:
-            yield from self._add("thinking", delta.thought, {"type": "thinking_delta", "thinking": delta.thought})
+            yield from self._add(
+                "thinking", delta.thought, {"type": "thinking_delta", "thinking": delta.thought}
+            )
         if delta.content:
-            yield from self._add("text", delta.content, {"type": "text_delta", "text": delta.content})
+            yield from self._add(
+                "text", delta.content, {"type": "text_delta", "text": delta.content}
+            )
         if delta.id:
-            yield from self._begin(AnswerBlock(type="tool_use", id=delta.id, name=delta.name, input={}))
+            yield from self._begin(
+                AnswerBlock(type="tool_use", id=delta.id, name=delta.name, input={})
+            )
         if delta.arguments:
-            yield from self._add("tool_use", delta.arguments, {"type": "input_json_delta", "partial_json": delta.arguments})
+            yield from self._add(
+                "tool_use",
+                delta.arguments,
+                {"type": "input_json_delta", "partial_json": delta.arguments},
+            )
 
-    def _add(self, kind: str, piece: str, delta: dict[str, str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _add(
+        self, kind: str, piece: str, delta: dict[str, str]
+    ) -> Iterator[tuple[str, dict[str, Any]]]:
         if not self._open or self._blocks[-1].type != kind:
             new = {"text": ""} if kind == "text" else {"thinking": "", "signature": ""}
             yield from self._begin(AnswerBlock.model_validate({"type": kind, **new}))

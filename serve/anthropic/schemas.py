@@ -1,4 +1,5 @@
-"""Bodies of ``POST /v1/messages``, its answers, and the events of its streams (https://docs.claude.com/en/api/messages)."""
+"""Bodies of ``POST /v1/messages``, its answers, and the events of its streams
+(https://docs.claude.com/en/api/messages)."""
 
 from typing import Annotated, Any, Literal
 
@@ -74,7 +75,8 @@ class CountBody(PromptBody):
 
 
 class MessagesBody(GenerationBody, PromptBody):
-    """``POST /v1/messages``. The fields of :class:`~eesd.serve.openai.schemas.GenerationBody` are this server's own."""
+    """``POST /v1/messages``. The fields of :class:`~eesd.serve.openai.schemas.GenerationBody` are
+    this server's own."""
 
     max_tokens: Annotated[int, Field(ge=1, le=INT64)]
 
@@ -101,7 +103,8 @@ class MessageUsage(BaseModel):
 
 
 class MessageAnswer(BaseModel):
-    """An answer. ``stop_reason`` is ``end_turn``, ``max_tokens``, ``stop_sequence`` or ``tool_use``."""
+    """An answer. ``stop_reason`` is ``end_turn``, ``max_tokens``, ``stop_sequence`` or
+    ``tool_use``."""
 
     id: str
     type: str

@@ -8,7 +8,12 @@ from eesd.runtime.constraint import GrammarConstraint, make_constraint
 from eesd.runtime.llm import LLM
 
 _FIELDS = {
-    **{"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"},
+    **{
+        "guided_json": "json",
+        "guided_regex": "regex",
+        "guided_choice": "choice",
+        "guided_grammar": "grammar",
+    },
     **{"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"},
 }
 """vLLM's older fields, and those of llama.cpp and SGLang."""
@@ -20,8 +25,9 @@ _OBJECT = {"type": "object"}
 
 
 def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None:
-    """The constraint that a request asks for: OpenAI's ``response_format``, vLLM's ``structured_outputs`` or ``guided_*``,
-    Ollama's ``format``, or ``json_schema``, ``regex``, ``grammar`` and ``ebnf`` of llama.cpp and SGLang.
+    """The constraint that a request asks for: OpenAI's ``response_format``, vLLM's
+    ``structured_outputs`` or ``guided_*``, Ollama's ``format``, or ``json_schema``, ``regex``,
+    ``grammar`` and ``ebnf`` of llama.cpp and SGLang.
 
     Args:
         body: The request's JSON.
@@ -34,7 +40,11 @@ def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None
         EESDError: It asks for one that cannot be used, or for several.
     """
     asked = _of_response_format(body.get("response_format"))
-    asked += [(kind, body[name], False) for name, kind in _FIELDS.items() if body.get(name) not in (None, "")]
+    asked += [
+        (kind, body[name], False)
+        for name, kind in _FIELDS.items()
+        if body.get(name) not in (None, "")
+    ]
     asked += [("json", _OBJECT, False)] if body.get("guided_json_object") is True else []
     asked += _of_format(body.get("format"))
     asked += _of_structured_outputs(body.get("structured_outputs"))
@@ -46,8 +56,15 @@ def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None
 def _of_response_format(given: Any) -> list[tuple[str, Any, bool]]:
     if given is None:
         return []
-    if not isinstance(given, Mapping) or given.get("type") not in ("text", "json_object", "json_schema"):
-        raise EESDError('response_format is unknown; give {"type": "json_schema", ...}, or the type json_object or text.')
+    if not isinstance(given, Mapping) or given.get("type") not in (
+        "text",
+        "json_object",
+        "json_schema",
+    ):
+        raise EESDError(
+            'response_format is unknown; give {"type": "json_schema", ...}, or the type '
+            "json_object or text."
+        )
     if given["type"] == "text":
         return []
     # llama.cpp and others have the schema beside the type
@@ -56,7 +73,10 @@ def _of_response_format(given: Any) -> list[tuple[str, Any, bool]]:
         return [("json", _OBJECT if beside is None else beside, False)]
     inner = given.get("json_schema") if beside is None else given
     if not isinstance(inner, Mapping) or inner.get("schema") is None:
-        raise EESDError('response_format has no schema; give {"type": "json_schema", "json_schema": {"schema": {...}}}.')
+        raise EESDError(
+            'response_format has no schema; give {"type": "json_schema", "json_schema": '
+            '{"schema": {...}}}.'
+        )
     return [("json", inner["schema"], inner.get("strict") is not True)]
 
 
@@ -72,11 +92,22 @@ def _of_structured_outputs(given: Any) -> list[tuple[str, Any, bool]]:
     if given is None:
         return []
     if not isinstance(given, Mapping):
-        raise EESDError(f"structured_outputs is no object; give one with {', '.join(_OUTPUTS[:4])} or {_OUTPUTS[4]}.")
+        raise EESDError(
+            f"structured_outputs is no object; give one with {', '.join(_OUTPUTS[:4])} or "
+            f"{_OUTPUTS[4]}."
+        )
     present = {
-        name: value for name, value in given.items() if value is not None and value is not False and name not in _IGNORED
+        name: value
+        for name, value in given.items()
+        if value is not None and value is not False and name not in _IGNORED
     }
     for name in present:
         if name not in _OUTPUTS:
-            raise EESDError(f"structured_outputs has {name!r}, which is not supported; give one of {', '.join(_OUTPUTS)}.")
-    return [("json", _OBJECT, False) if name == "json_object" else (name, value, False) for name, value in present.items()]
+            raise EESDError(
+                f"structured_outputs has {name!r}, which is not supported; give one of "
+                f"{', '.join(_OUTPUTS)}."
+            )
+    return [
+        ("json", _OBJECT, False) if name == "json_object" else (name, value, False)
+        for name, value in present.items()
+    ]

@@ -8,10 +8,11 @@ MARKS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>"),  # CodeLlama
-    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),  # DeepSeek-Coder
+    # DeepSeek-Coder.
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
 )
-"""What stands before the text in front, before the text behind, and before the text between (Bavarian et al. 2022,
-https://arxiv.org/abs/2207.14255)."""
+"""What stands before the text in front, before the text behind, and before the text between
+(Bavarian et al. 2022, https://arxiv.org/abs/2207.14255)."""
 
 
 def fill_in(before: str, behind: str, codec: TextCodec) -> list[int]:
@@ -21,9 +22,14 @@ def fill_in(before: str, behind: str, codec: TextCodec) -> list[int]:
         EESDError: The tokenizer has no tokens for that.
     """
     for names in MARKS:
-        marks = [token for name in names if (token := codec.tokenizer.token_to_id(name)) is not None]
+        marks = [
+            token for name in names if (token := codec.tokenizer.token_to_id(name)) is not None
+        ]
         if len(marks) == len(names):
             first, second, last = marks
             parts = [codec.ids(text, special=False) for text in (before, behind)]
             return [*codec.ids("", special=True), first, *parts[0], second, *parts[1], last]
-    raise EESDError("suffix is not supported: this model's tokenizer has no tokens for text in the middle; leave it out.")
+    raise EESDError(
+        "suffix is not supported: this model's tokenizer has no tokens for text in the "
+        "middle; leave it out."
+    )

@@ -1,4 +1,5 @@
-"""What a model thinks, told apart from its answer: ``<think>...</think>`` in front, as Qwen3, DeepSeek and SmolLM3 write it."""
+"""What a model thinks, told apart from its answer: ``<think>...</think>`` in front, as Qwen3,
+DeepSeek and SmolLM3 write it."""
 
 from eesd.runtime.text import TextCodec, overlap
 
@@ -13,7 +14,8 @@ def may_think(codec: TextCodec) -> bool:
 
 
 class ThinkParser:
-    """Splits an answer, piece by piece, into what the model thinks and what it says. Blanks around the marks are dropped.
+    """Splits an answer, piece by piece, into what the model thinks and what it says. Blanks around
+    the marks are dropped.
 
     Args:
         begun: Whether the prompt ends with ``<think>``, so that the answer begins inside.
@@ -24,7 +26,8 @@ class ThinkParser:
         self._state = "before"
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """What is certain with more text: thoughts and answer; all of it with the ``last`` piece."""
+        """What is certain with more text: thoughts and answer; all of it with the ``last``
+        piece."""
         self._held += text
         thought = ""
         if self._state == "before":
@@ -40,7 +43,11 @@ class ThinkParser:
             if mark:
                 self._held, self._state = rest, "end"
             else:  # neither what may be the mark, nor blanks that may stand before it
-                sure = thought if last else thought[: len(thought) - overlap(thought, END)].rstrip(BLANKS)
+                sure = (
+                    thought
+                    if last
+                    else thought[: len(thought) - overlap(thought, END)].rstrip(BLANKS)
+                )
                 thought, self._held = sure, thought[len(sure) :]
             thought = thought.rstrip(BLANKS) if mark else thought
         if self._state == "end" and (rest := self._held.lstrip(BLANKS)):

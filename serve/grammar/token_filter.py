@@ -1,4 +1,5 @@
-"""Tokens that a request allows or forbids by name: vLLM's ``allowed_token_ids`` and ``bad_words``."""
+"""Tokens that a request allows or forbids by name: vLLM's ``allowed_token_ids`` and
+``bad_words``."""
 
 from collections.abc import Sequence
 
@@ -11,7 +12,11 @@ from eesd.runtime.text import TextCodec
 
 def word_tokens(words: Sequence[str], codec: TextCodec) -> list[tuple[int, ...]]:
     """The ways to write each word in tokens: as a text begins, and behind a space."""
-    ways = dict.fromkeys(tuple(codec.ids(before + word.lstrip(), special=False)) for word in words for before in ("", " "))
+    ways = dict.fromkeys(
+        tuple(codec.ids(before + word.lstrip(), special=False))
+        for word in words
+        for before in ("", " ")
+    )
     return [way for way in ways if way]
 
 
@@ -26,7 +31,11 @@ class TokenFilter:
     """
 
     def __init__(
-        self, size: int, only: Sequence[int] | None, words: Sequence[tuple[int, ...]], inner: Constraint | None = None
+        self,
+        size: int,
+        only: Sequence[int] | None,
+        words: Sequence[tuple[int, ...]],
+        inner: Constraint | None = None,
     ) -> None:
         self._mask, self._words, self._inner = np.full(size, only is None), words, inner
         if only is not None:

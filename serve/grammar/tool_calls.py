@@ -1,10 +1,13 @@
 """Calls of functions in a model's answer, as they come: the three formats that most models write.
 
-    hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>       Hermes, Qwen, and models that are told to
-    llama    {"name": "f", "parameters": {...}}                             Llama 3, the whole answer
-    mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}]                Mistral; newer: [TOOL_CALLS]f{...}
+    hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>  Hermes, Qwen, and models that
+                                                                       are told to
+    llama    {"name": "f", "parameters": {...}}                        Llama 3, the whole answer
+    mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}]           Mistral; newer:
+                                                                       [TOOL_CALLS]f{...}
 
-What is no call of a known function stays content, every letter of it. Blanks around calls are dropped.
+What is no call of a known function stays content, every letter of it. Blanks around calls are
+dropped.
 """
 
 import json
@@ -21,7 +24,8 @@ from eesd.runtime.text import overlap
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written: what stands before and behind them, and under which name an object has the arguments."""
+    """How calls are written: what stands before and behind them, and under which name an object has
+    the arguments."""
 
     name: str
     begin: str
@@ -31,7 +35,11 @@ class ToolFormat:
     def call_id(self) -> str:
         """A new id. Mistral's templates want nine letters or digits."""
         letters = string.ascii_letters + string.digits
-        return "".join(secrets.choice(letters) for _ in range(9)) if self is MISTRAL else f"call_{secrets.token_hex(12)}"
+        return (
+            "".join(secrets.choice(letters) for _ in range(9))
+            if self is MISTRAL
+            else f"call_{secrets.token_hex(12)}"
+        )
 
 
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
@@ -41,7 +49,9 @@ BLANKS = " \t\r\n"
 BETWEEN = {HERMES: BLANKS, LLAMA: BLANKS + ";", MISTRAL: BLANKS + "[,]"}
 """What is skipped before a call."""
 
-_HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)')
+_HEAD = re.compile(
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
 _NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
 _NAMED_SO_FAR = re.compile(r"[\w.-]{1,64}\s*(\[(A(R(G(S\]?)?)?)?)?)?\s*", re.ASCII)
 _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
@@ -50,8 +60,8 @@ _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """What a piece of text added to the answer: content, a thought, the beginning of a call (``id`` and ``name``), or its
-    arguments."""
+    """What a piece of text added to the answer: content, a thought, the beginning of a call (``id``
+    and ``name``), or its arguments."""
 
     content: str = ""
     index: int = 0
@@ -74,7 +84,9 @@ class ToolDelta:
 def whole_calls(deltas: Sequence[ToolDelta]) -> list[dict[str, Any]]:
     """The calls of an answer, as the ``tool_calls`` of a message."""
     calls: list[dict[str, Any]] = [
-        {"id": d.id, "type": "function", "function": {"name": d.name, "arguments": ""}} for d in deltas if d.id
+        {"id": d.id, "type": "function", "function": {"name": d.name, "arguments": ""}}
+        for d in deltas
+        if d.id
     ]
     for delta in deltas:
         if delta.arguments:
@@ -121,10 +133,12 @@ class ToolParser:
     Args:
         format: How the model writes calls.
         names: The functions that there are.
-        streaming: Tell a call as soon as its name is known and its arguments begin, and these as they come. They may then turn
-            out to be cut off, or no JSON. False: tell whole calls only; what is none is content.
+        streaming: Tell a call as soon as its name is known and its arguments begin, and these as
+            they come. They may then turn out to be cut off, or no JSON. False: tell whole calls
+            only; what is none is content.
         most: Calls to tell; more stay content.
-        forced: Whether the answer must be calls. The beginning of one at which the answer is cut off is then no content.
+        forced: Whether the answer must be calls. The beginning of one at which the answer is cut
+            off is then no content.
         marks: What special tokens stand for, which have no text of their own.
 
     Attributes:
@@ -142,7 +156,12 @@ class ToolParser:
         forced: bool = False,
         marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._format, self._names, self._streaming, self._most = format, frozenset(names), streaming, most
+        self._format, self._names, self._streaming, self._most = (
+            format,
+            frozenset(names),
+            streaming,
+            most,
+        )
         self.marks, self._forced = dict(marks), forced
         self.calls = 0
         self._text = ""
@@ -171,7 +190,11 @@ class ToolParser:
         self._raw = self._text = ""
         begun = self._forced and self._format.begin.startswith(rest.strip(BLANKS))
         told = begun or self._arguments is not None or self._state == self._after
-        return [] if told or not (rest.strip(BETWEEN[self._format]) if self.calls else rest) else [ToolDelta(rest)]
+        return (
+            []
+            if told or not (rest.strip(BETWEEN[self._format]) if self.calls else rest)
+            else [ToolDelta(rest)]
+        )
 
     def _content(self) -> Iterator[ToolDelta]:
         """Tell content, but neither what may begin a call, nor blanks that may stand before one."""
@@ -181,7 +204,11 @@ class ToolParser:
         content = self._text[:sure].rstrip(BLANKS)
         if at >= 0:
             after = at + len(begin)
-            self._raw, self._text, self._state = self._text[len(content) : after], self._text[after:], self._before
+            self._raw, self._text, self._state = (
+                self._text[len(content) : after],
+                self._text[after:],
+                self._before,
+            )
         else:
             self._text = self._text[len(content) :]
         return iter([ToolDelta(content)] if content else [])
@@ -193,7 +220,11 @@ class ToolParser:
             marked = self._text.lstrip(BLANKS + ",]")
             if marked and self._format.begin.startswith(marked):
                 return
-            rest = marked.removeprefix(self._format.begin) if marked.startswith(self._format.begin) else rest
+            rest = (
+                marked.removeprefix(self._format.begin)
+                if marked.startswith(self._format.begin)
+                else rest
+            )
         self._raw += self._text[: len(self._text) - len(rest)]
         self._text = rest
         named = _NAMED.match(rest) if self._format is MISTRAL else None
@@ -228,10 +259,13 @@ class ToolParser:
             self._end_call(self._object.end if whole else self._object.at)
 
     def _head(self, whole: bool) -> tuple[str, int] | None:
-        """Name of the function, and where its arguments begin: if it is known, and unless streaming, if the call is JSON."""
+        """Name of the function, and where its arguments begin: if it is known, and unless
+        streaming, if the call is JSON."""
         if not (whole or self._streaming):
             return None
-        match = _HEAD.match(self._text) or (_NAMED.match(self._text) if self._format is MISTRAL else None)
+        match = _HEAD.match(self._text) or (
+            _NAMED.match(self._text) if self._format is MISTRAL else None
+        )
         if match is None:
             return None
         name = _parsed(match[1]) if match[1].startswith('"') else match[1]
@@ -242,7 +276,13 @@ class ToolParser:
     def _end_call(self, end: int) -> None:
         self._text, self._raw, self._arguments = self._text[end:], "", None
         self.calls += 1
-        self._state = self._after if self._format.end else self._before if self.calls < self._most else self._content
+        self._state = (
+            self._after
+            if self._format.end
+            else self._before
+            if self.calls < self._most
+            else self._content
+        )
 
     def _after(self) -> Iterator[ToolDelta]:
         """Skip the end of a call."""
@@ -268,9 +308,18 @@ def _parsed(text: str) -> Any:
 
 
 def _other_form(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call whose entries come in another order, or with others; None if it is no call."""
+    """Name and arguments of a call whose entries come in another order, or with others; None if it
+    is no call."""
     call = _parsed(text)
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call["name"] not in names:
+    if (
+        not isinstance(call, dict)
+        or not isinstance(call.get("name"), str)
+        or call["name"] not in names
+    ):
         return None
     arguments = call.get("arguments", call.get("parameters", {}))
-    return (call["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+    return (
+        (call["name"], json.dumps(arguments, ensure_ascii=False))
+        if isinstance(arguments, dict)
+        else None
+    )

@@ -1,7 +1,9 @@
-"""Function calling: the tools of a chat request in the prompt, and the grammar of calls that must come.
+"""Function calling: the tools of a chat request in the prompt, and the grammar of calls that must
+come.
 
-Tools go to the chat template if it reads them. Other models are told about them in plain words, in the system message, and
-asked for calls in the hermes format. :mod:`eesd.serve.grammar.tool_calls` reads the answer.
+Tools go to the chat template if it reads them. Other models are told about them in plain words, in
+the system message, and asked for calls in the hermes format. :mod:`eesd.serve.grammar.tool_calls`
+reads the answer.
 """
 
 import json
@@ -23,10 +25,18 @@ from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolFormat, ToolParser
 
 LOGGER = logging.getLogger("eesd.serve")
-_OTHER_FIELDS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
+_OTHER_FIELDS = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template",
+    "tokenize",
+)
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""Calls of one answer whose number is not given; else a model that has to call could do so for ever."""
+"""Calls of one answer whose number is not given; else a model that has to call could do so for
+ever."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOLD = """You can call these functions, given with JSON schemas of their parameters:
 {tools}
@@ -45,7 +55,8 @@ class Tools:
 
     Attributes:
         tools: As the client gave them.
-        choice: ``auto`` (the model decides), ``required`` (it must call), or the name of the function that it must call.
+        choice: ``auto`` (the model decides), ``required`` (it must call), or the name of the
+            function that it must call.
         parallel: Whether it may call several at once.
         format: How the model writes calls.
     """
@@ -63,17 +74,26 @@ class Tools:
     @property
     def most(self) -> int:
         """Calls of an answer. Llama 3 writes one."""
-        return MAX_CALLS if self.parallel and self.choice in ("auto", "required") and self.format is not LLAMA else 1
+        return (
+            MAX_CALLS
+            if self.parallel and self.choice in ("auto", "required") and self.format is not LLAMA
+            else 1
+        )
 
     def parser(self, codec: TextCodec, *, streaming: bool) -> ToolParser:
         """What reads an answer; one for each."""
         most = 128 if self.parallel else 1
-        streaming = streaming or self.choice != "auto"  # a call that must come, and is cut off, is part of one and no content
+        # A call that must come, and is cut off, is part of one and no content.
+        streaming = streaming or self.choice != "auto"
         marks = {
-            token: text for text in (self.format.begin, self.format.end) if (token := special_token(text, codec)) is not None
+            token: text
+            for text in (self.format.begin, self.format.end)
+            if (token := special_token(text, codec)) is not None
         }
         names, forced = self.functions.keys(), self.choice != "auto"
-        return ToolParser(self.format, names, streaming=streaming, most=most, forced=forced, marks=marks)
+        return ToolParser(
+            self.format, names, streaming=streaming, most=most, forced=forced, marks=marks
+        )
 
     def constraint(self, llm: LLM) -> GrammarConstraint | None:
         """The grammar of the calls that must come; None if none must.
@@ -81,7 +101,11 @@ class Tools:
         Raises:
             EESDError: The parameters of a function are no JSON schema that can be used.
         """
-        return None if self.choice == "auto" else make_constraint("grammar", self._grammar(llm.codec), llm)
+        return (
+            None
+            if self.choice == "auto"
+            else make_constraint("grammar", self._grammar(llm.codec), llm)
+        )
 
     def _grammar(self, codec: TextCodec) -> str:
         names = [name for name in self.functions if self.choice in ("required", name)]
@@ -97,14 +121,19 @@ class Tools:
     def _call_rule(self, name: str) -> str:
         function = self.functions[name]
         lenient = function.get("strict") is not True
-        schema = {"type": "object", "additionalProperties": False, **(function.get("parameters") or {})}
+        schema = {
+            "type": "object",
+            "additionalProperties": False,
+            **(function.get("parameters") or {}),
+        }
         schema = {**read_schema(schema, lenient, (name,))[0], OPTIONS: options_of(lenient)}
         head = quoted(f'{{"name": {json.dumps(name)}, "{self.format.arguments}": ')
         return f'{head} %json {json.dumps(schema)} "}}"'
 
 
 def special_token(text: str, codec: TextCodec) -> int | None:
-    """The special token that is written so, if the model has one: no text spells it, and it is not part of the answer's."""
+    """The special token that is written so, if the model has one: no text spells it, and it is not
+    part of the answer's."""
     token = codec.tokenizer.token_to_id(text)
     added = codec.tokenizer.get_added_tokens_decoder()
     return token if token in added and added[token].special else None
@@ -151,20 +180,36 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
 
 
 def _check_tool(tool: Any, name: str) -> None:
-    function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
+    function = (
+        tool.get("function")
+        if isinstance(tool, Mapping) and tool.get("type", "function") == "function"
+        else None
+    )
     if not isinstance(function, Mapping):
-        raise EESDError(f'{name} is no function; give {{"type": "function", "function": {{"name": ..., "parameters": ...}}}}.')
+        raise EESDError(
+            f"{name} is no function; give "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}.'
+        )
     if not isinstance(function.get("name"), str) or not _NAME.fullmatch(function["name"]):
-        raise EESDError(f"{name} has the name {shown(function.get('name'))}; give 1 to 64 letters, digits, _, . or -.")
+        raise EESDError(
+            f"{name} has the name {shown(function.get('name'))}; give 1 to 64 letters, "
+            "digits, _, . or -."
+        )
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, Mapping):
-        raise EESDError(f"{name} has parameters that are {type(parameters).__name__}; give a JSON schema.")
+        raise EESDError(
+            f"{name} has parameters that are {type(parameters).__name__}; give a JSON schema."
+        )
     if (parameters or {}).get("type", "object") != "object":
-        raise EESDError(f"{name} has parameters of type {shown((parameters or {})['type'])}; give the schema of an object.")
+        raise EESDError(
+            f"{name} has parameters of type {shown((parameters or {})['type'])}; give the "
+            "schema of an object."
+        )
 
 
 def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """What the model must do, and the tools that it is told of: all of them, but for OpenAI's ``allowed_tools``."""
+    """What the model must do, and the tools that it is told of: all of them, but for OpenAI's
+    ``allowed_tools``."""
     chosen = given.get("type") if isinstance(given, Mapping) else given
     if chosen in (None, "none", "auto", "required"):
         return chosen or "auto", names
@@ -173,20 +218,36 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
     if chosen == "allowed_tools":
         inner = given.get(chosen, given)
         tools = inner.get("tools") if isinstance(inner, Mapping) else None
-        if not isinstance(tools, list) or not tools or inner.get("mode", "auto") not in ("auto", "required"):
-            raise EESDError("tool_choice allowed_tools has no tools, or another mode than auto or required; give both.")
+        if (
+            not isinstance(tools, list)
+            or not tools
+            or inner.get("mode", "auto") not in ("auto", "required")
+        ):
+            raise EESDError(
+                "tool_choice allowed_tools has no tools, or another mode than auto or "
+                "required; give both."
+            )
         return inner.get("mode", "auto"), [_named(tool, names) for tool in tools]
     return _named(given, names), names
 
 
 def _named(given: Any, names: Sequence[str]) -> str:
-    """The name in a choice of a function: OpenAI's form in chats or in responses, or Anthropic's."""
-    found = given if isinstance(given, Mapping) and given.get("type") in ("function", "tool") else {}
+    """The name in a choice of a function: OpenAI's form in chats or in responses, or
+    Anthropic's."""
+    found = (
+        given if isinstance(given, Mapping) and given.get("type") in ("function", "tool") else {}
+    )
     found = found.get("function", found)
     if not isinstance(found, Mapping) or "name" not in found:
-        raise EESDError(f"tool_choice is {shown(given)}; give none, auto, required, or a function with its name.")
+        raise EESDError(
+            f"tool_choice is {shown(given)}; give none, auto, required, or a function with "
+            "its name."
+        )
     if found["name"] not in names:
-        raise EESDError(f"tool_choice names {shown(found['name'])}, which is not among the tools; add it, or give another.")
+        raise EESDError(
+            f"tool_choice names {shown(found['name'])}, which is not among the tools; add it, "
+            "or give another."
+        )
     return str(found["name"])
 
 
@@ -214,14 +275,19 @@ def encode_chat(
         messages: The messages.
         tools: The functions.
         codec: Tokenizer and chat template of the model.
-        effort: How much the model should think, for templates that read it; None: as the template has it.
+        effort: How much the model should think, for templates that read it; None: as the template
+            has it.
         variables: Values that the template reads.
-        ending: ``answer`` begins an answer, ``end`` begins none, and ``continue`` leaves the last message open.
+        ending: ``answer`` begins an answer, ``end`` begins none, and ``continue`` leaves the last
+            message open.
 
     Raises:
         EESDError: A message cannot be used, or the template refuses the messages.
     """
-    parsed = [_with_arguments(message) if isinstance(message, Mapping) else message for message in messages]
+    parsed = [
+        _with_arguments(message) if isinstance(message, Mapping) else message
+        for message in messages
+    ]
     template = codec.tool_template if tools else codec.chat_template
     _check_variables(variables, codec)
     if effort is not None and template is not None:
@@ -235,31 +301,47 @@ def encode_chat(
 
 
 def _check_variables(variables: Mapping[str, Any], codec: TextCodec) -> None:
-    """Refuse values that other fields have, and text that could write special tokens where messages may not."""
+    """Refuse values that other fields have, and text that could write special tokens where messages
+    may not."""
     for name, value in variables.items():
         if name in _OTHER_FIELDS:
-            raise EESDError(f"chat_template_kwargs has {name}; leave it out, or give the field of this name.")
+            raise EESDError(
+                f"chat_template_kwargs has {name}; leave it out, or give the field of this name."
+            )
         if codec.plain is not None and not (value is None or isinstance(value, bool | int | float)):
-            raise EESDError(f"chat_template_kwargs has text as {name}, which could write special tokens; leave it out.")
+            raise EESDError(
+                f"chat_template_kwargs has text as {name}, which could write special tokens; "
+                "leave it out."
+            )
 
 
 def _continued(
-    messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, codec: TextCodec, variables: Mapping[str, Any]
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    codec: TextCodec,
+    variables: Mapping[str, Any],
 ) -> list[int]:
-    """Token ids up to the end of the last message's content, as transformers finds it: where the text comes last."""
+    """Token ids up to the end of the last message's content, as transformers finds it: where the
+    text comes last."""
     if codec.plain is not None:
-        raise EESDError("continue_final_message is not supported with --plain-content; leave it out.")
+        raise EESDError(
+            "continue_final_message is not supported with --plain-content; leave it out."
+        )
     content = _plain_text(messages[-1])
     text = codec.render(messages, tools, answer=False, variables=variables)
     at = text.rfind(content.strip())
     if not content.strip() or at < 0:
-        raise EESDError("The chat template does not show the last message as it is, so it cannot go on; give another one.")
+        raise EESDError(
+            "The chat template does not show the last message as it is, so it cannot go on; "
+            "give another one."
+        )
     kept = content.lstrip() if text.startswith(content.lstrip(), at) else content.strip()
     return codec.ids(text[: at + len(kept)], special=False)
 
 
 def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
-    """An effort as the variables of a template: ``reasoning_effort`` as it is, ``enable_thinking`` as false for ``none``."""
+    """An effort as the variables of a template: ``reasoning_effort`` as it is, ``enable_thinking``
+    as false for ``none``."""
     values = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
     if not (known := values.keys() & template.names):
         _warn_of_effort()
@@ -269,11 +351,15 @@ def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
 @cache
 def _warn_of_effort() -> None:
     """Once: clients send an effort with each request."""
-    LOGGER.warning("This model's chat template knows no reasoning effort; reasoning_effort of requests is ignored.")
+    LOGGER.warning(
+        "This model's chat template knows no reasoning effort; reasoning_effort of requests "
+        "is ignored."
+    )
 
 
 def _with_arguments(message: Message) -> Message:
-    """A message whose calls have their arguments as JSON, as templates expect them, and not as text."""
+    """A message whose calls have their arguments as JSON, as templates expect them, and not as
+    text."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -284,10 +370,15 @@ def _with_arguments(message: Message) -> Message:
         for call in calls
     )
     if not good:
-        raise EESDError("A message has tool_calls that are no list of calls; give each as the server sent it.")
+        raise EESDError(
+            "A message has tool_calls that are no list of calls; give each as the server sent it."
+        )
     if not calls:
         return {key: value for key, value in message.items() if key != "tool_calls"}
-    return {**message, "tool_calls": [{**call, "function": _parsed(call["function"])} for call in calls]}
+    return {
+        **message,
+        "tool_calls": [{**call, "function": _parsed(call["function"])} for call in calls],
+    }
 
 
 def _parsed(function: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -300,7 +391,8 @@ def _parsed(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_words(messages: Sequence[Message]) -> list[Message]:
-    """Calls and results as text, for a template that knows only contents. Results in a row become one message of the user."""
+    """Calls and results as text, for a template that knows only contents. Results in a row become
+    one message of the user."""
     told: list[Message] = []
     after_result = False
     for message in messages:
@@ -312,7 +404,9 @@ def _in_words(messages: Sequence[Message]) -> list[Message]:
             told.append({"role": "user", "content": text})
         elif role is not None and message.get("tool_calls"):
             calls = [_written(call["function"]) for call in message["tool_calls"]]
-            told.append({"role": role, "content": "\n".join(filter(None, [_plain_text(message), *calls]))})
+            told.append(
+                {"role": role, "content": "\n".join(filter(None, [_plain_text(message), *calls]))}
+            )
         else:
             told.append(message)
         after_result = role == "tool"
@@ -320,21 +414,31 @@ def _in_words(messages: Sequence[Message]) -> list[Message]:
 
 
 def _written(function: Mapping[str, Any]) -> str:
-    call = json.dumps({name: function.get(name) for name in ("name", "arguments")}, ensure_ascii=False)
+    call = json.dumps(
+        {name: function.get(name) for name in ("name", "arguments")}, ensure_ascii=False
+    )
     return f"{HERMES.begin}\n{call}\n{HERMES.end}"
 
 
 def _plain_text(message: Message) -> str:
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"text": content}]
-    return "\n".join(str(part["text"]) for part in parts if isinstance(part, Mapping) and part.get("text") is not None)
+    return "\n".join(
+        str(part["text"])
+        for part in parts
+        if isinstance(part, Mapping) and part.get("text") is not None
+    )
 
 
 def _told(messages: list[Message], tools: Tools | None) -> list[Message]:
     """The messages, with the tools in words in the system message."""
     if tools is None:
         return messages
-    text = TOLD.format(tools="\n".join(json.dumps(function, ensure_ascii=False) for function in tools.functions.values()))
+    text = TOLD.format(
+        tools="\n".join(
+            json.dumps(function, ensure_ascii=False) for function in tools.functions.values()
+        )
+    )
     if messages and isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
         return [{**messages[0], "content": f"{_plain_text(messages[0])}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]

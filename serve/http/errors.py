@@ -27,8 +27,12 @@ STATUSES = {
     500: ("server_error", "The server failed."),
     503: ("service_unavailable_error", "The server is stopping, or cannot answer in time."),
 }
-"""The statuses of errors: the type in the body, and the words in the schema of a route; "" if no route declares it."""
-NO_PATH = "There is no such path here; /openapi.json lists all, such as /v1/chat/completions and /v1/completions."
+"""The statuses of errors: the type in the body, and the words in the schema of a route; "" if no
+route declares it."""
+NO_PATH = (
+    "There is no such path here; /openapi.json lists all, such as /v1/chat/completions and "
+    "/v1/completions."
+)
 LEFT = 499
 """What the log says about a request whose client left."""
 
@@ -49,7 +53,9 @@ class ErrorBody(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"description": words, "model": ErrorBody} for status, (_, words) in STATUSES.items() if words
+    status: {"description": words, "model": ErrorBody}
+    for status, (_, words) in STATUSES.items()
+    if words
 }
 """What routes declare in the schema."""
 ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **ERRORS}
@@ -76,7 +82,13 @@ class APIError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        self.status, self.message, self.param, self.code, self.headers = (
+            status,
+            message,
+            param,
+            code,
+            headers,
+        )
 
     @property
     def type(self) -> str:
@@ -85,12 +97,22 @@ class APIError(Exception):
 
     @property
     def body(self) -> bytes:
-        detail = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return json.dumps({"error": detail}).encode()  # ASCII: the message may quote half a surrogate pair
+        detail = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        # ASCII: the message may quote half a surrogate pair.
+        return json.dumps({"error": detail}).encode()
 
     def response_for(self, scope: Scope) -> Response:
         """The response of a request. Anthropic's form has one field more."""
-        body = b'{"type": "error", ' + self.body[1:] if path_of(scope).startswith("/v1/messages") else self.body
+        body = (
+            b'{"type": "error", ' + self.body[1:]
+            if path_of(scope).startswith("/v1/messages")
+            else self.body
+        )
         return Response(body, self.status, self.headers, "application/json")
 
 
@@ -100,7 +122,8 @@ def unsupported(param: str, message: str) -> APIError:
 
 
 def path_of(scope: Scope) -> str:
-    """The path of a request, without the prefix under which Ray, or another server, has the application."""
+    """The path of a request, without the prefix under which Ray, or another server, has the
+    application."""
     return str(scope["path"].removeprefix(scope.get("root_path", ""))) or "/"
 
 
@@ -109,7 +132,8 @@ class ClientLeftError(Exception):
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client is told about an exception; for a mistake of ours nothing that it could learn from."""
+    """What a client is told about an exception; for a mistake of ours nothing that it could learn
+    from."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFullError):
@@ -122,7 +146,13 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):
-        status = error.status_code if error.status_code in STATUSES else 400 if error.status_code < 500 else 500
+        status = (
+            error.status_code
+            if error.status_code in STATUSES
+            else 400
+            if error.status_code < 500
+            else 500
+        )
         message = NO_PATH if status == 404 else f"{str(error.detail).rstrip('.')}."
         return APIError(status, message, headers=error.headers)
     return APIError(500, "The server failed; its log says why.", code="internal_error")
@@ -133,11 +163,19 @@ def _invalid(error: RequestValidationError) -> APIError:
     found = error.errors()
     place = [str(part) for part in found[0]["loc"] if part != "body"]
     if not place:
-        return APIError(400, "The body is not a JSON object; send one with Content-Type: application/json.")
-    messages = dict.fromkeys(str(item["msg"]).rstrip(".") for item in found if list(map(str, item["loc"]))[1:2] == place[:1])
+        return APIError(
+            400, "The body is not a JSON object; send one with Content-Type: application/json."
+        )
+    messages = dict.fromkeys(
+        str(item["msg"]).rstrip(".")
+        for item in found
+        if list(map(str, item["loc"]))[1:2] == place[:1]
+    )
     wrong = "; or: ".join(list(messages)[:4])
     code = "missing" if found[0]["type"] == "missing" else "invalid_value"
-    return APIError(400, f"{place[0]} cannot be used: {wrong[:1].lower()}{wrong[1:]}.", place[0], code)
+    return APIError(
+        400, f"{place[0]} cannot be used: {wrong[:1].lower()}{wrong[1:]}.", place[0], code
+    )
 
 
 def handle_errors(app: FastAPI) -> None:

@@ -1,4 +1,5 @@
-"""Who may come in, and how much they may bring: API keys, the size and the pace of bodies, and nobody new while stopping."""
+"""Who may come in, and how much they may bring: API keys, the size and the pace of bodies, and
+nobody new while stopping."""
 
 import asyncio
 import hmac
@@ -14,7 +15,8 @@ from eesd.serve.http.observe import QUIET
 from eesd.serve.http.options import Serving
 
 LINGER = 8
-"""A body that is too large is read up to so many times the limit, so that the client sees the answer and not a reset."""
+"""A body that is too large is read up to so many times the limit, so that the client sees the
+answer and not a reset."""
 CLOSE = {"Connection": "close"}
 
 
@@ -59,41 +61,72 @@ class Gate:
         """
         headers, options, path = Headers(scope=scope), self._serving.options, path_of(scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # RFC 9112, 6.1: a proxy that reads the one and a server that reads the other see different requests
+            # RFC 9112, 6.1: a proxy that reads the one and a server that reads the other see
+            # different requests
             message = "The request has both Content-Length and Transfer-Encoding; send one of them."
             raise APIError(400, message, code="ambiguous_length", headers=CLOSE)
         key = self._key(headers)
         scope.setdefault("state", {})["key"] = key
-        host = headers.get("host")  # HTTP/1.0 has none: probes of load balancers use it, browsers do not
-        if self._hosts and host is not None and _name_of(host) not in self._hosts and not self._any_host(path, key):
+        # HTTP/1.0 has none: probes of load balancers use it, browsers do not.
+        host = headers.get("host")
+        if (
+            self._hosts
+            and host is not None
+            and _name_of(host) not in self._hosts
+            and not self._any_host(path, key)
+        ):
             names = ", ".join(options.allowed_hosts)
-            message = f"The request is for another host; this server answers for {names}. --allowed-host adds one."
+            message = (
+                f"The request is for another host; this server answers for {names}. "
+                "--allowed-host adds one."
+            )
             raise APIError(400, message, code="unknown_host", headers=CLOSE)
         if self._keys and path not in self._open and not key:
-            message = "The API key is missing or wrong; send it as Authorization: Bearer KEY, or as x-api-key: KEY."
-            raise APIError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
+            message = (
+                "The API key is missing or wrong; send it as Authorization: Bearer KEY, or as "
+                "x-api-key: KEY."
+            )
+            raise APIError(
+                401,
+                message,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer", **CLOSE},
+            )
         if self._serving.draining and path not in QUIET:
-            raise APIError(503, "The server is stopping; ask another one.", code="stopping", headers=CLOSE)
+            raise APIError(
+                503, "The server is stopping; ask another one.", code="stopping", headers=CLOSE
+            )
         try:
             async with asyncio.timeout(options.body_timeout):
                 return await _read(headers, receive, options.max_body_bytes)
         except TimeoutError:
-            message = f"The body did not come within {options.body_timeout:g} seconds; send it faster."
+            message = (
+                f"The body did not come within {options.body_timeout:g} seconds; send it faster."
+            )
             raise APIError(408, message, code="timeout", headers=CLOSE) from None
 
     def _any_host(self, path: str, key: str) -> bool:
-        """Whether a path answers for every name. Kubernetes and Prometheus ask for an address, and a page learns nothing."""
-        return path in ("/health", "/ready") or (path == "/metrics" and (bool(key) or self._serving.options.metrics_open))
+        """Whether a path answers for every name. Kubernetes and Prometheus ask for an address, and
+        a page learns nothing."""
+        return path in ("/health", "/ready") or (
+            path == "/metrics" and (bool(key) or self._serving.options.metrics_open)
+        )
 
     def _key(self, headers: Headers) -> str:
-        """What the log calls the key of a request: the beginning of its SHA-256. Empty if it is none of the keys.
+        """What the log calls the key of a request: the beginning of its SHA-256. Empty if it is
+        none of the keys.
 
         Takes the same time for every wrong key.
         """
         kind, _, key = headers.get("authorization", "").partition(" ")
         given = [key.strip() if kind.lower() == "bearer" else "", headers.get("x-api-key", "")]
         digests = [sha256(one.encode()).digest() for one in given]
-        found = [digest for digest in digests for known in self._keys if hmac.compare_digest(digest, known)]
+        found = [
+            digest
+            for digest in digests
+            for known in self._keys
+            if hmac.compare_digest(digest, known)
+        ]
         return found[0].hex()[:8] if found else ""
 
 
@@ -106,7 +139,8 @@ def _name_of(host: str) -> str:
 
 
 async def _read(headers: Headers, receive: Receive, most: int) -> bytes | None:
-    """The whole body; None if the client left. Raises :class:`APIError` if it has more than ``most`` bytes."""
+    """The whole body; None if the client left. Raises :class:`APIError` if it has more than
+    ``most`` bytes."""
     declared = headers.get("content-length", "")
     pieces, size = [], 0
     if not (declared.isascii() and declared.isdigit() and int(declared[:19]) > LINGER * most):

@@ -1,4 +1,5 @@
-"""Routes whose JSON goes through the one door for outside input, and the server that they belong to."""
+"""Routes whose JSON goes through the one door for outside input, and the server that they belong
+to."""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -15,7 +16,9 @@ from eesd.serve.http.options import Serving
 class _CheckedRequest(Request):
     async def json(self) -> Any:
         try:
-            return parse_json(decode(await self.body(), "The body", "send JSON"), "The body", "send JSON")
+            return parse_json(
+                decode(await self.body(), "The body", "send JSON"), "The body", "send JSON"
+            )
         except EESDError as error:
             raise HTTPException(400, str(error)) from None
 

@@ -3,7 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -12,19 +19,92 @@ from eesd.runtime.batch.service import Load, Service
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.request import Generation, Update
 
-FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
-BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 7.5, 10)
-WHOLE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+FIRST_TOKEN = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+    640,
+)
+BETWEEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+)
+WHOLE = (
+    0.05,
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1,
+    1.5,
+    2,
+    2.5,
+    5,
+    10,
+    15,
+    20,
+    30,
+    40,
+    50,
+    60,
+    120,
+    240,
+    480,
+    960,
+)
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 REASONS = {"cancelled": "abort"}
 """Finish reasons that vLLM calls otherwise."""
 
 
 GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
-    "vllm:num_requests_running": ("Requests in the batch.", lambda load: load.running + load.prefilling),
+    "vllm:num_requests_running": (
+        "Requests in the batch.",
+        lambda load: load.running + load.prefilling,
+    ),
     "vllm:num_requests_waiting": ("Requests in the queue.", lambda load: load.queued),
-    "vllm:kv_cache_usage_perc": ("Share of the KV memory that is used, from 0 to 1.", lambda load: load.kv_used),
-    "eesd:drafted_levels": ("Levels of drafts that the last round verified, at most.", lambda load: load.drafted),
+    "vllm:kv_cache_usage_perc": (
+        "Share of the KV memory that is used, from 0 to 1.",
+        lambda load: load.kv_used,
+    ),
+    "eesd:drafted_levels": (
+        "Levels of drafts that the last round verified, at most.",
+        lambda load: load.drafted,
+    ),
 }
 COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
     "vllm:prefix_cache_queries": (
@@ -32,15 +112,18 @@ COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
         lambda load: load.prefix_queries,
     ),
     "vllm:prefix_cache_hits": ("Those of them that were found.", lambda load: load.prefix_hits),
-    "vllm:num_preemptions": ("How often a request paused because others needed its memory.", lambda load: load.pauses),
+    "vllm:num_preemptions": (
+        "How often a request paused because others needed its memory.",
+        lambda load: load.pauses,
+    ),
     "eesd:rounds": ("Rounds of the batch.", lambda load: load.rounds),
 }
 """What a batch says of itself."""
 
 
 class Metrics:
-    """The counters and histograms of one server, in a registry of their own. Who keeps them elsewhere overrides ``counter``,
-    ``gauge``, ``histogram`` and ``text``."""
+    """The counters and histograms of one server, in a registry of their own. Who keeps them
+    elsewhere overrides ``counter``, ``gauge``, ``histogram`` and ``text``."""
 
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -54,25 +137,50 @@ class Metrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
             return self.histogram(f"vllm:{name}", text, ["model_name"], buckets).labels(model)
 
-        self.first_token = histogram("time_to_first_token_seconds", "Time until the first token.", FIRST_TOKEN)
-        self.between = histogram("inter_token_latency_seconds", "Time between rounds that bring tokens.", BETWEEN)
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "Time until the first token.", FIRST_TOKEN
+        )
+        self.between = histogram(
+            "inter_token_latency_seconds", "Time between rounds that bring tokens.", BETWEEN
+        )
         self.whole = histogram("e2e_request_latency_seconds", "Time of a whole request.", WHOLE)
-        self.queued = histogram("request_queue_time_seconds", "Time until a request has a place in the batch.", FIRST_TOKEN)
-        self.prefill = histogram("request_prefill_time_seconds", "Time in calls that read a prompt.", FIRST_TOKEN)
+        self.queued = histogram(
+            "request_queue_time_seconds",
+            "Time until a request has a place in the batch.",
+            FIRST_TOKEN,
+        )
+        self.prefill = histogram(
+            "request_prefill_time_seconds", "Time in calls that read a prompt.", FIRST_TOKEN
+        )
         self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", LENGTHS)
-        self.text_length = histogram("request_generation_tokens", "Tokens generated for a request.", LENGTHS)
-        what, labels = "Requests of HTTP by path and status; 499: the client left.", ["model_name", "route", "status"]
+        self.text_length = histogram(
+            "request_generation_tokens", "Tokens generated for a request.", LENGTHS
+        )
+        what, labels = (
+            "Requests of HTTP by path and status; 499: the client left.",
+            ["model_name", "route", "status"],
+        )
         self._answers = self.counter("eesd:http_requests", what, labels)
         build = self.gauge("eesd:build_info", "1; which version runs.", ["model_name", "version"])
         build.labels(model, eesd.__version__).set(1)
         self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
         self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model)
-        self._success = counter("request_success", "Requests that ended, by the reason.", "finished_reason")
-        self.drafts = counter("spec_decode_num_drafts", "Rounds that verified a draft.").labels(model)
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens verified.").labels(model)
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.").labels(model)
+        self._success = counter(
+            "request_success", "Requests that ended, by the reason.", "finished_reason"
+        )
+        self.drafts = counter("spec_decode_num_drafts", "Rounds that verified a draft.").labels(
+            model
+        )
+        self.draft_tokens = counter(
+            "spec_decode_num_draft_tokens", "Draft tokens verified."
+        ).labels(model)
+        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.").labels(
+            model
+        )
         self._positions = counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Draft tokens accepted, by their place in the draft.", "position"
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place in the draft.",
+            "position",
         )
 
     def counter(self, name: str, text: str, labels: list[str]) -> Any:
@@ -88,7 +196,8 @@ class Metrics:
         return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def answered(self, route: str, status: int) -> None:
-        """Count a request of HTTP, refused ones, too. ``route``: its path in the schema, or ``other``."""
+        """Count a request of HTTP, refused ones, too. ``route``: its path in the schema, or
+        ``other``."""
         self._answers.labels(self._model, route, str(status)).inc()
 
     def ended(self, reason: str) -> None:
@@ -100,7 +209,11 @@ class Metrics:
         self.draft_tokens.inc(now.draft_tokens - before.draft_tokens)
         self.accepted.inc(now.accepted_tokens - before.accepted_tokens)
         for position, accepted in enumerate(now.accepted_at_depth):
-            earlier = before.accepted_at_depth[position] if position < len(before.accepted_at_depth) else 0
+            earlier = (
+                before.accepted_at_depth[position]
+                if position < len(before.accepted_at_depth)
+                else 0
+            )
             if accepted > earlier:
                 self._positions.labels(self._model, position).inc(accepted - earlier)
 

@@ -23,7 +23,8 @@ except ImportError:
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
-"""Paths that are asked for all the time. They are not logged, need no place in the batch, and answer while the server stops."""
+"""Paths that are asked for all the time. They are not logged, need no place in the batch, and
+answer while the server stops."""
 TRACED = {
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
@@ -35,7 +36,8 @@ _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
 
 class JSONFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, request_id, and the facts of a request."""
+    """One JSON object a line: time, level, logger, message, request_id, and the facts of a
+    request."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -62,12 +64,17 @@ class TextFormatter(logging.Formatter):
         facts = getattr(record, "facts", {})
         request_id = _REQUEST_ID.get()
         more = ({"request_id": request_id} if request_id else {}) | facts
-        return _printable(super().formatMessage(record) + "".join(f" {name}={value}" for name, value in more.items()))
+        return _printable(
+            super().formatMessage(record)
+            + "".join(f" {name}={value}" for name, value in more.items())
+        )
 
 
 def _printable(text: str) -> str:
     """A text without what would begin a line of its own, or change a terminal."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
+    )
 
 
 def log_to_stderr(form: str) -> None:
@@ -81,17 +88,21 @@ def _add_to_span(facts: Mapping[str, Any]) -> None:
     """Add the id of a request and facts to its span, if there is one that has not ended."""
     if get_current_span is not None and (span := get_current_span()).is_recording():
         named = {"request_id": _REQUEST_ID.get() or ""} | dict(facts)
-        span.set_attributes({TRACED.get(name, f"eesd.{name}"): value for name, value in named.items()})
+        span.set_attributes(
+            {TRACED.get(name, f"eesd.{name}"): value for name, value in named.items()}
+        )
 
 
 class Observe:
-    """ASGI middleware around everything: an id and a log line for each request, and an answer to exceptions.
+    """ASGI middleware around everything: an id and a log line for each request, and an answer to
+    exceptions.
 
     A trace gets the same facts, if ``opentelemetry-instrument`` runs the server.
     """
 
     def __init__(self, app: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
-        """``paths`` are those of the routes. Metrics count all other ones together, as anybody can make up more."""
+        """``paths`` are those of the routes. Metrics count all other ones together, as anybody can
+        make up more."""
         self._app, self._metrics, self._paths = app, serving.metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +112,8 @@ class Observe:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else uuid4().hex
         _REQUEST_ID.set(request_id)
-        path = scope["raw_path"].decode("latin-1")[:200]  # as it was sent: decoded, it could begin a line of its own
+        # As it was sent: decoded, it could begin a line of its own.
+        path = scope["raw_path"].decode("latin-1")[:200]
         facts: dict[str, Any] = {"method": scope["method"], "path": path}
         if scope.get("client"):
             facts["client"] = scope["client"][0]

@@ -11,7 +11,9 @@ from eesd.runtime.text import TextCodec
 from eesd.serve.http.metrics import Metrics
 
 _HOST = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9_.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?")
+_ORIGIN = re.compile(
+    r"[a-z][a-z0-9+.-]*://[a-z0-9_.-]+(:[0-9]+)?|[a-z]+://\[[0-9a-f:]+\](:[0-9]+)?"
+)
 
 
 def _is_address(host: str) -> bool:
@@ -29,17 +31,19 @@ class ServeOptions:
         model_name: The name that clients give as ``model``; "": the name in the engine directory.
         aliases: More names that they may give.
         api_keys: Any one of these must come as a bearer token; empty: no key is needed.
-        allowed_hosts: Names that requests may be for (``Host``), without ports, in any case; empty: any. A page of another site
-            whose name is made to lead here (DNS rebinding) is then refused. A request without ``Host``, as of HTTP/1.0, is
-            answered, and so are probes.
-        allowed_origins: Origins of pages that may ask from a browser (CORS), or ``*`` for all of them.
+        allowed_hosts: Names that requests may be for (``Host``), without ports, in any case; empty:
+            any. A page of another site whose name is made to lead here (DNS rebinding) is then
+            refused. A request without ``Host``, as of HTTP/1.0, is answered, and so are probes.
+        allowed_origins: Origins of pages that may ask from a browser (CORS), or ``*`` for all of
+            them.
         metrics_open: Whether ``/metrics`` needs no key.
         max_body_bytes: Largest body.
         max_prompt_tokens: Longest prompt; 0: what the engines' KV cache holds.
         max_n: Most texts of one request: prompts times ``n``.
         request_timeout: Seconds until a request is ended with what it has.
         body_timeout: Seconds within which a body, or the head of a request, must have come.
-        send_timeout: Seconds that a client may leave an answer unread; for :func:`~eesd.serve.http.run.serve`.
+        send_timeout: Seconds that a client may leave an answer unread; for
+            :func:`~eesd.serve.http.run.serve`.
         drain_seconds: Time that running requests have to finish when the server stops.
 
     Raises:
@@ -65,20 +69,41 @@ class ServeOptions:
             if not isinstance(name, str) or not name.isprintable():
                 raise EESDError(f"model_name is {shown(name)}; give a name that can be printed.")
         for key in self.api_keys:
-            if not key.isascii() or not key.isprintable() or not key.strip() == key or not 8 <= len(key) <= 1024:
-                raise EESDError("An API key is unusable; give 8 to 1024 printable ASCII characters without blanks around.")
+            if (
+                not key.isascii()
+                or not key.isprintable()
+                or not key.strip() == key
+                or not 8 <= len(key) <= 1024
+            ):
+                raise EESDError(
+                    "An API key is unusable; give 8 to 1024 printable ASCII characters "
+                    "without blanks around."
+                )
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host) and not _is_address(host):
-                raise EESDError(f"The allowed host {shown(host)} is no name of a machine; give one such as api.example.com.")
+                raise EESDError(
+                    f"The allowed host {shown(host)} is no name of a machine; give one such "
+                    "as api.example.com."
+                )
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise EESDError(f"The allowed origin {shown(origin)} is none; give one such as https://chat.example.com, or *.")
+                raise EESDError(
+                    f"The allowed origin {shown(origin)} is none; give one such as "
+                    "https://chat.example.com, or *."
+                )
         check_integer("max_body_bytes", self.max_body_bytes, 1024, 1 << 30)
         check_integer("max_prompt_tokens", self.max_prompt_tokens, 0, 2**63 - 1)
         check_integer("max_n", self.max_n, 1, 1 << 20)
         for name in ("request_timeout", "body_timeout", "send_timeout"):
-            check_number(name, getattr(self, name), lambda x: 0 < x < 1e6, "a number of seconds above 0")
-        check_number("drain_seconds", self.drain_seconds, lambda x: 0 <= x < 1e6, "a number of seconds of at least 0")
+            check_number(
+                name, getattr(self, name), lambda x: 0 < x < 1e6, "a number of seconds above 0"
+            )
+        check_number(
+            "drain_seconds",
+            self.drain_seconds,
+            lambda x: 0 <= x < 1e6,
+            "a number of seconds of at least 0",
+        )
 
 
 @dataclass(kw_only=True)

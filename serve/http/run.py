@@ -1,4 +1,5 @@
-"""The server as a process: one socket, connections that may not idle in mid-request, and a stop that lets requests finish."""
+"""The server as a process: one socket, connections that may not idle in mid-request, and a stop
+that lets requests finish."""
 
 import asyncio
 import socket
@@ -19,24 +20,31 @@ from eesd.serve.http.observe import LOGGER
 from eesd.serve.http.options import Serving
 
 KEEP_SECONDS = 65
-"""How long a connection is kept for the next request: longer than proxies and clients keep theirs."""
+"""How long a connection is kept for the next request: longer than proxies and clients keep
+theirs."""
 UNREAD_BYTES = 64 << 10
-"""How much of a stream the system buffers. With more, a client that reads nothing would be noticed minutes later."""
+"""How much of a stream the system buffers. With more, a client that reads nothing would be noticed
+minutes later."""
 LAST_SECONDS = 5
-"""Time for the last responses to be written, after the requests that took too long were cancelled."""
+"""Time for the last responses to be written, after the requests that took too long were
+cancelled."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for an address, which does not listen yet: clients are refused until there is a model. Port 0 takes a free one.
+    """A socket for an address, which does not listen yet: clients are refused until there is a
+    model. Port 0 takes a free one.
 
     Raises:
         EESDError: The address cannot be used.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)  # its connections inherit it
+        # Its connections inherit it.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         try:
             bound.bind(address)
         except BaseException:
@@ -45,7 +53,9 @@ def bind(host: str, port: int) -> socket.socket:
         return bound
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise EESDError(f"{host} port {port} cannot be listened on ({reason}); give another --host or --port.") from None
+        raise EESDError(
+            f"{host} port {port} cannot be listened on ({reason}); give another --host or --port."
+        ) from None
 
 
 def address_of(bound: socket.socket) -> str:
@@ -83,7 +93,8 @@ def serve(app: FastAPI, bound: socket.socket) -> None:
 
 
 def _allow_many_connections() -> None:
-    """Each connection needs a file descriptor; the usual limit of 1024 is there for old programs that use select."""
+    """Each connection needs a file descriptor; the usual limit of 1024 is there for old programs
+    that use select."""
     if sys.platform == "win32":
         return
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -92,7 +103,8 @@ def _allow_many_connections() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Stops in two steps: it refuses new requests and says so to probes, then it ends when the running ones have finished."""
+    """Stops in two steps: it refuses new requests and says so to probes, then it ends when the
+    running ones have finished."""
 
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
         super().__init__(config)
@@ -111,16 +123,21 @@ class _Server(uvicorn.Server):
         self._serving.draining = True
 
     async def on_tick(self, counter: int) -> bool:
-        over = self._serving.draining and (self._serving.active == 0 or monotonic() >= self._deadline)
+        over = self._serving.draining and (
+            self._serving.active == 0 or monotonic() >= self._deadline
+        )
         if over and self._serving.active:
-            LOGGER.warning("%d requests did not finish in time; they are cancelled.", self._serving.active)
+            LOGGER.warning(
+                "%d requests did not finish in time; they are cancelled.", self._serving.active
+            )
             await asyncio.to_thread(self._serving.service.close)
         return await super().on_tick(counter) or over
 
 
 class _PatientProtocol(H11Protocol):
-    """Closes a connection that begins a request and does not complete its head, or never begins one; and one that leaves what
-    was sent unread. Who waits for it to be read, or to be closed with what is unread, could wait for ever."""
+    """Closes a connection that begins a request and does not complete its head, or never begins
+    one; and one that leaves what was sent unread. Who waits for it to be read, or to be closed with
+    what is unread, could wait for ever."""
 
     serving: Serving
     _head: asyncio.TimerHandle | None = None
@@ -128,7 +145,8 @@ class _PatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # writing pauses as soon as the system's buffer is full
+        # Writing pauses as soon as the system's buffer is full.
+        transport.set_write_buffer_limits(0)
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -158,7 +176,9 @@ class _PatientProtocol(H11Protocol):
         """Run the timer of the head exactly while no request is being answered."""
         waiting = self.cycle is None or self.cycle.response_complete
         if waiting and self._head is None:
-            self._head = self.loop.call_later(self.serving.options.body_timeout, self.transport.abort)
+            self._head = self.loop.call_later(
+                self.serving.options.body_timeout, self.transport.abort
+            )
         elif not waiting and self._head:
             self._head.cancel()
             self._head = None

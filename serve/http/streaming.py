@@ -37,7 +37,8 @@ def event(value: BaseModel) -> bytes:
 
 
 def stream_error(error: Exception) -> APIError:
-    """What tells a client that a stream failed whose status has been sent. The server's own faults are logged."""
+    """What tells a client that a stream failed whose status has been sent. The server's own faults
+    are logged."""
     api_error = as_api_error(error)
     if api_error.status == 500:
         LOGGER.error("A stream failed.", exc_info=error)
@@ -47,8 +48,9 @@ def stream_error(error: Exception) -> APIError:
 class EventStream(Response):
     """A response that sends events as they come.
 
-    What is raised before the first event becomes an error with a status. Later the status has been sent, and an error is the
-    last event: ``data: {"error": ...}`` without ``[DONE]``. While nothing comes, comments do, the first one with the status.
+    What is raised before the first event becomes an error with a status. Later the status has been
+    sent, and an error is the last event: ``data: {"error": ...}`` without ``[DONE]``. While nothing
+    comes, comments do, the first one with the status.
 
     Args:
         events: The events; closed at the end, also when the client leaves.
@@ -102,7 +104,8 @@ async def _with_comments(events: Events) -> Events:
 
 
 async def unless_left(request: Request, work: Coroutine[None, None, T]) -> T:
-    """Do the work, or cancel it and raise :class:`ClientLeftError` when the client closes the connection."""
+    """Do the work, or cancel it and raise :class:`ClientLeftError` when the client closes the
+    connection."""
     return await _unless_left(work, request.receive)
 
 

@@ -29,13 +29,23 @@ class Writer(Protocol):
         ...
 
     def chunks(self, update: Update) -> Sequence[Choice]:
-        """Take in an update of a stream. Returns what it adds to the choice; the last part has a finish reason."""
+        """Take in an update of a stream. Returns what it adds to the choice; the last part has a
+        finish reason."""
         ...
 
 
-def new_answer(model: type[Answer], kind: str, prefix: str, serving: Serving) -> Callable[..., Answer]:
-    """Makes an answer, or its chunks, of a ``kind`` that is its ``object``. Its id begins with ``prefix``."""
-    return partial(model, id=f"{prefix}-{uuid4().hex}", object=kind, created=int(time()), model=serving.model_name)
+def new_answer(
+    model: type[Answer], kind: str, prefix: str, serving: Serving
+) -> Callable[..., Answer]:
+    """Makes an answer, or its chunks, of a ``kind`` that is its ``object``. Its id begins with
+    ``prefix``."""
+    return partial(
+        model,
+        id=f"{prefix}-{uuid4().hex}",
+        object=kind,
+        created=int(time()),
+        model=serving.model_name,
+    )
 
 
 def finished(progress: Progress) -> dict[str, Any]:
@@ -68,14 +78,19 @@ async def respond(
 
 
 async def _whole(
-    body: GenerationBody, generations: Generations, writers: Sequence[Writer], new: Callable[..., Answer]
+    body: GenerationBody,
+    generations: Generations,
+    writers: Sequence[Writer],
+    new: Callable[..., Answer],
 ) -> Answer:
     async with generations:
         async for index, update in generations:
             writers[index].see(update)
     # In a thread: the log-probabilities of many tokens take long to write.
     choices = [await run_in_threadpool(writer.choice) for writer in writers]
-    return new(choices=choices, usage=generations.usage(body.choices), metrics=generations.metrics())
+    return new(
+        choices=choices, usage=generations.usage(body.choices), metrics=generations.metrics()
+    )
 
 
 async def _chunks(
@@ -85,15 +100,24 @@ async def _chunks(
     new: Callable[..., Answer],
     first: Sequence[Choice],
 ) -> Events:
-    """A chunk for each part of a choice, one for usage if it is wanted, and the end. The last chunk says what drafting did."""
+    """A chunk for each part of a choice, one for usage if it is wanted, and the end. The last chunk
+    says what drafting did."""
     async with generations:
         for choice in first:
             yield event(new(choices=[choice]))
         async for index, update in generations:
             part = partial(writers[index].chunks, update)
             for choice in await run_in_threadpool(part) if update.prompt_logprobs else part():
-                last = choice.finish_reason is not None and generations.ended and not body.include_usage
-                yield event(new(choices=[choice], **({"metrics": generations.metrics()} if last else {})))
+                last = (
+                    choice.finish_reason is not None
+                    and generations.ended
+                    and not body.include_usage
+                )
+                yield event(
+                    new(choices=[choice], **({"metrics": generations.metrics()} if last else {}))
+                )
     if body.include_usage:
-        yield event(new(choices=[], usage=generations.usage(body.choices), metrics=generations.metrics()))
+        yield event(
+            new(choices=[], usage=generations.usage(body.choices), metrics=generations.metrics())
+        )
     yield DONE

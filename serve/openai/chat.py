@@ -38,16 +38,27 @@ router = APIRouter(route_class=JSONRoute)
 async def chat_completions(body: ChatBody, request: Request, serving: Shared) -> Response:
     """Answer chat messages."""
     if body.top_logprobs is not None and not body.logprobs:
-        raise APIError(400, "top_logprobs needs logprobs; set it to true.", "top_logprobs", "invalid_value")
+        raise APIError(
+            400, "top_logprobs needs logprobs; set it to true.", "top_logprobs", "invalid_value"
+        )
     generations, readers = await begin(body, request, serving)
     writers = [_Writer(body, serving, index, reader) for index, reader in enumerate(readers)]
-    model, kind = (ChatChunk, "chat.completion.chunk") if body.stream else (ChatAnswer, "chat.completion")
+    model, kind = (
+        (ChatChunk, "chat.completion.chunk") if body.stream else (ChatAnswer, "chat.completion")
+    )
     role = Delta(role="assistant", content="")
-    first = [ChatChunkChoice(index=index, delta=role, finish_reason=None) for index in range(len(writers))]
-    return await respond(body, request, generations, writers, new_answer(model, kind, "chatcmpl", serving), first)
+    first = [
+        ChatChunkChoice(index=index, delta=role, finish_reason=None)
+        for index in range(len(writers))
+    ]
+    return await respond(
+        body, request, generations, writers, new_answer(model, kind, "chatcmpl", serving), first
+    )
 
 
-async def begin(body: ChatBody, request: Request, serving: Serving) -> tuple[Generations, list["Reader"]]:
+async def begin(
+    body: ChatBody, request: Request, serving: Serving
+) -> tuple[Generations, list["Reader"]]:
     """What answers a chat, in whichever form the client asked for it, and what reads the answers.
 
     Raises:
@@ -59,21 +70,30 @@ async def begin(body: ChatBody, request: Request, serving: Serving) -> tuple[Gen
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     # In a thread: a grammar may take long to read.
-    requests = await run_in_threadpool(requests_of, body, [tokens], serving, most, logprobs, tools=tools, key=request.state.key)
+    requests = await run_in_threadpool(
+        requests_of, body, [tokens], serving, most, logprobs, tools=tools, key=request.state.key
+    )
     generations = Generations(serving, requests)
     request.state.generations = generations
-    return generations, [Reader(choice, tools, codec, bool(body.stream)) for choice in generations.progress]
+    return generations, [
+        Reader(choice, tools, codec, bool(body.stream)) for choice in generations.progress
+    ]
 
 
 def encode(body: ChatBody, codec: TextCodec) -> tuple[Tools | None, list[int]]:
-    """The tools, and the messages as tokens. A template is a program and may take long: call this in a thread."""
+    """The tools, and the messages as tokens. A template is a program and may take long: call this
+    in a thread."""
     tools = tools_of(body.given(), codec)
     messages = [message.given() for message in body.messages]
     return tools, prompt_of(messages, tools, codec, body, body.reasoning_effort)
 
 
 def prompt_of(
-    messages: Sequence[Message], tools: Tools | None, codec: TextCodec, body: TemplateBody, effort: str | None = None
+    messages: Sequence[Message],
+    tools: Tools | None,
+    codec: TextCodec,
+    body: TemplateBody,
+    effort: str | None = None,
 ) -> list[int]:
     """Token ids of messages, as a body says that they become a prompt.
 
@@ -81,9 +101,18 @@ def prompt_of(
         APIError, EESDError: The body contradicts itself, or a message cannot be used.
     """
     if body.continue_final_message and body.add_generation_prompt:
-        message = "continue_final_message goes on with a message, and add_generation_prompt begins one; give one of them."
+        message = (
+            "continue_final_message goes on with a message, and add_generation_prompt begins one; "
+            "give one of them."
+        )
         raise APIError(400, message, "continue_final_message", "invalid_value")
-    ending = "continue" if body.continue_final_message else "end" if body.add_generation_prompt is False else "answer"
+    ending = (
+        "continue"
+        if body.continue_final_message
+        else "end"
+        if body.add_generation_prompt is False
+        else "answer"
+    )
     return encode_chat(messages, tools, codec, effort, body.chat_template_kwargs or {}, ending)
 
 
@@ -95,12 +124,16 @@ class Reader:
         tools: The functions that may be called.
     """
 
-    def __init__(self, progress: Progress, tools: Tools | None, codec: TextCodec, streaming: bool) -> None:
+    def __init__(
+        self, progress: Progress, tools: Tools | None, codec: TextCodec, streaming: bool
+    ) -> None:
         self.progress, self.tools = progress, tools
         self._parser = tools.parser(codec, streaming=streaming) if tools else None
         marks = {special_token(mark, codec): mark for mark in (BEGIN, END)}
         self._marks = {token: mark for token, mark in marks.items() if token is not None}
-        end = codec.tokenizer.decode(list(progress.request.tokens[-2 * len(BEGIN) :]), skip_special_tokens=False)
+        end = codec.tokenizer.decode(
+            list(progress.request.tokens[-2 * len(BEGIN) :]), skip_special_tokens=False
+        )
         # Who constrains the output asks for it alone: the model does not think.
         thinks = may_think(codec) and progress.request.constraint is None
         self._thoughts = ThinkParser(end.rstrip().endswith(BEGIN)) if thinks else None
@@ -111,7 +144,10 @@ class Reader:
         last = self.progress.finish_reason is not None
         marks = self._marks if self._parser is None else self._parser.marks | self._marks
         if self._thoughts or self._parser:
-            text = "".join(marks.get(output.token, "") + output.text for output in update.tokens) + update.held
+            text = (
+                "".join(marks.get(output.token, "") + output.text for output in update.tokens)
+                + update.held
+            )
         thought = ""
         if self._thoughts:
             thought, text = self._thoughts.push(text, last)
@@ -130,7 +166,9 @@ class _Writer:
     def __init__(self, body: ChatBody, serving: Serving, index: int, reader: Reader) -> None:
         self._body, self._index, self._reader, self._progress = body, index, reader, reader.progress
         self._said: list[ToolDelta] = []
-        self._tokens = TokenWriter(serving.codec, reader.progress.request.tokens) if body.logprobs else None
+        self._tokens = (
+            TokenWriter(serving.codec, reader.progress.request.tokens) if body.logprobs else None
+        )
 
     def see(self, update: Update) -> list[Delta]:
         deltas = self._reader.see(update)
@@ -140,13 +178,17 @@ class _Writer:
     def choice(self) -> ChatChoice:
         progress = self._progress
         content = "".join(delta.content for delta in self._said)
-        message = ChatMessage(role="assistant", content=content if self._reader.tools is None else content or None)
+        message = ChatMessage(
+            role="assistant", content=content if self._reader.tools is None else content or None
+        )
         if thought := "".join(delta.thought for delta in self._said):
             message.reasoning_content = thought
         if calls := whole_calls(self._said):
             message.tool_calls = [ToolCall(**call) for call in calls]
         logprobs = self._tokens.chat(progress.outputs) if self._tokens else None
-        choice = ChatChoice(index=self._index, message=message, logprobs=logprobs, **finished(progress))
+        choice = ChatChoice(
+            index=self._index, message=message, logprobs=logprobs, **finished(progress)
+        )
         if self._body.return_token_ids:
             choice.token_ids = [output.token for output in progress.outputs]
             choice.prompt_token_ids = list(progress.request.tokens)
@@ -157,11 +199,15 @@ class _Writer:
         deltas = self.see(update)
         if not deltas and outputs and (self._tokens or self._body.return_token_ids):
             deltas = [Delta(content="")]
-        choices = [ChatChunkChoice(index=self._index, delta=delta, finish_reason=None) for delta in deltas]
+        choices = [
+            ChatChunkChoice(index=self._index, delta=delta, finish_reason=None) for delta in deltas
+        ]
         if choices and self._tokens:
             choices[0].logprobs = self._tokens.chat(outputs)
         if choices and self._body.return_token_ids:
             choices[0].token_ids = [output.token for output in outputs]
         if self._progress.finish_reason:
-            choices.append(ChatChunkChoice(index=self._index, delta=Delta(), **finished(self._progress)))
+            choices.append(
+                ChatChunkChoice(index=self._index, delta=Delta(), **finished(self._progress))
+            )
         return choices

@@ -16,7 +16,12 @@ from eesd.serve.openai.answers import finished, new_answer, respond
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.logprobs import TokenWriter
 from eesd.serve.openai.params import check_ids, check_model, requests_of
-from eesd.serve.openai.schemas import CompletionAnswer, CompletionBody, CompletionChoice, CompletionLogprobs
+from eesd.serve.openai.schemas import (
+    CompletionAnswer,
+    CompletionBody,
+    CompletionChoice,
+    CompletionLogprobs,
+)
 
 router = APIRouter(route_class=JSONRoute)
 
@@ -26,12 +31,16 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
     """Continue one prompt, or several."""
     check_model(body.model, serving)
     if body.max_tokens == 0 and not body.echo:
-        raise APIError(400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value")
+        raise APIError(
+            400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value"
+        )
     prompts = await run_in_threadpool(_encode, body, serving.service.llm)
     shown = body.logprobs if body.echo else None
     tokens, key = [tokens for tokens, _ in prompts], request.state.key
     # In a thread: a grammar may take long to read.
-    requests = await run_in_threadpool(requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown, key=key)
+    requests = await run_in_threadpool(
+        requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown, key=key
+    )
     generations = Generations(serving, requests, keep_tokens=body.max_tokens != 0)
     request.state.generations = generations
     echoed = [text if body.echo else "" for _, text in prompts for _ in range(body.choices)]
@@ -48,7 +57,12 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
     found: list[tuple[Sequence[int], str]] = []
     if body.suffix:
         if body.echo or not all(isinstance(item, str) for item in prompts):
-            raise APIError(400, "suffix needs prompts that are texts, and no echo; change those.", "suffix", "invalid_value")
+            raise APIError(
+                400,
+                "suffix needs prompts that are texts, and no echo; change those.",
+                "suffix",
+                "invalid_value",
+            )
         return [(fill_in(str(item), body.suffix, llm.codec), "") for item in prompts]
     for item in prompts:
         # A text without the tokenizer's special tokens, or what llm.encode makes of a text or ids.
@@ -63,7 +77,9 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
 class _Writer:
     """Makes one choice of a completion."""
 
-    def __init__(self, body: CompletionBody, serving: Serving, index: int, progress: Progress, echoed: str) -> None:
+    def __init__(
+        self, body: CompletionBody, serving: Serving, index: int, progress: Progress, echoed: str
+    ) -> None:
         self._body, self._index, self._progress, self._echoed = body, index, progress, echoed
         prompt = () if body.echo else progress.request.tokens
         self._tokens = TokenWriter(serving.codec, prompt) if body.logprobs is not None else None
@@ -77,7 +93,12 @@ class _Writer:
 
     def chunks(self, update: Update) -> list[CompletionChoice]:
         choice = self._part(self.see(update), update.tokens)
-        says = choice.text or choice.token_ids or (choice.logprobs and choice.logprobs.tokens) or choice.finish_reason
+        says = (
+            choice.text
+            or choice.token_ids
+            or (choice.logprobs and choice.logprobs.tokens)
+            or choice.finish_reason
+        )
         return [choice] if says else []
 
     def _part(self, text: str, outputs: Sequence[TokenOutput]) -> CompletionChoice:
@@ -86,7 +107,9 @@ class _Writer:
         progress, logprobs = self._progress, self._logprobs(outputs, first)
         if first:
             text = self._echoed + text
-        choice = CompletionChoice(index=self._index, text=text, logprobs=logprobs, **finished(progress))
+        choice = CompletionChoice(
+            index=self._index, text=text, logprobs=logprobs, **finished(progress)
+        )
         if self._body.return_token_ids:
             choice.token_ids = [output.token for output in outputs]
             choice.prompt_token_ids = list(progress.request.tokens) if first else None
@@ -96,4 +119,6 @@ class _Writer:
         if not self._tokens:
             return None
         prompt = self._progress.prompt_logprobs if first and self._body.echo else ()
-        return self._tokens.completion([*prompt, *(output.logprob for output in outputs if output.logprob)])
+        return self._tokens.completion(
+            [*prompt, *(output.logprob for output in outputs if output.logprob)]
+        )

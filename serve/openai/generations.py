@@ -1,4 +1,5 @@
-"""The generations of one HTTP request: from the thread of the batch into the event loop, and cancelled when nobody listens."""
+"""The generations of one HTTP request: from the thread of the batch into the event loop, and
+cancelled when nobody listens."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -22,7 +23,8 @@ LIVENESS_SECONDS = 5.0
 
 @dataclass
 class Progress:
-    """What has come for one choice. ``finish_reason`` is OpenAI's; ``stop_reason`` a stop string, or ``deadline``."""
+    """What has come for one choice. ``finish_reason`` is OpenAI's; ``stop_reason`` a stop string,
+    or ``deadline``."""
 
     request: Request
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -48,19 +50,24 @@ class Progress:
 
 
 class Generations:
-    """Runs requests and yields ``(index, update)`` as they come, in an ``async with`` block that cancels what is left.
+    """Runs requests and yields ``(index, update)`` as they come, in an ``async with`` block that
+    cancels what is left.
 
     Args:
         serving: The server.
         requests: One for each choice.
-        keep_tokens: False: only the prompts are wanted, and the token that each request generates is dropped.
+        keep_tokens: False: only the prompts are wanted, and the token that each request generates
+            is dropped.
 
     Raises:
         EESDError: When the block is entered: a request cannot be used, or the queue is full.
-        APIError: While updates come: a request failed, or ended without a token because the server stopped or was too slow.
+        APIError: While updates come: a request failed, or ended without a token because the server
+            stopped or was too slow.
     """
 
-    def __init__(self, serving: Serving, requests: Sequence[Request], keep_tokens: bool = True) -> None:
+    def __init__(
+        self, serving: Serving, requests: Sequence[Request], keep_tokens: bool = True
+    ) -> None:
         self.progress = [Progress(request) for request in requests]
         self._serving, self._keep = serving, keep_tokens
         self._updates: asyncio.Queue[tuple[int, Update, float]] = asyncio.Queue()
@@ -71,13 +78,16 @@ class Generations:
         loop = asyncio.get_running_loop()
 
         def deliver(index: int, update: Update) -> None:
-            with suppress(RuntimeError):  # the loop is closed: the server has stopped without waiting
+            # The loop is closed: the server has stopped without waiting.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._updates.put_nowait, (index, update, monotonic()))
 
         try:
             for index, choice in enumerate(self.progress):
                 start = monotonic()
-                self._running.append(self._serving.service.submit(choice.request, partial(deliver, index)))
+                self._running.append(
+                    self._serving.service.submit(choice.request, partial(deliver, index))
+                )
                 self._meters.append(Meter(self._serving.metrics, self._running[-1], start))
         except BaseException:
             self._cancel()
@@ -85,7 +95,10 @@ class Generations:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self._cancel()
 
@@ -106,9 +119,15 @@ class Generations:
             self._meters[index].see(update, time)
             if update.finish_reason in ("error", "cancelled"):
                 raise self._failure(update)
-            if update.finish_reason == "deadline" and not update.tokens and not self.progress[index].outputs:
+            if (
+                update.finish_reason == "deadline"
+                and not update.tokens
+                and not self.progress[index].outputs
+            ):
                 limit = self._serving.options.request_timeout
-                raise APIError(503, f"No token came within {limit:g} seconds; try again later.", code="timeout")
+                raise APIError(
+                    503, f"No token came within {limit:g} seconds; try again later.", code="timeout"
+                )
             if not self._keep:
                 reason = "length" if update.finish_reason == "stop" else update.finish_reason
                 update = replace(update, tokens=(), held="", finish_reason=reason, stop=None)
@@ -122,11 +141,17 @@ class Generations:
                 async with asyncio.timeout(LIVENESS_SECONDS):
                     return await self._updates.get()
             if not self._serving.service.alive:
-                raise APIError(500, "The batch has stopped; restart the server.", code="internal_error")
+                raise APIError(
+                    500, "The batch has stopped; restart the server.", code="internal_error"
+                )
 
     def _failure(self, update: Update) -> APIError:
         if update.finish_reason == "cancelled":
-            return APIError(503, "The server stopped before the text was complete; ask another one.", code="stopping")
+            return APIError(
+                503,
+                "The server stopped before the text was complete; ask another one.",
+                code="stopping",
+            )
         message = update.error or "The request failed; the server's log says why."
         if update.refused:
             return APIError(400, message, code="constraint_failed")
@@ -152,12 +177,18 @@ class Generations:
         drafted = sum(stats.draft_tokens for stats in all_stats)
         accepted = sum(stats.accepted_tokens for stats in all_stats)
         depth = max(len(stats.accepted_at_depth) for stats in all_stats)
-        # Of the rounds that verified a draft: the rounds that accepted at least d tokens, from d = 0 on.
-        at_least = [rounds] + [sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats) for d in range(depth)]
+        # Of the rounds that verified a draft: the rounds that accepted at least d tokens, from d =
+        # 0 on.
+        at_least = [rounds] + [
+            sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats)
+            for d in range(depth)
+        ]
         speculative = SpeculativeDecoding(
             mean_acceptance_length=1 + accepted / rounds if rounds else 1.0,
             draft_acceptance_rate=accepted / drafted if drafted else 0.0,
-            acceptance_histogram=[n - more for n, more in zip(at_least, [*at_least[1:], 0], strict=True)],
+            acceptance_histogram=[
+                n - more for n, more in zip(at_least, [*at_least[1:], 0], strict=True)
+            ],
             num_spec_steps=rounds,
             num_accepted_draft_tokens=accepted,
             num_draft_tokens=drafted,

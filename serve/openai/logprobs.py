@@ -27,14 +27,16 @@ class TokenWriter:
         self._offset = 0
 
     def _written(self, token: int) -> bytes:
-        """The bytes of a token; for a special token, and one that the tokenizer does not know, a name."""
+        """The bytes of a token; for a special token, and one that the tokenizer does not know, a
+        name."""
         name = self._codec.tokenizer.id_to_token(token) if self._codec else None
         if not self._bytes or name is None:
             return f"token_id:{token}".encode()
         return self._bytes.added(token, self._before) if self._bytes.name(token) else name.encode()
 
     def _name(self, token: int) -> str:
-        """A token as text; parts of characters as bytes, as OpenAI writes them, so that they are not all alike."""
+        """A token as text; parts of characters as bytes, as OpenAI writes them, so that they are
+        not all alike."""
         written = self._written(token)
         try:
             return written.decode()
@@ -47,7 +49,8 @@ class TokenWriter:
             self._before = token
 
     def completion(self, found: Sequence[TokenLogprob]) -> CompletionLogprobs:
-        """The next tokens as ``/v1/completions`` reports them. The token itself is always among the most likely ones."""
+        """The next tokens as ``/v1/completions`` reports them. The token itself is always among the
+        most likely ones."""
         result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         for item in found:
             text = self._name(item.token)
@@ -58,7 +61,8 @@ class TokenWriter:
                 result.top_logprobs.append(None)
             else:
                 top: dict[str, float] = {}
-                for token, logprob in (*item.top, (item.token, item.logprob)):  # best first: of equal texts the best stays
+                # Best first: of equal texts the best stays.
+                for token, logprob in (*item.top, (item.token, item.logprob)):
                     top.setdefault(self._name(token), _finite(logprob))
                 result.token_logprobs.append(_finite(item.logprob))
                 result.top_logprobs.append(top)
@@ -80,7 +84,9 @@ class TokenWriter:
 
     def _top(self, token: int, logprob: float) -> TopLogprob:
         written = self._written(token)
-        return TopLogprob(token=written.decode(errors="replace"), logprob=_finite(logprob), bytes=list(written))
+        return TopLogprob(
+            token=written.decode(errors="replace"), logprob=_finite(logprob), bytes=list(written)
+        )
 
 
 def _finite(logprob: float) -> float:

@@ -17,7 +17,14 @@ from eesd.serve.http.errors import APIError, unsupported
 from eesd.serve.http.options import Serving
 from eesd.serve.openai.schemas import ALIASES, Body, ChatBody, GenerationBody
 
-SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 NEUTRAL: dict[str, Any] = {
     "suffix": "",
     "use_beam_search": False,
@@ -49,26 +56,36 @@ NEUTRAL: dict[str, Any] = {
     "vllm_xargs": {},
     **dict.fromkeys(("options", "lora", "samplers"), None),
     **dict.fromkeys(("typical_p", "tfs_z", "num_beams", "guidance_scale", "cfg_scale"), 1),
-    **dict.fromkeys(("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier", "smoothing_factor"), 0),
-    **dict.fromkeys(("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), 0),
+    **dict.fromkeys(
+        ("mirostat", "dynatemp_range", "xtc_probability", "dry_multiplier", "smoothing_factor"), 0
+    ),
+    **dict.fromkeys(
+        ("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), 0
+    ),
     **dict.fromkeys(("top_n_sigma", "repeat_last_n"), -1),
     **dict.fromkeys(ALIASES, None),
     **{"do_sample": True, "negative_prompt": "", "echo": False},
 }
-"""Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the text and are not supported, and
-the value that changes nothing. An alias is refused beside the field that it stands for, and where there is no such field."""
+"""Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the
+text and are not supported, and the value that changes nothing. An alias is refused beside the field
+that it stands for, and where there is no such field."""
 
 
 def chat_of(values: dict[str, Any]) -> ChatBody:
     """The chat that a request of another API is. What is None is left out.
 
     Raises:
-        RequestValidationError: A field that only chats have, under its name elsewhere, has a value that cannot be used.
+        RequestValidationError: A field that only chats have, under its name elsewhere, has a value
+            that cannot be used.
     """
     try:
-        return ChatBody.model_validate({name: value for name, value in values.items() if value is not None})
+        return ChatBody.model_validate(
+            {name: value for name, value in values.items() if value is not None}
+        )
     except ValidationError as error:
-        raise RequestValidationError([{**one, "loc": ("body", *one["loc"])} for one in error.errors()]) from None
+        raise RequestValidationError(
+            [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
+        ) from None
 
 
 def check_supported(body: Body, choices: int = 1) -> None:
@@ -90,22 +107,33 @@ def check_supported(body: Body, choices: int = 1) -> None:
 
 
 def check_model(model: str | None, serving: Serving) -> None:
-    """Raises :class:`APIError` (404) for the name of another model. No name, or "", means the model that there is."""
+    """Raises :class:`APIError` (404) for the name of another model. No name, or "", means the model
+    that there is."""
     if model and model not in serving.model_names:
         names = ", ".join(map(repr, serving.model_names))
-        raise APIError(404, f"There is no model {shown(model)}; this server has {names}.", "model", "model_not_found")
+        raise APIError(
+            404,
+            f"There is no model {shown(model)}; this server has {names}.",
+            "model",
+            "model_not_found",
+        )
 
 
 def check_ids(tokens: Sequence[int], llm: LLM, field: str) -> None:
-    """Raises :class:`APIError` for ids that the model does not have, which a tokenizer cannot decode."""
+    """Raises :class:`APIError` for ids that the model does not have, which a tokenizer cannot
+    decode."""
     size = llm.manifest.geometry.vocab_size
     if any(token >= size for token in tokens):
-        raise APIError(400, f"A token is too large; the model has {size} tokens.", field, "invalid_value")
+        raise APIError(
+            400, f"A token is too large; the model has {size} tokens.", field, "invalid_value"
+        )
 
 
 def check_prompt(tokens: Sequence[int], serving: Serving) -> None:
     """Raises :class:`APIError` for a prompt that is longer than the server allows."""
-    most = min(serving.options.max_prompt_tokens or serving.max_model_len, serving.max_model_len - 1)
+    most = min(
+        serving.options.max_prompt_tokens or serving.max_model_len, serving.max_model_len - 1
+    )
     if len(tokens) > most:
         message = f"The prompt has {len(tokens)} tokens; give at most {most}."
         raise APIError(400, message, code="context_length_exceeded")
@@ -128,7 +156,8 @@ def requests_of(
         prompts: Token ids of each prompt.
         serving: The server.
         max_tokens: Most new tokens of a choice; None: as many as fit.
-        logprobs, prompt_logprobs: Alternatives to report for each token; None: no log-probabilities.
+        logprobs, prompt_logprobs: Alternatives to report for each token; None: no
+            log-probabilities.
         tools: Functions that may or must be called.
         key: Whose request it is. What is kept of its prompts serves nobody else.
 
@@ -161,7 +190,9 @@ def requests_of(
             request = Request(
                 tokens=tokens,
                 sampling=sampling.of_text(number, choice),
-                max_new_tokens=max(1, min(room, fits) if max_tokens is None else min(max_tokens, room)),
+                max_new_tokens=max(
+                    1, min(room, fits) if max_tokens is None else min(max_tokens, room)
+                ),
                 stop=body.stops,
                 stop_token_ids=tuple(body.stop_token_ids or ()),
                 draft=body.draft is not False,
@@ -178,11 +209,18 @@ def requests_of(
 
 
 def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constraint | None:
-    """What restricts the output: the calls that must come, or what the body asks for; and lists of tokens."""
+    """What restricts the output: the calls that must come, or what the body asks for; and lists of
+    tokens."""
     asked, calls = constraint_of(body.given(), llm), tools.constraint(llm) if tools else None
     if asked is not None and calls is not None:
-        raise APIError(400, "tool_choice asks for a call, and another field constrains the output; give one.", "tool_choice")
+        raise APIError(
+            400,
+            "tool_choice asks for a call, and another field constrains the output; give one.",
+            "tool_choice",
+        )
     words = word_tokens(body.bad_words, llm.codec) if body.bad_words else []
     if not words and body.allowed_token_ids is None:
         return calls or asked
-    return TokenFilter(llm.manifest.geometry.vocab_size, body.allowed_token_ids, words, calls or asked)
+    return TokenFilter(
+        llm.manifest.geometry.vocab_size, body.allowed_token_ids, words, calls or asked
+    )

@@ -11,7 +11,9 @@ from eesd.serve.openai.schemas import ChatBody, GenerationBody, TemplateBody
 
 WHOLE = "send the whole input"
 REFUSED = {
-    "previous_response_id": f"This server keeps no responses; leave previous_response_id out, and {WHOLE}.",
+    "previous_response_id": (
+        f"This server keeps no responses; leave previous_response_id out, and {WHOLE}."
+    ),
     "conversation": f"This server keeps no conversations; leave conversation out, and {WHOLE}.",
     "background": "background is not supported; leave it out, and wait for the response.",
     "prompt": "This server has no stored prompts; leave prompt out, and send input.",
@@ -26,7 +28,8 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
 
     Args:
         body: What the client sent.
-        knows_developer: Whether the chat template has messages of the role ``developer``. If not, they are those of the system.
+        knows_developer: Whether the chat template has messages of the role ``developer``. If not,
+            they are those of the system.
 
     Raises:
         APIError: The request asks for what this server does not do.
@@ -36,18 +39,30 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
         if extra.get(name):
             raise unsupported(name, message)
     if body.truncation == "auto":
-        raise unsupported("truncation", "truncation 'auto' is not supported; give 'disabled', and an input that fits.")
+        raise unsupported(
+            "truncation",
+            "truncation 'auto' is not supported; give 'disabled', and an input that fits.",
+        )
     for name in ("n", "return_token_ids"):
         if getattr(body, name) not in (None, False, 1):
-            raise unsupported(name, f"{name} is not supported in responses; leave it out, or ask for chat completions.")
+            raise unsupported(
+                name,
+                f"{name} is not supported in responses; leave it out, or ask for chat completions.",
+            )
     messages = _messages(body.input)
     if body.instructions is not None:
         messages.insert(0, {"role": "system", "content": body.instructions})
     if not knows_developer:
-        messages = [{**one, "role": "system"} if one["role"] == "developer" else one for one in messages]
+        messages = [
+            {**one, "role": "system"} if one["role"] == "developer" else one for one in messages
+        ]
     fields = (*GenerationBody.model_fields, *TemplateBody.model_fields)
     shared = {name: getattr(body, name) for name in fields if name not in ("n", "stream_options")}
-    unknown = {name: value for name, value in extra.items() if name not in ChatBody.model_fields and name not in REFUSED}
+    unknown = {
+        name: value
+        for name, value in extra.items()
+        if name not in ChatBody.model_fields and name not in REFUSED
+    }
     logprobs = LOGPROBS in (body.include or ())
     values = {
         "messages": messages,
@@ -72,15 +87,25 @@ def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
         kind = item.type or ("message" if item.role is not None else None)
         read = _READERS.get(kind or "")
         if kind == "reasoning":
-            thought = {"reasoning_content": _text(item.content, number, "reasoning without text", joined=True)}
+            thought = {
+                "reasoning_content": _text(
+                    item.content, number, "reasoning without text", joined=True
+                )
+            }
         elif read is None:
             raise unsupported("input", _unknown(kind, number))
         else:
             message = read(item, number)
             if thought and message["role"] == "assistant":
                 message |= thought
-            if message.get("tool_calls") and messages and messages[-1]["role"] == "assistant" and not thought:
-                messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])  # the same answer
+            if (
+                message.get("tool_calls")
+                and messages
+                and messages[-1]["role"] == "assistant"
+                and not thought
+            ):
+                # The same answer.
+                messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             else:
                 messages.append(message)
             thought = {}
@@ -91,28 +116,50 @@ def _unknown(kind: str | None, number: int) -> str:
     if kind == "item_reference":
         wanted = f"{WHOLE} (clients do so with store: false)"
         return f"Input item {number} is a reference, and this server keeps no responses; {wanted}."
-    return f"Input item {number} is of type {shown(kind)}; this version reads messages, function calls and their outputs."
+    return (
+        f"Input item {number} is of type {shown(kind)}; this version reads messages, function "
+        "calls and their outputs."
+    )
 
 
 def _message(item: InputItem, number: int) -> dict[str, Any]:
     if item.role is None:
-        raise APIError(400, f"Input item {number} has no role; give one, such as user.", "input", "invalid_value")
+        raise APIError(
+            400,
+            f"Input item {number} has no role; give one, such as user.",
+            "input",
+            "invalid_value",
+        )
     return {"role": item.role, "content": _text(item.content, number, "a message without content")}
 
 
 def _call(item: InputItem, number: int) -> dict[str, Any]:
     if item.call_id is None or item.name is None or item.arguments is None:
-        message = f"Input item {number} is a function call without call_id, name or arguments; give all three."
+        message = (
+            f"Input item {number} is a function call without call_id, name or arguments; give all "
+            "three."
+        )
         raise APIError(400, message, "input", "invalid_value")
-    call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+    call = {
+        "id": item.call_id,
+        "type": "function",
+        "function": {"name": item.name, "arguments": item.arguments},
+    }
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
 
 def _output(item: InputItem, number: int) -> dict[str, Any]:
     if item.call_id is None:
-        message = f"Input item {number} is the output of a function without call_id; give that of the call."
+        message = (
+            f"Input item {number} is the output of a function without call_id; give that of the "
+            "call."
+        )
         raise APIError(400, message, "input", "invalid_value")
-    return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output, number, "no output", joined=True)}
+    return {
+        "role": "tool",
+        "tool_call_id": item.call_id,
+        "content": _text(item.output, number, "no output", joined=True),
+    }
 
 
 _READERS: dict[str, Callable[[InputItem, int], dict[str, Any]]] = {
@@ -122,20 +169,32 @@ _READERS: dict[str, Callable[[InputItem, int], dict[str, Any]]] = {
 }
 
 
-def _text(given: str | Sequence[ContentPart] | None, number: int, nothing: str, joined: bool = False) -> Any:
+def _text(
+    given: str | Sequence[ContentPart] | None, number: int, nothing: str, joined: bool = False
+) -> Any:
     """A content as chat messages have it: a text, or several parts unless they are ``joined``."""
     if given is None or (joined and not given and given != ""):
-        raise APIError(400, f"Input item {number} has {nothing}; give text.", "input", "invalid_value")
+        raise APIError(
+            400, f"Input item {number} has {nothing}; give text.", "input", "invalid_value"
+        )
     if isinstance(given, str):
         return given
     texts = []
     for part in given:
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in TEXTS | {"refusal"}:
-            message = f"Input item {number} has a part of type {shown(part.type)}; this version reads text only."
+            message = (
+                f"Input item {number} has a part of type {shown(part.type)}; this version reads "
+                "text only."
+            )
             raise unsupported("input", message)
         if text is None:
-            raise APIError(400, f"Input item {number} has a part without text; give it.", "input", "invalid_value")
+            raise APIError(
+                400,
+                f"Input item {number} has a part without text; give it.",
+                "input",
+                "invalid_value",
+            )
         texts.append(text)
     if joined or len(texts) < 2:
         return "\n".join(texts)
@@ -144,26 +203,42 @@ def _text(given: str | Sequence[ContentPart] | None, number: int, nothing: str, 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     if tool.get("type") != "function":
-        raise unsupported("tools", f"The tool {shown(tool.get('type'))} is not supported; this server knows functions only.")
+        raise unsupported(
+            "tools",
+            (
+                f"The tool {shown(tool.get('type'))} is not supported; this server knows "
+                "functions only."
+            ),
+        )
     names = ("name", "description", "parameters", "strict")
-    return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
+    return {
+        "type": "function",
+        "function": {name: tool[name] for name in names if tool.get(name) is not None},
+    }
 
 
 def _tool_choice(given: str | dict[str, Any] | None) -> Any:
     if isinstance(given, dict) and given.get("type") not in ("function", "allowed_tools"):
-        message = f"tool_choice of type {shown(given.get('type'))} is not supported; give none, auto, required, or a function."
+        message = (
+            f"tool_choice of type {shown(given.get('type'))} is not supported; give none, auto, "
+            "required, or a function."
+        )
         raise unsupported("tool_choice", message)
     return given
 
 
 def _response_format(text: TextOptions) -> dict[str, Any] | None:
     if text.verbosity not in (None, "medium"):
-        raise unsupported("text", f"text.verbosity {shown(text.verbosity)} is not supported; leave it out.")
+        raise unsupported(
+            "text", f"text.verbosity {shown(text.verbosity)} is not supported; leave it out."
+        )
     if text.format is None:
         return None
     if text.format.type != "json_schema":
         return {"type": text.format.type}
     inner = text.format.model_extra or {}
     if inner.get("schema") is None:
-        raise APIError(400, "text.format has no schema; give it as schema.", "text", "invalid_value")
+        raise APIError(
+            400, "text.format has no schema; give it as schema.", "text", "invalid_value"
+        )
     return {"type": "json_schema", "json_schema": inner}

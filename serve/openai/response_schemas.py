@@ -5,7 +5,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from eesd.runtime.request import MAX_LOGPROBS
-from eesd.serve.openai.schemas import INT64, Body, ChatLogprob, Effort, GenerationBody, Many, ResponseMetrics, TemplateBody
+from eesd.serve.openai.schemas import (
+    INT64,
+    Body,
+    ChatLogprob,
+    Effort,
+    GenerationBody,
+    Many,
+    ResponseMetrics,
+    TemplateBody,
+)
 
 Objects = Annotated[list[dict[str, Any]], Field(max_length=1 << 10, fail_fast=True)]
 Strings = Annotated[list[str], Field(max_length=1 << 10, fail_fast=True)]
@@ -23,7 +32,8 @@ Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class InputItem(Body):
-    """A message (``role``, ``content``), or by ``type`` a ``function_call``, its output, or ``reasoning``."""
+    """A message (``role``, ``content``), or by ``type`` a ``function_call``, its output, or
+    ``reasoning``."""
 
     type: str | None = None
     role: str | None = None
@@ -60,7 +70,12 @@ class ResponsesBody(GenerationBody, TemplateBody):
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
-    include: Annotated[Strings, Field(description="message.output_text.logprobs; others change nothing.")] | None = None
+    include: (
+        Annotated[
+            Strings, Field(description="message.output_text.logprobs; others change nothing.")
+        ]
+        | None
+    ) = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     metadata: dict[str, str] | None = None
@@ -69,7 +84,8 @@ class ResponsesBody(GenerationBody, TemplateBody):
 
 
 class OutputText(BaseModel):
-    """A part of a message, or the text of what the model thinks, which has no annotations and log-probabilities."""
+    """A part of a message, or the text of what the model thinks, which has no annotations and
+    log-probabilities."""
 
     type: str
     text: str
@@ -78,7 +94,8 @@ class OutputText(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """A message of the model, what it thinks (``reasoning``), or a call of a function, whose ``arguments`` are JSON."""
+    """A message of the model, what it thinks (``reasoning``), or a call of a function, whose
+    ``arguments`` are JSON."""
 
     id: str
     type: str
@@ -123,7 +140,8 @@ class ResponsesError(BaseModel):
 
 
 class ResponsesAnswer(BaseModel):
-    """A response. ``status`` is ``in_progress``, ``completed``, ``incomplete`` or ``failed``. Most fields echo the request."""
+    """A response. ``status`` is ``in_progress``, ``completed``, ``incomplete`` or ``failed``. Most
+    fields echo the request."""
 
     id: str
     object: str

@@ -14,7 +14,14 @@ from eesd.serve.grammar.tool_calls import ToolDelta
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
-from eesd.serve.http.streaming import Events, EventStream, json_bytes, json_response, stream_error, unless_left
+from eesd.serve.http.streaming import (
+    Events,
+    EventStream,
+    json_bytes,
+    json_response,
+    stream_error,
+    unless_left,
+)
 from eesd.serve.openai.chat import Reader, begin
 from eesd.serve.openai.generations import Generations
 from eesd.serve.openai.logprobs import TokenWriter
@@ -60,7 +67,8 @@ async def _whole(writer: "_Writer", generations: Generations) -> ResponsesAnswer
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """The events of a stream. What is refused before the first one has a status; what fails later is two last events."""
+    """The events of a stream. What is refused before the first one has a status; what fails later
+    is two last events."""
     number = 0
 
     def numbered(events: Iterator[Event]) -> Iterator[bytes]:
@@ -89,10 +97,24 @@ class _Writer:
     """Makes the output of a response, and the events that tell it."""
 
     def __init__(
-        self, body: ResponsesBody, serving: Serving, generations: Generations, reader: Reader, tokens: TokenWriter | None
+        self,
+        body: ResponsesBody,
+        serving: Serving,
+        generations: Generations,
+        reader: Reader,
+        tokens: TokenWriter | None,
     ) -> None:
-        self._body, self._generations, self._reader, self._tokens = body, generations, reader, tokens
-        self._id, self._created, self._model = f"resp_{uuid4().hex}", int(time()), serving.model_name
+        self._body, self._generations, self._reader, self._tokens = (
+            body,
+            generations,
+            reader,
+            tokens,
+        )
+        self._id, self._created, self._model = (
+            f"resp_{uuid4().hex}",
+            int(time()),
+            serving.model_name,
+        )
         self._items: list[OutputItem] = []
         self._pieces: list[str] = []
         """What the open item has so far: its text or its arguments."""
@@ -129,7 +151,10 @@ class _Writer:
 
     def fail(self, error: APIError) -> Iterator[Event]:
         """The last events if something went wrong."""
-        yield "error", {"code": error.code or "server_error", "message": error.message, "param": error.param}
+        yield (
+            "error",
+            {"code": error.code or "server_error", "message": error.message, "param": error.param},
+        )
         code = "invalid_prompt" if error.status < 500 else "server_error"
         list(self._close("incomplete"))  # what there is
         answer = self.answer("failed")
@@ -140,7 +165,13 @@ class _Writer:
         if delta.thought:
             if not self._open or self._items[-1].type != "reasoning":
                 yield from self._close("completed")
-                item = OutputItem(id=f"rs_{uuid4().hex}", type="reasoning", status="in_progress", summary=[], content=[])
+                item = OutputItem(
+                    id=f"rs_{uuid4().hex}",
+                    type="reasoning",
+                    status="in_progress",
+                    summary=[],
+                    content=[],
+                )
                 yield from self._begin(item)
             self._pieces.append(delta.thought)
             yield "response.reasoning_text.delta", {**self._place(0), "delta": delta.thought}
@@ -150,7 +181,10 @@ class _Writer:
                 yield from self._begin_text()
             self._pieces.append(delta.content)
             new, self._told = self._logprobs[self._told :], len(self._logprobs)
-            yield "response.output_text.delta", {**self._place(0), "delta": delta.content, "logprobs": new}
+            yield (
+                "response.output_text.delta",
+                {**self._place(0), "delta": delta.content, "logprobs": new},
+            )
         if delta.id:
             yield from self._close("completed")
             item = OutputItem(id=f"fc_{uuid4().hex}", type="function_call", status="in_progress")
@@ -158,10 +192,19 @@ class _Writer:
             yield from self._begin(item)
         if delta.arguments:
             self._pieces.append(delta.arguments)
-            yield "response.function_call_arguments.delta", {**self._place(), "delta": delta.arguments}
+            yield (
+                "response.function_call_arguments.delta",
+                {**self._place(), "delta": delta.arguments},
+            )
 
     def _begin_text(self) -> Iterator[Event]:
-        message = OutputItem(id=f"msg_{uuid4().hex}", type="message", status="in_progress", role="assistant", content=[])
+        message = OutputItem(
+            id=f"msg_{uuid4().hex}",
+            type="message",
+            status="in_progress",
+            role="assistant",
+            content=[],
+        )
         yield from self._begin(message)
         yield "response.content_part.added", {**self._place(0), "part": _output_text("", [])}
 
@@ -177,14 +220,20 @@ class _Writer:
         item, value, self._open, self._pieces = self._items[-1], "".join(self._pieces), False, []
         if item.type == "message":
             part = _output_text(value, self._logprobs)
-            yield "response.output_text.done", {**self._place(0), "text": value, "logprobs": part.logprobs}
+            yield (
+                "response.output_text.done",
+                {**self._place(0), "text": value, "logprobs": part.logprobs},
+            )
             yield "response.content_part.done", {**self._place(0), "part": part}
             item.content, item.status = [part], status
         elif item.type == "reasoning":
             yield "response.reasoning_text.done", {**self._place(0), "text": value}
             item.content, item.status = [OutputText(type="reasoning_text", text=value)], status
         else:
-            yield "response.function_call_arguments.done", {**self._place(), "name": item.name, "arguments": value}
+            yield (
+                "response.function_call_arguments.done",
+                {**self._place(), "name": item.name, "arguments": value},
+            )
             item.arguments, item.status = value, "completed" if _is_whole(value) else "incomplete"
         self._logprobs, self._told = [], 0
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
@@ -197,7 +246,9 @@ class _Writer:
     def answer(self, status: str) -> ResponsesAnswer:
         """The response as far as it has come."""
         body, progress, ended = self._body, self._reader.progress, status != "in_progress"
-        details = {"reason": "max_output_tokens"} | ({"stop_reason": "deadline"} if progress.stop_reason == "deadline" else {})
+        details = {"reason": "max_output_tokens"} | (
+            {"stop_reason": "deadline"} if progress.stop_reason == "deadline" else {}
+        )
         sampling = progress.request.sampling
         return ResponsesAnswer(
             id=self._id,
@@ -215,10 +266,17 @@ class _Writer:
             metadata=body.metadata or {},
             parallel_tool_calls=body.parallel_tool_calls is not False,
             previous_response_id=None,
-            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            reasoning={
+                "effort": body.reasoning.effort if body.reasoning else None,
+                "summary": None,
+            },
             store=False,
             temperature=sampling.temperature,
-            text={"format": body.text.format.given() if body.text and body.text.format else {"type": "text"}},
+            text={
+                "format": body.text.format.given()
+                if body.text and body.text.format
+                else {"type": "text"}
+            },
             tool_choice=body.tool_choice or "auto",
             tools=body.tools or [],
             top_logprobs=body.top_logprobs or 0,

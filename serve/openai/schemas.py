@@ -1,4 +1,5 @@
-"""Bodies of requests and responses. Fields that are not known are kept and do no harm; known ones must have their types."""
+"""Bodies of requests and responses. Fields that are not known are kept and do no harm; known ones
+must have their types."""
 
 from typing import Annotated, Any, Literal
 
@@ -13,7 +14,10 @@ TokenId = Annotated[int, Field(ge=0, le=INT64)]
 Tokens = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Many = Field(min_length=1, max_length=1 << 16, fail_fast=True)
 Texts = Annotated[list[str], Many]
-Special = Annotated[bool | None, Field(description="Of the tokenizer, such as BOS, for prompts that are text; default: true.")]
+Special = Annotated[
+    bool | None,
+    Field(description="Of the tokenizer, such as BOS, for prompts that are text; default: true."),
+]
 Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
@@ -44,21 +48,28 @@ ALIASES = {
 }
 """Names that other servers have for a field."""
 THINKING = {"enabled": "medium", "disabled": "none", True: "medium", False: "none"}
-"""Efforts as Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek (``thinking``, an object with this type) have them."""
+"""Efforts as Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek (``thinking``, an object
+with this type) have them."""
 
 
 class GenerationBody(Body):
-    """What both ways to generate have in common. Fields that are left out, or null, take the server's defaults."""
+    """What both ways to generate have in common. Fields that are left out, or null, take the
+    server's defaults."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_others_write_it(cls, given: Any) -> Any:
-        """Fields in the forms of other servers: their names, -1 tokens for no limit, empty stop strings, biases as pairs."""
+        """Fields in the forms of other servers: their names, -1 tokens for no limit, empty stop
+        strings, biases as pairs."""
         if not isinstance(given, dict):
             return given
         found = {**given}
         for alias, name in ALIASES.items():
-            if name in cls.model_fields and found.get(alias) is not None and found.get(name) is None:
+            if (
+                name in cls.model_fields
+                and found.get(alias) is not None
+                and found.get(name) is None
+            ):
                 value = found.pop(alias)
                 if name == "reasoning_effort":
                     value = value.get("type") if isinstance(value, dict) else value
@@ -75,7 +86,9 @@ class GenerationBody(Body):
             isinstance(pair, list) and len(pair) == 2 for pair in pairs
         ):
             # false is llama.cpp's for never
-            found["logit_bias"] = {str(token): -100.0 if bias is False else bias for token, bias in pairs}
+            found["logit_bias"] = {
+                str(token): -100.0 if bias is False else bias for token, bias in pairs
+            }
         return found
 
     model: str | None = None
@@ -83,7 +96,10 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     seed: Annotated[int, Field(ge=-INT64 - 1, le=INT64)] | None = None
-    cache_salt: Annotated[str, Field(max_length=1024, description="What is kept serves only this salt.")] | None = None
+    cache_salt: (
+        Annotated[str, Field(max_length=1024, description="What is kept serves only this salt.")]
+        | None
+    ) = None
     stop: Text | Annotated[list[Text], Field(max_length=16, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, lt=100)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -92,17 +108,28 @@ class GenerationBody(Body):
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        dict[Annotated[str, Field(pattern=r"^\d{1,18}$")], Annotated[float, Field(ge=-100, le=100)]]
+        | None
+    ) = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128, fail_fast=True)] | None = None
-    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=1 << 18, fail_fast=True)] | None = None
+    allowed_token_ids: (
+        Annotated[list[TokenId], Field(min_length=1, max_length=1 << 18, fail_fast=True)] | None
+    ) = None
     bad_words: Annotated[list[Text], Field(max_length=128, fail_fast=True)] | None = None
     min_tokens: Annotated[int, Field(ge=0, le=INT64)] | None = None
     ignore_eos: bool | None = None
     sampling_method: (
-        Annotated[Literal["coupled", "rejection"], Field(description="Extension: how drafts are verified.")] | None
+        Annotated[
+            Literal["coupled", "rejection"],
+            Field(description="Extension: how drafts are verified."),
+        ]
+        | None
     ) = None
     draft: Annotated[bool, Field(description="Extension: false decodes plainly.")] | None = None
-    return_token_ids: Annotated[bool, Field(description="As in vLLM: choices have token_ids.")] | None = None
+    return_token_ids: (
+        Annotated[bool, Field(description="As in vLLM: choices have token_ids.")] | None
+    ) = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -126,7 +153,10 @@ class CompletionBody(GenerationBody):
     logprobs: Logprobs | None = None
     echo: bool | None = None
     add_special_tokens: Special = None
-    suffix: Annotated[str, Field(description="The text behind; needs a tokenizer with tokens for it.")] | None = None
+    suffix: (
+        Annotated[str, Field(description="The text behind; needs a tokenizer with tokens for it.")]
+        | None
+    ) = None
 
 
 class Part(Body):
@@ -145,9 +175,15 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class TemplateBody(Body):
     """How messages become a prompt."""
 
-    chat_template_kwargs: Annotated[dict[str, Any], Field(description="Values that the template reads.")] | None = None
-    add_generation_prompt: Annotated[bool, Field(description="Whether the template begins an answer.")] | None = None
-    continue_final_message: Annotated[bool, Field(description="Go on with the last message.")] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[str, Any], Field(description="Values that the template reads.")] | None
+    ) = None
+    add_generation_prompt: (
+        Annotated[bool, Field(description="Whether the template begins an answer.")] | None
+    ) = None
+    continue_final_message: (
+        Annotated[bool, Field(description="Go on with the last message.")] | None
+    ) = None
 
 
 class ChatBody(GenerationBody, TemplateBody):
@@ -155,10 +191,16 @@ class ChatBody(GenerationBody, TemplateBody):
 
     messages: Annotated[list[Message], Many]
     max_tokens: Annotated[int, Field(ge=1, le=INT64)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1, le=INT64, description="Goes before max_tokens.")] | None = None
+    max_completion_tokens: (
+        Annotated[int, Field(ge=1, le=INT64, description="Goes before max_tokens.")] | None
+    ) = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS, description="Needs logprobs.")] | None = None
-    reasoning_effort: Annotated[Effort, Field(description="For chat templates that read it.")] | None = None
+    top_logprobs: (
+        Annotated[int, Field(ge=0, le=MAX_LOGPROBS, description="Needs logprobs.")] | None
+    ) = None
+    reasoning_effort: (
+        Annotated[Effort, Field(description="For chat templates that read it.")] | None
+    ) = None
 
 
 class TokenizeBody(TemplateBody):
@@ -194,9 +236,11 @@ class SpeculativeDecoding(BaseModel):
     """What drafting did for a response.
 
     Attributes:
-        mean_acceptance_length: Tokens of a round that verified a draft, on average: the accepted ones and one more.
+        mean_acceptance_length: Tokens of a round that verified a draft, on average: the accepted
+            ones and one more.
         draft_acceptance_rate: Share of the verified draft tokens that were accepted.
-        acceptance_histogram: Rounds with 0, 1, 2, ... accepted tokens, of the rounds that verified a draft.
+        acceptance_histogram: Rounds with 0, 1, 2, ... accepted tokens, of the rounds that verified
+            a draft.
         num_spec_steps: Rounds that verified a draft.
         num_accepted_draft_tokens, num_draft_tokens: Draft tokens accepted, and verified.
     """
@@ -214,7 +258,8 @@ class ResponseMetrics(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
-    """Log-probabilities as ``/v1/completions`` reports them. Offsets are characters of the choice's text."""
+    """Log-probabilities as ``/v1/completions`` reports them. Offsets are characters of the choice's
+    text."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -237,7 +282,8 @@ class ChatLogprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """What choices of all kinds have. ``stop_reason`` is the stop string that ended the text, or ``deadline``."""
+    """What choices of all kinds have. ``stop_reason`` is the stop string that ended the text, or
+    ``deadline``."""
 
     index: int
     finish_reason: str | None
@@ -259,7 +305,8 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a function. In a stream the first piece has ``id`` and ``name``, and the others go on with its arguments."""
+    """A call of a function. In a stream the first piece has ``id`` and ``name``, and the others go
+    on with its arguments."""
 
     index: int | None = None
     id: str | None = None
@@ -338,7 +385,8 @@ class DetokenizeAnswer(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """The special tokens that clients which cut prompts themselves ask for. None: the model has none."""
+    """The special tokens that clients which cut prompts themselves ask for. None: the model has
+    none."""
 
     bos_token: str | None
     eos_token: str | None

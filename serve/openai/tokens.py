@@ -25,7 +25,13 @@ STARTED = int(time())
 
 
 def _card(name: str, serving: Serving) -> ModelCard:
-    return ModelCard(id=name, object="model", created=STARTED, owned_by="eesd", max_model_len=serving.max_model_len)
+    return ModelCard(
+        id=name,
+        object="model",
+        created=STARTED,
+        owned_by="eesd",
+        max_model_len=serving.max_model_len,
+    )
 
 
 @router.get("/v1/models")
@@ -50,13 +56,20 @@ async def tokenize(body: TokenizeBody, serving: Shared) -> TokenizeAnswer:
     check_supported(body)
     if body.messages is not None and body.add_special_tokens:
         raise APIError(
-            400, "The chat template adds special tokens itself; leave it out.", "add_special_tokens", "invalid_value"
+            400,
+            "The chat template adds special tokens itself; leave it out.",
+            "add_special_tokens",
+            "invalid_value",
         )
     codec = serving.service.llm.codec
     if body.prompt is None:
-        tokens = await run_in_threadpool(prompt_of, [message.given() for message in body.messages or ()], None, codec, body)
+        tokens = await run_in_threadpool(
+            prompt_of, [message.given() for message in body.messages or ()], None, codec, body
+        )
     else:
-        tokens = await run_in_threadpool(codec.ids, body.prompt, body.add_special_tokens is not False)
+        tokens = await run_in_threadpool(
+            codec.ids, body.prompt, body.add_special_tokens is not False
+        )
     return TokenizeAnswer(count=len(tokens), max_model_len=serving.max_model_len, tokens=tokens)
 
 
@@ -67,7 +80,9 @@ async def tokenizer_info(serving: Shared) -> TokenizerInfo:
     bos, (eos, *_) = llm.manifest.bos_token_id, (*llm.manifest.eos_token_ids, None)
     name = llm.codec.tokenizer.id_to_token
     return TokenizerInfo(
-        bos_token=None if bos is None else name(bos), eos_token=None if eos is None else name(eos), pad_token=None
+        bos_token=None if bos is None else name(bos),
+        eos_token=None if eos is None else name(eos),
+        pad_token=None,
     )
 
 

@@ -1,6 +1,8 @@
-"""The playground: a page that shows who proposed each token, what was rejected, and what drafting is worth.
+"""The playground: a page that shows who proposed each token, what was rejected, and what drafting
+is worth.
 
-The page is six files without a build step. Nothing comes from elsewhere, and its Content-Security-Policy says so.
+The page is six files without a build step. Nothing comes from elsewhere, and its
+Content-Security-Policy says so.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
@@ -28,7 +30,9 @@ SCRIPTS = ("app.js", "answer.js", "figures.js", "stream.js", "style.css")
 FILES = {"/": "index.html"} | {f"/playground/{name}": name for name in SCRIPTS}
 """Paths of the page, which need no API key: it has nothing to hide, and asks for the key itself."""
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src "
+    "data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -66,7 +70,8 @@ class PlayToken(BaseModel):
 
 
 class PlayEvent(BaseModel):
-    """One update. ``tokens`` come in their order; ``rejected`` was drafted in the place of the last one of the verifier."""
+    """One update. ``tokens`` come in their order; ``rejected`` was drafted in the place of the last
+    one of the verifier."""
 
     tokens: list[PlayToken]
     rejected: list[str]
@@ -106,7 +111,9 @@ async def generate(body: PlayBody, request: Request, serving: Shared) -> Respons
 
 
 def _encode(body: PlayBody, serving: Serving) -> list[int]:
-    prompt = body.prompt if body.messages is None else [message.given() for message in body.messages]
+    prompt = (
+        body.prompt if body.messages is None else [message.given() for message in body.messages]
+    )
     tokens = serving.service.llm.encode(prompt or "")
     if not tokens:
         raise APIError(400, "The prompt is empty; write something.", "prompt")
@@ -127,7 +134,10 @@ async def _events(generations: Generations, serving: Serving) -> Events:
 
 def _event(update: Update, learned: dict[str, Any] | None, serving: Serving) -> PlayEvent:
     return PlayEvent(
-        tokens=[PlayToken(id=token.token, text=token.text, source=token.source) for token in update.tokens],
+        tokens=[
+            PlayToken(id=token.token, text=token.text, source=token.source)
+            for token in update.tokens
+        ],
         rejected=_texts(update.rejected, serving),
         held=update.held,
         finish_reason=update.finish_reason,
@@ -146,7 +156,8 @@ def _texts(tokens: Sequence[int], serving: Serving) -> list[str]:
 
 
 def mount_page(app: FastAPI) -> None:
-    """Serve the page at ``/``, and what it asks for, on an app of :func:`~eesd.serve.app.make_app`."""
+    """Serve the page at ``/``, and what it asks for, on an app of
+    :func:`~eesd.serve.app.make_app`."""
     for path, name in FILES.items():
         app.add_api_route(path, _file(name), include_in_schema=False)
     app.include_router(router)

@@ -1,6 +1,7 @@
 """The server on Ray Serve: ``serve run eesd.serve.ray.app:app engine_dir=plans/ max_replicas=4``.
 
-One deployment answers HTTP and reads text; the other has the engines, in as many replicas as the load needs.
+One deployment answers HTTP and reads text; the other has the engines, in as many replicas as the
+load needs.
 """
 
 import asyncio
@@ -43,9 +44,12 @@ class Engine:
         self._metrics = LoadMetrics(options.limits.model_name or llm.manifest.model)
 
     async def generate(self, request: Request, grammar: str | None) -> AsyncGenerator[Update, None]:
-        """What comes of a request, under a grammar if there is one. It is cancelled when nobody reads on."""
+        """What comes of a request, under a grammar if there is one. It is cancelled when nobody
+        reads on."""
         if grammar is not None:  # in a thread: a grammar may take long to read
-            request = replace(request, constraint=await asyncio.to_thread(of_grammar, grammar, self._service.llm))
+            request = replace(
+                request, constraint=await asyncio.to_thread(of_grammar, grammar, self._service.llm)
+            )
         loop, updates = asyncio.get_running_loop(), asyncio.Queue[Update]()
 
         def deliver(update: Update) -> None:
@@ -121,7 +125,9 @@ def app(arguments: dict[str, Any]) -> serve.Application:
     options = read_options(arguments, os.environ)
     load_manifest(options.engine_dir)
     if not options.limits.api_keys:
-        LOGGER.warning("Everybody who reaches Ray's proxy may use the model; api_key_file restricts that.")
+        LOGGER.warning(
+            "Everybody who reaches Ray's proxy may use the model; api_key_file restricts that."
+        )
     scale, rows = options.scale, options.batch.max_rows
     engine = serve.deployment(
         name="engine",
@@ -136,7 +142,7 @@ def app(arguments: dict[str, Any]) -> serve.Application:
         health_check_period_s=5,
         graceful_shutdown_timeout_s=30,
     )(Engine)
-    ingress = serve.deployment(name="openai", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=scale.max_requests)(
-        serve.ingress()(Ingress)
-    )
+    ingress = serve.deployment(
+        name="openai", ray_actor_options={"num_cpus": 0}, max_ongoing_requests=scale.max_requests
+    )(serve.ingress()(Ingress))
     return ingress.bind(engine.bind(options), options)

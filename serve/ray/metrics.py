@@ -1,4 +1,5 @@
-"""Metrics by Ray's own way: it collects them from every process, so they do not depend on which one answers."""
+"""Metrics by Ray's own way: it collects them from every process, so they do not depend on which one
+answers."""
 
 from typing import Any
 
@@ -39,7 +40,8 @@ class _Family:
 
 
 class RayMetrics(Metrics):
-    """The metrics of a process that answers HTTP, without those of the batch: see :class:`LoadMetrics`."""
+    """The metrics of a process that answers HTTP, without those of the batch: see
+    :class:`LoadMetrics`."""
 
     def counter(self, name: str, text: str, labels: list[str]) -> _Family:
         return _Family(metrics.Counter, name, text, labels)
@@ -47,12 +49,15 @@ class RayMetrics(Metrics):
     def gauge(self, name: str, text: str, labels: list[str]) -> _Family:
         return _Family(metrics.Gauge, name, text, labels)
 
-    def histogram(self, name: str, text: str, labels: list[str], buckets: tuple[float, ...]) -> _Family:
+    def histogram(
+        self, name: str, text: str, labels: list[str], buckets: tuple[float, ...]
+    ) -> _Family:
         return _Family(metrics.Histogram, name, text, labels, boundaries=list(buckets))
 
     def text(self) -> bytes:
         message = (
-            "Ray has the metrics of all processes; ask the metrics port of each node (--metrics-export-port of ray start)."
+            "Ray has the metrics of all processes; ask the metrics port of each node "
+            "(--metrics-export-port of ray start)."
         )
         raise APIError(404, message, code="metrics_elsewhere")
 
@@ -62,10 +67,12 @@ class LoadMetrics:
 
     def __init__(self, model: str) -> None:
         self._gauges = {
-            name: _Family(metrics.Gauge, name, text, ["model_name"]).labels(model) for name, (text, _) in GAUGES.items()
+            name: _Family(metrics.Gauge, name, text, ["model_name"]).labels(model)
+            for name, (text, _) in GAUGES.items()
         }
         self._counters = {
-            name: _Family(metrics.Counter, name, text, ["model_name"]).labels(model) for name, (text, _) in COUNTERS.items()
+            name: _Family(metrics.Counter, name, text, ["model_name"]).labels(model)
+            for name, (text, _) in COUNTERS.items()
         }
         self._before = Load()
 

@@ -25,10 +25,12 @@ LOGGER = logging.getLogger(__name__)
 ATTEMPTS = 5
 """Times that a request is given to a replica, if replicas die."""
 PAUSE_SECONDS = 0.2
-"""Before the second time; then twice as long, and so on: it takes a moment until a dead replica is no choice any more."""
+"""Before the second time; then twice as long, and so on: it takes a moment until a dead replica is
+no choice any more."""
 
 Stream = Callable[[Request, str | None], AsyncGenerator[Update, None]]
-"""Runs a request in some replica, under a grammar if there is one. Closing the generator cancels it."""
+"""Runs a request in some replica, under a grammar if there is one. Closing the generator cancels
+it."""
 
 
 class RemoteGeneration(Generation):
@@ -42,14 +44,17 @@ class RemoteGeneration(Generation):
 
 
 class RemoteService:
-    """What the routes of the server need of a :class:`~eesd.runtime.batch.service.Service`, over replicas.
+    """What the routes of the server need of a :class:`~eesd.runtime.batch.service.Service`, over
+    replicas.
 
-    A replica that dies in the middle of a text is no loss: the same request gives the same tokens, so another replica runs it
-    again, and the client gets the tokens that it does not have yet. Only sampling by ``rejection`` cannot be repeated; such a
-    request then ends with an error, unless it had no token.
+    A replica that dies in the middle of a text is no loss: the same request gives the same tokens,
+    so another replica runs it again, and the client gets the tokens that it does not have yet. Only
+    sampling by ``rejection`` cannot be repeated; such a request then ends with an error, unless it
+    had no token.
 
     Args:
-        engine_dir: The engine directory, for tokenizer, chat template and limits; no engine is loaded.
+        engine_dir: The engine directory, for tokenizer, chat template and limits; no engine is
+            loaded.
         stream: Runs a request in a replica.
         lost: The exceptions by which a stream says that its replica is gone.
         max_requests: Most requests at once. More get :class:`~eesd.runtime.request.QueueFullError`.
@@ -69,7 +74,9 @@ class RemoteService:
     ) -> None:
         manifest = load_manifest(engine_dir)
         sampling = models_sampling(manifest) if generation_config == "auto" else GREEDY
-        self.llm = LLM(engine_dir, manifest, cast(Engines, None), None, sampling, plain_content=plain_content)
+        self.llm = LLM(
+            engine_dir, manifest, cast(Engines, None), None, sampling, plain_content=plain_content
+        )
         self._stream, self._lost, self._most = stream, lost, max_requests
         self.longest = manifest.max_seq_len if longest is None else longest
         self._open: set[RemoteGeneration] = set()
@@ -86,9 +93,14 @@ class RemoteService:
         check_prompt(request.tokens, manifest)
         check_memory(request, manifest.max_seq_len, self.longest)
         if not isinstance(request.constraint, GrammarConstraint | None):
-            raise EESDError("The constraint cannot be sent to a replica; give one that eesd.make_constraint makes.")
+            raise EESDError(
+                "The constraint cannot be sent to a replica; give one that "
+                "eesd.make_constraint makes."
+            )
         if len(self._open) >= self._most:
-            raise QueueFullError(f"{self._most} requests are waiting or running; try again later.", 1.0)
+            raise QueueFullError(
+                f"{self._most} requests are waiting or running; try again later.", 1.0
+            )
         generation = RemoteGeneration(request, on_update)
         generation.task = asyncio.get_running_loop().create_task(self._run(generation))
         self._open.add(generation)
@@ -124,7 +136,9 @@ class RemoteService:
         except Exception as error:  # whatever it is, the client must hear it
             cause = getattr(error, "cause", error)  # Ray wraps what a replica raised
             reason = (
-                str(cause) if isinstance(cause, EESDError) else f"The replica failed ({type(cause).__name__}); see its log."
+                str(cause)
+                if isinstance(cause, EESDError)
+                else f"The replica failed ({type(cause).__name__}); see its log."
             )
             end = Update(finish_reason="error", error=reason)
             LOGGER.warning("A request failed in a replica.", exc_info=error)
@@ -133,14 +147,26 @@ class RemoteService:
     async def _attempts(self, generation: RemoteGeneration) -> Update:
         """The last update of the request; those before it are passed on."""
         constraint = generation.request.constraint
-        grammar = constraint.grammar if isinstance(constraint, GrammarConstraint) else None  # each replica reads it itself
-        request, start, sent, stats = replace(generation.request, constraint=None), monotonic(), 0, Stats()
+        # Each replica reads it itself.
+        grammar = constraint.grammar if isinstance(constraint, GrammarConstraint) else None
+        request, start, sent, stats = (
+            replace(generation.request, constraint=None),
+            monotonic(),
+            0,
+            Stats(),
+        )
         for attempt in range(ATTEMPTS):
             await asyncio.sleep(PAUSE_SECONDS * attempt)
             with suppress(*self._lost):
-                seconds = None if request.seconds is None else max(request.seconds - (monotonic() - start), 0.001)
+                seconds = (
+                    None
+                    if request.seconds is None
+                    else max(request.seconds - (monotonic() - start), 0.001)
+                )
                 known, again = sent, sent > 0
-                async with aclosing(self._stream(replace(request, seconds=seconds), grammar)) as updates:
+                async with aclosing(
+                    self._stream(replace(request, seconds=seconds), grammar)
+                ) as updates:
                     async for update in updates:
                         tokens, known = update.tokens[known:], max(known - len(update.tokens), 0)
                         sent += len(tokens)
@@ -152,12 +178,19 @@ class RemoteService:
                         if tokens:
                             generation.tell(update)
             if sent and not (request.sampling.greedy or request.sampling.method == "coupled"):
-                return Update(finish_reason="error", error="The replica stopped, and this text cannot be repeated; ask again.")
-        return Update(finish_reason="error", error=f"Replicas stopped {ATTEMPTS} times while they ran the request; ask again.")
+                return Update(
+                    finish_reason="error",
+                    error="The replica stopped, and this text cannot be repeated; ask again.",
+                )
+        return Update(
+            finish_reason="error",
+            error=f"Replicas stopped {ATTEMPTS} times while they ran the request; ask again.",
+        )
 
 
 def _at_least(before: Stats, now: Stats) -> Stats:
-    """The later of two statistics, with no count less than before: those of a request that began again start at nothing."""
+    """The later of two statistics, with no count less than before: those of a request that began
+    again start at nothing."""
     values: dict[str, Any] = {}
     for name in (field.name for field in fields(Stats)):
         old, new = getattr(before, name), getattr(now, name)

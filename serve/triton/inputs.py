@@ -11,8 +11,22 @@ from eesd.common.json_input import parse_json
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import Request
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-GUIDES = {"json": "json", "json_schema": "json", "regex": "regex", "ebnf_grammar": "grammar", "choice": "choice"}
+SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+GUIDES = {
+    "json": "json",
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf_grammar": "grammar",
+    "choice": "choice",
+}
 """What a guide may be, under the names of tensorrtllm_backend; choices, in JSON, are ours."""
 
 
@@ -22,7 +36,8 @@ class Asked:
 
     Attributes:
         request: For the batch.
-        guide: Kind and value of what restricts the output, for :func:`eesd.make_constraint`; None: nothing does.
+        guide: Kind and value of what restricts the output, for :func:`eesd.make_constraint`; None:
+            nothing does.
         stream: Whether each round's tokens come in a response of their own.
         prefix: Text that goes before the first response.
     """
@@ -49,7 +64,11 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
         tokens = _tokens(given["input_ids"]) if text is None else llm.encode(text)
     options: dict[str, Any] = {
         field: _value(given, name)
-        for field, name in (("max_new_tokens", "max_tokens"), ("min_tokens", "min_tokens"), ("ignore_eos", "ignore_eos"))
+        for field, name in (
+            ("max_new_tokens", "max_tokens"),
+            ("min_tokens", "min_tokens"),
+            ("ignore_eos", "ignore_eos"),
+        )
         if name in given
     }
     if triton_request.timeout() > 0:  # microseconds
@@ -60,7 +79,8 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
     request = Request(
         tokens=tokens,
         sampling=replace(llm.default_sampling, **_sampling(given)),
-        stop=tuple(word for word in words if word),  # clients that have no stop word send an empty one
+        # Clients that have no stop word send an empty one.
+        stop=tuple(word for word in words if word),
         **options,
     )
     shows_input = _value(given, "exclude_input_in_output") is False
@@ -69,24 +89,36 @@ def read_request(triton_request: Any, llm: LLM) -> Asked:
 
 
 def _tokens(tensor: Any) -> list[int]:
-    """Token ids, read by DLPack from the memory that the server wrote, without a copy on the way."""
+    """Token ids, read by DLPack from the memory that the server wrote, without a copy on the
+    way."""
     return [int(token) for token in np.from_dlpack(tensor).reshape(-1)]
 
 
 def _chat(text: str) -> list[Any]:
     """Chat messages from JSON. What each must be the codec says."""
     messages = parse_json(text, "messages", 'give [{"role": "user", "content": "..."}]')
-    if not isinstance(messages, list) or not messages or not all(isinstance(message, dict) for message in messages):
-        raise EESDError('messages are no list of JSON objects; give [{"role": "user", "content": "..."}].')
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(isinstance(message, dict) for message in messages)
+    ):
+        raise EESDError(
+            'messages are no list of JSON objects; give [{"role": "user", "content": "..."}].'
+        )
     return messages
 
 
 def _guide(given: dict[str, Any]) -> tuple[str, Any] | None:
-    kind, guide = (_text(name, _value(given, name)) for name in ("guided_decoding_guide_type", "guided_decoding_guide"))
+    kind, guide = (
+        _text(name, _value(given, name))
+        for name in ("guided_decoding_guide_type", "guided_decoding_guide")
+    )
     if not kind and not guide:
         return None
     if kind not in GUIDES:
-        raise EESDError(f"guided_decoding_guide_type is {shown(kind)}; give one of {', '.join(GUIDES)}.")
+        raise EESDError(
+            f"guided_decoding_guide_type is {shown(kind)}; give one of {', '.join(GUIDES)}."
+        )
     if kind == "json" and not guide:
         return "json", {"type": "object"}
     if not guide:
@@ -111,7 +143,8 @@ def _value(given: dict[str, Any], name: str) -> Any:
         return None
     value = given[name].as_numpy().reshape(-1)[0]
     if isinstance(value, np.floating):
-        return float(str(value))  # 0.95 in float32 is the 0.95 that the client wrote, not 0.949999988
+        # 0.95 in float32 is the 0.95 that the client wrote, not 0.949999988.
+        return float(str(value))
     return value.item() if isinstance(value, np.generic) else value
 
 

@@ -1,4 +1,5 @@
-"""What Triton's /metrics says of EESD, under the names that vLLM uses. Imported by Triton's Python alone."""
+"""What Triton's /metrics says of EESD, under the names that vLLM uses. Imported by Triton's Python
+alone."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -12,14 +13,44 @@ from eesd.runtime.decoding.stats import Stats
 COUNTERS: dict[str, tuple[str, Callable[[Stats], int]]] = {
     "prompt_tokens_total": ("Tokens of prompts.", lambda stats: stats.prompt_tokens),
     "generation_tokens_total": ("Tokens generated.", lambda stats: stats.new_tokens),
-    "spec_decode_num_drafts_total": ("Rounds that verified a draft.", lambda stats: sum(stats.verified_at_depth[:1])),
-    "spec_decode_num_draft_tokens_total": ("Draft tokens verified.", lambda stats: stats.draft_tokens),
-    "spec_decode_num_accepted_tokens_total": ("Draft tokens accepted.", lambda stats: stats.accepted_tokens),
+    "spec_decode_num_drafts_total": (
+        "Rounds that verified a draft.",
+        lambda stats: sum(stats.verified_at_depth[:1]),
+    ),
+    "spec_decode_num_draft_tokens_total": (
+        "Draft tokens verified.",
+        lambda stats: stats.draft_tokens,
+    ),
+    "spec_decode_num_accepted_tokens_total": (
+        "Draft tokens accepted.",
+        lambda stats: stats.accepted_tokens,
+    ),
 }
 """Counted from the statistics of each request when it ends."""
 REASONS = {"cancelled": "abort"}
 """Finish reasons that vLLM calls otherwise."""
-FIRST_TOKEN = [0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160]
+FIRST_TOKEN = [
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+    160,
+]
 
 
 class Metrics:
@@ -39,7 +70,11 @@ class Metrics:
         """Count a request that ended."""
         with self._lock:
             reason = REASONS.get(reason, reason)
-            self._metric("request_success_total", "Requests that ended, by the reason.", finished_reason=reason).increment(1)
+            self._metric(
+                "request_success_total",
+                "Requests that ended, by the reason.",
+                finished_reason=reason,
+            ).increment(1)
             for name, (text, count) in COUNTERS.items():
                 if amount := count(stats):
                     self._metric(name, text).increment(amount)
@@ -47,7 +82,9 @@ class Metrics:
     def first_token(self, seconds: float) -> None:
         """Note the time from a request's arrival to its first token."""
         with self._lock:
-            self._metric("time_to_first_token_seconds", "Time until the first token.", "HISTOGRAM").observe(seconds)
+            self._metric(
+                "time_to_first_token_seconds", "Time until the first token.", "HISTOGRAM"
+            ).observe(seconds)
 
     def load(self, service: Service) -> None:
         """Note how busy the batch is."""
@@ -66,7 +103,12 @@ class Metrics:
         if key not in self._made:
             if name not in self._families:
                 number = getattr(pb_utils.MetricFamily, kind)
-                self._families[name] = pb_utils.MetricFamily(name=f"vllm:{name}", description=text, kind=number)
-            family, buckets = self._families[name], {"buckets": FIRST_TOKEN} if kind == "HISTOGRAM" else {}
+                self._families[name] = pb_utils.MetricFamily(
+                    name=f"vllm:{name}", description=text, kind=number
+                )
+            family, buckets = (
+                self._families[name],
+                {"buckets": FIRST_TOKEN} if kind == "HISTOGRAM" else {},
+            )
             self._made[key] = family.Metric(labels=self._labels | labels, **buckets)
         return self._made[key]

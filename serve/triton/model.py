@@ -25,11 +25,14 @@ ORPHAN_SECONDS = 1.0
 
 
 class TritonPythonModel:
-    """Takes requests as they come, answers them from another thread, and so never makes Triton wait."""
+    """Takes requests as they come, answers them from another thread, and so never makes Triton
+    wait."""
 
     def initialize(self, args: dict[str, str]) -> None:
         """Load the engines. What is wrong becomes Triton's reason for not loading the model."""
-        Thread(target=_end_with, args=(os.getppid(),), name="eesd-triton-orphan", daemon=True).start()
+        Thread(
+            target=_end_with, args=(os.getppid(),), name="eesd-triton-orphan", daemon=True
+        ).start()
         directory = Path(args["model_repository"], args["model_version"])
         try:
             settings = read_settings(directory)
@@ -58,7 +61,9 @@ class TritonPythonModel:
             from eesd.runtime.constraint import make_constraint  # needs an optional package
 
             constraint = make_constraint(kind, value, self._service.llm)
-            self._replies.start(sender, replace(asked, request=replace(asked.request, constraint=constraint)))
+            self._replies.start(
+                sender, replace(asked, request=replace(asked.request, constraint=constraint))
+            )
 
     def finalize(self) -> None:
         """End all threads. Triton has waited for running requests."""
@@ -76,14 +81,17 @@ def _refusals(sender: Any) -> Iterator[None]:
         busy = isinstance(error, QueueFullError | ClosedError)
         code = pb_utils.TritonError.UNAVAILABLE if busy else pb_utils.TritonError.INVALID_ARG
         sender.send(failure(str(error), code), flags=FINAL)
-    except Exception as error:  # whatever is wrong with one request, the others get their answers, and its client hears of it
+    except Exception as error:
+        # Whatever is wrong with one request, the others get their answers, and its client hears of
+        # it.
         pb_utils.Logger.log_error(f"A request failed: {error!r}")
         message = "The request failed; the server's log says why."
         sender.send(failure(message, pb_utils.TritonError.INTERNAL), flags=FINAL)
 
 
 def _end_with(server: int) -> None:
-    """End this process when the server is gone: a stub outlives a server that was killed, with the model and its memory.
+    """End this process when the server is gone: a stub outlives a server that was killed, with the
+    model and its memory.
 
     The shared memory of both is the stub's second argument, and nobody else removes it.
     """

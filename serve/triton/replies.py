@@ -15,7 +15,8 @@ from eesd.serve.triton.inputs import Asked
 from eesd.serve.triton.metrics import Metrics
 
 POLL_SECONDS = 0.05
-"""How often it is asked whether clients still want an answer. Asking takes a message to the server for each request."""
+"""How often it is asked whether clients still want an answer. Asking takes a message to the server
+for each request."""
 LEAST = -9999.0
 """Stands for the logarithm of zero, which JSON cannot write."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -52,7 +53,8 @@ class Reply:
 class Replies:
     """Sends what the batch generates, and cancels what no client waits for, in a thread of its own.
 
-    Messages to the server take longer than the batch should wait for, and the batch must not be called from two places.
+    Messages to the server take longer than the batch should wait for, and the batch must not be
+    called from two places.
     """
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
@@ -73,7 +75,9 @@ class Replies:
         with self._lock:
             self._open.add(reply)
         try:
-            reply.generation = self._service.submit(asked.request, lambda update: self._updates.put((reply, update)))
+            reply.generation = self._service.submit(
+                asked.request, lambda update: self._updates.put((reply, update))
+            )
         except BaseException:
             self._forget(reply)
             raise
@@ -106,7 +110,9 @@ class Replies:
     def _poll(self) -> None:
         """Cancel what no client waits for any more."""
         with self._lock:
-            waiting = [reply for reply in self._open if reply.generation and not reply.generation.cancelled]
+            waiting = [
+                reply for reply in self._open if reply.generation and not reply.generation.cancelled
+            ]
         for reply in waiting:
             if reply.generation and reply.sender.is_cancelled():
                 reply.generation.cancel()
@@ -126,7 +132,8 @@ class Replies:
         reply.total += sum(reply.logprobs)
         try:
             reply.sender.send(_response(reply, update), flags=FINAL if update.finish_reason else 0)
-        except Exception as error:  # whatever is wrong with one client, the others get their answers
+        except Exception as error:
+            # Whatever is wrong with one client, the others get their answers.
             pb_utils.Logger.log_error(f"A response could not be sent: {error}")
             if reply.generation:
                 reply.generation.cancel()
@@ -144,16 +151,23 @@ def _response(reply: Reply, update: Update) -> Any:
     if update.finish_reason == "cancelled":
         if reply.generation and reply.generation.cancelled:
             return failure("The request was cancelled.", pb_utils.TritonError.CANCELLED)
-        return failure("The model is being unloaded; send the request again.", pb_utils.TritonError.UNAVAILABLE)
-    # Plain tensors: the server copies outputs into shared memory in any case, and given a DLPack capsule of numpy's its stub
-    # never returns (it renames the capsule to a name that numpy does not know).
+        return failure(
+            "The model is being unloaded; send the request again.", pb_utils.TritonError.UNAVAILABLE
+        )
+    # Plain tensors: the server copies outputs into shared memory in any case, and given a DLPack
+    # capsule of numpy's its stub never returns (it renames the capsule to a name that numpy does
+    # not know).
     outputs = [
         pb_utils.Tensor("text_output", np.array([reply.text.encode()], dtype=np.object_)),
         pb_utils.Tensor("output_ids", np.array(reply.tokens, dtype=np.int32)),
-        pb_utils.Tensor("finish_reason", np.array([(update.finish_reason or "").encode()], dtype=np.object_)),
+        pb_utils.Tensor(
+            "finish_reason", np.array([(update.finish_reason or "").encode()], dtype=np.object_)
+        ),
     ]
     if reply.asked.request.logprobs is not None:
-        outputs.append(pb_utils.Tensor("output_log_probs", np.array(reply.logprobs, dtype=np.float32)))
+        outputs.append(
+            pb_utils.Tensor("output_log_probs", np.array(reply.logprobs, dtype=np.float32))
+        )
         outputs.append(pb_utils.Tensor("cum_log_probs", np.array([reply.total], dtype=np.float32)))
     return pb_utils.InferenceResponse(outputs)
 

@@ -1,4 +1,5 @@
-"""A model repository for Triton Inference Server: it is written here, and its settings are read inside Triton."""
+"""A model repository for Triton Inference Server: it is written here, and its settings are read
+inside Triton."""
 
 import json
 import os
@@ -21,7 +22,8 @@ DRAFTING = Speculation()
 BATCH = BatchOptions()
 _REMEDY = "write the repository again"
 
-# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend; messages, in JSON, are ours.
+# The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend; messages, in
+# JSON, are ours.
 INPUTS = (
     ("text_input", "STRING", 1),
     ("messages", "STRING", 1),
@@ -53,7 +55,8 @@ OUTPUTS = (
     ("cum_log_probs", "FP32", 1),
 )
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,199}")
-_MODEL = '''"""The model that Triton loads. Its code is part of the package eesd, which Triton's Python must have."""
+_MODEL = '''"""The model that Triton loads. Its code is in the package eesd, which Triton's Python
+must have."""
 
 from eesd.serve.triton.model import TritonPythonModel as TritonPythonModel
 '''
@@ -64,8 +67,10 @@ class Settings:
     """How Triton runs an engine directory: ``eesd.json`` in the directory of the model's version.
 
     Attributes:
-        engine_dir: The engine directory, as Triton sees it. A relative path begins at the directory of the model's version.
-        backend, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content, nvtx: See :func:`eesd.load`.
+        engine_dir: The engine directory, as Triton sees it. A relative path begins at the directory
+            of the model's version.
+        backend, speculation, generation_config, exact, activations, kv_cache_dtype, plain_content,
+            nvtx: See :func:`eesd.load`.
         threads: CPU threads of an engine; None: the processors of the process.
         batch: Limits of the batch.
 
@@ -91,17 +96,28 @@ class Settings:
             check_integer("threads", self.threads, 1, 1 << 16)
 
     def load(self, directory: Path) -> LLM:
-        """Open the engines, in the directory of the model's version. Raises :class:`EESDError` if they cannot be used."""
-        options = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("engine_dir", "batch")}
+        """Open the engines, in the directory of the model's version. Raises :class:`EESDError` if
+        they cannot be used."""
+        options = {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name not in ("engine_dir", "batch")
+        }
         return load(directory / self.engine_dir, **options)
 
 
 def write_triton_repository(
-    engine_dir: str | os.PathLike[str], output: str | os.PathLike[str], *, name: str = "eesd", **settings: Any
+    engine_dir: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    *,
+    name: str = "eesd",
+    **settings: Any,
 ) -> Path:
-    """Write the model ``name`` into a model repository, which may have other models and need not exist.
+    """Write the model ``name`` into a model repository, which may have other models and need not
+    exist.
 
-    The engine directory is not copied: Triton reads it where it is. ``1/eesd.json`` holds the settings and may be edited.
+    The engine directory is not copied: Triton reads it where it is. ``1/eesd.json`` holds the
+    settings and may be edited.
 
     Args:
         engine_dir: A directory that ``eesd-export`` wrote.
@@ -118,7 +134,9 @@ def write_triton_repository(
     engines = check_path("engine_dir", engine_dir, "the output directory of eesd-export").absolute()
     directory = check_path("output", output, "a directory for the repository") / name
     if not _NAME.fullmatch(name):
-        raise EESDError(f"The name {shown(name)} is no name of a model; use letters, digits, _, . and -.")
+        raise EESDError(
+            f"The name {shown(name)} is no name of a model; use letters, digits, _, . and -."
+        )
     load_manifest(engines)
     if directory.exists():
         raise EESDError(f"{directory} exists; delete it, or give another name (--model-name).")
@@ -149,11 +167,14 @@ def read_settings(directory: Path) -> Settings:
     except TypeError as error:  # another field, or none
         raise EESDError(f"{path} has fields that do not fit ({error}); {_REMEDY}.") from None
     except EESDError as error:
-        raise EESDError(f"{path} cannot be used: {str(error).removesuffix('.')}; {_REMEDY}.") from None
+        raise EESDError(
+            f"{path} cannot be used: {str(error).removesuffix('.')}; {_REMEDY}."
+        ) from None
 
 
 def _config(name: str) -> str:
-    """The configuration. Triton batches nothing, because the service in the model does; one instance takes all requests."""
+    """The configuration. Triton batches nothing, because the service in the model does; one
+    instance takes all requests."""
     inputs = ",\n".join(f"  {{ {_tensor(*tensor)} optional: true }}" for tensor in INPUTS)
     outputs = ",\n".join(f"  {{ {_tensor(*tensor)} }}" for tensor in OUTPUTS)
     return f"""# Written by EESD {eesd.__version__}

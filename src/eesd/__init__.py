@@ -1,10 +1,12 @@
 """EESD: early-exiting speculative decoding as engines.
 
-``eesd.load(engine_dir)`` opens an exported engine directory and returns an :class:`eesd.LLM` that generates text token for
-token as the model alone would, only faster. Imports here are lazy: ``import eesd`` costs nothing and never needs torch.
+``eesd.load(engine_dir)`` opens an exported engine directory and returns an :class:`eesd.LLM` that
+generates text token for token as the model alone would, only faster. Imports here are lazy:
+``import eesd`` costs nothing and never needs torch.
 """
 
-TYPE_CHECKING = False  # as type checkers read it; the typing module would take most of the time of ``import eesd``
+# As type checkers read it; the typing module would take most of the time of ``import eesd``.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from eesd.common.errors import EESDError as EESDError
     from eesd.runtime.batch.scheduler import BatchOptions as BatchOptions

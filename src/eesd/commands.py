@@ -1,4 +1,5 @@
-"""Where the commands start. From here on Ctrl-C ends them without a traceback, also while they import their modules."""
+"""Where the commands start. From here on Ctrl-C ends them without a traceback, also while they
+import their modules."""
 
 import signal
 import sys
@@ -9,8 +10,9 @@ from types import TracebackType
 def _start(module: str) -> None:
     """Import a command and run it.
 
-    While it is imported, and after it ended, there is nothing to clean up: Ctrl-C then ends the process at once, as it does
-    programs that are not written in Python. A shell that started it in the background made it ignore Ctrl-C, and that stays.
+    While it is imported, and after it ended, there is nothing to clean up: Ctrl-C then ends the
+    process at once, as it does programs that are not written in Python. A shell that started it in
+    the background made it ignore Ctrl-C, and that stays.
     """
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
@@ -31,7 +33,8 @@ def _start(module: str) -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an exception that ends the process. Ctrl-C may come again between any two lines above, and needs no report."""
+    """Report an exception that ends the process. Ctrl-C may come again between any two lines above,
+    and needs no report."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 

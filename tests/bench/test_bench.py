@@ -1,4 +1,5 @@
-"""eesd-bench measures every configuration, keeps what it measured, and reports it. The tests do not check speeds."""
+"""eesd-bench measures every configuration, keeps what it measured, and reports it. The tests do not
+check speeds."""
 
 import json
 import shutil
@@ -16,7 +17,9 @@ from eesd.bench.measure.tasks import TaskPrompt
 
 FEW = ("--per-task", 1, "--tuning-per-task", 1, "-n", 6, "--threads", 1)
 PROMPTS = [
-    TaskPrompt(f"{task}-{number}", task, f"{task} {number}: 1, 2, 3") for task in ("count", "list") for number in range(4)
+    TaskPrompt(f"{task}-{number}", task, f"{task} {number}: 1, 2, 3")
+    for task in ("count", "list")
+    for number in range(4)
 ]
 
 
@@ -25,22 +28,40 @@ def run_bench(engine: Path, output: Path, *options: object) -> Finished:
 
 
 def own_prompts(path: Path) -> str:
-    path.write_text("".join(json.dumps({"id": p.id, "task": p.task, "prompt": p.text}) + "\n" for p in PROMPTS))
+    path.write_text(
+        "".join(json.dumps({"id": p.id, "task": p.task, "prompt": p.text}) + "\n" for p in PROMPTS)
+    )
     return str(path)
 
 
-def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(bundled: Path, tmp_path: Path) -> None:
+def test_all_configurations_give_the_tokens_of_plain_decoding_and_are_reported(
+    bundled: Path, tmp_path: Path
+) -> None:
     """Controllers on chains and trees, with and without a tree budget, in every sampling."""
     output = tmp_path / "out"
-    options = ("--controllers", "beta-ts fixed calibration-ts", "--task", own_prompts(tmp_path / "prompts.jsonl"), *FEW)
+    options = (
+        "--controllers",
+        "beta-ts fixed calibration-ts",
+        "--task",
+        own_prompts(tmp_path / "prompts.jsonl"),
+        *FEW,
+    )
     succeed(main, "--engine-dir", bundled, "--output", output, *options, "--budgeted", 1)
     result = Result.load(output / "result.json")
     assert result.complete and result.kind == "run"
-    assert [(p["id"], p["task"]) for p in result.prompts] == [("prompts-1", "count"), ("prompts-5", "list")]
-    assert len(result.configurations) == 3 * (1 + 3 * 3) and sum(c.budget for c in result.configurations) == 3 * 3
+    assert [(p["id"], p["task"]) for p in result.prompts] == [
+        ("prompts-1", "count"),
+        ("prompts-5", "list"),
+    ]
+    assert (
+        len(result.configurations) == 3 * (1 + 3 * 3)
+        and sum(c.budget for c in result.configurations) == 3 * 3
+    )
     assert len(result.runs) == len(result.prompts) * len(result.configurations)
     for done in result.runs:
-        assert done.equal is (None if result.configurations[done.configuration].sampling == "rejection" else True)
+        assert done.equal is (
+            None if result.configurations[done.configuration].sampling == "rejection" else True
+        )
         assert done.new_tokens == 6
     assert {t.chosen.partition(":")[0] for t in result.tunings} == {"fixed"}
     report = (output / "report.md").read_text()
@@ -62,14 +83,22 @@ def test_rounds_by_shape_add_up_to_the_statistics(engine: Path) -> None:
     drafting = bench.drafting_llm(Configuration("", "greedy", "fixed:k=3", 2), Options())
     generation = bench.generate([5, 6, 7], Options().sampling("greedy", 0), drafting, 20)
     assert sum(generation.rounds.values()) == generation.stats.rounds
-    assert sum(steps * count for (steps, _), count in generation.rounds.items()) == generation.stats.draft_steps
-    assert sum(nodes * count for (_, nodes), count in generation.rounds.items()) == generation.stats.draft_tokens
+    assert (
+        sum(steps * count for (steps, _), count in generation.rounds.items())
+        == generation.stats.draft_steps
+    )
+    assert (
+        sum(nodes * count for (_, nodes), count in generation.rounds.items())
+        == generation.stats.draft_tokens
+    )
     assert max(generation.rounds) == (3, 6)
     assert len(generation.tokens) == 20
 
 
 def test_latencies_cover_all_node_counts_of_a_round(engine: Path) -> None:
-    latencies = Bench(engine, "ort", 1).latencies("", EncodedPrompt(0, "a", [5, 6, 7]), Options(widths=(1, 3)))
+    latencies = Bench(engine, "ort", 1).latencies(
+        "", EncodedPrompt(0, "a", [5, 6, 7]), Options(widths=(1, 3))
+    )
     assert [latency.width for latency in latencies] == [1, 3]
     chain, tree = ([int(nodes) for nodes, _ in latency.verify] for latency in latencies)
     assert chain == [1, 2, 3, 4, 5, 6, 7, 9, 13, 17, 25, 33]
@@ -87,7 +116,9 @@ class InterruptedBench(Bench):
 
 
 def test_an_interrupted_run_is_resumed(engine: Path, tmp_path: Path) -> None:
-    options = Options(("beta-ts", "fixed"), (1,), ("greedy",), max_new_tokens=4, per_task=2, tuning_per_task=1)
+    options = Options(
+        ("beta-ts", "fixed"), (1,), ("greedy",), max_new_tokens=4, per_task=2, tuning_per_task=1
+    )
     path = tmp_path / "result.json"
     with pytest.raises(KeyboardInterrupt):
         first = Result("run", options.to_dict(), {}, []).begun(path, resume=False, overwrite=False)
@@ -103,37 +134,78 @@ def test_an_interrupted_run_is_resumed(engine: Path, tmp_path: Path) -> None:
     assert listing(tmp_path) == ["result.json"]
 
 
-def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(engine: Path, tmp_path: Path) -> None:
+def test_results_are_neither_overwritten_nor_mixed_with_another_measurement(
+    engine: Path, tmp_path: Path
+) -> None:
     task = own_prompts(tmp_path / "prompts.jsonl")
-    options = ("--task", task, *FEW, "--samplings", "greedy", "--tree-widths", 1, "--controllers", "beta-ts")
+    options = (
+        "--task",
+        task,
+        *FEW,
+        "--samplings",
+        "greedy",
+        "--tree-widths",
+        1,
+        "--controllers",
+        "beta-ts",
+    )
     assert run_bench(engine, tmp_path / "out", *options).exit_code == 0
     before = (tmp_path / "out/result.json").read_bytes()
     assert_refused(run_bench(engine, tmp_path / "out", *options), "--resume", "--overwrite")
-    assert_refused(run_bench(engine, tmp_path / "out", *options, "--seed", 1, "--resume"), "other options")
+    assert_refused(
+        run_bench(engine, tmp_path / "out", *options, "--seed", 1, "--resume"), "other options"
+    )
     assert (tmp_path / "out/result.json").read_bytes() == before
     assert (
         "tokens of plain decoding"
-        in succeed(main, "--engine-dir", engine, "--output", tmp_path / "out", *options, "--resume").stdout
+        in succeed(
+            main, "--engine-dir", engine, "--output", tmp_path / "out", *options, "--resume"
+        ).stdout
     )
 
 
 def test_several_engine_directories_are_measured_alike(engine: Path, tmp_path: Path) -> None:
-    """The same engine by two names drafts the same tokens. Only the best fixed length of each is shown."""
+    """The same engine by two names drafts the same tokens. Only the best fixed length of each is
+    shown."""
     names = ("one", "two")
-    directories = [option for name in names for option in ("--engine-dir", shutil.copytree(engine, tmp_path / name))]
+    directories = [
+        option
+        for name in names
+        for option in ("--engine-dir", shutil.copytree(engine, tmp_path / name))
+    ]
     task = own_prompts(tmp_path / "prompts.jsonl")
-    options = ("--controllers", "fixed:k=1 fixed:k=3 beta-ts", "--tree-widths", 1, "--samplings", "greedy", "--task", task)
+    options = (
+        "--controllers",
+        "fixed:k=1 fixed:k=3 beta-ts",
+        "--tree-widths",
+        1,
+        "--samplings",
+        "greedy",
+        "--task",
+        task,
+    )
     report = succeed(main, *directories, "--output", tmp_path / "out", *options, *FEW).stdout
     result = Result.load(tmp_path / "out/result.json")
     assert [*result.engines] == [*names] and all(done.equal for done in result.runs)
     one, two = (
-        [done.rounds for done in result.runs if result.configurations[done.configuration].engine == name] for name in names
+        [
+            done.rounds
+            for done in result.runs
+            if result.configurations[done.configuration].engine == name
+        ]
+        for name in names
     )
     assert one == two and len(one) == 2 * 4
     assert "## What each part contributes" in report and "| two, greedy, chain |" in report
     speeds = report[report.index("### greedy") : report.index("### By task")]
-    assert all(speeds.count(f"| {name}, fixed:k=") == speeds.count(f"| {name}, beta-ts |") == 1 for name in names)
-    assert_refused(run(main, "--engine-dir", engine, "--engine-dir", engine, "--output", tmp_path / "x"), "same name")
+    assert all(
+        speeds.count(f"| {name}, fixed:k=") == speeds.count(f"| {name}, beta-ts |") == 1
+        for name in names
+    )
+    assert_refused(
+        run(main, "--engine-dir", engine, "--engine-dir", engine, "--output", tmp_path / "x"),
+        "same name",
+    )
 
 
 @pytest.mark.parametrize(
@@ -154,7 +226,9 @@ def test_several_engine_directories_are_measured_alike(engine: Path, tmp_path: P
     ],
     ids=lambda value: " ".join(value),
 )
-def test_bad_options_are_refused(engine: Path, tmp_path: Path, options: list[str], words: list[str]) -> None:
+def test_bad_options_are_refused(
+    engine: Path, tmp_path: Path, options: list[str], words: list[str]
+) -> None:
     assert_refused(run_bench(engine, tmp_path / "out", *options), *words)
     assert not (tmp_path / "out/result.json").exists()
 

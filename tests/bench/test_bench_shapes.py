@@ -22,19 +22,32 @@ def test_calls_of_a_directory_are_timed(engine: Path, backend: str) -> None:
     shown = succeed(main, engine, "--backend", backend, *sizes).stdout
     rows = dict(re.findall(r"^\| (.*\d) \| (.*\)) \|", shown, re.MULTILINE))
     # After the longest text is no room.
-    assert [*rows] == ["draft step behind 16", "verify 1 behind 16", "verify 2 behind 16", "first token of 16"]
+    assert [*rows] == [
+        "draft step behind 16",
+        "verify 1 behind 16",
+        "verify 2 behind 16",
+        "first token of 16",
+    ]
     for cell in rows.values():
         median, low, high = map(float, re.findall(r"[\d.]+", cell))
         assert 0 <= low <= median <= high > 0
     assert float(shown.split()[1]) > 0
 
 
-@pytest.mark.parametrize("name", ["peers", *(path.stem for path in TOOLS.glob("*.py") if path.stem not in NO_TOOLS)])
+@pytest.mark.parametrize(
+    "name", ["peers", *(path.stem for path in TOOLS.glob("*.py") if path.stem not in NO_TOOLS)]
+)
 def test_every_tool_starts_in_one_way(name: str) -> None:
     command = [sys.executable, "-m", f"eesd.bench.tools.{name}", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0 and "Usage: " in result.stdout and result.stdout.count("Options:") == 1, result.stderr
-    assert f"python -m eesd.bench.tools.{name} " in (TOOLS.parent.parent / "docs/bench.md").read_text("utf-8")
+    assert (
+        result.returncode == 0
+        and "Usage: " in result.stdout
+        and result.stdout.count("Options:") == 1
+    ), result.stderr
+    assert f"python -m eesd.bench.tools.{name} " in (
+        TOOLS.parent.parent / "docs/bench.md"
+    ).read_text("utf-8")
 
 
 def test_lists_of_numbers_are_checked(engine: Path) -> None:

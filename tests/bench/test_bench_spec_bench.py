@@ -1,4 +1,5 @@
-"""The tool for Spec-Bench answers all turns of every question in every configuration, and reports them by category."""
+"""The tool for Spec-Bench answers all turns of every question in every configuration, and reports
+them by category."""
 
 import json
 from collections import Counter
@@ -34,20 +35,47 @@ def write(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def test_all_turns_are_answered_reported_and_not_answered_again(engine: Path, questions: Path, tmp_path: Path) -> None:
+def test_all_turns_are_answered_reported_and_not_answered_again(
+    engine: Path, questions: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "out" / "spec.json"
-    options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
+    options: tuple[object, ...] = (
+        "--questions",
+        questions,
+        "--engine-dir",
+        engine,
+        "-n",
+        12,
+        "--threads",
+        1,
+        "-o",
+        output,
+    )
     options += ("--method", "text", "--method", "exit,fixed:k=2", "--samplings", "greedy coupled")
     shown = succeed(main, *options).stdout
     result = Result.load(output)
-    assert result.complete and result.skipped == 1 and result.categories == {"1": "multi-turn", "2": "multi-turn", "3": "rag"}
+    assert (
+        result.complete
+        and result.skipped == 1
+        and result.categories == {"1": "multi-turn", "2": "multi-turn", "3": "rag"}
+    )
     assert len(result.answers) == 3 * 2 * 3 and all(answer.equal for answer in result.answers)
-    longest = {answer.question: answer.tokens for answer in result.answers if answer.method == PLAIN}
+    longest = {
+        answer.question: answer.tokens for answer in result.answers if answer.method == PLAIN
+    }
     assert longest[1] > 12 >= longest[3], "both turns are answered"
     plain = [answer for answer in result.answers if answer.method == PLAIN]
     assert all(answer.rounds == [[0, 0, answer.tokens]] for answer in plain)
-    assert any(steps for a in result.answers if a.method.startswith("exit") for steps, _, _ in a.rounds)
-    for words in ("| text |", "| exit,fixed:k=2 |", "multi-turn", "EAGLE-3", "| questions left out | 1,"):
+    assert any(
+        steps for a in result.answers if a.method.startswith("exit") for steps, _, _ in a.rounds
+    )
+    for words in (
+        "| text |",
+        "| exit,fixed:k=2 |",
+        "multi-turn",
+        "EAGLE-3",
+        "| questions left out | 1,",
+    ):
         assert words in shown
     before = output.read_bytes()
     succeed(main, *options, "--resume")
@@ -63,8 +91,22 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
     engine: Path, quantized_engine: Path, questions: Path, tmp_path: Path
 ) -> None:
     output = tmp_path / "spec.json"
-    others = write(tmp_path / "others.jsonl", [{"task": "notes", "prompt": "abc abc"}, {"task": "notes", "prompt": "xy xy"}])
-    options: tuple[object, ...] = ("--questions", questions, "--questions", others, "--threads", 1, "-n", 10, "-o", output)
+    others = write(
+        tmp_path / "others.jsonl",
+        [{"task": "notes", "prompt": "abc abc"}, {"task": "notes", "prompt": "xy xy"}],
+    )
+    options: tuple[object, ...] = (
+        "--questions",
+        questions,
+        "--questions",
+        others,
+        "--threads",
+        1,
+        "-n",
+        10,
+        "-o",
+        output,
+    )
     options += (
         "--engine-dir",
         quantized_engine,
@@ -85,7 +127,8 @@ def test_drafts_of_several_directories_are_compared_bit_for_bit(
     assert all(answer.equal and answer.bits for answer in result.answers)
     whole = [a for a in result.answers if a.method == "exit"]
     expected = Counter(
-        {("greedy", 0): 5, ("coupled-1", 0): 3} | {(s, 1): 3 for s in ("greedy", "coupled-1") if len(kernels) > 1}
+        {("greedy", 0): 5, ("coupled-1", 0): 3}
+        | {(s, 1): 3 for s in ("greedy", "coupled-1") if len(kernels) > 1}
     )
     names = list(dict.fromkeys(a.engine for a in whole))
     assert Counter((a.sampling, names.index(a.engine)) for a in whole) == expected
@@ -100,7 +143,16 @@ def test_a_method_needs_the_same_model(engine: Path, questions: Path, tmp_path: 
     model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0)
     add_tokenizer(model)
     other = export_engine(model, tmp_path / "other")
-    given = ("--questions", questions, "--engine-dir", engine, "--method", f"{other}:exit", "-o", tmp_path / "out.json")
+    given = (
+        "--questions",
+        questions,
+        "--engine-dir",
+        engine,
+        "--method",
+        f"{other}:exit",
+        "-o",
+        tmp_path / "out.json",
+    )
     assert_refused(run(main, *given), "another model")
 
 
@@ -108,16 +160,31 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
     engine: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "spec.json"
-    options: tuple[object, ...] = ("--questions", questions, "--engine-dir", engine, "-n", 12, "--threads", 1, "-o", output)
+    options: tuple[object, ...] = (
+        "--questions",
+        questions,
+        "--engine-dir",
+        engine,
+        "-n",
+        12,
+        "--threads",
+        1,
+        "-o",
+        output,
+    )
     options += ("--method", "exit,fixed:k=2", "--method", "both,tree=2", "--costs", "8b")
     shown = succeed(main, *options).stdout
     costs, answers = COST_MODELS["8b"], Result.load(output).answers
     for answer in answers:
-        rounds = sum(costs.calls.round_cost(steps, nodes) * count for steps, nodes, count in answer.rounds)
+        rounds = sum(
+            costs.calls.round_cost(steps, nodes) * count for steps, nodes, count in answer.rounds
+        )
         assert answer.decode_seconds == pytest.approx(rounds * costs.plain_seconds) and answer.equal
     plain = {answer.question: answer for answer in answers if answer.method == PLAIN}
     own = [answer for answer in answers if answer.method == "exit,fixed:k=2"]
-    ratio = speedup([(plain[answer.question], answer) for answer in own], lambda answer: answer.decode_seconds)
+    ratio = speedup(
+        [(plain[answer.question], answer) for answer in own], lambda answer: answer.decode_seconds
+    )
     assert f"| **{ratio.shown(unit='x', bold=False)}" in shown
     assert ", at the costs of another device\n" in shown and costs.name in shown
     monkeypatch.setattr(CpuEngine, "draft_chain", print)
@@ -125,18 +192,31 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
 
 
 def test_questions_of_a_category_are_spread_over_the_file(tmp_path: Path) -> None:
-    rows = [{"question_id": i, "category": "qa" if i < 9 else "stem", "turns": ["t"]} for i in range(12)]
+    rows = [
+        {"question_id": i, "category": "qa" if i < 9 else "stem", "turns": ["t"]} for i in range(12)
+    ]
     found = choose(read_questions([write(tmp_path / "q.jsonl", rows)]), 3)
     assert [(question.id, question.category) for question in found] == [
-        (1, "qa"), (10, "multi-turn"), (4, "qa"), (11, "multi-turn"), (7, "qa"), (12, "multi-turn"),
-    ]  # fmt: skip
+        (1, "qa"),
+        (10, "multi-turn"),
+        (4, "qa"),
+        (11, "multi-turn"),
+        (7, "qa"),
+        (12, "multi-turn"),
+    ]
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
-    [([], ("is empty",)), ([*ROWS, {"question_id": 1, "category": "qa", "turns": []}], ("line 5",)), ([3], ("line 1",))],
+    [
+        ([], ("is empty",)),
+        ([*ROWS, {"question_id": 1, "category": "qa", "turns": []}], ("line 5",)),
+        ([3], ("line 1",)),
+    ],
 )
-def test_other_files_are_refused(engine: Path, tmp_path: Path, rows: list[Any], words: tuple[str, ...]) -> None:
+def test_other_files_are_refused(
+    engine: Path, tmp_path: Path, rows: list[Any], words: tuple[str, ...]
+) -> None:
     path = write(tmp_path / "q.jsonl", rows)
     result = run(main, "--questions", path, "--engine-dir", engine, "-o", tmp_path / "out.json")
     assert_refused(result, *words)
@@ -155,9 +235,21 @@ def test_other_files_are_refused(engine: Path, tmp_path: Path, rows: list[Any], 
     ],
 )
 def test_options_that_cannot_be_used_are_refused(
-    engine: Path, questions: Path, tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]
+    engine: Path,
+    questions: Path,
+    tmp_path: Path,
+    options: tuple[object, ...],
+    words: tuple[str, ...],
 ) -> None:
-    given = ("--questions", questions, "--engine-dir", engine, "-o", tmp_path / "out.json", *options)
+    given = (
+        "--questions",
+        questions,
+        "--engine-dir",
+        engine,
+        "-o",
+        tmp_path / "out.json",
+        *options,
+    )
     assert_refused(run(main, *given), *words)
 
 
@@ -172,5 +264,8 @@ def test_speed_ups_compare_sums() -> None:
     ]
     interval = speedup(pairs, lambda one: one.decode_seconds)
     assert interval.median == interval.low == interval.high == 2.0
-    uneven = speedup([pairs[0], (answer(PLAIN, [], 3.0), answer("exit", [], 3.0))], lambda one: one.decode_seconds)
+    uneven = speedup(
+        [pairs[0], (answer(PLAIN, [], 3.0), answer("exit", [], 3.0))],
+        lambda one: one.decode_seconds,
+    )
     assert uneven.median == 1.5 and uneven.low == 1.0 and uneven.high == 2.0

@@ -10,7 +10,14 @@ import pytest
 from support.command import assert_refused, run, succeed
 
 from eesd.bench.cli import main
-from eesd.bench.measure.results import CallLatency, Configuration, Result, Run, Tuning, acceptance_by_depth
+from eesd.bench.measure.results import (
+    CallLatency,
+    Configuration,
+    Result,
+    Run,
+    Tuning,
+    acceptance_by_depth,
+)
 from eesd.bench.measure.stats import bootstrap
 from eesd.bench.replay.costs import CallCosts, mean_call_costs
 from eesd.bench.report.stats import best_fixed_lengths, predicted_seconds, summarize
@@ -25,7 +32,9 @@ RUN = Run("a", 0, 10, [[0, 0, 1], [2, 2, 3]], 0.1, 0.3, 0.5, 0.2, [3, 2], [2, 1]
 def test_bootstrap_intervals_cover_the_median() -> None:
     """Of 150 samples with a known median, 90 to 99 % of the 95 % intervals contain it."""
     random = np.random.Generator(np.random.PCG64(0))
-    intervals = [bootstrap(np.exp(random.normal(0.3, 0.4, size=30)).tolist(), seed) for seed in range(150)]
+    intervals = [
+        bootstrap(np.exp(random.normal(0.3, 0.4, size=30)).tolist(), seed) for seed in range(150)
+    ]
     covered = sum(interval.low <= np.exp(0.3) <= interval.high for interval in intervals)
     assert 0.90 <= covered / len(intervals) <= 0.99
 
@@ -40,16 +49,25 @@ def test_costs_of_a_round_are_interpolated_and_predict_its_seconds() -> None:
     assert costs.round_cost(0, 0) == 1.0
     assert costs.round_cost(1, 1) == pytest.approx(0.2 + 1.1)
     assert costs.round_cost(2, 2) == pytest.approx(0.3 + 1.3)  # v(3) lies between v(2) and v(4)
-    assert costs.round_cost(3, 6) == pytest.approx(0.4 + 2.1)  # v(7) continues the line through v(2) and v(4)
+    # v(7) continues the line through v(2) and v(4).
+    assert costs.round_cost(3, 6) == pytest.approx(0.4 + 2.1)
     assert predicted_seconds(RUN, costs) == pytest.approx(1.0 + 3 * 1.6 + 0.2)
 
 
 def test_costs_are_trimmed_means_over_prompts() -> None:
-    latencies = [CallLatency("m", str(i), 1, [[1, 0.1 * i], [2, 0.5]], [[1, 1.0 * i], [2, 2.0]]) for i in (1, 2, 9)]
+    latencies = [
+        CallLatency("m", str(i), 1, [[1, 0.1 * i], [2, 0.5]], [[1, 1.0 * i], [2, 2.0]])
+        for i in (1, 2, 9)
+    ]
     costs = mean_call_costs(latencies)["m", 1]
     assert costs.draft == pytest.approx({1: 0.4, 2: 0.5}) and costs.verify == {1: 4.0, 2: 2.0}
-    outliers = (replace(latencies[0], verify=[[1, 1000.0]]), replace(latencies[0], verify=[[1, 0.0]]))
-    assert mean_call_costs([*latencies * 3, *outliers])["m", 1].verify[1] == 4.0, "a tenth at either end does not count"
+    outliers = (
+        replace(latencies[0], verify=[[1, 1000.0]]),
+        replace(latencies[0], verify=[[1, 0.0]]),
+    )
+    assert mean_call_costs([*latencies * 3, *outliers])["m", 1].verify[1] == 4.0, (
+        "a tenth at either end does not count"
+    )
 
 
 def test_acceptance_by_depth_is_summed_over_runs() -> None:
@@ -59,23 +77,39 @@ def test_acceptance_by_depth_is_summed_over_runs() -> None:
 
 def result_with(seconds: dict[str | None, list[float]]) -> Result:
     """A result whose runs take the given decode seconds, by controller, prompt by prompt."""
-    result = Result("run", {}, {"m": {}}, [{"id": str(i), "task": "t", "tokens": 5} for i in range(len(seconds[None]))])
+    result = Result(
+        "run",
+        {},
+        {"m": {}},
+        [{"id": str(i), "task": "t", "tokens": 5} for i in range(len(seconds[None]))],
+    )
     for controller, values in seconds.items():
         index = result.index_of(Configuration("m", "greedy", controller, 1))
         for prompt, value in enumerate(values):
             result.runs.append(
-                replace(RUN, prompt=str(prompt), configuration=index, draft_seconds=0.0, verify_seconds=value - 0.2)
+                replace(
+                    RUN,
+                    prompt=str(prompt),
+                    configuration=index,
+                    draft_seconds=0.0,
+                    verify_seconds=value - 0.2,
+                )
             )
     return result
 
 
 def test_speedups_are_paired_within_prompts() -> None:
-    """Prompts differ a hundredfold, but the ratio within each is constant, so the interval has no width."""
+    """Prompts differ a hundredfold, but the ratio within each is constant, so the interval has no
+    width."""
     plain = [1.0, 10.0, 100.0]
-    result = result_with({None: plain, "fixed:k=2": [s / 2 for s in plain], "beta-ts": [s / 3 for s in plain]})
+    result = result_with(
+        {None: plain, "fixed:k=2": [s / 2 for s in plain], "beta-ts": [s / 3 for s in plain]}
+    )
     fixed, beta = summarize(result)
     assert fixed.speedup == pytest.approx((2, 2, 2)) and fixed.against_fixed is None
-    assert beta.speedup == pytest.approx((3, 3, 3)) and beta.against_fixed == pytest.approx((1.5, 1.5, 1.5))
+    assert beta.speedup == pytest.approx((3, 3, 3)) and beta.against_fixed == pytest.approx(
+        (1.5, 1.5, 1.5)
+    )
     assert beta.by_task == pytest.approx({"t": 3}) and beta.equal == beta.prompts == 3
     assert beta.predicted is None
 
@@ -109,13 +143,17 @@ def test_damaged_results_are_refused(change: dict[str, object], words: str, tmp_
 def test_docs_show_the_results_in_bench_results(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent.parent
     succeed(draw, root / "bench/results", "--output", tmp_path / "results.md")
-    assert (tmp_path / "results.md").read_text() == (root / "docs/results.md").read_text(), "generate docs/results.md again"
+    assert (tmp_path / "results.md").read_text() == (root / "docs/results.md").read_text(), (
+        "generate docs/results.md again"
+    )
 
 
 def test_reports_of_other_files_are_refused(tmp_path: Path) -> None:
     output = ("--output", tmp_path / "results.md")
     (tmp_path / "other.json").write_text('{"a": 1}')
-    assert_refused(run(main, "report", tmp_path / "other.json", *output), "other.json", "result.json")
+    assert_refused(
+        run(main, "report", tmp_path / "other.json", *output), "other.json", "result.json"
+    )
     (tmp_path / "text.json").write_text("hello")
     assert_refused(run(main, "report", tmp_path / "text.json", *output), "not valid JSON")
     assert_refused(run(main, "report", tmp_path / "missing.json", *output), "missing.json")

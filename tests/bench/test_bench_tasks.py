@@ -1,4 +1,5 @@
-"""Prompts of eesd-bench: public benchmarks as published, and the fixed split into tuning prompts and reported prompts."""
+"""Prompts of eesd-bench: public benchmarks as published, and the fixed split into tuning prompts
+and reported prompts."""
 
 import json
 from pathlib import Path
@@ -10,16 +11,32 @@ from eesd.bench.measure.tasks import TaskPrompt, load_tasks, read_texts, split_p
 from eesd.common.errors import EESDError
 
 ROWS: list[tuple[dict[str, Any], str, list[str]]] = [
-    ({"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite it."]}, "writing", ["Compose.", "Rewrite it."]),
-    ({"task_id": "HumanEval/53", "prompt": "def add(x):\n", "test": "def check(c):\n"}, "data", ["def add(x):\n"]),
+    (
+        {"question_id": 81, "category": "writing", "turns": ["Compose.", "Rewrite it."]},
+        "writing",
+        ["Compose.", "Rewrite it."],
+    ),
+    (
+        {"task_id": "HumanEval/53", "prompt": "def add(x):\n", "test": "def check(c):\n"},
+        "data",
+        ["def add(x):\n"],
+    ),
     ({"question": "How many eggs are left?", "answer": "13"}, "data", ["How many eggs are left?"]),
-    ({"document": "The river rose.", "summary": "A flood.", "id": "35232142"}, "data", ["The river rose."]),
+    (
+        {"document": "The river rose.", "summary": "A flood.", "id": "35232142"},
+        "data",
+        ["The river rose."],
+    ),
     ({"task": "a", "messages": [{"role": "user", "content": "hello"}]}, "a", ["hello"]),
 ]
 
 
-@pytest.mark.parametrize(("row", "task", "parts"), ROWS, ids=lambda value: value if isinstance(value, str) else "")
-def test_public_formats_are_read(row: dict[str, Any], task: str, parts: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("row", "task", "parts"), ROWS, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_public_formats_are_read(
+    row: dict[str, Any], task: str, parts: list[str], tmp_path: Path
+) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text(json.dumps(row) + "\n\n")
     assert read_texts(file) == [(task, parts)]
@@ -63,7 +80,13 @@ def test_tuning_prompts_are_never_reported() -> None:
     """Every prompt has one purpose, whatever numbers are asked for, and the tasks alternate."""
     prompts = load_tasks([])
     tuning, reported = split_prompts(prompts, 99, 99)
-    assert len(tuning) == 20 and len(reported) == 60 and not {p.id for p in tuning} & {p.id for p in reported}
+    assert (
+        len(tuning) == 20
+        and len(reported) == 60
+        and not {p.id for p in tuning} & {p.id for p in reported}
+    )
     few, some = split_prompts(prompts, 2, 3)
-    assert set(few) <= set(tuning) and set(some) <= set(reported) and (len(few), len(some)) == (10, 15)
+    assert (
+        set(few) <= set(tuning) and set(some) <= set(reported) and (len(few), len(some)) == (10, 15)
+    )
     assert len({p.task for p in some[:5]}) == 5

@@ -1,4 +1,5 @@
-"""Clients of other people, unchanged: ``python clients.py URL MODEL`` prints a JSON line for each call, with what it gave.
+"""Clients of other people, unchanged: ``python clients.py URL MODEL`` prints a JSON line for each
+call, with what it gave.
 
 It runs in an environment that has them and nothing of this project.
 """
@@ -39,7 +40,10 @@ class City(BaseModel):
 
 SCHEMA = City.model_json_schema()
 TOOL: Any = {"type": "function", "function": {"name": "City", "parameters": SCHEMA}}
-FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "City", "schema": SCHEMA, "strict": True}}
+FORMAT: Any = {
+    "type": "json_schema",
+    "json_schema": {"name": "City", "schema": SCHEMA, "strict": True},
+}
 
 
 def show(client: str, call: str, give: Callable[[], Any]) -> None:
@@ -64,7 +68,11 @@ def ask_openai() -> None:
     show("openai", "chat", lambda: create(**chat, max_tokens=COUNT).choices[0].message.content)
     show("openai", "stream", lambda: joined(create(**chat, max_tokens=COUNT, stream=True)))
     parse = client.chat.completions.parse
-    show("openai", "object", lambda: parse(**chat, max_tokens=ROOM, response_format=City).choices[0].message.parsed)
+    show(
+        "openai",
+        "object",
+        lambda: parse(**chat, max_tokens=ROOM, response_format=City).choices[0].message.parsed,
+    )
     options: Any = {"model": MODEL, "input": CHAT, "temperature": 0, "max_output_tokens": COUNT}
     show("openai", "responses", lambda: client.responses.create(**options).output_text)
 
@@ -84,9 +92,17 @@ def ask_anthropic() -> None:
     show("anthropic", "stream", streamed)
     tool = {"name": "City", "input_schema": SCHEMA}
     choice = {"type": "any", "disable_parallel_tool_use": True}
-    show("anthropic", "function", lambda: create(**chat, max_tokens=ROOM, tools=[tool], tool_choice=choice).content[0].input)
+    show(
+        "anthropic",
+        "function",
+        lambda: create(**chat, max_tokens=ROOM, tools=[tool], tool_choice=choice).content[0].input,
+    )
     form = {"format": {"type": "json_schema", "schema": SCHEMA}}
-    show("anthropic", "object", lambda: json.loads(create(**chat, max_tokens=ROOM, output_config=form).content[0].text))
+    show(
+        "anthropic",
+        "object",
+        lambda: json.loads(create(**chat, max_tokens=ROOM, output_config=form).content[0].text),
+    )
 
 
 def ask_litellm() -> None:
@@ -103,7 +119,11 @@ def ask_litellm() -> None:
         return message(tools=[TOOL], tool_choice="required").tool_calls[0].function.arguments
 
     show("litellm", "function", lambda: City.model_validate_json(called()))
-    show("litellm", "object", lambda: City.model_validate_json(message(response_format=FORMAT).content))
+    show(
+        "litellm",
+        "object",
+        lambda: City.model_validate_json(message(response_format=FORMAT).content),
+    )
     answer: Any = {**options, "input": CHAT, "max_output_tokens": COUNT}
     show("litellm", "responses", lambda: litellm.responses(**answer).output[0].content[0].text)
     options |= {"model": f"text-completion-openai/{MODEL}", "prompt": PROMPT, "max_tokens": COUNT}
@@ -119,13 +139,23 @@ def ask_langchain(responses: bool) -> None:
     show(client, "stream", lambda: "".join(part.text for part in brief.stream(CHAT)))
     forced = long.bind_tools([TOOL], tool_choice="required")
     show(client, "function", lambda: City(**forced.invoke(CHAT).tool_calls[0]["args"]))
-    show(client, "object", lambda: long.with_structured_output(City, method="json_schema").invoke(CHAT))
+    show(
+        client,
+        "object",
+        lambda: long.with_structured_output(City, method="json_schema").invoke(CHAT),
+    )
     if not responses:
         show(client, "completion", lambda: OpenAI(max_tokens=COUNT, **options).invoke(PROMPT))
 
 
 def ask_instructor(call: str, mode: instructor.Mode) -> None:
-    options: Any = {"model": MODEL, "messages": CHAT, "response_model": City, "temperature": 0, "max_tokens": ROOM}
+    options: Any = {
+        "model": MODEL,
+        "messages": CHAT,
+        "response_model": City,
+        "temperature": 0,
+        "max_tokens": ROOM,
+    }
     client = instructor.from_openai(openai.OpenAI(base_url=BASE, api_key=KEY), mode=mode)
     show("instructor", call, lambda: client.chat.completions.create(**options, max_retries=0))
 
@@ -140,7 +170,11 @@ def ask_pydantic_ai(kind: Any, client: str) -> None:
             return await result.get_output()
 
     def shaped(wanted: Any) -> Any:
-        return Agent(model, output_type=wanted, model_settings=settings | {"max_tokens": ROOM}).run_sync(text).output
+        return (
+            Agent(model, output_type=wanted, model_settings=settings | {"max_tokens": ROOM})
+            .run_sync(text)
+            .output
+        )
 
     show(client, "chat", lambda: brief.run_sync(text).output)
     show(client, "stream", lambda: asyncio.run(stream()))

@@ -27,12 +27,18 @@ def step(depth: int, probability: float = 0.6, margin: float = 1.0) -> DraftStep
     return DraftStep(depth, probability, probability**depth, margin, depth)
 
 
-def outcome(steps: int, accepted: int, draft: float = 0.1, verify: float = 1.0, nodes: int | None = None) -> RoundOutcome:
+def outcome(
+    steps: int, accepted: int, draft: float = 0.1, verify: float = 1.0, nodes: int | None = None
+) -> RoundOutcome:
     verified = steps if nodes is None else nodes
-    return RoundOutcome(steps, steps * draft, steps, verified, verify, accepted, num_expanded=accepted)
+    return RoundOutcome(
+        steps, steps * draft, steps, verified, verify, accepted, num_expanded=accepted
+    )
 
 
-def grid_posterior(labels: list[tuple[float, bool]], prior: CalibrationPrior) -> tuple[float, float]:
+def grid_posterior(
+    labels: list[tuple[float, bool]], prior: CalibrationPrior
+) -> tuple[float, float]:
     """Mean and standard deviation of the intercept a + b by brute force, the slope held at 1."""
     a = np.linspace(-6, 6, 2001)
     log_density = -(a**2) / 2 / (prior.shift**2 + prior.request**2)
@@ -82,20 +88,32 @@ def test_a_request_has_its_own_offset_and_leaves_the_shared_part() -> None:
 
 
 def test_draws_have_the_posterior_of_what_requests_share() -> None:
-    calibrator, random = Calibrator(CalibrationPrior().accept, CalibrationPrior()), np.random.default_rng(2)
+    calibrator, random = (
+        Calibrator(CalibrationPrior().accept, CalibrationPrior()),
+        np.random.default_rng(2),
+    )
     for z in random.normal(1, 1.5, 60).tolist():
         calibrator.learn(z, bool(random.random() < expit(z)))
     drawn = np.array([calibrator.draw(random.standard_normal(2).tolist()) for _ in range(20000)])
     aa, as_, ab, ss, sb, _ = calibrator.covariance
     shared = np.array([[aa, as_], [as_, ss]])
-    gain = np.array([[1, 0], [0, 1]]) + np.array([np.array([ab, sb]) @ np.linalg.inv(shared), [0, 0]])  # b follows a and s
+    # b follows a and s.
+    gain = np.array([[1, 0], [0, 1]]) + np.array(
+        [np.array([ab, sb]) @ np.linalg.inv(shared), [0, 0]]
+    )
     assert np.cov(drawn.T) == pytest.approx(gain @ shared @ gain.T, rel=0.06, abs=2e-3)
-    assert drawn.mean(axis=0) == pytest.approx([calibrator.mean[0] + calibrator.mean[2], calibrator.mean[1]], abs=0.02)
+    assert drawn.mean(axis=0) == pytest.approx(
+        [calibrator.mean[0] + calibrator.mean[2], calibrator.mean[1]], abs=0.02
+    )
 
 
 @pytest.mark.parametrize("name", ["calibration-ts", "cost-aware-ts"])
-@pytest.mark.parametrize(("drafted", "accepted", "judged"), [(5, 5, 5), (5, 2, 3), (5, 0, 1), (3, 3, 3)])
-def test_labels_behind_the_first_rejection_are_not_counted(name: str, drafted: int, accepted: int, judged: int) -> None:
+@pytest.mark.parametrize(
+    ("drafted", "accepted", "judged"), [(5, 5, 5), (5, 2, 3), (5, 0, 1), (3, 3, 3)]
+)
+def test_labels_behind_the_first_rejection_are_not_counted(
+    name: str, drafted: int, accepted: int, judged: int
+) -> None:
     controller = make_controller(name)
     assert isinstance(controller, CalibrationTS | CostAwareTS)
     learned: list[bool] = []
@@ -110,7 +128,9 @@ def test_labels_behind_the_first_rejection_are_not_counted(name: str, drafted: i
 @pytest.mark.parametrize("name", ["calibration-ts", "cost-aware-ts"])
 def test_steps_of_a_cancelled_round_are_forgotten(name: str) -> None:
     once, cancelled = make_controller(name), make_controller(name)
-    assert isinstance(once, CalibrationTS | CostAwareTS) and isinstance(cancelled, CalibrationTS | CostAwareTS)
+    assert isinstance(once, CalibrationTS | CostAwareTS) and isinstance(
+        cancelled, CalibrationTS | CostAwareTS
+    )
     for depth in (1, 2, 3):
         cancelled.keep_drafting(step(depth, 0.9))
     once.random = deepcopy(cancelled.random)
@@ -119,14 +139,22 @@ def test_steps_of_a_cancelled_round_are_forgotten(name: str) -> None:
         controller.keep_drafting(step(1, 0.4))
     for controller in (cancelled, once):
         controller.observe(outcome(1, 1))
-    assert once.accept.mean == cancelled.accept.mean and once.accept.covariance == cancelled.accept.covariance
+    assert (
+        once.accept.mean == cancelled.accept.mean
+        and once.accept.covariance == cancelled.accept.covariance
+    )
 
 
 def test_prior_goes_through_json_and_is_checked() -> None:
     prior = CalibrationPrior(shift=0.2)
     stored = json.loads(json.dumps(dataclasses.asdict(prior)))
     assert from_json(CalibrationPrior, stored) == prior
-    for bad in ({"accept": [1.0]}, {"shift": -1.0}, {"request": float("nan")}, {"following": [float("inf")] * 5}):
+    for bad in (
+        {"accept": [1.0]},
+        {"shift": -1.0},
+        {"request": float("nan")},
+        {"following": [float("inf")] * 5},
+    ):
         with pytest.raises(ValueError, match="must"):
             from_json(CalibrationPrior, stored | bad)
     started = make_controller("cost-aware-ts", prior=dataclasses.replace(prior, accept=(9.0,) * 5))
@@ -156,12 +184,16 @@ def test_cost_curve_never_falls_and_knows_what_it_saw() -> None:
     for _ in range(60):
         for nodes, seconds in true.items():
             draft = (0.26 + 0.09 * (nodes - 1)) * float(random.normal(1, 0.02))
-            curve.observe(outcome(nodes, 0, draft / max(nodes, 1), seconds * float(random.normal(1, 0.02))))
+            curve.observe(
+                outcome(nodes, 0, draft / max(nodes, 1), seconds * float(random.normal(1, 0.02)))
+            )
     table = [curve.verify.seconds(n) for n in range(20)]
     assert table == sorted(table)
     assert [table[n] for n in true] == pytest.approx(list(true.values()), rel=0.04)
     assert 1.25 < table[3] < 1.35 and curve.draft.seconds(0) == 0
-    assert [curve.draft.seconds(n) for n in (1, 3, 6, 12)] == pytest.approx([0.26, 0.44, 0.71, 1.25], rel=0.03)
+    assert [curve.draft.seconds(n) for n in (1, 3, 6, 12)] == pytest.approx(
+        [0.26, 0.44, 0.71, 1.25], rel=0.03
+    )
 
 
 def test_one_length_of_drafts_is_known_by_its_step() -> None:
@@ -171,7 +203,8 @@ def test_one_length_of_drafts_is_known_by_its_step() -> None:
 
 
 def test_a_count_that_was_slow_once_is_tried_again() -> None:
-    """Three tokens took fifty times too long, once. The estimate is soon that of the other counts, and a sample corrects it."""
+    """Three tokens took fifty times too long, once. The estimate is soon that of the other counts,
+    and a sample corrects it."""
     curve = CostCurve(from_zero=True)
     curve.add(1, 1.0)
     curve.fit()
@@ -210,7 +243,9 @@ def test_measures_a_plain_round_and_one_draft_first() -> None:
     controller = CostAwareTS()
     assert controller.begin_round(1) == 0
     teach(controller, outcome(0, 0))
-    assert controller.begin_round(1) is None and drafted_by(controller, 0.99) == 1, "what a draft step costs is not known"
+    assert controller.begin_round(1) is None and drafted_by(controller, 0.99) == 1, (
+        "what a draft step costs is not known"
+    )
     teach(controller, outcome(1, 1, draft=0.05))
     assert controller.begin_round(1) is None and drafted_by(controller, 0.99) > 2
 
@@ -243,7 +278,8 @@ def test_drafts_longer_when_drafting_is_cheaper() -> None:
 
 
 def test_drafts_one_token_where_no_draft_pays() -> None:
-    """Nothing is ever accepted: it drafts as little as it can. To stop altogether is the guard's part."""
+    """Nothing is ever accepted: it drafts as little as it can. To stop altogether is the guard's
+    part."""
     controller, drafted = CostAwareTS(), []
     for _ in range(300):
         count = drafted_by(controller, 0.6) if controller.begin_round(1) != 0 else 0
@@ -253,7 +289,8 @@ def test_drafts_one_token_where_no_draft_pays() -> None:
 
 
 def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
-    """A directory whose exit head has a calibration starts from it, one without from the default; a damaged one is named."""
+    """A directory whose exit head has a calibration starts from it, one without from the default; a
+    damaged one is named."""
     file = engine_copy / "manifest.json"
     manifest = json.loads(file.read_text())
 
@@ -267,7 +304,10 @@ def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
     ):
         write(entry)
         controller = load(engine_copy, speculation=Speculation("cost-aware-ts")).controller
-        assert isinstance(controller, CostAwareTS) and controller.accept.covariance[0] == expected.shift**2
+        assert (
+            isinstance(controller, CostAwareTS)
+            and controller.accept.covariance[0] == expected.shift**2
+        )
     write(dataclasses.asdict(CalibrationPrior()) | {"accept": [1.0]})
     with pytest.raises(EESDError, match="damaged"):
         load(engine_copy)

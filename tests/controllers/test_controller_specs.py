@@ -19,7 +19,9 @@ VALUES = st.one_of(
     st.sampled_from(["", "1e999", "9" * 5000, "1_0", " 4 ", "٣", "0x4"]),
     st.text(),
 )
-OPTIONS = st.lists(st.tuples(st.one_of(st.sampled_from(KEYS), st.text()), VALUES).map("=".join)).map(",".join)
+OPTIONS = st.lists(
+    st.tuples(st.one_of(st.sampled_from(KEYS), st.text()), VALUES).map("=".join)
+).map(",".join)
 SPECS = st.one_of(st.text(), st.tuples(NAMES, st.one_of(OPTIONS, st.text())).map(":".join))
 
 
@@ -43,7 +45,9 @@ def test_empty_options_are_refused(name: str, rest: str) -> None:
         make_controller(name + rest)
 
 
-@pytest.mark.parametrize("spec", ["fixed:k=4,k=5", "fixed:k=4,k=4", "beta-ts:alpha=1,beta=1,alpha=2"])
+@pytest.mark.parametrize(
+    "spec", ["fixed:k=4,k=5", "fixed:k=4,k=4", "beta-ts:alpha=1,beta=1,alpha=2"]
+)
 def test_an_option_given_twice_is_refused(spec: str) -> None:
     with pytest.raises(EESDError, match=r"has the option (k|alpha) twice; give it once\.$"):
         make_controller(spec)

@@ -10,11 +10,19 @@ from eesd.controllers.thompson import BetaTS
 
 pytestmark = pytest.mark.fast
 
-SPECS = ["beta-ts", "beta-ts:alpha=2,beta=3,discount=0.95", "calibration-ts", "cost-aware-ts", "fixed", "fixed:k=7"]
+SPECS = [
+    "beta-ts",
+    "beta-ts:alpha=2,beta=3,discount=0.95",
+    "calibration-ts",
+    "cost-aware-ts",
+    "fixed",
+    "fixed:k=7",
+]
 
 
 def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
-    """Decisions in a made-up stream of rounds, to which the controller is also told what became of them."""
+    """Decisions in a made-up stream of rounds, to which the controller is also told what became of
+    them."""
     random = np.random.default_rng(seed)
     decisions = []
     for number in range(count):
@@ -34,11 +42,15 @@ def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_same_seed_same_decisions(spec: str) -> None:
-    assert rounds(make_controller(spec, seed=5), 50, seed=0) == rounds(make_controller(spec, seed=5), 50, seed=0)
+    assert rounds(make_controller(spec, seed=5), 50, seed=0) == rounds(
+        make_controller(spec, seed=5), 50, seed=0
+    )
 
 
 def test_another_seed_decides_otherwise() -> None:
-    assert rounds(make_controller("beta-ts", seed=5), 50, seed=0) != rounds(make_controller("beta-ts", seed=6), 50, seed=0)
+    assert rounds(make_controller("beta-ts", seed=5), 50, seed=0) != rounds(
+        make_controller("beta-ts", seed=6), 50, seed=0
+    )
 
 
 def test_every_controller_is_tested_here() -> None:
@@ -49,14 +61,23 @@ def step(depth: int, probability: float = 0.5, margin: float = 1.0) -> DraftStep
     return DraftStep(depth, probability, probability**depth, margin, depth)
 
 
-def outcome(steps: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0) -> RoundOutcome:
+def outcome(
+    steps: int, accepted: int, draft_seconds: float = 0.1, verify_seconds: float = 1.0
+) -> RoundOutcome:
     """A round of a chain whose steps cost ``draft_seconds`` each."""
-    return RoundOutcome(steps, steps * draft_seconds, steps, steps, verify_seconds, accepted, num_expanded=accepted)
+    return RoundOutcome(
+        steps, steps * draft_seconds, steps, steps, verify_seconds, accepted, num_expanded=accepted
+    )
 
 
 def test_fixed_drafts_k_tokens() -> None:
     controller = make_controller("fixed:k=3")
-    assert [controller.keep_drafting(step(depth)) for depth in (1, 2, 3, 4)] == [True, True, False, False]
+    assert [controller.keep_drafting(step(depth)) for depth in (1, 2, 3, 4)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +89,9 @@ def test_fixed_drafts_k_tokens() -> None:
         ([(3, 2), (5, 5), (1, 0), (1, 1)], 8, 2),
     ],
 )
-def test_beta_ts_counts_what_was_judged(outcomes: list[tuple[int, int]], accepted: int, rejected: int) -> None:
+def test_beta_ts_counts_what_was_judged(
+    outcomes: list[tuple[int, int]], accepted: int, rejected: int
+) -> None:
     controller = BetaTS(alpha=4, beta=1, discount=1)
     for drafted, taken in outcomes:
         controller.observe(outcome(drafted, taken))
@@ -110,7 +133,10 @@ def test_beta_ts_follows_drift_with_a_discount() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("beta", "no controller 'beta'; there are beta-ts, calibration-ts, cost-aware-ts, fixed\\."),
+        (
+            "beta",
+            "no controller 'beta'; there are beta-ts, calibration-ts, cost-aware-ts, fixed\\.",
+        ),
         ("", "no controller ''"),
         ("fixed:n=4", "fixed has no option 'n'; it has k"),
         ("fixed:=4", "no option ''"),

@@ -6,7 +6,18 @@ from support.harness import Harness, finish, generated, timed
 
 from eesd.bench.replay.replay import chain_outcome
 from eesd.controllers import RoundOutcome, make_controller
-from eesd.runtime.decoding.guard import ALLOWANCE, EXIT_HEAD, FIRST_INTERVAL, MOST, PATIENCE, PROBE, STAKE, SURE, TEXT, Guard
+from eesd.runtime.decoding.guard import (
+    ALLOWANCE,
+    EXIT_HEAD,
+    FIRST_INTERVAL,
+    MOST,
+    PATIENCE,
+    PROBE,
+    STAKE,
+    SURE,
+    TEXT,
+    Guard,
+)
 from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
@@ -24,18 +35,35 @@ def drafting(tokens: int, draft_seconds: float, verify_seconds: float = 1.0) -> 
 def copied(tokens: int, nodes: int = 4) -> RoundOutcome:
     """A round that verified what the text proposed."""
     return RoundOutcome(
-        steps=0, draft_seconds=0.0, depth=0, nodes=nodes, verify_seconds=1.0, accepted=tokens - 1, num_expanded=0
+        steps=0,
+        draft_seconds=0.0,
+        depth=0,
+        nodes=nodes,
+        verify_seconds=1.0,
+        accepted=tokens - 1,
+        num_expanded=0,
     )
 
 
 def play(
-    guard: Guard, rounds: int, seconds: float, plain: float = 1.0, tokens: int = 2, expected: float | None = None
+    guard: Guard,
+    rounds: int,
+    seconds: float,
+    plain: float = 1.0,
+    tokens: int = 2,
+    expected: float | None = None,
 ) -> list[bool]:
-    """Rounds of fixed cost: a drafting one takes ``seconds`` and brings ``tokens``, a plain one brings one. Which drafted."""
+    """Rounds of fixed cost: a drafting one takes ``seconds`` and brings ``tokens``, a plain one
+    brings one. Which drafted."""
     drafted = []
     for _ in range(rounds):
         if guard.allows(EXIT_HEAD):
-            note(guard, drafting(tokens, seconds - plain), tokens if expected is None else expected, seconds)
+            note(
+                guard,
+                drafting(tokens, seconds - plain),
+                tokens if expected is None else expected,
+                seconds,
+            )
             drafted.append(True)
         else:
             note(guard, chain_outcome(0, 0, 0.0, plain), 1, plain)
@@ -49,7 +77,10 @@ def test_stays_while_drafting_is_faster() -> None:
     assert guard.pauses == 0
     assert not any(drafted[:PROBE]) and all(drafted[PROBE : PROBE + FIRST_INTERVAL])
     probes = np.flatnonzero(np.diff(np.array(drafted).astype(int)) == -1)
-    assert np.diff(probes).tolist()[:2] == [2 * FIRST_INTERVAL + PROBE, 4 * FIRST_INTERVAL + PROBE], "ever fewer probes"
+    assert np.diff(probes).tolist()[:2] == [
+        2 * FIRST_INTERVAL + PROBE,
+        4 * FIRST_INTERVAL + PROBE,
+    ], "ever fewer probes"
     assert 2000 - sum(drafted) <= PROBE * 12
 
 
@@ -89,7 +120,9 @@ def test_does_not_judge_before_it_knows_plain_decoding() -> None:
     guard = Guard()
     for _ in range(50):
         note(guard, drafting(1, 100.0), 1, 101.0)
-    assert guard.pauses == 0 and not guard.allows(EXIT_HEAD) and not guard.allows(TEXT), "it asks for a probe"
+    assert guard.pauses == 0 and not guard.allows(EXIT_HEAD) and not guard.allows(TEXT), (
+        "it asks for a probe"
+    )
 
 
 def test_stalls_do_not_stop_it() -> None:
@@ -124,7 +157,8 @@ def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
 
 
 def test_bad_luck_does_not_stop_it() -> None:
-    """Rounds of 1 or 3 tokens where 2 are expected, at 1.7 plain steps: now and then there are many of 1 in a row."""
+    """Rounds of 1 or 3 tokens where 2 are expected, at 1.7 plain steps: now and then there are many
+    of 1 in a row."""
     guard, random = Guard(), np.random.default_rng(0)
     drafted = []
     for _ in range(4000):
@@ -166,20 +200,27 @@ def test_an_exit_head_that_does_not_pay_cannot_spend_what_the_text_gains() -> No
 
 
 def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
-    """It brings the tokens that the allowance is for. Rounds without any draft may be as rare as probes are."""
+    """It brings the tokens that the allowance is for. Rounds without any draft may be as rare as
+    probes are."""
     guard = Guard()
     play(guard, PROBE, 1.0)
     while guard.allows(EXIT_HEAD):
         note(guard, drafting(1, 1.0), 1, 2.0)
     rounds = 0
     while not guard.allows(EXIT_HEAD):
-        note(guard, copied(5) if guard.allows(TEXT) else chain_outcome(0, 0, 0.0, 1.0), 5 if guard.allows(TEXT) else 1, 1.0)
+        note(
+            guard,
+            copied(5) if guard.allows(TEXT) else chain_outcome(0, 0, 0.0, 1.0),
+            5 if guard.allows(TEXT) else 1,
+            1.0,
+        )
         rounds += 1
     assert rounds < 200
 
 
 def test_a_pause_does_not_hold_back_what_is_sure() -> None:
-    """Stalls in the text's first rounds cost it its account. What repeats is drafted all the same, but not in a probe."""
+    """Stalls in the text's first rounds cost it its account. What repeats is drafted all the same,
+    but not in a probe."""
     guard = Guard()
     assert not guard.allows(TEXT, SURE)
     play(guard, PROBE, 1.0)
@@ -194,12 +235,23 @@ def test_a_pause_does_not_hold_back_what_is_sure() -> None:
     assert rounds < 8, "it earns its account back"
 
 
-def timed_session(harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard) -> Session:
+def timed_session(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, draft_seconds: float, guard: Guard
+) -> Session:
     workspace = timed(monkeypatch, harness.workspace(), draft_seconds)
-    return harness.session([5, 9, 3], None, make_controller("fixed:k=3"), new_tokens=200, guard=guard, workspace=workspace)
+    return harness.session(
+        [5, 9, 3],
+        None,
+        make_controller("fixed:k=3"),
+        new_tokens=200,
+        guard=guard,
+        workspace=workspace,
+    )
 
 
-def test_slow_drafting_is_paused_and_the_statistics_say_so(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_drafting_is_paused_and_the_statistics_say_so(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     guard = Guard()
     session = timed_session(harness, monkeypatch, draft_seconds=3.0, guard=guard)
     rounds, stats = finish(session), session.stats

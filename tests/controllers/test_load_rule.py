@@ -1,4 +1,5 @@
-"""What the batch's rule decides, in a simulation: rows whose drafts are accepted at known rates, calls of known cost."""
+"""What the batch's rule decides, in a simulation: rows whose drafts are accepted at known rates,
+calls of known cost."""
 
 from collections.abc import Callable
 from math import log
@@ -19,7 +20,8 @@ PRIOR = CalibrationPrior(accept=(0.0, 0.0, 1.0, 0.0, 0.0), following=(0.0, 0.0, 
 
 
 def verify_seconds(rows: int, nodes: int) -> float:
-    """A model whose weights take 20 ms, and a node 0.9 ms: measured with 135 M weights in float32 on two processors."""
+    """A model whose weights take 20 ms, and a node 0.9 ms: measured with 135 M weights in float32
+    on two processors."""
     return 20e-3 + 0.7e-3 * rows + 0.9e-3 * nodes
 
 
@@ -33,10 +35,16 @@ def draft_seconds(rows: int) -> float:
 
 
 class Rows:
-    """Rows that draft and are verified under a rule, until so many rounds are over. Chances are around 0.9 or 0.2."""
+    """Rows that draft and are verified under a rule, until so many rounds are over. Chances are
+    around 0.9 or 0.2."""
 
     def __init__(
-        self, rule: LoadRule, rows: int, easy: float, seed: int = 0, seconds: Callable[[int, int], float] = verify_seconds
+        self,
+        rule: LoadRule,
+        rows: int,
+        easy: float,
+        seed: int = 0,
+        seconds: Callable[[int, int], float] = verify_seconds,
     ) -> None:
         self.rule, self.rows, self.easy, self.verify_seconds = rule, rows, easy, seconds
         self.random = np.random.default_rng(seed)
@@ -64,7 +72,9 @@ class Rows:
         while active and depth < 8:
             active.sort(key=lambda one: one.reach * one.next, reverse=True)
             reaches = [(one.reach, one.next) for one in active]
-            active = active[: self.rule.goes_on(reaches, depth, [one.values for one in self.controllers])]
+            active = active[
+                : self.rule.goes_on(reaches, depth, [one.values for one in self.controllers])
+            ]
             if active:
                 depth += 1
                 seconds += draft_seconds(len(active))
@@ -77,7 +87,10 @@ class Rows:
         seconds += verifying
         tokens = 0
         for row, drafted, most in zip(self.controllers, chances, levels, strict=True):
-            right = next((i for i, chance in enumerate(drafted) if self.random.random() >= chance), len(drafted))
+            right = next(
+                (i for i, chance in enumerate(drafted) if self.random.random() >= chance),
+                len(drafted),
+            )
             own, accepted = drafted[:most], min(right, most)
             tokens += accepted + 1
             row.observe(
@@ -105,7 +118,9 @@ class Rows:
         row.keep_drafting(DraftStep(depth, chance, chance, margin, depth))
 
 
-def rate(rule: LoadRule, rows: int, easy: float, seconds: Callable[[int, int], float] = verify_seconds) -> float:
+def rate(
+    rule: LoadRule, rows: int, easy: float, seconds: Callable[[int, int], float] = verify_seconds
+) -> float:
     return Rows(rule, rows, easy, seconds=seconds).run(600)
 
 
@@ -116,8 +131,11 @@ def test_automatic_is_as_good_as_the_better_of_always_and_never(
     rows: int, easy: float, seconds: Callable[[int, int], float]
 ) -> None:
     fixed = {levels: rate(LoadRule(PRIOR, levels), rows, easy, seconds) for levels in (0, 1, 3)}
-    share = 0.96 if seconds is verify_seconds else 0.93  # blocks: the best fixed length fills them by chance
-    assert rate(LoadRule(PRIOR), rows, easy, seconds) > max(share * max(fixed.values()), 0.99 * fixed[0]), fixed
+    # Blocks: the best fixed length fills them by chance.
+    share = 0.96 if seconds is verify_seconds else 0.93
+    assert rate(LoadRule(PRIOR), rows, easy, seconds) > max(
+        share * max(fixed.values()), 0.99 * fixed[0]
+    ), fixed
     padded = LoadRule(PRIOR)
     padded.padded = True
     assert rate(padded, rows, easy, seconds) > 0.99 * fixed[0]
@@ -132,7 +150,9 @@ def test_drafting_fades_as_the_batch_fills_and_comes_back() -> None:
         levels.append(simulated.levels / 100)
     assert levels[0] > levels[1] > levels[2] > levels[3]
     assert levels[3] < 0.2
-    assert levels[4] == pytest.approx(levels[1], rel=0.2) and levels[5] == pytest.approx(levels[0], rel=0.2)
+    assert levels[4] == pytest.approx(levels[1], rel=0.2) and levels[5] == pytest.approx(
+        levels[0], rel=0.2
+    )
 
 
 def test_automatic_is_above_both_in_between() -> None:
@@ -140,7 +160,9 @@ def test_automatic_is_above_both_in_between() -> None:
     assert rate(LoadRule(PRIOR), 8, 0.5) > 1.06 * best
 
 
-def rule_of(rows: int, seconds: Callable[[int, int], float], waiting: int = 0, padded: bool = False) -> LoadRule:
+def rule_of(
+    rows: int, seconds: Callable[[int, int], float], waiting: int = 0, padded: bool = False
+) -> LoadRule:
     rule = LoadRule(PRIOR)
     rule.padded = padded
     for nodes in [*range(rows, 8 * rows + 1)] * 10:
@@ -159,7 +181,8 @@ def test_a_budget_pays_its_rows_part() -> None:
 
 
 def test_the_most_valuable_nodes_of_all_rows_are_verified() -> None:
-    """Nodes that fit into a block of the kernels cost nothing. The next block costs as much as a round."""
+    """Nodes that fit into a block of the kernels cost nothing. The next block costs as much as a
+    round."""
     rule = rule_of(4, eight_at_once)
     assert rule.levels([[0.9, 0.8, 0.7], [0.6, 0.3], [0.2], []]) == [3, 1, 0, 0]
     assert rule.goes_on([(1.0, 0.6)] * 4, 0, [[]] * 4) == 4
@@ -183,7 +206,8 @@ def test_a_second_is_worth_what_plain_rounds_bring_and_more_where_prompts_wait()
 @pytest.mark.parametrize("padded", [False, True])
 def test_no_drafts_are_made_where_a_node_costs_what_a_token_brings(padded: bool) -> None:
     assert rule_of(4, verify_seconds, padded=padded).can_pay
-    assert rule_of(7, eight_at_once, padded=padded).can_pay is not padded  # one of eight nodes is free
+    # One of eight nodes is free.
+    assert rule_of(7, eight_at_once, padded=padded).can_pay is not padded
     assert not rule_of(8, lambda _, nodes: 2e-3 * nodes, padded=padded).can_pay
 
 
@@ -193,9 +217,19 @@ def test_costs_of_calls_are_learned_for_sizes_that_were_not_measured() -> None:
     for _ in range(200):
         rows, slots = int(random.choice([1, 2, 4, 8])), int(random.choice([128, 256, 640]))
         nodes = rows * int(random.choice([1, 2, 4]))
-        costs.add(rows, nodes, slots, _seconds(rows, nodes, slots) * float(random.uniform(0.95, 1.05)))
-    for rows, nodes, slots in ((1, 1, 128), (3, 15, 512), (6, 18, 256), (16, 32, 640), (12, 72, 900)):
-        assert costs.seconds(rows, nodes, slots) == pytest.approx(_seconds(rows, nodes, slots), rel=0.08)
+        costs.add(
+            rows, nodes, slots, _seconds(rows, nodes, slots) * float(random.uniform(0.95, 1.05))
+        )
+    for rows, nodes, slots in (
+        (1, 1, 128),
+        (3, 15, 512),
+        (6, 18, 256),
+        (16, 32, 640),
+        (12, 72, 900),
+    ):
+        assert costs.seconds(rows, nodes, slots) == pytest.approx(
+            _seconds(rows, nodes, slots), rel=0.08
+        )
 
 
 def _seconds(rows: int, nodes: int, slots: int) -> float:
@@ -210,11 +244,14 @@ def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
             costs.add(1, nodes, SLOTS, eight_at_once(1, nodes))
     curve = costs.curve(np.ones(16, int), np.arange(1, 17), SLOTS).tolist()
     assert curve == sorted(curve)
-    assert curve[:8] == pytest.approx([0.01] * 8, rel=0.15) and curve[8:] == pytest.approx([0.02] * 8, rel=0.15)
+    assert curve[:8] == pytest.approx([0.01] * 8, rel=0.15) and curve[8:] == pytest.approx(
+        [0.02] * 8, rel=0.15
+    )
 
 
 def test_a_slower_machine_is_slower_for_all_sizes() -> None:
-    """Plain rounds teach the pace for all sizes. A further node then costs as many plain rounds as before."""
+    """Plain rounds teach the pace for all sizes. A further node then costs as many plain rounds as
+    before."""
     costs = CallCosts()
     for _ in range(10):
         for nodes in (1, 2, 4, 8, 16):
@@ -225,4 +262,6 @@ def test_a_slower_machine_is_slower_for_all_sizes() -> None:
         for _ in range(100):
             costs.add(4, 4, SLOTS, pace * verify_seconds(4, 4))
         expected = [pace * verify_seconds(4, nodes) for nodes in (4, 8, 16)]
-        assert costs.curve(np.full(3, 4), np.array([4, 8, 16]), SLOTS).tolist() == pytest.approx(expected, rel=0.03)
+        assert costs.curve(np.full(3, 4), np.array([4, 8, 16]), SLOTS).tolist() == pytest.approx(
+            expected, rel=0.03
+        )

@@ -14,7 +14,14 @@ PLAIN, NODE, DRAFT = 1.0, 0.05, 0.2
 STEP = TextStep(length=2, times=1, of=1)
 
 
-def round_of(rule: TextRule, steps: Sequence[TextStep], right: int, nodes: int = 0, drafts: int = 0, accepted: int = 0) -> None:
+def round_of(
+    rule: TextRule,
+    steps: Sequence[TextStep],
+    right: int,
+    nodes: int = 0,
+    drafts: int = 0,
+    accepted: int = 0,
+) -> None:
     outcome = RoundOutcome(
         steps=drafts,
         draft_seconds=DRAFT * drafts,
@@ -30,7 +37,9 @@ def round_of(rule: TextRule, steps: Sequence[TextStep], right: int, nodes: int =
     rule.observe(outcome)
 
 
-def taught(rights: Sequence[int], nodes: Sequence[int] = (0, 4, 1, 8), step: TextStep = STEP) -> TextRule:
+def taught(
+    rights: Sequence[int], nodes: Sequence[int] = (0, 4, 1, 8), step: TextStep = STEP
+) -> TextRule:
     """Rounds in which ``rights`` of ten proposed tokens were right; so many were verified."""
     rule = TextRule()
     for number, right in enumerate(rights):
@@ -43,7 +52,11 @@ def test_more_evidence_means_a_better_chance() -> None:
     rule = TextRule()
     lengths = [rule.chance(STEP._replace(length=n)) for n in (1, 2, 4, 8, 16, 32, 64)]
     assert lengths[:6] == sorted(set(lengths)) and lengths[5] == lengths[6] < 1
-    assert rule.chance(STEP._replace(times=4, of=4)) > rule.chance(STEP) > rule.chance(STEP._replace(of=5))
+    assert (
+        rule.chance(STEP._replace(times=4, of=4))
+        > rule.chance(STEP)
+        > rule.chance(STEP._replace(of=5))
+    )
 
 
 def test_chances_become_those_of_the_text() -> None:
@@ -54,7 +67,8 @@ def test_chances_become_those_of_the_text() -> None:
 
 
 def test_labels_need_no_verified_nodes() -> None:
-    """What was proposed in plain rounds teaches as much: a text that turns out to repeat is copied at once."""
+    """What was proposed in plain rounds teaches as much: a text that turns out to repeat is copied
+    at once."""
     wrong, right = taught([0] * 200, nodes=[0]), taught([10] * 60, nodes=[0])
     assert wrong.chance(STEP) < 0.1 and right.chance(STEP) > 0.9
     values = [right.chance(STEP) ** n for n in range(1, 11)]
@@ -89,8 +103,12 @@ def test_the_text_goes_on_behind_a_draft_as_far_as_it_pays() -> None:
     assert TextRule().count_behind(copied, 3) == 0, "nothing is known yet"
 
 
-@pytest.mark.parametrize(("accepted", "short", "long"), [(0, True, True), (3, False, True), (11, False, False)])
-def test_the_text_replaces_drafting_where_it_is_worth_more(accepted: int, short: bool, long: bool) -> None:
+@pytest.mark.parametrize(
+    ("accepted", "short", "long"), [(0, True, True), (3, False, True), (11, False, False)]
+)
+def test_the_text_replaces_drafting_where_it_is_worth_more(
+    accepted: int, short: bool, long: bool
+) -> None:
     rule = taught([4, 0, 1, 2] * 10)
     for number in range(60):
         asked = rule.count([0.99**n for n in range(1, 9)], drafts=True)
@@ -101,7 +119,8 @@ def test_the_text_replaces_drafting_where_it_is_worth_more(accepted: int, short:
 
 
 def test_drafting_that_is_good_because_the_text_is_does_not_count() -> None:
-    """A draft that brings nothing alone, and much where the text goes on behind it, is no reason to draft."""
+    """A draft that brings nothing alone, and much where the text goes on behind it, is no reason to
+    draft."""
     rule = taught([4, 0, 1, 2] * 10)
     for number in range(80):
         copies = number % 2 == 0

@@ -1,4 +1,5 @@
-"""A budget chooses what is verified of all that the draft proposes; the tokens stay those of plain decoding."""
+"""A budget chooses what is verified of all that the draft proposes; the tokens stay those of plain
+decoding."""
 
 from typing import Any
 
@@ -6,7 +7,14 @@ import numpy as np
 import pytest
 from support.command import slow_but
 from support.harness import Harness, finish
-from support.lossless_checks import PROMPTS, SAMPLINGS, check_cache, check_joint, check_same_tokens, drafted
+from support.lossless_checks import (
+    PROMPTS,
+    SAMPLINGS,
+    check_cache,
+    check_joint,
+    check_same_tokens,
+    drafted,
+)
 
 from eesd.controllers import DraftStep, RoundOutcome, SiblingLabel, make_controller
 from eesd.controllers.calibration import features, sigmoid
@@ -39,7 +47,8 @@ def observe(budget: TreeBudget, labels: list[SiblingLabel], round: RoundOutcome)
 
 
 def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudget:
-    """Rounds of all sizes, with the same number of tokens each: the rate is known and v(n) is linear."""
+    """Rounds of all sizes, with the same number of tokens each: the rate is known and v(n) is
+    linear."""
     for number in range(rounds):
         observe(budget, [], outcome(3, accepted, FIRST_SIZES[number % len(FIRST_SIZES)]))
     return budget
@@ -48,7 +57,9 @@ def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudge
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("spec", ["fixed:k=4", "cost-aware-ts"])
-def test_drafting_with_a_budget_gives_the_tokens_of_plain_decoding(harness: Harness, name: str, width: int, spec: str) -> None:
+def test_drafting_with_a_budget_gives_the_tokens_of_plain_decoding(
+    harness: Harness, name: str, width: int, spec: str
+) -> None:
     budget, accepted = TreeBudget(), 0
     for prompt in PROMPTS:
         accepted += check_same_tokens(
@@ -59,14 +70,20 @@ def test_drafting_with_a_budget_gives_the_tokens_of_plain_decoding(harness: Harn
 
 @pytest.mark.parametrize("width", [1, 2])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, name: str, width: int) -> None:
-    check_cache(harness, PROMPTS[2], SAMPLINGS[name], make_controller("fixed:k=4"), width, TreeBudget())
+def test_the_cache_after_each_round_is_that_of_a_prefill(
+    harness: Harness, name: str, width: int
+) -> None:
+    check_cache(
+        harness, PROMPTS[2], SAMPLINGS[name], make_controller("fixed:k=4"), width, TreeBudget()
+    )
 
 
 @pytest.mark.parametrize("width", slow_but([1, 2], 2))
 def test_rejection_sampling_follows_the_verifier(five_token_harness: Harness, width: int) -> None:
     sampling = Sampling(temperature=1.0, method="rejection")
-    check_joint(five_token_harness, [3], sampling, make_controller("fixed:k=2"), width, budget=TreeBudget())
+    check_joint(
+        five_token_harness, [3], sampling, make_controller("fixed:k=2"), width, budget=TreeBudget()
+    )
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
@@ -81,13 +98,18 @@ def test_the_best_of_the_proposed_paths_are_verified(harness: Harness, width: in
         assert 1 <= len(paths) == len(verified) - 1 <= most
         assert all(node.parent in verified for node in verified[1:]), "a node lost its parent"
         assert [node.index for node in verified] == list(range(len(verified)))
-        assert min(proposed[path] for path in paths) >= max((proposed[p] for p in proposed.keys() - paths), default=-np.inf)
+        assert min(proposed[path] for path in paths) >= max(
+            (proposed[p] for p in proposed.keys() - paths), default=-np.inf
+        )
 
 
 def test_a_chain_is_drafted_as_without_a_budget(harness: Harness) -> None:
     """Behind first choices, as a device that drafts it ahead does without asking."""
     for prompt in PROMPTS:
-        alone, budgeted = (drafted(harness, prompt, make_controller("fixed:k=6"), 1, budget) for budget in (None, TreeBudget()))
+        alone, budgeted = (
+            drafted(harness, prompt, make_controller("fixed:k=6"), 1, budget)
+            for budget in (None, TreeBudget())
+        )
         assert [node.token for node in budgeted.nodes] == [node.token for node in alone.nodes]
 
 
@@ -98,7 +120,10 @@ def test_a_chain_without_logits_has_the_engines_candidates() -> None:
         raise AssertionError("a chain that was drafted ahead has no logits")
 
     outputs = StepOutputs(no_logits, np.array([[5, 3]]), np.array([[-0.5, -1.5]], np.float32))
-    sampler, tree = make_sampler(Sampling(), vocab_size=10), DraftTree(7, 8, 1, taught(TreeBudget()))
+    sampler, tree = (
+        make_sampler(Sampling(), vocab_size=10),
+        DraftTree(7, 8, 1, taught(TreeBudget())),
+    )
     tree.grow([sampler.propose(tree.root, outputs, 0, tree.branching)])
     assert [node.token for node in tree.nodes] == [7, 5]
     assert {node.token for node in tree.prune()[1:]} <= {5, 3}
@@ -108,7 +133,13 @@ def test_a_chain_gets_second_candidates(harness: Harness) -> None:
     """Drafting as many tokens, the rounds are fewer, since second choices come true."""
     rounds, found = {}, {}
     for budget in (None, TreeBudget()):
-        session = harness.session(PROMPTS[2], SAMPLINGS["T0.7"], make_controller("fixed:k=3"), budget=budget, new_tokens=80)
+        session = harness.session(
+            PROMPTS[2],
+            SAMPLINGS["T0.7"],
+            make_controller("fixed:k=3"),
+            budget=budget,
+            new_tokens=80,
+        )
         finish(session)
         rounds[budget], found[budget] = session.stats.rounds, session.stats
     few, many = sorted(rounds.values())
@@ -139,7 +170,9 @@ def test_second_candidates_are_not_expanded(harness: Harness, budget: TreeBudget
 
 
 def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
-    plain = load(harness.directory, threads=1, speculation=None).generate(PROMPTS[0], max_new_tokens=30)
+    plain = load(harness.directory, threads=1, speculation=None).generate(
+        PROMPTS[0], max_new_tokens=30
+    )
     llm = load(harness.directory, threads=1, speculation=Speculation("fixed:k=3", tree=2))
     for _ in range(2):
         assert llm.generate(PROMPTS[0], max_new_tokens=30).tokens == plain.tokens
@@ -147,7 +180,8 @@ def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
 
 
 def test_chances_are_calibrated_and_shared_by_scores() -> None:
-    """The first choice's is the calibrated one, the others share what is left by their scores, in order."""
+    """The first choice's is the calibrated one, the others share what is left by their scores, in
+    order."""
     budget = TreeBudget()
     z, (first, *others) = budget.chances(step(), [-0.5, -1.5, -2.0, -4.0])
     assert z == budget.accept.score(features(step())) and first == pytest.approx(sigmoid(z))

@@ -1,4 +1,5 @@
-"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, and validation against the runtime."""
+"""``eesd-distill`` on a tiny model: training, exact resume, self-generation, and validation against
+the runtime."""
 
 import json
 import os
@@ -41,7 +42,9 @@ from eesd.runtime.text import TextCodec
 def trained(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head after 60 steps."""
     output = tmp_path_factory.mktemp("trained") / "head"
-    distill(learner, own_rows, output, "--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60)
+    distill(
+        learner, own_rows, output, "--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60
+    )
     return output
 
 
@@ -69,7 +72,8 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     ],
 )
 def test_an_echo_at_the_end_of_own_text_is_left_out(written: list[int], kept: int) -> None:
-    """Three times the same, and 16 tokens more than once at least; what comes before, and the prompt, stay."""
+    """Three times the same, and 16 tokens more than once at least; what comes before, and the
+    prompt, stay."""
     prompt = [4] * 50
     assert without_echo([*prompt, *written], 50) == [*prompt, *written[:kept]]
 
@@ -78,40 +82,82 @@ def test_an_echo_at_the_end_of_own_text_is_left_out(written: list[int], kept: in
 def test_validation_counts_equal_the_runtime_statistics(
     learner: Path, own_rows: Path, trained: Path, tmp_path: Path, deep: bool
 ) -> None:
-    """Rounds replayed from parallel passes have, depth by depth, the counts of rounds that the engines run."""
+    """Rounds replayed from parallel passes have, depth by depth, the counts of rounds that the
+    engines run."""
     checkpoint = Checkpoint(learner)
     if not deep:
         trained = tmp_path / "head"
-        distill(learner, own_rows, trained, "--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60, "--deep", "none")
+        distill(
+            learner,
+            own_rows,
+            trained,
+            "--steps",
+            60,
+            "--lr",
+            1e-2,
+            "--batch",
+            16,
+            "--save-every",
+            60,
+            "--deep",
+            "none",
+        )
     (stored,) = trained.glob("validation-*.safetensors")
     validation, lm_head = ValidationSet.load(stored), checkpoint.lm_head()
     head = checkpoint.exit_head(trained)
     assert head.exit_config.deep == ((2, 3) if deep else ())
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(
-        export_engine(learner, tmp_path / "plans", "--exit-head", trained, "--quantize-draft", "none"),
+        export_engine(
+            learner, tmp_path / "plans", "--exit-head", trained, "--quantize-draft", "none"
+        ),
         speculation=Speculation("fixed:k=5", guard=False, drafter="exit"),
     )
     verified, accepted, rounds = np.zeros(5, int), np.zeros(5, int), 0
-    for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):
-        completion = llm.generate(tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True)
+    for tokens, start, end in zip(
+        validation.tokens, validation.starts, validation.ends, strict=True
+    ):
+        completion = llm.generate(
+            tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True
+        )
         assert completion.tokens == tokens[start:end].tolist()
         rounds += completion.stats.rounds
         verified[: len(completion.stats.verified_at_depth)] += completion.stats.verified_at_depth
         accepted[: len(completion.stats.accepted_at_depth)] += completion.stats.accepted_at_depth
-    assert (tuple(verified), tuple(accepted), rounds) == (replayed.verified, replayed.accepted, replayed.rounds)
+    assert (tuple(verified), tuple(accepted), rounds) == (
+        replayed.verified,
+        replayed.accepted,
+        replayed.rounds,
+    )
     initial_head = checkpoint.initial_head(head.exit_config)
-    initial = replay_acceptance(validation.correct_drafts(initial_head, checkpoint.geometry, lm_head), 5)
+    initial = replay_acceptance(
+        validation.correct_drafts(initial_head, checkpoint.geometry, lm_head), 5
+    )
     assert replayed.tokens_per_round > initial.tokens_per_round
 
 
-def test_resume_after_a_kill_gives_the_same_losses_and_weights(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+def test_resume_after_a_kill_gives_the_same_losses_and_weights(
+    learner: Path, own_rows: Path, tmp_path: Path
+) -> None:
     """SIGKILL between two checkpoints; the resumed run is compared with an uninterrupted one."""
     options = ("--steps", 24, "--accumulate", 2, "--deep", "2,3")
     distill(learner, own_rows, tmp_path / "whole", *options)
-    arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "killed", *SMALL, *options]
+    arguments = [
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--data",
+        own_rows,
+        "-o",
+        tmp_path / "killed",
+        *SMALL,
+        *options,
+    ]
     command = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step     12  loss"):
@@ -134,46 +180,91 @@ def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
     distill(learner, own_rows, tmp_path / "filling", *options, "--offline", tmp_path / "cache")
     monkeypatch.setattr(Checkpoint, "decoder", lambda *_: pytest.fail("the teacher was loaded"))
     distill(learner, own_rows, tmp_path / "cached", *options, "--offline", tmp_path / "cache")
-    assert read_losses(tmp_path / "online") == read_losses(tmp_path / "filling") == read_losses(tmp_path / "cached")
+    assert (
+        read_losses(tmp_path / "online")
+        == read_losses(tmp_path / "filling")
+        == read_losses(tmp_path / "cached")
+    )
 
 
 def test_a_run_at_a_constant_rate_goes_on_with_more_text(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first targets stay, and so does the draft vocabulary. What is fixed in other runs is still refused."""
+    """The first targets stay, and so does the draft vocabulary. What is fixed in other runs is
+    still refused."""
     monkeypatch.setattr(teacher, "SHARD_ROWS", 64)
     rows, (first, second) = np.load(own_rows), (tmp_path / "first.npy", tmp_path / "second.npy")
     np.save(first, rows[:160])
     np.save(second, rows[160:])
-    options: tuple[object, ...] = ("--cooldown", 0, "--draft-vocab", 40, "--offline", tmp_path / "cache", "--deep", 3)
+    options: tuple[object, ...] = (
+        "--cooldown",
+        0,
+        "--draft-vocab",
+        40,
+        "--offline",
+        tmp_path / "cache",
+        "--deep",
+        3,
+    )
     options += ("--validation", own_rows, "--save-every", 10)
     distill(learner, first, tmp_path / "head", *options, "--steps", 10)
     shards = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").glob("shard-*")}
     vocabulary = load_file(tmp_path / "head/exit_head.safetensors")["draft_vocab"]
     distill(learner, first, tmp_path / "head", "--data", second, *options, "--steps", 30)
     assert sorted(read_losses(tmp_path / "head")) == [*range(1, 31)]
-    assert torch.equal(load_file(tmp_path / "head/exit_head.safetensors")["draft_vocab"], vocabulary)
-    kept = {path.name for path in (tmp_path / "cache").glob("shard-*") if shards.get(path.name) == path.stat().st_mtime_ns}
-    assert len(shards) == 3 and kept == {"shard-00000.safetensors", "shard-00001.safetensors"}  # the third was not full
-    again = ("--model", learner, "--exit-layer", 1, "-o", tmp_path / "head", *SMALL, *options, "--steps", 40)
+    assert torch.equal(
+        load_file(tmp_path / "head/exit_head.safetensors")["draft_vocab"], vocabulary
+    )
+    kept = {
+        path.name
+        for path in (tmp_path / "cache").glob("shard-*")
+        if shards.get(path.name) == path.stat().st_mtime_ns
+    }
+    # The third was not full.
+    assert len(shards) == 3 and kept == {"shard-00000.safetensors", "shard-00001.safetensors"}
+    again = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "-o",
+        tmp_path / "head",
+        *SMALL,
+        *options,
+        "--steps",
+        40,
+    )
     assert_refused(run(main, *again, "--data", second), "cache", "other data")
-    assert_refused(run(main, *again, "--data", first, "--data", second, "--lr", 1), "other options (lr")
-    assert_refused(run(main, *again, "--data", first, "--data", second, "--cooldown", 0.5), "other options (cooldown")
+    assert_refused(
+        run(main, *again, "--data", first, "--data", second, "--lr", 1), "other options (lr"
+    )
+    assert_refused(
+        run(main, *again, "--data", first, "--data", second, "--cooldown", 0.5),
+        "other options (cooldown",
+    )
 
 
-def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(
+    learner: Path, own_rows: Path, tmp_path: Path
+) -> None:
     """Also of one that goes on; later weights count more."""
     mean: dict[str, torch.Tensor] = {}
     for step in (1, 2, 3):
-        distill(learner, own_rows, tmp_path / "mean", "--cooldown", 0, "--steps", step, "--lr", 1e-2)
+        distill(
+            learner, own_rows, tmp_path / "mean", "--cooldown", 0, "--steps", step, "--lr", 1e-2
+        )
         checkpoint = tmp_path / "mean" / f"checkpoint-{step}"
         weights = load_file(checkpoint / "head.safetensors")
-        mean = {name: torch.lerp(mean.get(name, value), value, (LATE + 1) / (step + LATE)) for name, value in weights.items()}
+        mean = {
+            name: torch.lerp(mean.get(name, value), value, (LATE + 1) / (step + LATE))
+            for name, value in weights.items()
+        }
         for name, value in load_file(checkpoint / "average.safetensors").items():
             torch.testing.assert_close(value, mean[name])
     head = Checkpoint(learner).exit_head(tmp_path / "mean").state_dict()
     for name, value in mean.items():
-        torch.testing.assert_close(head[name].float(), value, atol=1e-2, rtol=1e-2)  # it is stored with 16 bits
+        # It is stored with 16 bits.
+        torch.testing.assert_close(head[name].float(), value, atol=1e-2, rtol=1e-2)
     assert any((mean[name] - value).abs().max() > 1e-3 for name, value in weights.items())
     distill(learner, own_rows, tmp_path / "cooled", "--steps", 1)
     assert not (tmp_path / "cooled/checkpoint-1/average.safetensors").exists()
@@ -182,18 +273,54 @@ def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(learner: Path, o
 def test_a_cache_with_more_layers_serves(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    distill(learner, own_rows, tmp_path / "deep", "--steps", 2, "--deep", "2,3", "--offline", tmp_path / "cache")
+    distill(
+        learner,
+        own_rows,
+        tmp_path / "deep",
+        "--steps",
+        2,
+        "--deep",
+        "2,3",
+        "--offline",
+        tmp_path / "cache",
+    )
     distill(learner, own_rows, tmp_path / "online", "--steps", 4, "--deep", 3)
-    monkeypatch.setattr("eesd.distill.run.Run._teacher", lambda *_: pytest.fail("targets were computed"))
-    distill(learner, own_rows, tmp_path / "cached", "--steps", 4, "--deep", 3, "--offline", tmp_path / "cache")
+    monkeypatch.setattr(
+        "eesd.distill.run.Run._teacher", lambda *_: pytest.fail("targets were computed")
+    )
+    distill(
+        learner,
+        own_rows,
+        tmp_path / "cached",
+        "--steps",
+        4,
+        "--deep",
+        3,
+        "--offline",
+        tmp_path / "cache",
+    )
     assert read_losses(tmp_path / "online") == read_losses(tmp_path / "cached")
 
 
 def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
-    lines: list[dict[str, Any]] = [{"prompt": "abc def"}, {"text": "x = 1"}, {"messages": [{"role": "user", "content": "hi"}]}]
+    lines: list[dict[str, Any]] = [
+        {"prompt": "abc def"},
+        {"text": "x = 1"},
+        {"messages": [{"role": "user", "content": "hi"}]},
+    ]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, "-o", tmp_path / "out", *SMALL)
+    arguments = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--self-generate",
+        prompts,
+        "-o",
+        tmp_path / "out",
+        *SMALL,
+    )
     arguments += ("--own-rows", 40, "--own-batch", 4, "--steps", 2)
     succeed(main, *arguments)
     shards = sorted((tmp_path / "out" / "own-text").glob("shard-*"))
@@ -207,11 +334,25 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("batch", [4, 40])
-def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(learner: Path, tmp_path: Path, batch: int) -> None:
+def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(
+    learner: Path, tmp_path: Path, batch: int
+) -> None:
     """Sampled ones, too. The engine that wrote and read them is gone at the end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
-    arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, *SMALL, "--own-rows", 40, "--steps", 1)
+    arguments = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--self-generate",
+        prompts,
+        *SMALL,
+        "--own-rows",
+        40,
+        "--steps",
+        1,
+    )
     found = []
     for size in (1, batch):
         output = tmp_path / str(size)
@@ -222,23 +363,58 @@ def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(learn
     assert torch.equal(*found)
 
 
-def test_without_operators_torch_writes_and_says_so(learner: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_operators_torch_writes_and_says_so(
+    learner: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc def"}\n')
     monkeypatch.setattr(operators, "missing", lambda: "They are not there.")
     monkeypatch.setattr(EngineWriter, "texts", lambda *_: pytest.fail("the operators were used"))
-    arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", tmp_path / "prompts.jsonl", *SMALL)
+    arguments = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--self-generate",
+        tmp_path / "prompts.jsonl",
+        *SMALL,
+    )
     result = succeed(main, *arguments, "--own-rows", 20, "--steps", 1, "-o", tmp_path / "out")
-    assert SLOWLY in result.stderr and len(list((tmp_path / "out" / "own-text").glob("shard-*"))) == 1
+    assert (
+        SLOWLY in result.stderr and len(list((tmp_path / "out" / "own-text").glob("shard-*"))) == 1
+    )
 
 
 def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None:
     """Turns begin as asked, are whole, and are continued; files that are there stay."""
-    arguments = ("--model", learner, "--exit-layer", 1, "--self-prompt", 8, "-o", tmp_path / "out", *SMALL)
-    arguments += ("--self-prompt-start", "ab", "--self-prompt-start", "", "--own-rows", 20, "--steps", 1)
+    arguments = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--self-prompt",
+        8,
+        "-o",
+        tmp_path / "out",
+        *SMALL,
+    )
+    arguments += (
+        "--self-prompt-start",
+        "ab",
+        "--self-prompt-start",
+        "",
+        "--own-rows",
+        20,
+        "--steps",
+        1,
+    )
     succeed(main, *arguments)
     files = sorted((tmp_path / "out" / "own-text").glob("self-prompts-*.jsonl"))
-    turns = [json.loads(line)["messages"][0] for file in files for line in file.read_text().splitlines()]
-    assert len(turns) >= 8 and all(turn["role"] == "user" and turn["content"].strip() for turn in turns)
+    turns = [
+        json.loads(line)["messages"][0] for file in files for line in file.read_text().splitlines()
+    ]
+    assert len(turns) >= 8 and all(
+        turn["role"] == "user" and turn["content"].strip() for turn in turns
+    )
     assert len({turn["content"] for turn in turns}) > 4
     assert 0.3 < sum(turn["content"].startswith("ab") for turn in turns) / len(turns) < 0.7
     before = [file.stat().st_mtime_ns for file in files]
@@ -263,17 +439,29 @@ def needs_operators() -> None:
 
 
 def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: Writer) -> None:
-    """Also sampled ones, where a row takes another prompt when its text has ended, and at the end, when rows are dropped."""
+    """Also sampled ones, where a row takes another prompt when its text has ended, and at the end,
+    when rows are dropped."""
     prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
     limits = [23, 90, 7, 21, 30, 40, 12, 64]
     temperatures = [0, 0.7, 1, 0, 1, 0.7, 1, 0.7]
     alone = [
-        continue_prompts(writer, Writing([prompt], [limit], [temperature], partial(numbers, number), (2,)))[0]
-        for number, (prompt, limit, temperature) in enumerate(zip(prompts, limits, temperatures, strict=True))
+        continue_prompts(
+            writer, Writing([prompt], [limit], [temperature], partial(numbers, number), (2,))
+        )[0]
+        for number, (prompt, limit, temperature) in enumerate(
+            zip(prompts, limits, temperatures, strict=True)
+        )
     ]
-    assert all(len(text) == limit or text[-1] == 2 for text, limit in zip(alone, limits, strict=True))
+    assert all(
+        len(text) == limit or text[-1] == 2 for text, limit in zip(alone, limits, strict=True)
+    )
     for rows in (None, 1, 3, 5):
-        assert continue_prompts(writer, Writing(prompts, limits, temperatures, partial(numbers, 0), (2,), rows)) == alone
+        assert (
+            continue_prompts(
+                writer, Writing(prompts, limits, temperatures, partial(numbers, 0), (2,), rows)
+            )
+            == alone
+        )
 
 
 def numbers(first: int, text: int) -> np.random.Generator:
@@ -283,31 +471,53 @@ def numbers(first: int, text: int) -> np.random.Generator:
 def test_sampled_continuations_follow_the_model_distribution(learner: Path, writer: Writer) -> None:
     """2000 first tokens at temperature 1, compared with the model's distribution."""
     count = 2000
-    texts = continue_prompts(writer, Writing([[5, 6, 7]] * count, [4] * count, [1] * count, partial(numbers, 0), (2,), 64))
-    _, targets = Teacher(Checkpoint(learner).decoder(), [1], 97, "float32")(torch.tensor([[5, 6, 7]]))
-    expected = torch.zeros(97).index_add(0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp())
+    texts = continue_prompts(
+        writer,
+        Writing([[5, 6, 7]] * count, [4] * count, [1] * count, partial(numbers, 0), (2,), 64),
+    )
+    _, targets = Teacher(Checkpoint(learner).decoder(), [1], 97, "float32")(
+        torch.tensor([[5, 6, 7]])
+    )
+    expected = torch.zeros(97).index_add(
+        0, targets.top_ids[0, -1].long(), targets.top_logprobs[0, -1].float().exp()
+    )
     frequencies = torch.bincount(torch.tensor(texts)[:, 3], minlength=97) / count
     assert (frequencies - expected).abs().max() < 5 * (0.25 / count) ** 0.5
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "Q4_1", "Q8_0"])
-def test_operators_write_what_an_engine_directory_generates(kind: str, learner: Path, tmp_path: Path) -> None:
-    """Greedy texts are those of ``eesd.load``; a file's own levels are kept. Rows and threads change no sampled text either."""
+def test_operators_write_what_an_engine_directory_generates(
+    kind: str, learner: Path, tmp_path: Path
+) -> None:
+    """Greedy texts are those of ``eesd.load``; a file's own levels are kept. Rows and threads
+    change no sampled text either."""
     needs_operators()
-    model = gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices=kind)) if kind.startswith("Q") else learner
+    model = (
+        gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices=kind))
+        if kind.startswith("Q")
+        else learner
+    )
     if kind == "bfloat16":
         model = shutil.copytree(learner, tmp_path / "model")
-        weights = {name: tensor.bfloat16() for name, tensor in load_file(model / "model.safetensors").items()}
+        weights = {
+            name: tensor.bfloat16()
+            for name, tensor in load_file(model / "model.safetensors").items()
+        }
         save_file(weights, model / "model.safetensors", {"format": "pt"})
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"dtype": kind}))
-    checkpoint, prompts = Checkpoint(model), [[5, 6, 7], [10] * 30, [40], *([number] * 9 for number in range(50, 58))]
+    checkpoint, prompts = (
+        Checkpoint(model),
+        [[5, 6, 7], [10] * 30, [40], *([number] * 9 for number in range(50, 58))],
+    )
     limits = [40] * len(prompts)
     texts = []
     for threads, rows in ((1, 1), (2, 8)):
         writer = EngineWriter(checkpoint, tmp_path / f"engine-{threads}", threads)
         texts += [
-            continue_prompts(writer, Writing(prompts, limits, temperatures, partial(numbers, 0), (), rows))
+            continue_prompts(
+                writer, Writing(prompts, limits, temperatures, partial(numbers, 0), (), rows)
+            )
             for temperatures in ([0] * 11, [0, 0.7, 1, 0.7, 1, 0.7, 1, 0.7, 1, 0.7, 1])
         ]
     assert texts[:2] == texts[2:]
@@ -315,16 +525,23 @@ def test_operators_write_what_an_engine_directory_generates(kind: str, learner: 
     assert llm.manifest.dtype == ("bfloat16" if kind == "bfloat16" else "float32")
     assert bool(llm.manifest.quantization.tensors) == kind.startswith("Q")
     for prompt, text in zip(prompts, texts[0], strict=True):
-        assert llm.generate(prompt, max_new_tokens=40 - len(prompt), ignore_eos=True).tokens == text[len(prompt) :]
+        assert (
+            llm.generate(prompt, max_new_tokens=40 - len(prompt), ignore_eos=True).tokens
+            == text[len(prompt) :]
+        )
 
 
 def test_operators_read_what_they_wrote(tmp_path: Path) -> None:
     """Behind each token of a greedy text, the best token of the targets is the next one."""
     needs_operators()
-    checkpoint = Checkpoint(gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices="Q4_1")))
+    checkpoint = Checkpoint(
+        gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices="Q4_1"))
+    )
     length = EngineTeacher.CHUNK + 9
     writer = EngineWriter(checkpoint, tmp_path / "engine", 1)
-    texts = continue_prompts(writer, Writing([[5, 6, 7], [40]], [length] * 2, [0, 0], partial(numbers, 0), ()))
+    texts = continue_prompts(
+        writer, Writing([[5, 6, 7], [40]], [length] * 2, [0, 0], partial(numbers, 0), ())
+    )
     teacher = EngineTeacher(checkpoint, tmp_path / "engine", [1, 2], 3, "bf16", length, 2)
     _, targets = teacher(torch.tensor(texts))
     assert [ids[2:-1, 0].tolist() for ids in targets.top_ids] == [text[3:] for text in texts]
@@ -334,7 +551,9 @@ def test_operators_read_what_torch_reads(learner: Path, tmp_path: Path) -> None:
     needs_operators()
     checkpoint, ids = Checkpoint(learner), torch.randint(3, 97, (2, EngineTeacher.CHUNK + 5))
     expected, wanted = Teacher(checkpoint.decoder(), [1, 3], 5, "float32")(ids)
-    hidden, targets = EngineTeacher(checkpoint, tmp_path / "engine", [1, 3], 5, "float32", ids.shape[1], 1)(ids)
+    hidden, targets = EngineTeacher(
+        checkpoint, tmp_path / "engine", [1, 3], 5, "float32", ids.shape[1], 1
+    )(ids)
     assert hidden.keys() == expected.keys()
     for layer, states in hidden.items():
         torch.testing.assert_close(states, expected[layer], atol=1e-4, rtol=1e-4)
@@ -342,7 +561,9 @@ def test_operators_read_what_torch_reads(learner: Path, tmp_path: Path) -> None:
     assert (targets.top_ids == wanted.top_ids).float().mean() > 0.99
 
 
-def test_an_engine_is_made_once_and_again_if_it_is_damaged_small_or_of_another_model(learner: Path, tmp_path: Path) -> None:
+def test_an_engine_is_made_once_and_again_if_it_is_damaged_small_or_of_another_model(
+    learner: Path, tmp_path: Path
+) -> None:
     needs_operators()
     directory = tmp_path / "engine"
 
@@ -365,19 +586,28 @@ def test_short_documents_share_a_row() -> None:
     lengths = (12, 8, 30, 3, 45, 20, 1)
     documents = [np.full(length, index + 1) for index, length in enumerate(lengths)]
     rows = split_documents(documents, 39)
-    assert [sorted(set(row[:n].tolist())) for row, n in zip(rows.tokens, rows.lengths, strict=True)] == [
+    assert [
+        sorted(set(row[:n].tolist())) for row, n in zip(rows.tokens, rows.lengths, strict=True)
+    ] == [
         [1, 2],
         [3, 4],
         [5],
         [6, 7],
     ]
-    assert rows.lengths.tolist() == [20, 33, 40, 21], "of the document of 45 tokens, too few are left for a row"
+    assert rows.lengths.tolist() == [20, 33, 40, 21], (
+        "of the document of 45 tokens, too few are left for a row"
+    )
 
 
-def test_chats_are_read_to_their_answers_and_asked_for_new_ones(learner: Path, tmp_path: Path) -> None:
+def test_chats_are_read_to_their_answers_and_asked_for_new_ones(
+    learner: Path, tmp_path: Path
+) -> None:
     """As rows, nothing follows the last answer; as prompts, the model's own answer does."""
     codec, path = TextCodec(learner), tmp_path / "chats.jsonl"
-    messages = [{"role": "user", "content": "abc def ghi"}, {"role": "assistant", "content": "an answer"}]
+    messages = [
+        {"role": "user", "content": "abc def ghi"},
+        {"role": "assistant", "content": "an answer"},
+    ]
     path.write_text(json.dumps({"messages": messages}) + "\n")
     (row,) = read_rows([path], codec, 256, 127).tokens
     (prompt,) = read_prompts([path], codec, 256, 1, 32, 128, 0)
@@ -396,13 +626,32 @@ def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one_process(learner: Path, own_rows: Path, tmp_path: Path) -> None:
-    """Two processes with batches of two rows, stopped and resumed, compared with one process over the same rows."""
+def test_two_processes_have_the_losses_of_one_process(
+    learner: Path, own_rows: Path, tmp_path: Path
+) -> None:
+    """Two processes with batches of two rows, stopped and resumed, compared with one process over
+    the same rows."""
     arguments = ["--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL]
     arguments += ["--batch", 2, "--accumulate", 2, "--steps", 8]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "eesd.distill.cli"]
-    command += [*map(str, arguments), "-o", str(tmp_path / "two"), "--offline", str(tmp_path / "cache")]
-    first = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "eesd.distill.cli",
+    ]
+    command += [
+        *map(str, arguments),
+        "-o",
+        str(tmp_path / "two"),
+        "--offline",
+        str(tmp_path / "cache"),
+    ]
+    first = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONUNBUFFERED": "1"}
+    )
     assert first.stdout is not None
     for line in first.stdout:
         if line.startswith("step      6  loss"):
@@ -412,6 +661,8 @@ def test_two_processes_have_the_losses_of_one_process(learner: Path, own_rows: P
     assert not (tmp_path / "two" / "checkpoint-8").exists()
     resumed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert resumed.returncode == 0, resumed.stderr[-6000:]
-    assert resumed.stdout.count("step      8  loss") == 1 and "step      5  loss" not in resumed.stdout
+    assert (
+        resumed.stdout.count("step      8  loss") == 1 and "step      5  loss" not in resumed.stdout
+    )
     distill(learner, own_rows, tmp_path / "one", "--batch", 2, "--accumulate", 4, "--steps", 8)
     assert read_losses(tmp_path / "two") == pytest.approx(read_losses(tmp_path / "one"), rel=1e-4)

@@ -22,7 +22,19 @@ from eesd.distill.continuing import Writing
 @pytest.fixture
 def start(learner: Path, own_rows: Path, tmp_path: Path) -> tuple[object, ...]:
     """Arguments of a command that works."""
-    return ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "out", *SMALL, "--steps", 4)
+    return (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--data",
+        own_rows,
+        "-o",
+        tmp_path / "out",
+        *SMALL,
+        "--steps",
+        4,
+    )
 
 
 def without(start: tuple[object, ...], option: str) -> tuple[object, ...]:
@@ -54,14 +66,19 @@ def test_files_without_tokens_are_refused(start: tuple[object, ...], tmp_path: P
     np.save(tmp_path / "floats.npy", np.ones((4, 40)))
     assert_refused(run(main, *rest, "--data", tmp_path / "floats.npy"), "floats.npy", "integers")
     np.save(tmp_path / "pickled.npy", np.array([{}], dtype=object), allow_pickle=True)
-    assert_refused(run(main, *rest, "--data", tmp_path / "pickled.npy"), "pickled.npy", "not an array of tokens")
+    assert_refused(
+        run(main, *rest, "--data", tmp_path / "pickled.npy"),
+        "pickled.npy",
+        "not an array of tokens",
+    )
     save_file({"other": np.ones(3)}, tmp_path / "other.safetensors")
     assert_refused(run(main, *rest, "--data", tmp_path / "other.safetensors"), "tensor `tokens`")
     assert_refused(run(main, *rest, "--data", tmp_path / "absent.npy"), "absent.npy", "not a file")
 
 
 @pytest.mark.parametrize(
-    ("rows", "token", "words"), [(40, 97, ("token 97", "model's tokenizer")), (3, 5, ("only 3 rows", "--validation"))]
+    ("rows", "token", "words"),
+    [(40, 97, ("token 97", "model's tokenizer")), (3, 5, ("only 3 rows", "--validation"))],
 )
 def test_rows_that_do_not_fit_are_refused(
     start: tuple[object, ...], tmp_path: Path, rows: int, token: int, words: tuple[str, ...]
@@ -81,7 +98,9 @@ def test_rows_that_do_not_fit_are_refused(
         (("--eval-every", 0), ("--eval-every",)),
     ],
 )
-def test_invalid_options_are_refused(start: tuple[object, ...], options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_invalid_options_are_refused(
+    start: tuple[object, ...], options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
     assert_refused(run(main, *start, *options), *words)
 
 
@@ -94,23 +113,37 @@ def test_resuming_with_other_options_is_refused(start: tuple[object, ...], tmp_p
     succeed(main, *start)
     assert_refused(run(main, *start, "--lr", 0.5), "other options", "lr: 0.003, now 0.5")
     shutil.copytree(tmp_path / "out", tmp_path / "copy")
-    assert_refused(run(main, *start, "--init-head", tmp_path / "copy"), "other options", "init_head")
+    assert_refused(
+        run(main, *start, "--init-head", tmp_path / "copy"), "other options", "init_head"
+    )
 
 
-def test_a_cache_of_other_data_or_damaged_shards_is_refused(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_a_cache_of_other_data_or_damaged_shards_is_refused(
+    start: tuple[object, ...], tmp_path: Path
+) -> None:
     offline = ("--offline", tmp_path / "cache")
     succeed(main, *start, *offline)
     other = tmp_path / "other"
-    assert_refused(run(main, *without(start, "-o"), "-o", other, *offline, "--top-k", 7), "other data or options", "top_k")
+    assert_refused(
+        run(main, *without(start, "-o"), "-o", other, *offline, "--top-k", 7),
+        "other data or options",
+        "top_k",
+    )
     (tmp_path / "cache" / "shard-00000.safetensors").write_bytes(b"12345678")
-    assert_refused(run(main, *without(start, "-o"), "-o", other, *offline), "shard-00000", "delete it")
+    assert_refused(
+        run(main, *without(start, "-o"), "-o", other, *offline), "shard-00000", "delete it"
+    )
 
 
 def test_a_cache_larger_than_the_disk_is_refused(
     start: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000) if path == tmp_path / "cache" else usage)
+    monkeypatch.setattr(
+        shutil,
+        "disk_usage",
+        lambda path: usage._replace(free=1000) if path == tmp_path / "cache" else usage,
+    )
     assert_refused(run(main, *start, "--offline", tmp_path / "cache"), "GB more", "--top-k")
     assert not list((tmp_path / "cache").glob("shard-*"))
 
@@ -137,15 +170,27 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(
     assert json.loads((tmp_path / "out" / "exit_head.json").read_text())["trained"]
 
 
-def test_generated_text_of_other_options_is_refused(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_generated_text_of_other_options_is_refused(
+    start: tuple[object, ...], tmp_path: Path
+) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "def"}\n')
-    arguments = (*without(start, "--data"), "--self-generate", tmp_path / "p.jsonl", "--own-rows", 20, "--own-batch", 20)
+    arguments = (
+        *without(start, "--data"),
+        "--self-generate",
+        tmp_path / "p.jsonl",
+        "--own-rows",
+        20,
+        "--own-batch",
+        20,
+    )
     succeed(main, *arguments)
     assert_refused(run(main, *arguments, "--temperatures", "1"), "other options", "temperatures")
     assert_refused(run(main, *arguments, "--temperatures", "hot"), "--temperatures", "hot")
 
 
-def test_an_initial_head_of_another_shape_is_refused(start: tuple[object, ...], tmp_path: Path) -> None:
+def test_an_initial_head_of_another_shape_is_refused(
+    start: tuple[object, ...], tmp_path: Path
+) -> None:
     succeed(main, *start)
     rest = (*without(start, "-o"), "-o", tmp_path / "second", "--init-head", tmp_path / "out")
     assert_refused(run(main, *rest, "--blocks", 2), "--blocks 1")

@@ -1,4 +1,5 @@
-"""``eesd-distill`` over damaged files of its own, and on a full disk: one sentence with the file and what to do."""
+"""``eesd-distill`` over damaged files of its own, and on a full disk: one sentence with the file
+and what to do."""
 
 import json
 import os
@@ -28,13 +29,30 @@ def options(learner: Path) -> tuple[object, ...]:
 
 
 @pytest.fixture(scope="module")
-def stopped(options: tuple[object, ...], own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped(
+    options: tuple[object, ...], own_rows: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """The output of a run that stopped at step 2 of 4, with a cache of targets."""
     output = tmp_path_factory.mktemp("stopped") / "out"
     calls = "import eesd.distill.trainer as t; f = t.Trainer._train_step; n = iter(range(9))"
     stop = f"{calls}; t.Trainer._train_step = lambda s: f(s) if next(n) < 2 else exit(3)"
-    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
-    line = [sys.executable, "-c", f"{stop}; from eesd.distill.cli import main; main()", *map(str, arguments)]
+    arguments = (
+        *options,
+        "--data",
+        own_rows,
+        "-o",
+        output,
+        "--offline",
+        output / "cache",
+        "--save-every",
+        2,
+    )
+    line = [
+        sys.executable,
+        "-c",
+        f"{stop}; from eesd.distill.cli import main; main()",
+        *map(str, arguments),
+    ]
     assert subprocess.run(line, stdout=subprocess.DEVNULL).returncode == 3
     assert (output / "checkpoint-2").is_dir()
     return output
@@ -90,7 +108,10 @@ TENSORS: list[Damage] = [*ANY, without_a_tensor, with_a_short_tensor, with_anoth
 JSON: list[Damage] = [*ANY, text("[]"), text("{}"), text("null"), text("[" * 100_000)]
 QUICK = (truncate, without_a_tensor)
 FILES: list[tuple[str, list[Damage]]] = [
-    ("checkpoint-2/run.json", [*JSON, text('{"step": "2", "options": {}}'), text('{"step": 2, "options": []}')]),
+    (
+        "checkpoint-2/run.json",
+        [*JSON, text('{"step": "2", "options": {}}'), text('{"step": 2, "options": []}')],
+    ),
     ("checkpoint-2/head.safetensors", TENSORS),
     ("checkpoint-2/optimizer.safetensors", TENSORS),
     ("cache/cache.json", JSON),
@@ -98,7 +119,9 @@ FILES: list[tuple[str, list[Damage]]] = [
     ("cache/validation-*.safetensors", TENSORS),
 ]
 CASES = [
-    pytest.param(name, damage, id=f"{name}-{number}", marks=[] if damage in QUICK else pytest.mark.slow)
+    pytest.param(
+        name, damage, id=f"{name}-{number}", marks=[] if damage in QUICK else pytest.mark.slow
+    )
     for name, damages in FILES
     for number, damage in enumerate(damages)
 ]
@@ -106,16 +129,32 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "damage"), CASES)
 def test_a_damaged_file_is_named(
-    options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, name: str, damage: Damage
+    options: tuple[object, ...],
+    own_rows: Path,
+    stopped: Path,
+    tmp_path: Path,
+    name: str,
+    damage: Damage,
 ) -> None:
     output = shutil.copytree(stopped, tmp_path / "out")
     (path,) = output.glob(name)
     damage(path)
-    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    arguments = (
+        *options,
+        "--data",
+        own_rows,
+        "-o",
+        output,
+        "--offline",
+        output / "cache",
+        "--save-every",
+        2,
+    )
     result = run(main, *arguments)
     assert result.exit_code == 2, result.output
     assert_one_line(result.stderr, str(output))
-    if "other options" in result.stderr or "other data" in result.stderr:  # a JSON object of other content
+    # A JSON object of other content.
+    if "other options" in result.stderr or "other data" in result.stderr:
         return
     assert path.name in result.stderr and "delete" in result.stderr
     doomed = re.search(r"delete (/\S+?),", result.stderr)
@@ -141,13 +180,33 @@ def test_a_last_line_that_was_cut_off_is_dropped(
 ) -> None:
     output = shutil.copytree(stopped, tmp_path / "out")
     damage(output / "metrics.jsonl")
-    succeed(main, *options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    succeed(
+        main,
+        *options,
+        "--data",
+        own_rows,
+        "-o",
+        output,
+        "--offline",
+        output / "cache",
+        "--save-every",
+        2,
+    )
     assert read_metrics(output)[-1]["step"] == 4
 
 
 @pytest.mark.parametrize(
     "line",
-    ["[]", "{}", "x", '{"step": "1"}', '{"step": 1, "loss": 2}', '{"step": 1, "acceptance": 5}', "\udcff", "[" * 100_000],
+    [
+        "[]",
+        "{}",
+        "x",
+        '{"step": "1"}',
+        '{"step": 1, "loss": 2}',
+        '{"step": 1, "acceptance": 5}',
+        "\udcff",
+        "[" * 100_000,
+    ],
 )
 def test_damaged_metrics_are_named(
     options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, line: str
@@ -155,12 +214,25 @@ def test_damaged_metrics_are_named(
     output = shutil.copytree(stopped, tmp_path / "out")
     with (output / "metrics.jsonl").open("a", errors="surrogateescape") as file:
         file.write(f"{line}\n")
-    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    arguments = (
+        *options,
+        "--data",
+        own_rows,
+        "-o",
+        output,
+        "--offline",
+        output / "cache",
+        "--save-every",
+        2,
+    )
     assert_refused(run(main, *arguments), "metrics.jsonl", "delete it")
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(["checkpoint-foo", "checkpoint-", "checkpoint-3-old", "checkpoint-\u0663"], "checkpoint-foo")
+    "name",
+    slow_but(
+        ["checkpoint-foo", "checkpoint-", "checkpoint-3-old", "checkpoint-\u0663"], "checkpoint-foo"
+    ),
 )
 def test_somebodys_directories_are_left_alone(
     options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, name: str
@@ -168,8 +240,23 @@ def test_somebodys_directories_are_left_alone(
     output = shutil.copytree(stopped, tmp_path / "out")
     (output / name).mkdir()
     (output / name / "mine").touch()
-    succeed(main, *options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
-    assert (output / name / "mine").exists() and (output / "checkpoint-4").is_dir() and not (output / "checkpoint-2").exists()
+    succeed(
+        main,
+        *options,
+        "--data",
+        own_rows,
+        "-o",
+        output,
+        "--offline",
+        output / "cache",
+        "--save-every",
+        2,
+    )
+    assert (
+        (output / name / "mine").exists()
+        and (output / "checkpoint-4").is_dir()
+        and not (output / "checkpoint-2").exists()
+    )
 
 
 @pytest.mark.parametrize("limit", slow_but([200, 5_000, 12_000, 30_000], 30_000))
@@ -180,7 +267,17 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     output = shutil.copytree(stopped, tmp_path / "out")
     before = {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()}
     assert max(map(len, before.values())) > 30_000
-    arguments = (*options, "--data", own_rows, "-o", output, "--offline", output / "cache", "--save-every", 2)
+    arguments = (
+        *options,
+        "--data",
+        own_rows,
+        "-o",
+        output,
+        "--offline",
+        output / "cache",
+        "--save-every",
+        2,
+    )
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
@@ -188,7 +285,8 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     line = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]
     done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
     assert done.returncode == 2
-    place = "tokenizer.json" if limit < 1000 else str(output)  # the tokenizer is the first that is written, in a scratch place
+    # The tokenizer is the first that is written, in a scratch place.
+    place = "tokenizer.json" if limit < 1000 else str(output)
     assert_one_line(done.stderr, place, "cannot be written (", "free some space")
     assert {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()} == before
     assert not [path for path in output.rglob("*") if is_temporary(path.name)]
@@ -196,18 +294,50 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     assert "checkpoint-4" in listing(output)
 
 
-@pytest.mark.parametrize("option", slow_but(["--data", "--self-generate", "--mix", "--validation"], "--data"))
-def test_json_lines_end_at_line_feeds_only(options: tuple[object, ...], own_rows: Path, tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize(
+    "option", slow_but(["--data", "--self-generate", "--mix", "--validation"], "--data")
+)
+def test_json_lines_end_at_line_feeds_only(
+    options: tuple[object, ...], own_rows: Path, tmp_path: Path, option: str
+) -> None:
     """Strings may hold the other line ends of Unicode; a byte order mark is no text."""
-    lines = [json.dumps({"text": f"abc{number} \u2028\u2029\u0085\x0c" * 9}, ensure_ascii=False) for number in range(40)]
+    lines = [
+        json.dumps({"text": f"abc{number} \u2028\u2029\u0085\x0c" * 9}, ensure_ascii=False)
+        for number in range(40)
+    ]
     (tmp_path / "t.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
     rest = () if option in ("--data", "--self-generate") else ("--data", own_rows)
-    succeed(main, *options, *rest, option, tmp_path / "t.jsonl", "-o", tmp_path / "out", "--own-rows", 20, "--steps", 1)
+    succeed(
+        main,
+        *options,
+        *rest,
+        option,
+        tmp_path / "t.jsonl",
+        "-o",
+        tmp_path / "out",
+        "--own-rows",
+        20,
+        "--steps",
+        1,
+    )
 
 
 @pytest.mark.slow
-def test_too_little_memory_is_one_sentence(options: tuple[object, ...], own_rows: Path, tmp_path: Path) -> None:
-    arguments = ("--data", own_rows, "-o", tmp_path / "out", "--batch", 65536, "--length", 512, "--accumulate", 1)
+def test_too_little_memory_is_one_sentence(
+    options: tuple[object, ...], own_rows: Path, tmp_path: Path
+) -> None:
+    arguments = (
+        "--data",
+        own_rows,
+        "-o",
+        tmp_path / "out",
+        "--batch",
+        65536,
+        "--length",
+        512,
+        "--accumulate",
+        1,
+    )
 
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.RLIM_INFINITY))

@@ -14,12 +14,16 @@ from eesd.model.checkpoint import Checkpoint
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "mistral", "qwen3-bias"])
-def test_whole_passes_have_the_states_of_masked_ones(family: str, family_dir: Callable[[str], Path], monkeypatch: Any) -> None:
+def test_whole_passes_have_the_states_of_masked_ones(
+    family: str, family_dir: Callable[[str], Path], monkeypatch: Any
+) -> None:
     checkpoint = Checkpoint(family_dir(family))
     ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
     teacher = Teacher(checkpoint.decoder(), [1, 3], 5, "float32")
     expected, wanted = teacher(ids)
-    monkeypatch.setattr(teacher_module, "full_sequence_inputs", partial(full_sequence_inputs, whole=True))
+    monkeypatch.setattr(
+        teacher_module, "full_sequence_inputs", partial(full_sequence_inputs, whole=True)
+    )
     hidden, targets = teacher(ids)
     for layer, states in hidden.items():
         torch.testing.assert_close(states, expected[layer], atol=1e-4, rtol=1e-4)
@@ -31,11 +35,15 @@ def test_a_whole_pass_has_the_gradients_of_a_masked_one(family_dir: Callable[[st
     block = checkpoint.decoder().model.layers[0].requires_grad_()
     x, gradients = torch.randn(2, 30, checkpoint.geometry.hidden_size), []
     for whole in (False, True):
-        inputs, [cache] = full_sequence_inputs(checkpoint.geometry, 2, 30, 1, torch.float32, x.device, whole)
+        inputs, [cache] = full_sequence_inputs(
+            checkpoint.geometry, 2, 30, 1, torch.float32, x.device, whole
+        )
         assert cache[0].numel() == (0 if whole else x.shape[0] * 30 * 2 * 16)
         block.zero_grad()
         block(x, inputs, cache)[0].square().mean().backward()
-        gradients.append([value.grad.clone() for value in block.parameters() if value.grad is not None])
+        gradients.append(
+            [value.grad.clone() for value in block.parameters() if value.grad is not None]
+        )
     assert len(gradients[0]) == len(list(block.parameters()))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)

@@ -28,30 +28,45 @@ def case() -> dict[str, torch.Tensor]:
     }
 
 
-def losses_of(case: dict[str, torch.Tensor], k: int = VOCABULARY) -> tuple[torch.Tensor, torch.Tensor]:
+def losses_of(
+    case: dict[str, torch.Tensor], k: int = VOCABULARY
+) -> tuple[torch.Tensor, torch.Tensor]:
     return token_losses(case["features"], case["lm_head"], case["ids"][:, :k], case["top"][:, :k])
 
 
 def test_losses_equal_those_of_torch_on_whole_distributions(case: dict[str, torch.Tensor]) -> None:
     (ce, kl, tv), agrees = losses_of(case)
     logits = case["features"] @ case["lm_head"].T
-    torch.testing.assert_close(ce, cross_entropy(logits, case["teacher"].argmax(-1), reduction="none"))
-    exact = kl_div(log_softmax(logits, -1), case["teacher"], log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(
+        ce, cross_entropy(logits, case["teacher"].argmax(-1), reduction="none")
+    )
+    exact = kl_div(log_softmax(logits, -1), case["teacher"], log_target=True, reduction="none").sum(
+        -1
+    )
     torch.testing.assert_close(kl, exact, atol=5e-3, rtol=1e-2)  # the targets are kept in float16
-    torch.testing.assert_close(tv, (logits.softmax(-1) - case["teacher"].exp()).abs().sum(-1) / 2, atol=1e-3, rtol=1e-2)
+    torch.testing.assert_close(
+        tv, (logits.softmax(-1) - case["teacher"].exp()).abs().sum(-1) / 2, atol=1e-3, rtol=1e-2
+    )
     assert torch.equal(agrees, logits.argmax(-1) == case["teacher"].argmax(-1))
 
 
 @pytest.mark.parametrize("kept", (VOCABULARY, 5))
-def test_a_head_equal_to_the_teacher_has_nothing_to_learn(case: dict[str, torch.Tensor], kept: int) -> None:
-    """Also where tokens are not kept: a distribution of the kept ones alone would teach it to be surer."""
+def test_a_head_equal_to_the_teacher_has_nothing_to_learn(
+    case: dict[str, torch.Tensor], kept: int
+) -> None:
+    """Also where tokens are not kept: a distribution of the kept ones alone would teach it to be
+    surer."""
     features = case["teacher"].clone().requires_grad_()
-    losses, agrees = token_losses(features, torch.eye(VOCABULARY), case["ids"][:, :kept], case["top"][:, :kept])
+    losses, agrees = token_losses(
+        features, torch.eye(VOCABULARY), case["ids"][:, :kept], case["top"][:, :kept]
+    )
     (gradient,) = torch.autograd.grad(losses[1].sum(), features)
     assert losses[1:].abs().max() < 1e-3 and gradient.abs().max() < 5e-3 and agrees.all()
 
 
-def test_chunking_changes_neither_losses_nor_gradients(case: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunking_changes_neither_losses_nor_gradients(
+    case: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, agrees = losses_of(case)
     (expected,) = torch.autograd.grad(whole.sum(), case["features"])
     monkeypatch.setattr(teacher_module, "LOGITS_PER_CHUNK", 5 * VOCABULARY)
@@ -63,7 +78,9 @@ def test_chunking_changes_neither_losses_nor_gradients(case: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("name", LOSS_NAMES)
-def test_only_losses_with_a_weight_have_a_gradient(case: dict[str, torch.Tensor], name: str) -> None:
+def test_only_losses_with_a_weight_have_a_gradient(
+    case: dict[str, torch.Tensor], name: str
+) -> None:
     weights = dict.fromkeys(LOSS_NAMES, 0.0) | {name: 2.0}
     options = LossOptions(**weights)
     losses, _ = losses_of(case)
@@ -82,7 +99,8 @@ def test_masked_positions_have_no_gradient(case: dict[str, torch.Tensor]) -> Non
 
 
 def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
-    """Two correct drafts and a wrong one; then, after the verifier's token, two correct ones. The last token is not drafted."""
+    """Two correct drafts and a wrong one; then, after the verifier's token, two correct ones. The
+    last token is not drafted."""
     acceptance = replay_acceptance([np.array([[1, 1, 0, 1, 1, 1]], bool)], 2)
     assert (acceptance.rounds, acceptance.tokens) == (2, 6)
     assert acceptance.verified == (2, 2) and acceptance.accepted == (2, 2)
@@ -98,5 +116,9 @@ def test_replay_counts_drafts_up_to_the_first_rejection() -> None:
 def test_the_learning_rate_rises_stays_constant_and_falls() -> None:
     options = TrainingOptions(1, steps=100, lr=1.0, warmup=0.1, cooldown=0.5)
     rates = [learning_rate(options, step) for step in range(100)]
-    assert rates[0] == pytest.approx(0.1) and rates[9:50] == [1.0] * 41 and rates[-1] == pytest.approx(0.0396)
+    assert (
+        rates[0] == pytest.approx(0.1)
+        and rates[9:50] == [1.0] * 41
+        and rates[-1] == pytest.approx(0.0396)
+    )
     assert rates[50:] == sorted(rates[50:], reverse=True)

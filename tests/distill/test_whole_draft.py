@@ -1,4 +1,5 @@
-"""The whole model in fewer bits as the draft of itself: what it may do to the KV cache, and what it brings."""
+"""The whole model in fewer bits as the draft of itself: what it may do to the KV cache, and what it
+brings."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,11 @@ from eesd.runtime.llm import LLM, Speculation, load
 
 PROMPT = np.random.default_rng(5).integers(3, 90, 24).tolist()
 WHOLE = ("--exit-head", "quantized")
-SAMPLINGS = (Sampling(), Sampling(temperature=0.9, seed=3), Sampling(temperature=0.9, seed=3, method="rejection"))
+SAMPLINGS = (
+    Sampling(),
+    Sampling(temperature=0.9, seed=3),
+    Sampling(temperature=0.9, seed=3, method="rejection"),
+)
 SPECULATIONS = {
     "chain": Speculation("fixed:k=4", guard=False, drafter="exit"),
     "tree": Speculation("fixed:k=3", tree=3, guard=False, drafter="exit"),
@@ -35,7 +40,9 @@ SPECULATIONS = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_models.build(tmp_path_factory.mktemp("whole") / "model", 97, layers=2, damping=0.5, seed=0)
+    model = tiny_models.build(
+        tmp_path_factory.mktemp("whole") / "model", 97, layers=2, damping=0.5, seed=0
+    )
     add_tokenizer(model)
     return model
 
@@ -46,7 +53,8 @@ def plans(model: Path) -> Path:
 
 
 class Spoiling:
-    """An engine that writes garbage into every slot of its call, and perhaps into those after them, and says nonsense."""
+    """An engine that writes garbage into every slot of its call, and perhaps into those after them,
+    and says nonsense."""
 
     draft_chain = None
 
@@ -80,31 +88,48 @@ def test_a_model_without_a_head_drafts_for_itself(plans: Path) -> None:
     assert manifest.exit_head.is_whole(manifest.geometry) and manifest.exit_head.can_draft
     assert manifest.exit_head.calibration == WHOLE_MODEL_PRIOR
     assert list(manifest.draft.caches) == [0, 1] and manifest.num_caches == 2
-    linear = [weight for name, weight in weights_of(manifest, manifest.draft).items() if is_linear(name)]
-    assert len(linear) == 9 and all((weight.quantization is None) == (weight.shape[1] == 48) for weight in linear)
+    linear = [
+        weight for name, weight in weights_of(manifest, manifest.draft).items() if is_linear(name)
+    ]
+    assert len(linear) == 9 and all(
+        (weight.quantization is None) == (weight.shape[1] == 48) for weight in linear
+    )
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch", "ort-standard"])
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize(("garbage", "speaks"), [(np.nan, True), (np.inf, False), (3e4, True)])
 def test_a_draft_that_spoils_the_cache_changes_no_token(
-    plans: Path, backend: str, speculation: str, garbage: float, speaks: bool, monkeypatch: pytest.MonkeyPatch
+    plans: Path,
+    backend: str,
+    speculation: str,
+    garbage: float,
+    speaks: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     llm = load(plans, backend.removesuffix("-standard"), threads=1)
     wrong = spoiled(llm, SPECULATIONS[speculation], garbage, speaks)
     for sampling in SAMPLINGS[:2]:
-        plain = llm.with_speculation(None).generate(PROMPT[:6], sampling, max_new_tokens=24, ignore_eos=True)
-        assert wrong.generate(PROMPT[:6], sampling, max_new_tokens=24, ignore_eos=True).tokens == plain.tokens
+        plain = llm.with_speculation(None).generate(
+            PROMPT[:6], sampling, max_new_tokens=24, ignore_eos=True
+        )
+        assert (
+            wrong.generate(PROMPT[:6], sampling, max_new_tokens=24, ignore_eos=True).tokens
+            == plain.tokens
+        )
     if not speaks and speculation != "default":
         with wrong.session(PROMPT[:6], max_new_tokens=9, ignore_eos=True) as session:
-            assert session.step().num_accepted == 0 and session.stats.draft_steps == 1, "its first step ends the draft"
+            assert session.step().num_accepted == 0 and session.stats.draft_steps == 1, (
+                "its first step ends the draft"
+            )
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_what_a_cancelled_draft_wrote_is_never_seen(plans: Path, backend: str) -> None:
-    """A round is cancelled after the draft wrote garbage into eight slots; the next rounds are short, and see none of them."""
+    """A round is cancelled after the draft wrote garbage into eight slots; the next rounds are
+    short, and see none of them."""
     llm = load(plans, backend, threads=1)
     plain = llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     wrong = spoiled(llm, Speculation("fixed:k=8", guard=False, drafter="exit"), np.nan, speaks=True)
@@ -113,17 +138,27 @@ def test_what_a_cancelled_draft_wrote_is_never_seen(plans: Path, backend: str) -
         engines, session.engines = session.engines, session.engines._replace(verify=Cancelling())  # type: ignore[arg-type]
         with pytest.raises(KeyboardInterrupt):
             session.step()
-        session.engines, session.drafting = engines, replace(session.drafting, drafter=None, text=None)
+        session.engines, session.drafting = (
+            engines,
+            replace(session.drafting, drafter=None, text=None),
+        )
         assert session.peek().argmax() == plain[0]
         while session.finish_reason is None:
             session.step()
         assert session.tokens[len(PROMPT) :] == plain
-        followed = llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
+        followed = (
+            llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
+        )
     assert followed == plain
-    assert llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens == plain
+    assert (
+        llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
+        == plain
+    )
 
 
-def test_slots_that_are_not_cleared_are_noticed(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_that_are_not_cleared_are_noticed(
+    plans: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(operators, "missing", lambda: "left out")
     test_what_a_cancelled_draft_wrote_is_never_seen(plans, "ort")
     monkeypatch.setattr(HostKVCache, "clear", lambda *_: None)
@@ -143,7 +178,10 @@ class Cancelling:
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_rows_beside_a_spoiling_draft_keep_their_tokens(plans: Path, backend: str) -> None:
     llm = load(plans, backend, threads=1)
-    plain, wrong = llm.with_speculation(None), spoiled(llm, Speculation(guard=False), np.nan, speaks=True)
+    plain, wrong = (
+        llm.with_speculation(None),
+        spoiled(llm, Speculation(guard=False), np.nan, speaks=True),
+    )
     prompts = [PROMPT[:4], PROMPT[:4] * 3, PROMPT[5:20], PROMPT]
     expected = [plain.generate(one, max_new_tokens=30, ignore_eos=True).tokens for one in prompts]
     service = Service(wrong, BatchOptions(max_rows=3, prefix_memory=1 << 20))
@@ -161,7 +199,9 @@ def test_rows_beside_a_spoiling_draft_keep_their_tokens(plans: Path, backend: st
 def test_drafting_changes_no_token(plans: Path, backend: str, speculation: str) -> None:
     llm, accepted = load(plans, backend, threads=1), 0
     for sampling in SAMPLINGS[:2]:
-        plain = llm.with_speculation(None).generate(PROMPT[:6], sampling, max_new_tokens=40, ignore_eos=True)
+        plain = llm.with_speculation(None).generate(
+            PROMPT[:6], sampling, max_new_tokens=40, ignore_eos=True
+        )
         drafting = llm.with_speculation(SPECULATIONS[speculation])
         found = drafting.generate(PROMPT[:6], sampling, max_new_tokens=40, ignore_eos=True)
         assert found.tokens == plain.tokens
@@ -171,8 +211,12 @@ def test_drafting_changes_no_token(plans: Path, backend: str, speculation: str) 
 
 
 @pytest.mark.parametrize("options", [("--quantize", "int4"), ("--exit-head", "none")])
-def test_without_bits_to_save_the_text_drafts(model: Path, tmp_path: Path, options: tuple[str, ...]) -> None:
-    result = succeed(export_main, "--model", model, *options, "--max-seq-len", 128, "-o", tmp_path / "plans")
+def test_without_bits_to_save_the_text_drafts(
+    model: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    result = succeed(
+        export_main, "--model", model, *options, "--max-seq-len", 128, "-o", tmp_path / "plans"
+    )
     assert "Only the text drafts" in result.stderr
     manifest = load_manifest(tmp_path / "plans")
     assert not manifest.exit_head.can_draft and manifest.quantization.draft is None
@@ -189,12 +233,20 @@ def test_without_bits_to_save_the_text_drafts(model: Path, tmp_path: Path, optio
     ("options", "words"),
     [
         (("--exit-head", "quantized", "--quantize", "int4"), ("4 bits", "--exit-head DIR")),
-        (("--exit-head", "quantized", "--quantize-draft", "none"), ("--quantize-draft none", "--exit-head none")),
-        (("--exit-head", "quantized", "--exit-layer", 1), ("no exit layer", "leave --exit-layer out")),
+        (
+            ("--exit-head", "quantized", "--quantize-draft", "none"),
+            ("--quantize-draft none", "--exit-head none"),
+        ),
+        (
+            ("--exit-head", "quantized", "--exit-layer", 1),
+            ("no exit layer", "leave --exit-layer out"),
+        ),
         (("--exit-head", "quantized", "--stages", 2), ("--stages", "all layers")),
     ],
 )
-def test_what_cannot_be_is_refused(model: Path, tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_what_cannot_be_is_refused(
+    model: Path, tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
     assert_refused(run(export_main, "--model", model, *options, "-o", tmp_path / "plans"), *words)
     assert not (tmp_path / "plans").exists()
 

@@ -1,4 +1,5 @@
-"""The CPU engine through the real export: near the untouched graphs, equal to itself in every bit, over packed directories."""
+"""The CPU engine through the real export: near the untouched graphs, equal to itself in every bit,
+over packed directories."""
 
 import json
 import re
@@ -63,36 +64,51 @@ Directory = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def directory(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Directory:
+def directory(
+    family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Directory:
     """Engines by kind. Tests must not change them."""
 
     @cache
     def exported(kind: str) -> Path:
         base = tmp_path_factory.mktemp("cpu")
         if kind == REDUCED:
-            model = tiny_models.build(base / "model", 97, layers=4, damping=0.3, seed=0, head_dim=20)
+            model = tiny_models.build(
+                base / "model", 97, layers=4, damping=0.3, seed=0, head_dim=20
+            )
             ids = DRAFT_VOCAB.tolist()
-            return tiny_models.export_tiny(model, base / "plans", slots=256, blocks=2, own_lm_head=True, draft_vocab=ids)
+            return tiny_models.export_tiny(
+                model, base / "plans", slots=256, blocks=2, own_lm_head=True, draft_vocab=ids
+            )
         if kind in GGUF:
-            model = gguf_files.write(base / "model.gguf", gguf_files.Spec("llama", matrices=kind, table=kind))
+            model = gguf_files.write(
+                base / "model.gguf", gguf_files.Spec("llama", matrices=kind, table=kind)
+            )
             return export_engine(model, base / "plans", "--max-seq-len", 160)
-        return export_engine(family_dir(kind), base / "plans", "--max-seq-len", 160, *FAMILIES[kind])
+        return export_engine(
+            family_dir(kind), base / "plans", "--max-seq-len", 160, *FAMILIES[kind]
+        )
 
     return exported
 
 
-def cpu_engine(directory: Path, draft: bool = False, threads: int = 1, int8: bool = True, kernel: str = "") -> CpuEngine:
+def cpu_engine(
+    directory: Path, draft: bool = False, threads: int = 1, int8: bool = True, kernel: str = ""
+) -> CpuEngine:
     manifest = load_manifest(directory)
     stages = [manifest.draft] if draft else manifest.verify
     return CpuEngine(build_for_cpu(directory, manifest), manifest, stages, threads, int8, kernel)
 
 
 class Pass:
-    """What an engine pair computes of one text: a prompt in two pieces, a token, a chain, a tree, and draft steps."""
+    """What an engine pair computes of one text: a prompt in two pieces, a token, a chain, a tree,
+    and draft steps."""
 
     def __init__(self, verify: Engine, draft: Engine) -> None:
         manifest = verify.manifest
-        tokens = np.random.default_rng(0).integers(0, manifest.geometry.vocab_size, PROMPT + 20).tolist()
+        tokens = (
+            np.random.default_rng(0).integers(0, manifest.geometry.vocab_size, PROMPT + 20).tolist()
+        )
         cache = verify.new_kv_caches()[0]
         cache.reserve(PROMPT + 20)
         own, drafting = OnCache(verify, cache), OnCache(draft, cache)
@@ -127,7 +143,8 @@ class Pass:
         )
 
     def assert_near(self, other: "Pass", tolerance: float) -> None:
-        """Errors are compared with the size of the values, of whole arrays: rounding to 8 bits makes single ones larger."""
+        """Errors are compared with the size of the values, of whole arrays: rounding to 8 bits
+        makes single ones larger."""
         for ours, theirs in zip(self.steps, other.steps, strict=True):
             assert_near(ours[0], theirs[0], tolerance)
             if len(theirs) > 1 and tolerance < 1e-3:
@@ -143,26 +160,38 @@ def assert_near(found: NDArray[Any], expected: NDArray[Any], tolerance: float) -
     assert error <= tolerance, f"off by {error:.1e}"
 
 
-@pytest.mark.parametrize("kind", slow_but(KINDS, "llama-bias", "qwen3-bias", "llama-tied", "Q4_K", REDUCED))
-def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(directory: Directory, kind: str) -> None:
+@pytest.mark.parametrize(
+    "kind", slow_but(KINDS, "llama-bias", "qwen3-bias", "llama-tied", "Q4_K", REDUCED)
+)
+def test_logits_caches_and_drafts_are_near_those_of_the_untouched_graphs(
+    directory: Directory, kind: str
+) -> None:
     plans = directory(kind)
     manifest = load_manifest(plans)
     open_standard = reference if manifest.dtype in NARROW else OrtEngine
-    expected = Pass(*(open_standard(plans, manifest, stages, 1) for stages in (manifest.verify, [manifest.draft])))
+    expected = Pass(
+        *(
+            open_standard(plans, manifest, stages, 1)
+            for stages in (manifest.verify, [manifest.draft])
+        )
+    )
     exact = Pass(cpu_engine(plans, int8=False), cpu_engine(plans, draft=True, int8=False))
     exact.assert_near(expected, 1e-5)
     rounded = Pass(cpu_engine(plans), cpu_engine(plans, draft=True))
     rounded.assert_near(expected, 0.2)
     chosen = manifest.quantization
     same = bool((rounded.steps[3][0] == exact.steps[3][0]).all())
-    assert same != bool(chosen.layers or chosen.head or chosen.tensors), "activations are int8 only with levels"
+    assert same != bool(chosen.layers or chosen.head or chosen.tensors), (
+        "activations are int8 only with levels"
+    )
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="large pages are Linux's")
 def test_weights_are_copied_to_large_pages_where_memory_is_free(
     directory: Directory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy does not change with the file. With little memory the file stays mapped, with the same bits."""
+    """A copy does not change with the file. With little memory the file stays mapped, with the same
+    bits."""
     plans = shutil.copytree(directory("llama-tied"), tmp_path / "plans")
     weights = build_for_cpu(plans, load_manifest(plans)) / cpu_build.WEIGHTS
     with monkeypatch.context() as little:
@@ -178,10 +207,14 @@ def test_weights_are_copied_to_large_pages_where_memory_is_free(
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 @pytest.mark.parametrize(
-    "kind", slow_but(("llama-bias", "qwen3-bias", "llama-tied", "Q4_K", REDUCED), "qwen3-bias", "llama-tied")
+    "kind",
+    slow_but(
+        ("llama-bias", "qwen3-bias", "llama-tied", "Q4_K", REDUCED), "qwen3-bias", "llama-tied"
+    ),
 )
 def test_bits_are_equal_in_chains_and_trees(directory: Directory, kind: str, int8: bool) -> None:
-    """One :class:`Exactness` for all kernels: the first one's bits are what the others must give."""
+    """One :class:`Exactness` for all kernels: the first one's bits are what the others must
+    give."""
     exactness = Exactness(load_manifest(directory(kind)))
     for name, threads in [("", 1), ("", 2), *((name, 1) for name in operators.supported())]:
         exactness.check(cpu_engine(directory(kind), threads=threads, int8=int8, kernel=name))
@@ -200,11 +233,17 @@ def test_a_cache_keeps_what_is_filled(manifest: Manifest, dtype: str) -> None:
     kv_cache, random = CpuKVCache(manifest, dtype), np.random.default_rng(0)
     geometry = manifest.geometry
     shape = manifest.num_caches, 2, geometry.num_kv_heads
-    assert kv_cache.address % 4096 == 0 and kv_cache.slots == slots_of(manifest) and kv_cache.slots % 16 == 0
+    assert (
+        kv_cache.address % 4096 == 0
+        and kv_cache.slots == slots_of(manifest)
+        and kv_cache.slots % 16 == 0
+    )
     size = geometry.head_dim + 4 * (dtype == "int8")  # each row's scale
     truth = np.zeros((*shape, kv_cache.slots, size), dtype)
     assert kv_cache.slot_bytes == truth.nbytes // kv_cache.slots
-    assert (kv_cache.values(0, kv_cache.slots) == truth).all() and kv_cache.values(0, 1).dtype == dtype
+    assert (kv_cache.values(0, kv_cache.slots) == truth).all() and kv_cache.values(
+        0, 1
+    ).dtype == dtype
     for start, count in ((0, 1), (15, 2), (16, 16), (3, 60), (kv_cache.slots - 5, 5), (40, 0)):
         values = random.normal(0, 30, (*shape, count, size)).astype(dtype)
         kv_cache.fill(start, values)
@@ -243,7 +282,9 @@ def test_a_cache_has_limits(manifest: Manifest, monkeypatch: pytest.MonkeyPatch)
 @pytest.fixture
 def plans(directory: Directory, tmp_path: Path) -> Path:
     """Engines without packed weights, which the test may change."""
-    return shutil.copytree(directory("llama-tied"), tmp_path / "plans", ignore=shutil.ignore_patterns("cpu-*"))
+    return shutil.copytree(
+        directory("llama-tied"), tmp_path / "plans", ignore=shutil.ignore_patterns("cpu-*")
+    )
 
 
 @pytest.fixture
@@ -277,8 +318,11 @@ def test_a_directory_is_built_once(plans: Path, made: list[Path]) -> None:
     assert len(made) == 2 * len(before) + 1
 
 
-def test_another_export_has_another_build_for_cpu(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So has another layout. The new build takes the place of the old one, but of nothing that EESD did not make."""
+def test_another_export_has_another_build_for_cpu(
+    plans: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So has another layout. The new build takes the place of the old one, but of nothing that EESD
+    did not make."""
     manifest = load_manifest(plans)
     first = build_for_cpu(plans, manifest)
     mine = shutil.copytree(first, plans / f"cpu-{'0' * 16}")
@@ -300,10 +344,14 @@ def test_a_directory_that_is_not_built_says_what_to_run(plans: Path, made: list[
     for force in ((), ("--force",)):
         succeed(build_main, "--target", "cpu", plans, *force)
         assert len(made) == 1 + len(force)
-    assert_refused(run(build_main, "--target", "cpu", plans, "--batch", 2), "takes no option but --force")
+    assert_refused(
+        run(build_main, "--target", "cpu", plans, "--batch", 2), "takes no option but --force"
+    )
 
 
-def test_a_directory_that_cannot_be_written_is_not_built(plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_cannot_be_written_is_not_built(
+    plans: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forbid(plans, monkeypatch)
     with pytest.raises(EESDError, match="cannot be written"):
         build_for_cpu(plans, load_manifest(plans))
@@ -315,7 +363,9 @@ def test_where_the_build_is_is_shown(plans: Path, monkeypatch: pytest.MonkeyPatc
         return "".join(succeed(inspect_main, plans).stdout.split())
 
     monkeypatch.setenv("COLUMNS", "400")
-    assert "buildfortheCPU" not in shown() and not list(plans.glob("cpu-*")), "it was made only to be shown"
+    assert "buildfortheCPU" not in shown() and not list(plans.glob("cpu-*")), (
+        "it was made only to be shown"
+    )
     place = build_for_cpu(plans, load_manifest(plans))
     assert f"buildfortheCPU│{place}(" in shown()
     assert doctor.engines(plans)["build for the CPU"] == describe_build(place)
@@ -333,14 +383,19 @@ def forbid(forbidden: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "directory_written_whole", refuse)
 
 
-def test_asking_for_kernels_changes_no_session_in_the_making(directory: Directory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads may load models. What nodes take is set for the whole process, and is read while a session is made."""
+def test_asking_for_kernels_changes_no_session_in_the_making(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads may load models. What nodes take is set for the whole process, and is read while
+    a session is made."""
     plans, made = directory("llama-tied"), ort.InferenceSession
     asked: list[str] = []
     others: list[Thread] = []
 
     def make(*arguments: Any, **options: Any) -> Any:
-        others.append(Thread(target=lambda: asked.extend([operators.missing(), *operators.supported()])))
+        others.append(
+            Thread(target=lambda: asked.extend([operators.missing(), *operators.supported()]))
+        )
         others[-1].start()
         others[-1].join(1)  # it waits for this session
         return made(*arguments, **options)
@@ -392,7 +447,9 @@ def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
 
 def matrix(model: onnx.ModelProto) -> onnx.TensorProto:
     """A weight in a file, not at its beginning."""
-    found: list[onnx.TensorProto] = [t for t in model.graph.initializer if len(t.dims) == 2 and t.external_data]
+    found: list[onnx.TensorProto] = [
+        t for t in model.graph.initializer if len(t.dims) == 2 and t.external_data
+    ]
     return next(tensor for tensor in reversed(found) if tensor.name not in ("cos", "sin"))
 
 
@@ -401,11 +458,15 @@ def renamed(model: onnx.ModelProto) -> None:
 
 
 def moved(model: onnx.ModelProto) -> None:
-    next(entry for entry in matrix(model).external_data if entry.key == "offset").value = str(1 << 40)
+    next(entry for entry in matrix(model).external_data if entry.key == "offset").value = str(
+        1 << 40
+    )
 
 
 def elsewhere(model: onnx.ModelProto) -> None:
-    next(entry for entry in matrix(model).external_data if entry.key == "location").value = "../other.bin"
+    next(
+        entry for entry in matrix(model).external_data if entry.key == "location"
+    ).value = "../other.bin"
 
 
 def other_shape(model: onnx.ModelProto) -> None:
@@ -424,7 +485,9 @@ def test_graphs_that_do_not_fit_the_manifest_are_refused(
     model = graph_of(plans, graph)
     damage(model)
     put(plans, graph, model)
-    with pytest.raises(EESDError, match="do not fit its manifest; export the model again") as caught:
+    with pytest.raises(
+        EESDError, match="do not fit its manifest; export the model again"
+    ) as caught:
         build_for_cpu(plans, load_manifest(plans))
     assert "\n" not in str(caught.value)
     assert not list(plans.glob("cpu-*")), "something half made was left"
@@ -442,7 +505,9 @@ def test_a_graph_that_was_changed_is_refused_although_it_was_packed(plans: Path)
 
 def test_scales_that_are_not_finite_are_refused(plans: Path) -> None:
     manifest = load_manifest(plans)
-    scales = next(t for t in graph_of(plans, "verify.onnx").graph.initializer if t.name.endswith(".scales"))
+    scales = next(
+        t for t in graph_of(plans, "verify.onnx").graph.initializer if t.name.endswith(".scales")
+    )
     offset = next(int(entry.value) for entry in scales.external_data if entry.key == "offset")
     for value in (np.inf, np.nan):
         kind = {1: np.float32, 10: np.float16}[scales.data_type]
@@ -456,13 +521,17 @@ def test_scales_that_are_not_finite_are_refused(plans: Path) -> None:
 def test_a_graph_on_disk_must_not_have_operators_of_this_project(plans: Path) -> None:
     """Exported graphs are standard ONNX; what has nodes of the domain is not one."""
     model = graph_of(plans, "verify.onnx")
-    node = helper.make_node("Embed", [model.graph.input[0].name], ["never"], domain=operators.DOMAIN)
+    node = helper.make_node(
+        "Embed", [model.graph.input[0].name], ["never"], domain=operators.DOMAIN
+    )
     model.graph.node.insert(0, node)
     model.opset_import.append(helper.make_opsetid(operators.DOMAIN, 1))
     put(plans, "verify.onnx", model)
     manifest = load_manifest(plans)
     operators.fastest()
-    with pytest.raises(EESDError, match=r"ONNX Runtime cannot load .*verify.onnx \(.*\); export again") as caught:
+    with pytest.raises(
+        EESDError, match=r"ONNX Runtime cannot load .*verify.onnx \(.*\); export again"
+    ) as caught:
         load_session(plans, manifest, manifest.verify[0], 1, CPU_PROVIDERS)
     assert "eesd" in str(caught.value) and "\n" not in str(caught.value)
 

@@ -1,6 +1,7 @@
 """A device chooses the tokens that the host's samplers choose.
 
-Where torch sees a GPU, choices from given logits are made there; elsewhere, and for generations, the CPU stands for the device.
+Where torch sees a GPU, choices from given logits are made there; elsewhere, and for generations,
+the CPU stands for the device.
 """
 
 from collections.abc import Callable
@@ -45,7 +46,9 @@ OPTIONS = st.builds(
 SAMPLINGS = {
     "penalty": Sampling(repetition_penalty=1.3),
     "coupled": Sampling(temperature=0.9, seed=4),
-    "filtered": Sampling(temperature=1.1, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2, seed=5),
+    "filtered": Sampling(
+        temperature=1.1, top_k=20, top_p=0.9, min_p=0.05, repetition_penalty=1.2, seed=5
+    ),
 }
 
 
@@ -59,13 +62,18 @@ def no_logits() -> NDArray[np.float32]:
 
 
 def random_logits(seed: int, rows: int, size: int, narrow: bool) -> NDArray[np.float32]:
-    """With ``narrow`` they are rounded to bfloat16, as logits of 16-bit engines are, so many are equal."""
-    logits = torch.from_numpy(np.random.default_rng(seed).normal(0, 3, (rows, size)).astype(np.float32))
+    """With ``narrow`` they are rounded to bfloat16, as logits of 16-bit engines are, so many are
+    equal."""
+    logits = torch.from_numpy(
+        np.random.default_rng(seed).normal(0, 3, (rows, size)).astype(np.float32)
+    )
     found: NDArray[np.float32] = (logits.bfloat16().float() if narrow else logits).numpy()
     return found
 
 
-def on_device(sampler: Any, nodes: list[Node], logits: NDArray[np.float32], count: int) -> NDArray[np.float64]:
+def on_device(
+    sampler: Any, nodes: list[Node], logits: NDArray[np.float32], count: int
+) -> NDArray[np.float64]:
     """What the sampler's work for a device makes of the logits."""
     choose = sampler.chooser(nodes, count)
     with torch.inference_mode():
@@ -74,7 +82,8 @@ def on_device(sampler: Any, nodes: list[Node], logits: NDArray[np.float32], coun
 
 
 def chain(tokens: list[int]) -> list[Node]:
-    """A root and nodes behind each other. None has children: each is judged as if it were the last."""
+    """A root and nodes behind each other. None has children: each is judged as if it were the
+    last."""
     nodes = [Node(COMMITTED[-1], index=0)]
     for token in tokens:
         nodes.append(Node(token, nodes[-1], nodes[-1].depth + 1, index=len(nodes)))
@@ -93,7 +102,9 @@ def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
         assert device.accept(node, StepOutputs(logits, chosen=chosen)).bonus_token == expected
         if chosen[node.index, 1]:
             certain += 1
-            assert device.accept(node, StepOutputs(no_logits, chosen=chosen)).bonus_token == expected
+            assert (
+                device.accept(node, StepOutputs(no_logits, chosen=chosen)).bonus_token == expected
+            )
     return certain
 
 
@@ -123,7 +134,12 @@ def test_noise_is_that_of_the_host(seed: int, positions: list[int], size: int, w
 @NEEDS_TRITON
 def test_the_verifiers_tokens_are_those_of_the_host() -> None:
     @settings(derandomize=True, deadline=None, max_examples=200)
-    @given(options=OPTIONS, seed=st.integers(0, 10**6), size=st.sampled_from([7, 97, 4096]), narrow=st.booleans())
+    @given(
+        options=OPTIONS,
+        seed=st.integers(0, 10**6),
+        size=st.sampled_from([7, 97, 4096]),
+        narrow=st.booleans(),
+    )
     def check(options: Sampling, seed: int, size: int, narrow: bool) -> None:
         if not options.greedy or options.repetition_penalty != 1:
             counts.append(check_targets(options, random_logits(seed, 3, size, narrow)))
@@ -141,23 +157,33 @@ def test_a_large_vocabulary_changes_nothing(narrow: bool) -> None:
 
 @NEEDS_TRITON
 def test_what_rounding_could_decide_is_left_to_the_host() -> None:
-    """Of four equal tokens, a nucleus of one half holds two or three, as the last bit of a sum says."""
+    """Of four equal tokens, a nucleus of one half holds two or three, as the last bit of a sum
+    says."""
     logits = np.full((2, 4), -30, np.float32)
     logits[:, :4] = np.log(np.array([0.25] * 4, np.float32))
-    certain = [check_targets(Sampling(temperature=1.0, top_p=0.5, seed=seed), logits) for seed in range(40)]
+    certain = [
+        check_targets(Sampling(temperature=1.0, top_p=0.5, seed=seed), logits) for seed in range(40)
+    ]
     assert 0 < sum(certain) < 80
 
 
 @NEEDS_TRITON
 def test_scores_that_nearly_tie_are_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_sampler, "NEAR", 0.5)
-    certain = [check_targets(Sampling(temperature=1.0, seed=seed), random_logits(seed, 2, 97, False)) for seed in range(40)]
+    certain = [
+        check_targets(Sampling(temperature=1.0, seed=seed), random_logits(seed, 2, 97, False))
+        for seed in range(40)
+    ]
     assert 20 < sum(certain) < 75
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
-    "sampling", [pytest.param(Sampling(temperature=1.0, top_p=0.9), marks=NEEDS_TRITON), Sampling(repetition_penalty=1.3)]
+    "sampling",
+    [
+        pytest.param(Sampling(temperature=1.0, top_p=0.9), marks=NEEDS_TRITON),
+        Sampling(repetition_penalty=1.3),
+    ],
 )
 def test_logits_that_are_not_finite_are_left_to_the_host(sampling: Sampling, value: float) -> None:
     """The host refuses them."""
@@ -174,24 +200,33 @@ def test_logits_that_are_not_finite_are_left_to_the_host(sampling: Sampling, val
 def close(ours: list[Proposal], theirs: list[Proposal]) -> bool:
     """Whether proposals are the same up to rounding."""
     same = [one.token for one in ours] == [other.token for other in theirs]
-    return same and np.allclose([one[1:] for one in ours], [other[1:] for other in theirs], rtol=1e-9, atol=1e-9)
+    return same and np.allclose(
+        [one[1:] for one in ours], [other[1:] for other in theirs], rtol=1e-9, atol=1e-9
+    )
 
 
 def check_drafts(sampling: Sampling, columns: DraftColumns, seed: int) -> None:
     """The draft's proposals are those of the host, in two rounds. The second has seen more."""
     host, device = (make_sampler(sampling, 97, columns) for _ in range(2))
     for tokens in (COMMITTED, [*COMMITTED, 9, 8, 7]):
-        nodes, logits = chain([2, 60, 1]), random_logits(seed, 4, 97 if columns is WHOLE else len(DRAFT_VOCAB), narrow=False)
+        nodes, logits = (
+            chain([2, 60, 1]),
+            random_logits(seed, 4, 97 if columns is WHOLE else len(DRAFT_VOCAB), narrow=False),
+        )
         for sampler in (host, device):
             sampler.begin_round(tokens)
         for count in (1, 4):
             chosen = on_device(device, nodes, logits, count)
             for row, node in enumerate(nodes):
                 theirs = host.propose(node, StepOutputs(logits), row, count)
-                assert close(device.propose(node, StepOutputs(no_logits, chosen=chosen), row, count), theirs)
+                assert close(
+                    device.propose(node, StepOutputs(no_logits, chosen=chosen), row, count), theirs
+                )
 
 
-@pytest.mark.parametrize("columns", [WHOLE, DraftColumns(DRAFT_VOCAB)], ids=["whole", "draft vocabulary"])
+@pytest.mark.parametrize(
+    "columns", [WHOLE, DraftColumns(DRAFT_VOCAB)], ids=["whole", "draft vocabulary"]
+)
 @pytest.mark.parametrize("name", ON_DEVICE)
 def test_drafts_are_those_of_the_host(name: str, columns: DraftColumns) -> None:
     for seed in range(20):
@@ -231,20 +266,34 @@ PROMPT = [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]
 @pytest.mark.parametrize("drafting", DRAFTING)
 @pytest.mark.parametrize("reduced", [False, True], ids=["whole", "draft vocabulary"])
 def test_generations_are_those_of_the_host(
-    harness: Harness, reduced_harness: Harness, monkeypatch: pytest.MonkeyPatch, drafting: str, reduced: bool
+    harness: Harness,
+    reduced_harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+    drafting: str,
+    reduced: bool,
 ) -> None:
     """Logits never leave the device."""
-    monkeypatch.setattr(device_engine, "fetch", lambda *_: pytest.fail("logits were copied to the host"))
+    monkeypatch.setattr(
+        device_engine, "fetch", lambda *_: pytest.fail("logits were copied to the host")
+    )
     used = reduced_harness if reduced else harness
-    plain, llm = eesd.load(used.directory, "ort", speculation=None, threads=1), choosing_llm(used, DRAFTING[drafting])
+    plain, llm = (
+        eesd.load(used.directory, "ort", speculation=None, threads=1),
+        choosing_llm(used, DRAFTING[drafting]),
+    )
     for name, sampling in ON_DEVICE.items():
         expected = plain.generate(PROMPT, sampling, max_new_tokens=30, ignore_eos=True)
         made = llm.generate(PROMPT, sampling, max_new_tokens=30, ignore_eos=True)
         assert made.tokens == expected.tokens, name
-        assert llm.generate(PROMPT, sampling, max_new_tokens=30, draft=False, ignore_eos=True).tokens == expected.tokens
+        assert (
+            llm.generate(PROMPT, sampling, max_new_tokens=30, draft=False, ignore_eos=True).tokens
+            == expected.tokens
+        )
 
 
-@pytest.mark.parametrize(("name", "value"), [("NEAR", 0.3), ("NEAR", np.inf), ("makes_noise", lambda _: False)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("NEAR", 0.3), ("NEAR", np.inf), ("makes_noise", lambda _: False)]
+)
 def test_choices_of_the_host_do_not_change_a_generation(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
@@ -264,10 +313,14 @@ def test_an_observer_still_sees_logits(harness: Harness) -> None:
     assert seen and all(seen)
 
 
-def with_others(owner: Any, name: str, change: Callable[..., Any]) -> Callable[[pytest.MonkeyPatch], None]:
+def with_others(
+    owner: Any, name: str, change: Callable[..., Any]
+) -> Callable[[pytest.MonkeyPatch], None]:
     """A method is given other arguments."""
     original = getattr(owner, name)
-    return lambda patch: patch.setattr(owner, name, lambda *arguments: original(*change(*arguments)))
+    return lambda patch: patch.setattr(
+        owner, name, lambda *arguments: original(*change(*arguments))
+    )
 
 
 def noise_by_column(patch: pytest.MonkeyPatch) -> None:
@@ -284,9 +337,19 @@ def noise_by_column(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "mistake",
     [
-        with_others(device_sampler.DeviceSampler, "_noisiest", lambda own, x, at, count: (own, x, at[:1] * len(at), count)),
-        with_others(device_sampler._Seen, "mask", lambda own, tokens, paths: (own, tokens, [[] for _ in paths])),
-        with_others(device_sampler._Seen, "mask", lambda own, tokens, paths: (own, tokens[:5], paths)),
+        with_others(
+            device_sampler.DeviceSampler,
+            "_noisiest",
+            lambda own, x, at, count: (own, x, at[:1] * len(at), count),
+        ),
+        with_others(
+            device_sampler._Seen,
+            "mask",
+            lambda own, tokens, paths: (own, tokens, [[] for _ in paths]),
+        ),
+        with_others(
+            device_sampler._Seen, "mask", lambda own, tokens, paths: (own, tokens[:5], paths)
+        ),
         noise_by_column,
     ],
     ids=["noise of the root", "paths forgotten", "committed forgotten", "noise by column"],

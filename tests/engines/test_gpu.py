@@ -41,7 +41,10 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     plain = tiny_models.export_tiny(model, root / "plans", slots=384, dtype="float16")
 
     def directory(backend: str) -> Path:
-        if backend == "ort" and "CUDAExecutionProvider" not in __import__("onnxruntime").get_available_providers():
+        if (
+            backend == "ort"
+            and "CUDAExecutionProvider" not in __import__("onnxruntime").get_available_providers()
+        ):
             pytest.skip("needs onnxruntime-gpu")
         if backend not in FLAVOURS:
             return plain
@@ -73,8 +76,16 @@ def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend:
         tokens = [token % 97 for token in range(3, 40)]
         verify.prefill(tokens[:27], 0)
         logits = [verify.forward(tokens[27:], range(27, 37), 27).logits.copy()]
-        logits += [draft.forward([7], [37], 37).logits.copy(), verify.forward([7, 8, 9], [37, 38, 39], 37).logits.copy()]
-        found.append((logits, [kv_cache.read(index)[part][..., :40, :] for index in range(5) for part in (0, 1)]))
+        logits += [
+            draft.forward([7], [37], 37).logits.copy(),
+            verify.forward([7, 8, 9], [37, 38, 39], 37).logits.copy(),
+        ]
+        found.append(
+            (
+                logits,
+                [kv_cache.read(index)[part][..., :40, :] for index in range(5) for part in (0, 1)],
+            )
+        )
     for expected, actual in zip(*(logits + caches for logits, caches in found), strict=True):
         assert cosine(expected, actual) > 0.999 and expected.std() > 0
 
@@ -85,8 +96,12 @@ def cosine(a: NDArray[Any], b: NDArray[Any]) -> float:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "coupled"])
-@pytest.mark.parametrize(("controller", "tree"), [("fixed:k=4", 0), ("beta-ts", 0), ("calibration-ts", 3)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=0.9, seed=4)], ids=["greedy", "coupled"]
+)
+@pytest.mark.parametrize(
+    ("controller", "tree"), [("fixed:k=4", 0), ("beta-ts", 0), ("calibration-ts", 3)]
+)
 def test_drafting_changes_no_token_beyond_rounding(
     opened: Callable[[str], Path], backend: str, controller: str, tree: int, sampling: Sampling
 ) -> None:
@@ -99,7 +114,9 @@ def test_drafting_changes_no_token_beyond_rounding(
         drafted = llm.generate(prompt, sampling, max_new_tokens=400, ignore_eos=True)
         assert len(prompt) + len(plain.tokens) == 384 and drafted.stats.acceptance > 0.1
         divergence = first_divergence(llm, prompt, plain.tokens, drafted.tokens)
-        assert divergence is None or sampling.temperature or abs(divergence.logit_gap) <= GAP, divergence
+        assert divergence is None or sampling.temperature or abs(divergence.logit_gap) <= GAP, (
+            divergence
+        )
 
 
 @pytest.mark.parametrize("backend", ["torch", *FLAVOURS])
@@ -110,8 +127,12 @@ def test_cuda_graphs_change_no_token(opened: Callable[[str], Path], backend: str
         for engine in (engines.verify, engines.draft):
             assert isinstance(engine, DeviceEngine)
             engine.cuda_graphs = cuda_graphs
-        llm = LLM(directory, load_manifest(directory), engines, Speculation("fixed:k=4", guard=False))
-        tokens.append([llm.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens for prompt in PROMPTS])
+        llm = LLM(
+            directory, load_manifest(directory), engines, Speculation("fixed:k=4", guard=False)
+        )
+        tokens.append(
+            [llm.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens for prompt in PROMPTS]
+        )
     assert tokens[0] == tokens[1]
 
 

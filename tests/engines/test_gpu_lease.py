@@ -1,4 +1,5 @@
-"""``gpu_lease.py`` rehearsed on the CPU: what it needs, how steps end, and that it goes on where it stopped."""
+"""``gpu_lease.py`` rehearsed on the CPU: what it needs, how steps end, and that it goes on where it
+stopped."""
 
 import json
 import os
@@ -14,12 +15,21 @@ from lease.whole import CLIENTS
 from support.no_torch import BLOCK
 
 SCRIPT = Path(__file__).parent.parent / "gpu_lease.py"
-MISSING = re.sub(r"blocked = \{.*?\}", 'blocked = {"gguf", "tensorrt", "tensorrt_rtx", "eesd_tensorrt"}', BLOCK)
+MISSING = re.sub(
+    r"blocked = \{.*?\}",
+    'blocked = {"gguf", "tensorrt", "tensorrt_rtx", "eesd_tensorrt"}',
+    BLOCK,
+    flags=re.S,
+)
 MISSING += """
 import importlib.util
 
 found = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *of: None if name.partition(".")[0] in Blocker.blocked else found(name, *of)
+
+def find_spec(name, *of):
+    return None if name.partition(".")[0] in Blocker.blocked else found(name, *of)
+
+importlib.util.find_spec = find_spec
 """
 BAD = """
 import os
@@ -50,13 +60,20 @@ def works(lease):
     return {"device": lease.device}
 
 
-STEPS = {"hangs": Step(hangs, 6), "crashes": Step(crashes, 60), "runs out": Step(runs_out, 60), "works": Step(works, 60)}
+STEPS = {
+    "hangs": Step(hangs, 6),
+    "crashes": Step(crashes, 60),
+    "runs out": Step(runs_out, 60),
+    "works": Step(works, 60),
+}
 """
 
 
 def lease(output: Path, *options: object, **environment: str) -> list[dict[str, Any]]:
     command = [sys.executable, SCRIPT, "--output", output, "--device", "cpu", *options]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=os.environ | environment)
+    done = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stderr
     path = output / "lease.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -67,10 +84,17 @@ def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path
     (tmp_path / "bad_steps.py").write_text(BAD)
     steps, output = ("--steps", "bad_steps"), tmp_path / "out"
     lines = lease(output, *steps, PYTHONPATH=str(tmp_path))
-    assert [line["status"] for line in lines] == ["hung: ended after 6 s", "crashed: SIGABRT", "failed", "ok"]
+    assert [line["status"] for line in lines] == [
+        "hung: ended after 6 s",
+        "crashed: SIGABRT",
+        "failed",
+        "ok",
+    ]
     assert "Tried to allocate 9 GiB" in lines[2]["error"] and lines[3]["found"] == {"device": "cpu"}
     state = Path(f"/proc/{(output / 'child').read_text()}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", "what a step started ends with it"
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", (
+        "what a step started ends with it"
+    )
     assert lease(output, *steps, PYTHONPATH=str(tmp_path)) == lines, "all of it was done"
     again = lease(output, *steps, "--again", "--only", "works", PYTHONPATH=str(tmp_path))
     assert len(again) == 5 and (output / "count").read_text() == "xx"
@@ -81,8 +105,15 @@ def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path
 def test_all_steps_run_on_a_bare_machine(tmp_path: Path) -> None:
     """Without gguf and TensorRT, and with no installed package of this project in the way."""
     (tmp_path / "sitecustomize.py").write_text(MISSING)
-    # torch's products for AMX add in another order in longer calls, so that tokens could differ, rightly.
-    lines = lease(tmp_path / "out", "--minutes", 30, PYTHONPATH=str(tmp_path), ONEDNN_MAX_CPU_ISA="AVX512_CORE")
+    # torch's products for AMX add in another order in longer calls, so that tokens could differ,
+    # rightly.
+    lines = lease(
+        tmp_path / "out",
+        "--minutes",
+        30,
+        PYTHONPATH=str(tmp_path),
+        ONEDNN_MAX_CPU_ISA="AVX512_CORE",
+    )
     wrong = {line["step"]: line.get("error") for line in lines if line["status"] != "ok"}
     assert not wrong and [line["step"] for line in lines] == list(STEPS)
     found = {line["step"]: line["found"] for line in lines}
@@ -92,5 +123,11 @@ def test_all_steps_run_on_a_bare_machine(tmp_path: Path) -> None:
     for clients in CLIENTS:  # the step itself compares their tokens
         for seen in map(found[f"served, {clients} clients"].__getitem__, ("plain", "drafting")):
             assert 0 < seen["seconds to the first token"] < 8 * clients / seen["tokens a second"]
-    assert found["one pass"]["same most likely tokens"] and found["one pass"]["graphs have the bits of eager calls"]
-    assert all(found["tokens in float16"][way]["differ"] == 0 for way in ("chain", "tree", "sampled", "long text"))
+    assert (
+        found["one pass"]["same most likely tokens"]
+        and found["one pass"]["graphs have the bits of eager calls"]
+    )
+    assert all(
+        found["tokens in float16"][way]["differ"] == 0
+        for way in ("chain", "tree", "sampled", "long text")
+    )

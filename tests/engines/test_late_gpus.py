@@ -1,4 +1,5 @@
-"""The engine for GPUs gives the right tokens whenever the work in its streams is done (support/fake_cuda.py)."""
+"""The engine for GPUs gives the right tokens whenever the work in its streams is done
+(support/fake_cuda.py)."""
 
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
@@ -27,7 +28,9 @@ from eesd.runtime.engines.device_engine import ForwardStep
 Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1000, 1010))])
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1000, 1010))]
+)
 @pytest.mark.parametrize("name", slow_but([*SETTINGS], *late_gpus.QUICK))
 def test_tokens_do_not_depend_on_when_work_is_done(planned: Planned, name: str, first: int) -> None:
     """With a new LLM now and then, because work is captured once."""
@@ -51,12 +54,18 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
         llm.engines.verify._step = noted  # type: ignore[method-assign, assignment]
         found = compare(llm, PROMPTS[0], Sampling(), 12, ignore_eos=True)
         most = llm.manifest.max_tree_nodes + 1
-        assert found.divergence is None and found.one_node is not None and found.one_node.new_tokens == 12
+        assert (
+            found.divergence is None
+            and found.one_node is not None
+            and found.one_node.new_tokens == 12
+        )
         assert counts.count(most) > 12 and counts.count(1) >= 12, "padded, and then one node a pass"
         assert llm.engines.verify.buckets[0] == most, "what serves requests is as before"
 
 
-@pytest.mark.parametrize("name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"])
+@pytest.mark.parametrize(
+    "name", ["chain in 3 stages on 3 GPUs", "tree in 3 stages on 2 GPUs", "chain over few slots"]
+)
 def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
     """There the calls are not captured, and what they need is freed after each."""
     directory, setting, prompt = planned(SETTINGS[name]), SETTINGS[name], PROMPTS[2]
@@ -69,7 +78,9 @@ def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: s
     assert len(prompt) + len(expected) == 96
 
 
-@pytest.mark.parametrize("name", slow_but(["chain", "chain by torch", "chain in 3 stages on 3 GPUs"], "chain"))
+@pytest.mark.parametrize(
+    "name", slow_but(["chain", "chain by torch", "chain in 3 stages on 3 GPUs"], "chain")
+)
 @pytest.mark.parametrize("pieces", [0, 5, 40])
 def test_a_capture_that_fails_inside_costs_speed_and_no_token(
     planned: Planned, name: str, pieces: int, caplog: pytest.LogCaptureFixture
@@ -90,15 +101,22 @@ def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name:
         for seed in range(3):
             machine.reseed(seed)
             with ExitStack() as stack:
-                opened = [llm.session(prompt, max_new_tokens=late_gpus.TOKENS, ignore_eos=True) for prompt in PROMPTS]
+                opened = [
+                    llm.session(prompt, max_new_tokens=late_gpus.TOKENS, ignore_eos=True)
+                    for prompt in PROMPTS
+                ]
                 sessions = [stack.enter_context(session) for session in opened]
-                while unfinished := [session for session in sessions if session.finish_reason is None]:
+                while unfinished := [
+                    session for session in sessions if session.finish_reason is None
+                ]:
                     machine.random.choice(unfinished).step()
             for number, (prompt, session) in enumerate(zip(PROMPTS, sessions, strict=True)):
                 assert session.tokens[len(prompt) :] == late_gpus.expected(directory)[number, 0]
 
 
-@pytest.mark.parametrize("name", slow_but(["chain", "chain by torch", "tree in 3 stages on 2 GPUs by torch"], "chain"))
+@pytest.mark.parametrize(
+    "name", slow_but(["chain", "chain by torch", "tree in 3 stages on 2 GPUs by torch"], "chain")
+)
 def test_threads_with_a_model_each_do_not_disturb_each_other(
     planned: Planned, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -108,8 +126,11 @@ def test_threads_with_a_model_each_do_not_disturb_each_other(
     assert "CUDA graph" not in caplog.text
 
 
-def test_captures_of_two_threads_at_once_are_noticed(planned: Planned, caplog: pytest.LogCaptureFixture) -> None:
-    """The mistake that the lock prevents: torch waits for the whole GPU before it captures. Not every order leads to it."""
+def test_captures_of_two_threads_at_once_are_noticed(
+    planned: Planned, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mistake that the lock prevents: torch waits for the whole GPU before it captures. Not
+    every order leads to it."""
     for seed in range(10):
         in_two_threads(planned(SETTINGS["chain"]), SETTINGS["chain"], seed, locked=False)
         if "runs without a CUDA graph" in caplog.text:
@@ -118,12 +139,17 @@ def test_captures_of_two_threads_at_once_are_noticed(planned: Planned, caplog: p
 
 
 def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -> None:
-    """Generate in two threads on one machine, in an order that the seed decides, and judge the tokens."""
+    """Generate in two threads on one machine, in an order that the seed decides, and judge the
+    tokens."""
     wanted, turns = late_gpus.expected(directory), Turns(seed)
 
     def generate() -> None:
         with on_devices(machine):
-            llm = eesd.load(directory, "torch" if setting.flavour == "torch" else "tensorrt", speculation=setting.speculation)
+            llm = eesd.load(
+                directory,
+                "torch" if setting.flavour == "torch" else "tensorrt",
+                speculation=setting.speculation,
+            )
             for number, prompt in enumerate(PROMPTS):
                 made = llm.generate(prompt, max_new_tokens=late_gpus.TOKENS, ignore_eos=True)
                 assert made.tokens == wanted[number, 0]
@@ -137,8 +163,12 @@ def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -
 
 
 def assert_caught(directory: Path, setting: Setting, mutate: Mutation) -> None:
-    """A mistake in the runtime gives other tokens with one of 20 seeds, no token, or an engine that refuses its input."""
-    with late_llm(directory, setting, seed=0) as (machine, llm), pytest.MonkeyPatch.context() as patch:
+    """A mistake in the runtime gives other tokens with one of 20 seeds, no token, or an engine that
+    refuses its input."""
+    with (
+        late_llm(directory, setting, seed=0) as (machine, llm),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         mutate(patch, machine)
         try:
             found = any(wrong(directory, machine, llm, range(seed, seed + 1)) for seed in range(20))
@@ -158,7 +188,9 @@ def read_before_the_host_waited(patch: pytest.MonkeyPatch, _: Machine) -> None:
 
 def run_engines_in_another_stream(patch: pytest.MonkeyPatch, machine: Machine) -> None:
     others = [machine.new_stream(device) for device in range(machine.devices)]
-    patch.setattr(DeviceStream, "handle", property(lambda self: others[self.device.index].cuda_stream))
+    patch.setattr(
+        DeviceStream, "handle", property(lambda self: others[self.device.index].cuda_stream)
+    )
 
 
 def move_slots_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
@@ -182,7 +214,9 @@ def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None
 
     def set_inputs(self: Any, *args: Any) -> None:
         if self._stages[0]._graph._graph is not None:
-            self._inputs = [device_engine.InputViews(*map(np.copy, views)) for views in self._inputs]
+            self._inputs = [
+                device_engine.InputViews(*map(np.copy, views)) for views in self._inputs
+            ]
         original(self, *args)
 
     patch.setattr(ForwardStep, "set_inputs", set_inputs)

@@ -37,7 +37,12 @@ PROMPT = [1, 17, 5, 40, 3, 22, 9, 31, 7, 2, 11, 13]
 WHOLE = ("--exit-head", "quantized")
 """The draft is all layers in 4 bits."""
 SIZES = SMALL | {"intermediate_size": 48, "pad_token_id": None}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "mlp_only_layers": [1],
+}
 WINDOWS = {"sliding_window": 9, "query_pre_attn_scalar": 8}
 CASES = [
     FamilyCase("qwen3_moe", SIZES | EXPERTS, 2),
@@ -49,7 +54,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Gives an engine directory for some options. Four KV heads, so that four ranks have one each; with deep layers."""
+    """Gives an engine directory for some options. Four KV heads, so that four ranks have one each;
+    with deep layers."""
     root = tmp_path_factory.mktemp("parallel")
     model = tiny_models.build(root / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=4)
     deep_head(Checkpoint(model), root / "head")
@@ -57,7 +63,9 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     @cache
     def made(*options: str) -> Path:
         output = root / "-".join(("plans", *options))
-        return export_engine(model, output, "--exit-head", root / "head", "--max-seq-len", 128, *options)
+        return export_engine(
+            model, output, "--exit-head", root / "head", "--max-seq-len", 128, *options
+        )
 
     return made
 
@@ -70,7 +78,8 @@ def directory(export: Callable[..., Path]) -> Path:
 def in_one_process(
     plans: Path, ranks: int, speculation: Speculation | None = None, prompt: Sequence[int] = PROMPT
 ) -> tuple[Any, list[int]]:
-    """The logits of a prompt, and tokens, of ranks that are threads of this process; 1: of a model that is not split."""
+    """The logits of a prompt, and tokens, of ranks that are threads of this process; 1: of a model
+    that is not split."""
     manifest, parts, meeting = load_manifest(plans), dict[int, torch.Tensor](), Barrier(ranks)
     found = dict[int, tuple[Any, list[int]]]()
 
@@ -96,7 +105,9 @@ def in_one_process(
     for thread in threads:
         thread.join()
     for logits, tokens in found.values():
-        assert (logits == found[0][0]).all() and tokens == found[0][1], "all ranks have the same sums"
+        assert (logits == found[0][0]).all() and tokens == found[0][1], (
+            "all ranks have the same sums"
+        )
     return found[0]
 
 
@@ -109,25 +120,44 @@ def whole(directory: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> dic
 
 
 def in_processes(directory: Path, output: Path, ranks: int) -> dict[str, Any]:
-    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    done = subprocess.run([*map(str, (*launch, MEMBER, directory, output))], capture_output=True, text=True)
+    launch = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        ranks,
+    )
+    done = subprocess.run(
+        [*map(str, (*launch, MEMBER, directory, output))], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(output.read_text())
     return found
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"), slow_but([(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4")), (2, WHOLE)], (2, WHOLE))
+    ("ranks", "options"),
+    slow_but(
+        [(2, ("--quantize-draft", "none")), (4, ("--quantize", "int4")), (2, WHOLE)], (2, WHOLE)
+    ),
 )
 def test_ranks_have_the_tokens_of_one_process(
-    export: Callable[..., Path], tmp_path: Path, ranks: int, options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    export: Callable[..., Path],
+    tmp_path: Path,
+    ranks: int,
+    options: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chains, trees, sampling, kept prompts; of quantized weights, too. Logits have the bits of ranks that are threads."""
+    """Chains, trees, sampling, kept prompts; of quantized weights, too. Logits have the bits of
+    ranks that are threads."""
     directory = export(*options)
     found = in_processes(directory, tmp_path / "several.json", ranks)
     assert found["drafting differs"] == 0 and found["chain, tokens a round"] > 1
     expected = whole(directory, tmp_path / "whole.json", monkeypatch)
-    assert {name: found[name] for name in team_member.WAYS} == {name: expected[name] for name in team_member.WAYS}
+    assert {name: found[name] for name in team_member.WAYS} == {
+        name: expected[name] for name in team_member.WAYS
+    }
     logits, _ = in_one_process(directory, ranks, prompt=team_member.PROMPTS[1])
     assert found["logits"] == sha256(logits.tobytes()).hexdigest()
 
@@ -139,35 +169,68 @@ FAMILIES = [*CASES, "qwen2", "qwen3-bias", "llama-bias"]
 def test_parts_add_up_to_the_whole(family_dir: Any, tmp_path: Path, case: FamilyCase | str) -> None:
     """Logits of a prompt, and tokens with trees of drafts, are those of one process.
 
-    Biases count once; norms of heads are on every rank; experts; windows, norms behind, and caps; norms after the rotation.
+    Biases count once; norms of heads are on every rank; experts; windows, norms behind, and caps;
+    norms after the rotation.
     """
-    options = ("--exit-layer", 1, "--dtype", "float32", "--quantize-draft", "none", "--max-seq-len", 64, "--max-tree-nodes", 8)
+    options = (
+        "--exit-layer",
+        1,
+        "--dtype",
+        "float32",
+        "--quantize-draft",
+        "none",
+        "--max-seq-len",
+        64,
+        "--max-tree-nodes",
+        8,
+    )
     model = family_dir(case) if isinstance(case, str) else case.write(tmp_path / "model")
     plans = export_engine(model, tmp_path / "plans", *options)
     speculation = Speculation("fixed:k=3", 2, guard=False, drafter="exit")
-    (expected, tokens), (logits, split_tokens) = (in_one_process(plans, ranks, speculation) for ranks in (1, 2))
+    (expected, tokens), (logits, split_tokens) = (
+        in_one_process(plans, ranks, speculation) for ranks in (1, 2)
+    )
     np.testing.assert_allclose(logits, expected, atol=1e-4)
     assert expected.std() > 0.01 and split_tokens == tokens
 
 
 def test_models_that_no_rank_can_have_a_part_of_are_refused(tmp_path: Path) -> None:
     norms = FamilyCase("olmo2", SIZES, 0).write(tmp_path / "model")
-    plans = export_engine(norms, tmp_path / "plans", "--exit-layer", 1, "--dtype", "float32", "--max-seq-len", 64)
-    assert_refused(run(inspect_main, plans, "--memory", "--parallel", 2), "norms over all heads", "start one process")
-    manifest = load_manifest(export_engine(CASES[0].write(tmp_path / "experts"), plans, "--exit-layer", 1, "--max-seq-len", 64))
+    plans = export_engine(
+        norms, tmp_path / "plans", "--exit-layer", 1, "--dtype", "float32", "--max-seq-len", 64
+    )
+    assert_refused(
+        run(inspect_main, plans, "--memory", "--parallel", 2),
+        "norms over all heads",
+        "start one process",
+    )
+    manifest = load_manifest(
+        export_engine(
+            CASES[0].write(tmp_path / "experts"), plans, "--exit-layer", 1, "--max-seq-len", 64
+        )
+    )
     experts = manifest.geometry.experts
     assert experts is not None
-    with pytest.raises(EESDError, match="2 ranks do not divide the model's 33 columns of an expert"):
+    with pytest.raises(
+        EESDError, match="2 ranks do not divide the model's 33 columns of an expert"
+    ):
         replace(manifest.geometry, experts=replace(experts, size=33)).on_rank(2)
 
 
 @pytest.mark.parametrize("options", [("--quantize-draft", "none"), WHOLE])
-def test_a_rank_has_the_bytes_that_inspect_says(export: Callable[..., Path], options: tuple[str, ...]) -> None:
-    """Draft and verify share parts, as they share whole weights; quantized weights are dequantized."""
+def test_a_rank_has_the_bytes_that_inspect_says(
+    export: Callable[..., Path], options: tuple[str, ...]
+) -> None:
+    """Draft and verify share parts, as they share whole weights; quantized weights are
+    dequantized."""
     directory = export(*options)
     manifest = load_manifest(directory)
-    [estimated] = json.loads(succeed(inspect_main, directory, "--memory", "--parallel", 2, "--json").stdout)["devices"]
-    [stage] = load_modules(directory, manifest, [torch.device("cpu")], True, Split(2, 1, torch.clone))
+    [estimated] = json.loads(
+        succeed(inspect_main, directory, "--memory", "--parallel", 2, "--json").stdout
+    )["devices"]
+    [stage] = load_modules(
+        directory, manifest, [torch.device("cpu")], True, Split(2, 1, torch.clone)
+    )
     assert stage.draft is not None
     tensors = [*stage.rotary_tables, *stage.verify.parameters(), *stage.draft.parameters()]
     found = {(one.data_ptr(), one.shape): one.nbytes for one in tensors if not one.is_meta}
@@ -199,7 +262,9 @@ eesd.load({str(directory)!r}, "torch").generate([5, 9, 3], max_new_tokens=8)
 """)
     with started(tmp_path, tmp_path / "run.py") as ranks:
         assert codes(ranks) == [1, 0]
-    assert (tmp_path / "0.err").read_text() == "error: Rank 1 has ended; see what it printed, and start all again.\n"
+    assert (
+        tmp_path / "0.err"
+    ).read_text() == "error: Rank 1 has ended; see what it printed, and start all again.\n"
 
 
 def test_a_script_loads_one_model(directory: Path, tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from eesd.runtime.cli import main as run_main
 from eesd.serve.cli import main as serve_main
 
 PROMPT, COUNT = "for i in range", 20
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python")
+TORCHRUN = (
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--no-python",
+)
 LOST = "error: Rank {} has ended; see what it printed, and start all again.\n"
 
 
@@ -28,11 +36,22 @@ LOST = "error: Rank {} has ended; see what it printed, and start all again.\n"
 def test_torchrun_prints_the_text_of_one_process(engine: Path) -> None:
     """Once. Standard input is rank 0's."""
     options = ("--engine-dir", engine, "-n", COUNT, "--json")
-    command = [*TORCHRUN, sys.executable, "-m", "eesd.runtime.cli", *map(str, options), "--backend", "torch"]
+    command = [
+        *TORCHRUN,
+        sys.executable,
+        "-m",
+        "eesd.runtime.cli",
+        *map(str, options),
+        "--backend",
+        "torch",
+    ]
     done = subprocess.run(command, input=PROMPT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
     [line] = done.stdout.splitlines()
-    assert json.loads(line)["tokens"] == json.loads(succeed(run_main, *options, "-p", PROMPT).stdout)["tokens"]
+    assert (
+        json.loads(line)["tokens"]
+        == json.loads(succeed(run_main, *options, "-p", PROMPT).stdout)["tokens"]
+    )
 
 
 @contextmanager
@@ -49,8 +68,15 @@ def serving(engine: Path, folder: Path) -> Iterator[tuple[list["subprocess.Popen
 
 @pytest.mark.parametrize("number", slow_but([signal.SIGTERM, signal.SIGINT], signal.SIGTERM))
 def test_a_server_ends_with_its_ranks(engine: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """All get the signal, as from torchrun or a terminal. The request that runs is finished, with the tokens of one process."""
-    body = {"prompt": PROMPT, "max_tokens": 16, "temperature": 0, "ignore_eos": True, "stream": True}
+    """All get the signal, as from torchrun or a terminal. The request that runs is finished, with
+    the tokens of one process."""
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": 16,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    }
     with serving(engine, tmp_path) as (ranks, url), httpx2.Client(timeout=60) as client:
         with client.stream("POST", f"{url}/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
@@ -68,7 +94,9 @@ def test_a_server_ends_with_its_ranks(engine: Path, tmp_path: Path, number: sign
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_server_that_loses_a_rank_ends_with_one_sentence(engine: Path, tmp_path: Path, lost: int) -> None:
+def test_a_server_that_loses_a_rank_ends_with_one_sentence(
+    engine: Path, tmp_path: Path, lost: int
+) -> None:
     """Also while no request runs."""
     with serving(engine, tmp_path) as (ranks, _):
         before = (tmp_path / f"{1 - lost}.err").read_text()
@@ -79,7 +107,16 @@ def test_a_server_that_loses_a_rank_ends_with_one_sentence(engine: Path, tmp_pat
 
 @pytest.mark.slow
 def test_interrupted_in_the_middle_all_ranks_end(engine: Path, tmp_path: Path) -> None:
-    options = ("--engine-dir", engine, "-n", 10**6, "--ignore-eos", "--backend", "torch", *["-p", PROMPT] * 1000)
+    options = (
+        "--engine-dir",
+        engine,
+        "-n",
+        10**6,
+        "--ignore-eos",
+        "--backend",
+        "torch",
+        *["-p", PROMPT] * 1000,
+    )
     with started(tmp_path, "-m", "eesd.runtime.cli", *options) as ranks:
         eventually(lambda: (tmp_path / "0.out").stat().st_size > 0, 120)
         for rank in ranks:
@@ -90,12 +127,18 @@ def test_interrupted_in_the_middle_all_ranks_end(engine: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("backend", ["auto", "ort", "tensorrt"])
-def test_other_backends_are_refused(engine: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+def test_other_backends_are_refused(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
     """Every rank would do the same work."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     words = ("WORLD_SIZE is 2", f"not {backend}", "choose the backend torch")
-    assert_refused(run(run_main, "--engine-dir", engine, "-p", PROMPT, "--backend", backend), *words)
-    assert_refused(run(serve_main, "--engine-dir", engine, "--port", 0, "--backend", backend), *words)
+    assert_refused(
+        run(run_main, "--engine-dir", engine, "-p", PROMPT, "--backend", backend), *words
+    )
+    assert_refused(
+        run(serve_main, "--engine-dir", engine, "--port", 0, "--backend", backend), *words
+    )
 
 
 def test_what_cannot_be_split_is_refused(
@@ -104,7 +147,9 @@ def test_what_cannot_be_split_is_refused(
     """Before the ranks wait for each other."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     options = ("-p", PROMPT, "--backend", "torch", "--engine-dir")
-    assert_refused(run(run_main, *options, engine), "3 ranks do not divide the model's 2 key-value heads")
+    assert_refused(
+        run(run_main, *options, engine), "3 ranks do not divide the model's 2 key-value heads"
+    )
     staged = export_engine(text_model, tmp_path / "staged", "--stages", 2)
     assert_refused(run(run_main, *options, staged), "without --stages")
     monkeypatch.setenv("WORLD_SIZE", "2")

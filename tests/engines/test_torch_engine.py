@@ -1,4 +1,5 @@
-"""The torch engine computes what ONNX Runtime computes, maps and shares its weights, and refuses damaged directories.
+"""The torch engine computes what ONNX Runtime computes, maps and shares its weights, and refuses
+damaged directories.
 
 Where torch sees a GPU, all tests but those of host memory also run there.
 """
@@ -47,7 +48,12 @@ from eesd.runtime.engines.ort_engine import OrtEngine, open_on_device
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner, open_torch
 from eesd.runtime.llm import LLM, Speculation
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    ),
+]
 PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12]]
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -62,16 +68,21 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
     "qwen3": {"own_lm_head": True},
     "qwen3-bias": {"blocks": 2, "own_lm_head": True},
 }
-"""Options of the exit heads of model families that together have everything that a manifest can describe."""
+"""Options of the exit heads of model families that together have everything that a manifest can
+describe."""
 
 
 @pytest.fixture(scope="module")
-def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def exported(
+    family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """The engine directory of a family, by its name."""
 
     @cache
     def directory(name: str) -> Path:
-        return tiny_models.export_tiny(family_dir(name), tmp_path_factory.mktemp(name) / "plans", slots=64, **GEOMETRIES[name])
+        return tiny_models.export_tiny(
+            family_dir(name), tmp_path_factory.mktemp(name) / "plans", slots=64, **GEOMETRIES[name]
+        )
 
     return directory
 
@@ -86,11 +97,15 @@ def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def variant(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The harness's model exported with options: ``whole``, drafted for by all of its layers in 4 bits; ``stages``."""
+    """The harness's model exported with options: ``whole``, drafted for by all of its layers in 4
+    bits; ``stages``."""
 
     @cache
     def directory(**options: Any) -> Path:
-        model, output = harness.directory.parent / "model", tmp_path_factory.mktemp("variant") / "plans"
+        model, output = (
+            harness.directory.parent / "model",
+            tmp_path_factory.mktemp("variant") / "plans",
+        )
         return tiny_models.export_tiny(model, output, slots=384, **options)
 
     return directory
@@ -98,25 +113,41 @@ def variant(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 def torch_llm(directory: Path, device: str, speculation: Speculation | None) -> LLM:
     manifest = load_manifest(directory)
-    return LLM(directory, manifest, Engines(*open_torch(directory, manifest, 1, speculation is not None, device)), speculation)
+    return LLM(
+        directory,
+        manifest,
+        Engines(*open_torch(directory, manifest, 1, speculation is not None, device)),
+        speculation,
+    )
 
 
 def open_on_cpu(directory: Path) -> tuple[DeviceEngine, DeviceEngine]:
-    verify, draft = open_torch(directory, load_manifest(directory), threads=1, draft=True, device="cpu")
+    verify, draft = open_torch(
+        directory, load_manifest(directory), threads=1, draft=True, device="cpu"
+    )
     assert draft is not None
     return verify, draft
 
 
 def draft_tree(slot: int) -> tuple[list[Node], list[int]]:
-    """The nodes of a tree of three levels, two nodes in the first, and their positions when the root is in ``slot``."""
+    """The nodes of a tree of three levels, two nodes in the first, and their positions when the
+    root is in ``slot``."""
     root = Node(7, index=0)
     first, second = (Node(8 + i, root, 1, index=1 + i) for i in range(2))
-    nodes = [root, first, second, Node(10, first, 2, index=3), Node(11, second, 2, index=4), Node(12, second, 2, index=5)]
+    nodes = [
+        root,
+        first,
+        second,
+        Node(10, first, 2, index=3),
+        Node(11, second, 2, index=4),
+        Node(12, second, 2, index=5),
+    ]
     return nodes, [slot + node.depth for node in nodes]
 
 
 def forward_passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
-    """The outputs for a prompt, a drafted chain, a level of a tree, a verified tree, and both engines after compaction."""
+    """The outputs for a prompt, a drafted chain, a level of a tree, a verified tree, and both
+    engines after compaction."""
     kv_cache = verify.new_kv_caches()[0]
     verifier, drafter = OnCache(verify, kv_cache), OnCache(draft, kv_cache)
     prompt = [token % 97 for token in range(3, 24)]
@@ -138,10 +169,15 @@ def _copied(outputs: StepOutputs) -> StepOutputs:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", GEOMETRIES)
-def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path], family: str, device: str) -> None:
+def test_logits_and_candidates_match_onnx_runtime(
+    exported: Callable[[str], Path], family: str, device: str
+) -> None:
     directory = exported(family)
     manifest = load_manifest(directory)
-    reference = (OrtEngine(directory, manifest, graphs, threads=1) for graphs in (manifest.verify, [manifest.draft]))
+    reference = (
+        OrtEngine(directory, manifest, graphs, threads=1)
+        for graphs in (manifest.verify, [manifest.draft])
+    )
     expected = forward_passes(*reference)
     verify, draft = open_torch(directory, manifest, 1, True, device)
     assert draft is not None
@@ -149,7 +185,11 @@ def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path
         assert theirs.logits.std() > 0.3, "logits near zero would always agree"
         np.testing.assert_allclose(ours.logits, theirs.logits, rtol=0, atol=2e-4)
         assert (ours.topk_ids is None) == (theirs.topk_ids is None)
-        if ours.topk_ids is not None and ours.topk_logprobs is not None and theirs.topk_logprobs is not None:
+        if (
+            ours.topk_ids is not None
+            and ours.topk_logprobs is not None
+            and theirs.topk_logprobs is not None
+        ):
             assert (ours.topk_ids == theirs.topk_ids).all() and ours.topk_ids.dtype == np.int64
             np.testing.assert_allclose(ours.topk_logprobs, theirs.topk_logprobs, rtol=0, atol=2e-4)
 
@@ -158,12 +198,24 @@ def test_logits_and_candidates_match_onnx_runtime(exported: Callable[[str], Path
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize(
     ("controller", "tree", "draft"),
-    [("fixed:k=4", 0, "head"), ("calibration-ts", 2, "head"), ("beta-ts", 3, "head"), ("cost-aware-ts", 2, "whole")],
+    [
+        ("fixed:k=4", 0, "head"),
+        ("calibration-ts", 2, "head"),
+        ("beta-ts", 3, "head"),
+        ("cost-aware-ts", 2, "whole"),
+    ],
 )
 def test_tokens_match_plain_decoding_with_onnx_runtime(
-    harness: Harness, variant: Callable[..., Path], controller: str, tree: int, draft: str, name: str, device: str
+    harness: Harness,
+    variant: Callable[..., Path],
+    controller: str,
+    tree: int,
+    draft: str,
+    name: str,
+    device: str,
 ) -> None:
-    """The sequences are long enough for the KV cache to grow, and the second prompt reuses the cache of the first."""
+    """The sequences are long enough for the KV cache to grow, and the second prompt reuses the
+    cache of the first."""
     directory = variant(whole=True) if draft == "whole" else harness.directory
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     llm = torch_llm(directory, device, Speculation(controller, tree, guard=False))
@@ -172,14 +224,19 @@ def test_tokens_match_plain_decoding_with_onnx_runtime(
         expected = plain.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True)
         completion = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=150, ignore_eos=True)
         assert completion.tokens == expected.tokens
-        undrafted = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=150, draft=False, ignore_eos=True)
+        undrafted = llm.generate(
+            prompt, SAMPLINGS[name], max_new_tokens=150, draft=False, ignore_eos=True
+        )
         assert undrafted.tokens == expected.tokens
         accepted += completion.stats.accepted_tokens
     assert accepted > 20
 
 
-def test_a_device_drafts_two_steps_before_it_asks(variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the default controller lets it. Another one takes its place here, because that one decides by the clock."""
+def test_a_device_drafts_two_steps_before_it_asks(
+    variant: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the default controller lets it. Another one takes its place here, because that one decides
+    by the clock."""
     assert CostAwareTS.steps_at_once == 2
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
     llm = torch_llm(variant(whole=True), "cpu", Speculation(guard=False, drafter="exit"))
@@ -202,8 +259,12 @@ def test_a_device_drafts_two_steps_before_it_asks(variant: Callable[..., Path], 
     made = llm.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     plain = llm.generate(PROMPTS[0], max_new_tokens=60, draft=False, ignore_eos=True)
     assert made.tokens == plain.tokens and made.stats.acceptance > 0.3
-    assert {count for _, count in chains} <= {1, 2} and made.stats.draft_steps == sum(count for _, count in chains)
-    assert len(told) in (made.stats.draft_steps, made.stats.draft_steps - 1), "the last step of a text is not asked about"
+    assert {count for _, count in chains} <= {1, 2} and made.stats.draft_steps == sum(
+        count for _, count in chains
+    )
+    assert len(told) in (made.stats.draft_steps, made.stats.draft_steps - 1), (
+        "the last step of a text is not asked about"
+    )
     followed = [depth for depth, then in pairwise(told) if then == depth + 1 and depth % 2 == 0]
     assert followed and 2 * len(chains) < 1.2 * len(told), "drafts go on after an answer"
 
@@ -213,25 +274,40 @@ def test_a_device_drafts_two_steps_before_it_asks(variant: Callable[..., Path], 
 def test_stages_with_a_shard_each_give_the_same_tokens(
     harness: Harness, variant: Callable[..., Path], backend: str, device: str
 ) -> None:
-    if backend == "ort" and device == "cuda" and "CUDAExecutionProvider" not in get_available_providers():
+    if (
+        backend == "ort"
+        and device == "cuda"
+        and "CUDAExecutionProvider" not in get_available_providers()
+    ):
         pytest.skip("needs onnxruntime-gpu")
     staged = variant(stages=3)
-    manifest, open_backend = load_manifest(staged), open_torch if backend == "torch" else open_on_device
+    manifest, open_backend = (
+        load_manifest(staged),
+        open_torch if backend == "torch" else open_on_device,
+    )
     engines = Engines(*open_backend(staged, manifest, 1, True, device))
     llm = LLM(staged, manifest, engines, Speculation("calibration-ts", 2, guard=False))
     plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
     for sampling in (SAMPLINGS["greedy"], SAMPLINGS["coupled"]):
         expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True)
-        assert llm.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True).tokens == expected.tokens
+        assert (
+            llm.generate(PROMPTS[1], sampling, max_new_tokens=150, ignore_eos=True).tokens
+            == expected.tokens
+        )
     kv_cache = engines.verify.new_kv_caches()[0]
     assert isinstance(kv_cache, DeviceKVCache)
-    assert [shard.shape[0] for shard in kv_cache.memory.shards] == [len(stage.caches) for stage in manifest.verify]
+    assert [shard.shape[0] for shard in kv_cache.memory.shards] == [
+        len(stage.caches) for stage in manifest.verify
+    ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("width", [1, 3])
-def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(narrow: Path, width: int, device: str) -> None:
-    """Caches have the engines' type. Drafting changes a token only if the logits of both are equal up to 16-bit rounding."""
+def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(
+    narrow: Path, width: int, device: str
+) -> None:
+    """Caches have the engines' type. Drafting changes a token only if the logits of both are equal
+    up to 16-bit rounding."""
     llm = torch_llm(narrow, device, Speculation("fixed:k=4", width, guard=False))
     dtype = getattr(torch, llm.manifest.dtype)
     assert llm.engines.verify.new_kv_caches()[0].memory.shards[0].dtype == dtype  # type: ignore[attr-defined]
@@ -240,28 +316,49 @@ def test_16_bit_engines_differ_from_plain_decoding_by_rounding_at_most(narrow: P
         drafted = llm.generate(prompt, max_new_tokens=100, ignore_eos=True)
         assert drafted.stats.acceptance > 0.2
         divergence = first_divergence(llm, prompt, plain.tokens, drafted.tokens)
-        assert divergence is None or abs(divergence.logit_gap) <= 4 * torch.finfo(dtype).eps * 8, divergence
+        assert divergence is None or abs(divergence.logit_gap) <= 4 * torch.finfo(dtype).eps * 8, (
+            divergence
+        )
 
 
 def test_draft_and_verify_share_the_mapped_weight_file(harness: Harness) -> None:
     verify, draft = open_on_cpu(harness.directory)
     verify_weights, draft_weights = (
-        {name: weight for name, weight in module_of(engine).named_parameters() if not weight.is_meta}
+        {
+            name: weight
+            for name, weight in module_of(engine).named_parameters()
+            if not weight.is_meta
+        }
         for engine in (verify, draft)
     )
     # Verify only writes the caches of the last exit block: it has keys and values of its own there.
-    shared = {name for name in verify_weights.keys() & draft_weights.keys() if "exit_head" not in name}
-    assert len(shared) > 10 and all(verify_weights[name].data_ptr() == draft_weights[name].data_ptr() for name in shared)
+    shared = {
+        name for name in verify_weights.keys() & draft_weights.keys() if "exit_head" not in name
+    }
+    assert len(shared) > 10 and all(
+        verify_weights[name].data_ptr() == draft_weights[name].data_ptr() for name in shared
+    )
     weights = [*verify_weights.values(), *draft_weights.values()]
-    start, size = min(weight.data_ptr() for weight in weights), (harness.directory / WEIGHTS_FILE).stat().st_size
+    start, size = (
+        min(weight.data_ptr() for weight in weights),
+        (harness.directory / WEIGHTS_FILE).stat().st_size,
+    )
     assert all(start <= weight.data_ptr() < start + size for weight in weights)
 
 
-def test_weights_of_the_draft_alone_are_not_loaded_without_a_draft(exported: Callable[[str], Path]) -> None:
+def test_weights_of_the_draft_alone_are_not_loaded_without_a_draft(
+    exported: Callable[[str], Path],
+) -> None:
     directory = exported("qwen3")
-    verify, draft = open_torch(directory, load_manifest(directory), threads=1, draft=False, device="cpu")
+    verify, draft = open_torch(
+        directory, load_manifest(directory), threads=1, draft=False, device="cpu"
+    )
     unused = {name for name, weight in module_of(verify).named_parameters() if weight.is_meta}
-    assert draft is None and "exit_head.lm_head.weight" in unused and not any(name.startswith("model.") for name in unused)
+    assert (
+        draft is None
+        and "exit_head.lm_head.weight" in unused
+        and not any(name.startswith("model.") for name in unused)
+    )
 
 
 def module_of(engine: DeviceEngine) -> nn.Module:
@@ -272,7 +369,11 @@ def module_of(engine: DeviceEngine) -> nn.Module:
 
 def private_memory() -> int:
     """Resident bytes of this process that are not backed by a file."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -291,9 +392,19 @@ def test_loading_and_running_copies_no_weights(tmp_path: Path, dtype: str) -> No
 
 
 def small_cache(harness: Harness, device: str) -> DeviceKVCache:
-    """A cache whose first 16 slots hold the numbers of the slots. It has 16 slots on the CPU, and all 384 on a GPU."""
-    [kv_cache] = DeviceMemory(harness.manifest, device_streams(1, device), grow=device == "cpu", slots=16).caches()
-    assert kv_cache.memory.shards[0].shape == (harness.manifest.num_caches, 2, 1, 2, 16 if device == "cpu" else 384, 8)
+    """A cache whose first 16 slots hold the numbers of the slots. It has 16 slots on the CPU, and
+    all 384 on a GPU."""
+    [kv_cache] = DeviceMemory(
+        harness.manifest, device_streams(1, device), grow=device == "cpu", slots=16
+    ).caches()
+    assert kv_cache.memory.shards[0].shape == (
+        harness.manifest.num_caches,
+        2,
+        1,
+        2,
+        16 if device == "cpu" else 384,
+        8,
+    )
     kv_cache.memory.shards[0][..., :16, :] = torch.arange(16.0)[:, None]
     return kv_cache
 
@@ -336,7 +447,9 @@ def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
         for start in (0, 3):  # the same calls before and after
             verifier.forward([5, 9, 3], range(start, start + 3), start)
             drafted = drafter.draft_chain(7, start + 3, 4)
-            outputs = verifier.forward(tokens, [start + position for position in positions], start + 3, start + 3, mask)
+            outputs = verifier.forward(
+                tokens, [start + position for position in positions], start + 3, start + 3, mask
+            )
             kv_cache.reserve(slots_after_prompt)
         assert kv_cache.memory.version == (slots_after_prompt > 128)
         caches = kv_cache.values(0, 12)
@@ -376,21 +489,33 @@ def rename_weight_file(directory: Path) -> None:
         (swap_graphs, ("do not fit its manifest",)),
         (rename_weight_file, ("do not fit its manifest",)),
         (cut_hidden_size, ("do not fit its manifest",)),
-        (lambda d: edit_manifest(d, "geometry/intermediate_size", 2**20), ("do not fit its manifest",)),
+        (
+            lambda d: edit_manifest(d, "geometry/intermediate_size", 2**20),
+            ("do not fit its manifest",),
+        ),
         (lambda d: edit_manifest(d, "geometry/qk_norm", True), ("do not fit its manifest",)),
-        (lambda d: edit_manifest(d, "geometry/tied_embeddings", True), ("do not fit its manifest",)),
+        (
+            lambda d: edit_manifest(d, "geometry/tied_embeddings", True),
+            ("do not fit its manifest",),
+        ),
         (lambda d: edit_manifest(d, "dtype", "bfloat16"), ("manifest.json is damaged",)),
     ],
 )
-def test_damaged_directory_is_refused(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
+def test_damaged_directory_is_refused(
+    engine_copy: Path, damage: Damage, words: tuple[str, ...]
+) -> None:
     damage(engine_copy)
     assert_refused(
-        run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "torch"), *words, "export the model again"
+        run(main, "--engine-dir", engine_copy, "-p", "hello", "--backend", "torch"),
+        *words,
+        "export the model again",
     )
 
 
 def test_unknown_backend_lists_the_known_ones(engine: Path) -> None:
-    with pytest.raises(EESDError, match="backend is 'jax'; it must be one of auto, tensorrt, ort, torch"):
+    with pytest.raises(
+        EESDError, match="backend is 'jax'; it must be one of auto, tensorrt, ort, torch"
+    ):
         eesd.load(engine, "jax")
 
 
@@ -402,12 +527,17 @@ def test_missing_torch_error_says_what_to_install(engine: Path) -> None:
     assert_one_line(done.stderr, "The torch backend needs", "pip install 'eesd[torch]'")
 
 
-LOAD = "import sys, eesd; eesd.load(sys.argv[1], threads=1).generate([5, 6], max_new_tokens=3); print('torch' in sys.modules)"
+LOAD = (
+    "import sys, eesd; eesd.load(sys.argv[1], threads=1).generate([5, 6], max_new_tokens=3); "
+    "print('torch' in sys.modules)"
+)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("driver", [False, True])
-def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(engine: Path, tmp_path: Path, driver: bool) -> None:
+def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(
+    engine: Path, tmp_path: Path, driver: bool
+) -> None:
     """ONNX Runtime runs in both cases, and says so where the GPU is not used."""
     if Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi"):
         pytest.skip("there is a driver")
@@ -415,6 +545,12 @@ def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(engine: Path
         (tmp_path / "nvidia-smi").touch(0o755)
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(engine)], env=os.environ | {"PATH": path}, capture_output=True, text=True
+        [sys.executable, "-c", LOAD, str(engine)],
+        env=os.environ | {"PATH": path},
+        capture_output=True,
+        text=True,
     )
-    assert (done.stdout, "and the CPU runs the engines" in done.stderr) == (f"{driver}\n", driver), done.stderr
+    assert (done.stdout, "and the CPU runs the engines" in done.stderr) == (
+        f"{driver}\n",
+        driver,
+    ), done.stderr

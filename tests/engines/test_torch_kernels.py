@@ -1,6 +1,8 @@
-"""The kernels of GPUs in Triton's interpreter: products with quantized weights, fused blocks, and engines with both.
+"""The kernels of GPUs in Triton's interpreter: products with quantized weights, fused blocks, and
+engines with both.
 
-torch brings Triton along where it is made for GPUs on Linux. Without Triton, only that the weights are dequantized is tested.
+torch brings Triton along where it is made for GPUs on Linux. Without Triton, only that the weights
+are dequantized is tested.
 """
 
 import importlib.util
@@ -24,33 +26,55 @@ from eesd.common.quantization import UNQUANTIZED
 from eesd.runtime.engines import torch_quantized, torch_weights
 
 SUPPORT = Path(__file__).parent.parent / "support"
-INTERPRETED, FUSED_RANK, COMPILED = (SUPPORT / f"{name}.py" for name in ("interpreted", "fused_rank", "compiled_kernel"))
+INTERPRETED, FUSED_RANK, COMPILED = (
+    SUPPORT / f"{name}.py" for name in ("interpreted", "fused_rank", "compiled_kernel")
+)
 fault_of_kernel = torch_quantized.fault_of_kernel.__wrapped__
 NEEDS_TRITON = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
 
 
 @pytest.fixture(scope="module")
 def quantized(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An engine directory in float16 with packed layers, biases, a tied LM head, and a copy of that for the draft."""
+    """An engine directory in float16 with packed layers, biases, a tied LM head, and a copy of that
+    for the draft."""
     output = tmp_path_factory.mktemp("quantized") / "plans"
-    options = ("--dtype", "float16", "--max-seq-len", 64, "--quantize", "int4", "--quantize-head", "int8")
+    options = (
+        "--dtype",
+        "float16",
+        "--max-seq-len",
+        64,
+        "--quantize",
+        "int4",
+        "--quantize-head",
+        "int8",
+    )
     return export_engine(family_dir("qwen2.5-tied"), output, *options)
 
 
 @pytest.fixture(scope="module")
-def plain(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Directories whose verify has no quantized weights: norms of queries and keys, heads of 24 numbers, and one KV head; and a
-    draft of all layers in 4 bits."""
+def plain(
+    family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
+    """Directories whose verify has no quantized weights: norms of queries and keys, heads of 24
+    numbers, and one KV head; and a draft of all layers in 4 bits."""
     root = tmp_path_factory.mktemp("plain")
     options = ("--dtype", "float16", "--max-seq-len", 256)
     names = ("qwen3-bias", "llama-head-dim", "mistral")
     made = [export_engine(family_dir(name), root / name, *options) for name in names]
-    return [*made, export_engine(family_dir("qwen2"), root / "whole", *options, "--exit-head", "quantized")]
+    return [
+        *made,
+        export_engine(family_dir("qwen2"), root / "whole", *options, "--exit-head", "quantized"),
+    ]
 
 
 def run(script: Path, *arguments: object) -> Any:
     command = [*map(str, (sys.executable, script, *arguments))]
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 
@@ -80,9 +104,19 @@ def test_the_likeliest_tokens_are_torchs_and_of_equal_ones_the_first(found: dict
 def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
     family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """Each rank fuses its parts of the blocks, with biases, and keeps its parts of the levels. Where a rank would begin within
-    a block of levels, as in the 96 inputs behind the MLP, they are dequantized."""
-    options = ("--dtype", "float16", "--max-seq-len", 64, "--quantize", kind, "--quantize-draft", kind)
+    """Each rank fuses its parts of the blocks, with biases, and keeps its parts of the levels.
+    Where a rank would begin within a block of levels, as in the 96 inputs behind the MLP, they are
+    dequantized."""
+    options = (
+        "--dtype",
+        "float16",
+        "--max-seq-len",
+        64,
+        "--quantize",
+        kind,
+        "--quantize-draft",
+        kind,
+    )
     directory = export_engine(family_dir("qwen3-bias"), tmp_path / "plans", *options)
     with started(tmp_path, FUSED_RANK, directory) as processes:
         assert codes(processes, 600) == [0, 0], (tmp_path / "0.err").read_text()[-2000:]
@@ -92,16 +126,26 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
     verify, draft = found["fused"]
     assert verify == load_manifest(directory).geometry.num_layers > draft > 0
     assert found["shared"][:draft] == [True] * draft, "the joined weights are there once"
-    layers = {"qkv_proj.quantized": [2, 64], "o_proj.part": [1, 64], "gate_up_proj.quantized": [2, 96]}
-    kept = {f"model.layers.{index}.{name}": shape for index in range(verify) for name, shape in layers.items()}
+    layers = {
+        "qkv_proj.quantized": [2, 64],
+        "o_proj.part": [1, 64],
+        "gate_up_proj.quantized": [2, 96],
+    }
+    kept = {
+        f"model.layers.{index}.{name}": shape
+        for index in range(verify)
+        for name, shape in layers.items()
+    }
     kept |= {"exit_head.blocks.0.kv_proj.quantized": [2, 32], "lm_head": [2, 97]}
     assert found["levels"] == (kept if kind == "int4" else {})
 
 
 @NEEDS_TRITON
-def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(found: dict[str, Any]) -> None:
-    """Of prompts, chains, trees and rows; with levels that are kept and with blocks that are fused. Where all levels are kept,
-    calls of any number of nodes have equal bits."""
+def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(
+    found: dict[str, Any],
+) -> None:
+    """Of prompts, chains, trees and rows; with levels that are kept and with blocks that are fused.
+    Where all levels are kept, calls of any number of nodes have equal bits."""
     assert len(found["engines"]) == 5 and found["bits"] == [True, None, None, None, None]
     for engines in found["engines"]:
         assert len(engines["difference"]) == 9
@@ -114,29 +158,38 @@ def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, 
     """Only the LM head of the draft is a copy, in fewer bits."""
     engines, head = found["engines"][0], "exit_head.blocks.0"
     layers = ("qkv_proj.quantized", "o_proj", "gate_up_proj.quantized", "down_proj")
-    blocks = [[f"{block}.{layer}" for layer in layers] for block in (head, *(f"model.layers.{i}" for i in range(4)))]
+    blocks = [
+        [f"{block}.{layer}" for layer in layers]
+        for block in (head, *(f"model.layers.{i}" for i in range(4)))
+    ]
     others = [name for names in blocks[1:] for name in names]
     assert engines["draft"] == sorted([*blocks[0], "lm_head", *blocks[1]])
     assert engines["verify"] == sorted([f"{head}.kv_proj.quantized", "lm_head", *others])
     assert engines["shared"] == sorted(blocks[1]) and engines["dequantized"] == [0, 0]
     assert not any(plain["verify"] for plain in found["engines"][1:])
     whole = found["engines"][4]
-    assert whole["draft"] == sorted(["lm_head", *(f"model.layers.{i}.{layer}" for i in range(3) for layer in layers)])
+    assert whole["draft"] == sorted(
+        ["lm_head", *(f"model.layers.{i}.{layer}" for i in range(3) for layer in layers)]
+    )
     assert whole["dequantized"] == [0, 0] and not whole["shared"]
 
 
 @NEEDS_TRITON
 def test_the_kernels_compile_for_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number of groups is made of the same products, and fits the shared memory of the smallest GPUs."""
+    """Every number of groups is made of the same products, and fits the shared memory of the
+    smallest GPUs."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = run(COMPILED)
     compiled = found["products"]
     assert len(compiled) == 4 and len(found["others"]) == 14
-    assert max(found["others"][::2]) <= 99 * 1024 and max(found["others"][1::2]) <= 227 * 1024  # of 8.6, and of 9.0
+    # Of compute capability 8.6, and of 9.0.
+    assert max(found["others"][::2]) <= 99 * 1024 and max(found["others"][1::2]) <= 227 * 1024
     for name, kernel in compiled.items():
         assert kernel["shared"] <= 99 * 1024, name
-        assert list(kernel["products"]) == ["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"], name
+        assert list(kernel["products"]) == [
+            "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+        ], name
 
 
 def test_kernels_are_used_where_a_gpu_has_them(
@@ -149,10 +202,13 @@ def test_kernels_are_used_where_a_gpu_has_them(
     assert works(manifest, cuda) and works(whole, cuda) and not works(manifest, torch.device("cpu"))
     assert not works(replace(manifest, dtype="float32"), cuda)
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(torch_weights, "fault_of_kernel", lambda device, dtype: "Triton is not installed")
+    monkeypatch.setattr(
+        torch_weights, "fault_of_kernel", lambda device, dtype: "Triton is not installed"
+    )
     assert not works(manifest, cuda) and not works(whole, cuda)
     assert capsys.readouterr().err == (
-        "The GPU works slowly, and the quantized weights take the memory of float16 weights: Triton is not installed.\n"
+        "The GPU works slowly, and the quantized weights take the memory of float16 weights: "
+        "Triton is not installed.\n"
         "The GPU works slowly: Triton is not installed.\n"
     )
 
@@ -165,10 +221,15 @@ def weights(weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
     """The weight [in, out] of 4-bit levels in words, by definition."""
     blocks, outputs = weight.scales.shape
     levels = [
-        [int(weight.levels[0, i // 128, o, i % 16]) >> i % 128 // 16 * 4 & 15 for o in range(outputs)]
+        [
+            int(weight.levels[0, i // 128, o, i % 16]) >> i % 128 // 16 * 4 & 15
+            for o in range(outputs)
+        ]
         for i in range(32 * blocks)
     ]
-    return (torch.tensor(levels).float() - weight.middle) * weight.scales.float().repeat_interleave(32, 0)
+    return (torch.tensor(levels).float() - weight.middle) * weight.scales.float().repeat_interleave(
+        32, 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -179,7 +240,9 @@ def weights(weight: torch_quantized.QuantizedWeight) -> torch.Tensor:
         (lambda x, weight: x @ weights(weight).to(x.dtype), None),
     ],
 )
-def test_the_kernel_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch, product: Any, fault: str | None) -> None:
+def test_the_kernel_is_tried_before_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, product: Any, fault: str | None
+) -> None:
     monkeypatch.setattr(torch_quantized, "product", product)
     assert fault_of_kernel(torch.device("cpu"), torch.float16) == fault
 

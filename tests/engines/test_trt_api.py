@@ -1,4 +1,5 @@
-"""The fake of TensorRT, and the code that uses TensorRT, fit the real Python API of each version."""
+"""The fake of TensorRT, and the code that uses TensorRT, fit the real Python API of each
+version."""
 
 import ast
 from collections.abc import Callable, Iterator
@@ -14,12 +15,17 @@ ALL = sorted(path.stem for path in DATA.glob("*.json"))
 FLAVOUR = {version: flavour for flavour, versions in VERSIONS.items() for version in versions}
 RTX_ONLY = {
     "IExecutionContext": {"is_stream_capturable"},
-    "IRuntimeConfig": {"create_runtime_cache", "set_runtime_cache", "dynamic_shapes_kernel_specialization_strategy"},
+    "IRuntimeConfig": {
+        "create_runtime_cache",
+        "set_runtime_cache",
+        "dynamic_shapes_kernel_specialization_strategy",
+    },
     "IRuntimeCache": {"serialize", "deserialize"},
     "DynamicShapesKernelSpecializationStrategy": {"EAGER"},
     "ComputeCapability": set(),
 }
-"""What only TensorRT-RTX has. The runtime asks with ``hasattr`` before it uses it, or for the flavour."""
+"""What only TensorRT-RTX has. The runtime asks with ``hasattr`` before it uses it, or for the
+flavour."""
 ONLY_SOME = {"BuilderFlag": {"REQUIRE_USER_ALLOCATION"}}
 """What the builder asks for with ``hasattr``."""
 USERS = (
@@ -38,7 +44,9 @@ def test_every_version_has_its_file() -> None:
 def test_the_file_of_the_installed_library_is_current() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
     name = VERSIONS["tensorrt-rtx"][-1]
-    assert trt.__version__ == load(name).version, "write the file of the new version with support/trt_signatures.py"
+    assert trt.__version__ == load(name).version, (
+        "write the file of the new version with support/trt_signatures.py"
+    )
     assert (DATA / f"{name}.json").read_text() == to_json(signatures(trt))
 
 
@@ -55,11 +63,14 @@ def test_what_the_fake_offers_exists(cls: type[fake.Fake], version: str) -> None
     """Its methods take what an overload of the real ones takes, by the same names."""
     api, rtx_only = load(version), RTX_ONLY.get(cls.__name__, set())
     for name, member in offered(cls):
-        assert api.has(cls.__name__, name) == (name not in rtx_only or FLAVOUR[version] == "tensorrt-rtx"), name
+        assert api.has(cls.__name__, name) == (
+            name not in rtx_only or FLAVOUR[version] == "tensorrt-rtx"
+        ), name
         if not api.has(cls.__name__, name):
             continue
         assert isinstance(member, property) == api.is_property(cls.__name__, name), name
-        if not isinstance(member, property) and name != "create_execution_context":  # one argument for two overloads
+        # One argument for two overloads.
+        if not isinstance(member, property) and name != "create_execution_context":
             assert arguments(member) in real_arguments(api, cls.__name__, name), name
 
 
@@ -102,7 +113,8 @@ def test_the_fake_refuses_what_the_real_library_refuses(version: str) -> None:
 
 
 def names_used() -> set[tuple[str, ...]]:
-    """What the code takes from a module of TensorRT, as in ``trt.BuilderFlag.REFIT``: the names behind ``trt``."""
+    """What the code takes from a module of TensorRT, as in ``trt.BuilderFlag.REFIT``: the names
+    behind ``trt``."""
     found = set()
     for user in USERS:
         for node in ast.walk(ast.parse((Path(__file__).parents[2] / user).read_text())):
@@ -117,12 +129,19 @@ def names_used() -> set[tuple[str, ...]]:
 
 def test_what_the_code_takes_from_the_module_exists() -> None:
     used = names_used()
-    assert {("ILogger",), ("BuilderFlag", "REQUIRE_USER_ALLOCATION"), ("LayerType", "KV_CACHE_UPDATE")} <= used
+    assert {
+        ("ILogger",),
+        ("BuilderFlag", "REQUIRE_USER_ALLOCATION"),
+        ("LayerType", "KV_CACHE_UPDATE"),
+    } <= used
     for version in ALL:
         api = load(version)
         missing = {names for names in used if not exists(api, names)}
         allowed = {names for names in missing if optional(names)}
-        assert missing == allowed and (not missing or FLAVOUR[version] == "tensorrt"), (version, missing - allowed)
+        assert missing == allowed and (not missing or FLAVOUR[version] == "tensorrt"), (
+            version,
+            missing - allowed,
+        )
 
 
 def exists(api: Api, names: tuple[str, ...]) -> bool:
@@ -130,12 +149,16 @@ def exists(api: Api, names: tuple[str, ...]) -> bool:
     members = api.enums.get(first) or api.enums.get(f"{first}.Severity") if rest else None
     if members is not None and rest[0] in [*members, "__members__"]:
         return True
-    return (first in api.classes and (not rest or api.has(first, rest[0]))) or (not rest and first in api.enums)
+    return (first in api.classes and (not rest or api.has(first, rest[0]))) or (
+        not rest and first in api.enums
+    )
 
 
 def optional(names: tuple[str, ...]) -> bool:
     first, *rest = names
-    return (first in RTX_ONLY and set(rest) <= RTX_ONLY[first]) or (bool(rest) and rest[0] in ONLY_SOME.get(first, ()))
+    return (first in RTX_ONLY and set(rest) <= RTX_ONLY[first]) or (
+        bool(rest) and rest[0] in ONLY_SOME.get(first, ())
+    )
 
 
 BUILDER_CALLS: dict[str, dict[str, tuple[str, ...] | None]] = {

@@ -1,4 +1,5 @@
-"""The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). Real plans on a GPU: test_gpu.py."""
+"""The TensorRT engine, on a fake of TensorRT's Python API (support/fake_tensorrt.py). Real plans on
+a GPU: test_gpu.py."""
 
 import gc
 import importlib.util
@@ -46,7 +47,11 @@ from eesd.runtime.engines.trt_plans import first_slots
 from eesd.runtime.llm import LLM, Speculation
 
 CPU = DeviceStream(torch.device("cpu"))
-PROMPTS = [[5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12], [token % 97 for token in range(3, 50)]]
+PROMPTS = [
+    [5, 9, 3],
+    [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12],
+    [token % 97 for token in range(3, 50)],
+]
 SAMPLINGS = {"greedy": Sampling(), "coupled": Sampling(temperature=0.9, top_p=0.9, seed=4)}
 
 
@@ -59,7 +64,8 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The engine directory of a four-layer model with plans, by its number of stages. Copy it before changing anything."""
+    """The engine directory of a four-layer model with plans, by its number of stages. Copy it
+    before changing anything."""
     root = tmp_path_factory.mktemp("stages")
     model = tiny_models.build(root / "model", 97, layers=4, damping=0.3, seed=0)
 
@@ -73,12 +79,16 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_draft_vocabulary_drafts_chains_on_the_device(reduced_harness: Harness, tmp_path: Path) -> None:
+def test_a_draft_vocabulary_drafts_chains_on_the_device(
+    reduced_harness: Harness, tmp_path: Path
+) -> None:
     directory = shutil.copytree(reduced_harness.directory, tmp_path / "plans")
     fake.write_plans(directory)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     for name, sampling in SAMPLINGS.items():
-        llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False, drafter="exit"))
+        llm = eesd.load(
+            directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False, drafter="exit")
+        )
         expected = plain.generate(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True)
         drafted = llm.generate(PROMPTS[1], sampling, max_new_tokens=40, ignore_eos=True)
         assert drafted.tokens == expected.tokens and drafted.stats.acceptance > 0.2, name
@@ -104,7 +114,12 @@ def contexts_of(llm: LLM) -> dict[str, list[fake.IExecutionContext]]:
 @pytest.mark.parametrize(("stages", "flavour"), [(1, "tensorrt"), (3, "tensorrt-rtx")])
 @pytest.mark.usefixtures("installed")
 def test_tokens_match_onnx_runtime_until_the_cache_is_full(
-    staged: Callable[[int], Path], tmp_path: Path, stages: int, speculation: Speculation, name: str, flavour: str
+    staged: Callable[[int], Path],
+    tmp_path: Path,
+    stages: int,
+    speculation: Speculation,
+    name: str,
+    flavour: str,
 ) -> None:
     """The last calls have no room for a bucket."""
     directory = shutil.copytree(staged(stages), tmp_path / "plans")
@@ -116,7 +131,9 @@ def test_tokens_match_onnx_runtime_until_the_cache_is_full(
         completion = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, ignore_eos=True)
         assert completion.tokens == expected.tokens and len(prompt) + len(completion.tokens) == 96
         assert completion.stats.accepted_tokens > 5
-        undrafted = llm.generate(prompt, SAMPLINGS[name], max_new_tokens=200, draft=False, ignore_eos=True)
+        undrafted = llm.generate(
+            prompt, SAMPLINGS[name], max_new_tokens=200, draft=False, ignore_eos=True
+        )
         assert undrafted.tokens == expected.tokens
 
 
@@ -133,10 +150,15 @@ def test_every_version_of_tensorrt_gives_the_tokens_of_onnx_runtime(
 
 
 @pytest.mark.usefixtures("installed")
-def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(staged: Callable[[int], Path]) -> None:
-    """A plan of the draft takes one node; ONNX Runtime takes the level and its children in one call."""
+def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(
+    staged: Callable[[int], Path],
+) -> None:
+    """A plan of the draft takes one node; ONNX Runtime takes the level and its children in one
+    call."""
     found = []
-    mask = np.array([[1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=bool)
+    mask = np.array(
+        [[1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]], dtype=bool
+    )
     for backend in ("ort", "tensorrt"):
         engines = eesd.load(staged(1), backend).engines
         kv_cache = engines.verify.new_kv_caches()[0]
@@ -152,42 +174,71 @@ def test_a_level_of_a_tree_drafted_node_by_node_is_as_in_one_call(staged: Callab
 
 
 @pytest.mark.usefixtures("installed")
-def test_calls_are_padded_to_buckets_prepared_before_the_first_round(staged: Callable[[int], Path]) -> None:
+def test_calls_are_padded_to_buckets_prepared_before_the_first_round(
+    staged: Callable[[int], Path],
+) -> None:
     """Each bucket has its own execution context with the profile for its node count."""
-    llm = eesd.load(staged(1), "tensorrt", speculation=Speculation("calibration-ts", guard=False), exact=False)
+    llm = eesd.load(
+        staged(1), "tensorrt", speculation=Speculation("calibration-ts", guard=False), exact=False
+    )
     for _ in range(2):
         with llm.session(PROMPTS[2], max_new_tokens=20) as session:
             prepared = {
-                file: [(context._count, context._profile) for context in made] for file, made in contexts_of(llm).items()
+                file: [(context._count, context._profile) for context in made]
+                for file, made in contexts_of(llm).items()
             }
             assert prepared == {
                 "draft.onnx": [(1, 0), (1, 0)],
-                "verify.onnx": [(1, 0), (2, 0), (3, 0), (4, 0), (5, 0), (6, 0), (7, 0), (8, 0), (12, 0), (13, 0), (16, 1)],
+                "verify.onnx": [
+                    (1, 0),
+                    (2, 0),
+                    (3, 0),
+                    (4, 0),
+                    (5, 0),
+                    (6, 0),
+                    (7, 0),
+                    (8, 0),
+                    (12, 0),
+                    (13, 0),
+                    (16, 1),
+                ],
             }
             session.step()
     contexts = {context._count: context for context in contexts_of(llm)["verify.onnx"]}
     assert contexts[16]._runs == 1 + 3 * 2, "warm-up, and twice 46 tokens of the prompt in 3 chunks"
     rows = {count: context._shapes["logit_rows"][0] for count, context in contexts.items()}
-    assert rows == {count: count for count in contexts} | {16: 1}, "a chunk of a prompt has logits for one node"
+    assert rows == {count: count for count in contexts} | {16: 1}, (
+        "a chunk of a prompt has logits for one node"
+    )
 
 
 @pytest.mark.parametrize("exact", [None, True])
 @pytest.mark.usefixtures("installed")
-def test_one_kernel_computes_every_token_whatever_is_drafted(staged: Callable[[int], Path], exact: bool | None) -> None:
-    """Rounds, trees, plain decoding and the last slots of the cache run in one context; only prompts have another."""
+def test_one_kernel_computes_every_token_whatever_is_drafted(
+    staged: Callable[[int], Path], exact: bool | None
+) -> None:
+    """Rounds, trees, plain decoding and the last slots of the cache run in one context; only
+    prompts have another."""
     directory = staged(1)
     expected = eesd.load(directory, "ort", speculation=None, threads=1)
-    llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=3", 2, guard=False), exact=exact)
+    llm = eesd.load(
+        directory, "tensorrt", speculation=Speculation("fixed:k=3", 2, guard=False), exact=exact
+    )
     for prompt in PROMPTS:
         for draft in (True, False):
             found = llm.generate(prompt, max_new_tokens=200, draft=draft, ignore_eos=True)
-            assert found.tokens == expected.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
+            assert (
+                found.tokens
+                == expected.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
+            )
     contexts = [(context._count, context._profile) for context in contexts_of(llm)["verify.onnx"]]
     assert contexts == [(13, 0), (16, 1)] and llm.engines.in_place is bool(exact)
 
 
 @pytest.fixture
-def few_slots(staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def few_slots(
+    staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A directory with plans whose attention may read the first 16, 48 or 112 slots."""
     directory = shutil.copytree(staged(1), tmp_path / "few")
     allow_few_slots(monkeypatch)
@@ -195,16 +246,28 @@ def few_slots(staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest
     return directory
 
 
-@pytest.mark.parametrize("speculation", [Speculation("fixed:k=4", guard=False), Speculation("calibration-ts", 2, guard=False)])
+@pytest.mark.parametrize(
+    "speculation",
+    [Speculation("fixed:k=4", guard=False), Speculation("calibration-ts", 2, guard=False)],
+)
 @pytest.mark.usefixtures("installed")
 def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
     few_slots: Path, monkeypatch: pytest.MonkeyPatch, speculation: Speculation
 ) -> None:
-    """Other numbers of slots may be other kernels, so a round ends before a token that plain decoding gives to another one."""
+    """Other numbers of slots may be other kernels, so a round ends before a token that plain
+    decoding gives to another one."""
     passes: list[int] = []
     original = DeviceEngine._step
 
-    def step(self: DeviceEngine, memory: Any, first: int, rows: int, count: int, slots: int, only_caches: bool) -> Any:
+    def step(
+        self: DeviceEngine,
+        memory: Any,
+        first: int,
+        rows: int,
+        count: int,
+        slots: int,
+        only_caches: bool,
+    ) -> Any:
         if not self.is_draft:
             passes.append(slots)
         return original(self, memory, first, rows, count, slots, only_caches)
@@ -228,7 +291,9 @@ def test_attention_reads_as_many_slots_for_a_token_whatever_is_drafted(
         drafted = run_through(prompt, True)
         assert drafted == run_through(prompt, False)
         assert drafted[0] == [*prompt, *tokens_of_onnx_runtime(few_slots, prompt)]
-        assert drafted[1] == {slot: 16 if slot <= 3 else 48 if slot <= 35 else 112 for slot in range(length - 1, 95)}
+        assert drafted[1] == {
+            slot: 16 if slot <= 3 else 48 if slot <= 35 else 112 for slot in range(length - 1, 95)
+        }
 
 
 def tokens_of_onnx_runtime(directory: Path, prompt: list[int] = PROMPTS[0]) -> list[int]:
@@ -241,13 +306,20 @@ def test_calls_over_the_first_slots_are_prepared_before_the_first_round(few_slot
     llm = eesd.load(few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False))
 
     def prepared() -> dict[str, list[tuple[int, int]]]:
-        shapes = {file: [context._shapes["attn_mask"] for context in made] for file, made in contexts_of(llm).items()}
-        return {file: [(shape[2], shape[3]) for shape in of_file] for file, of_file in shapes.items()}
+        shapes = {
+            file: [context._shapes["attn_mask"] for context in made]
+            for file, made in contexts_of(llm).items()
+        }
+        return {
+            file: [(shape[2], shape[3]) for shape in of_file] for file, of_file in shapes.items()
+        }
 
     with llm.session(PROMPTS[0]):
         found = prepared()
     assert found["verify.onnx"] == [(count, slots) for count in (13, 16) for slots in (16, 48, 112)]
-    assert found["draft.onnx"] == [(1, slots) for slots in (16, 48, 112) for _ in range(2)], "a forward call and a chain"
+    assert found["draft.onnx"] == [(1, slots) for slots in (16, 48, 112) for _ in range(2)], (
+        "a forward call and a chain"
+    )
     for prompt in PROMPTS:
         llm.generate(prompt, max_new_tokens=200, ignore_eos=True)
     assert prepared() == found
@@ -256,7 +328,9 @@ def test_calls_over_the_first_slots_are_prepared_before_the_first_round(few_slot
 @pytest.mark.usefixtures("installed")
 def test_rounds_of_several_node_counts_draft_beyond_any_slot(few_slots: Path) -> None:
     """There tokens may depend on what is drafted."""
-    llm = eesd.load(few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False), exact=False)
+    llm = eesd.load(
+        few_slots, "tensorrt", speculation=Speculation("fixed:k=4", guard=False), exact=False
+    )
     assert llm.engines.last_positions == ()
     made = llm.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True).tokens
     assert made == tokens_of_onnx_runtime(few_slots)
@@ -264,7 +338,12 @@ def test_rounds_of_several_node_counts_draft_beyond_any_slot(few_slots: Path) ->
 
 @pytest.mark.parametrize(
     ("slots", "expected"),
-    [(2046, (2046,)), (2048, (1024, 2048)), (4128, (1024, 2064, 4128)), (32800, (4096, 8192, 16400, 32800))],
+    [
+        (2046, (2046,)),
+        (2048, (1024, 2048)),
+        (4128, (1024, 2064, 4128)),
+        (32800, (4096, 8192, 16400, 32800)),
+    ],
 )
 def test_first_slots_are_aligned_parts_of_all_slots(slots: int, expected: tuple[int, ...]) -> None:
     assert first_slots(slots) == expected
@@ -283,10 +362,18 @@ def test_compiled_kernels_are_saved_for_the_next_start(
         llm.generate(PROMPTS[0], max_new_tokens=5)
         return [made[0]._config._cache for made in contexts_of(llm).values()]  # type: ignore[union-attr, misc]
 
-    assert "TensorRT-RTX compiles kernels before the first text" in eesd.load(directory, "tensorrt").engines.notice
-    assert not any(cache._loaded for cache in caches()) and not eesd.load(directory, "tensorrt").engines.notice
+    assert (
+        "TensorRT-RTX compiles kernels before the first text"
+        in eesd.load(directory, "tensorrt").engines.notice
+    )
+    assert (
+        not any(cache._loaded for cache in caches())
+        and not eesd.load(directory, "tensorrt").engines.notice
+    )
     saved = {path.name: path.read_bytes() for path in directory.glob("*.kernels")}
-    assert saved.keys() == {"draft.kernels", "verify.kernels"} and b"0:13" in saved["verify.kernels"]
+    assert (
+        saved.keys() == {"draft.kernels", "verify.kernels"} and b"0:13" in saved["verify.kernels"]
+    )
     assert all(cache._loaded for cache in caches())
     monkeypatch.setattr(fake.IRuntimeCache, "_gpu", "another GPU")
     assert not any(cache._loaded for cache in caches())
@@ -303,7 +390,9 @@ def test_compiled_kernels_are_saved_for_the_next_start(
 
 
 @pytest.mark.usefixtures("installed")
-def test_messages_of_the_library_go_to_logging(staged: Callable[[int], Path], caplog: pytest.LogCaptureFixture) -> None:
+def test_messages_of_the_library_go_to_logging(
+    staged: Callable[[int], Path], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "eesd.tensorrt"):
         eesd.load(staged(1), "tensorrt")
     assert [record.getMessage() for record in caplog.records] == ["Loaded engine", "Loaded engine"]
@@ -328,7 +417,10 @@ def test_open_sessions_never_share_the_memory_of_the_host(staged: Callable[[int]
     llm = embedded(directory, replace(host, kv_cache=kv_memory(directory)))
     with llm.session(PROMPTS[0]) as first:
         first.step()
-        with pytest.raises(EESDError, match="belongs to another open session"), llm.session(PROMPTS[1]):
+        with (
+            pytest.raises(EESDError, match="belongs to another open session"),
+            llm.session(PROMPTS[1]),
+        ):
             pass
     llm.generate(PROMPTS[1], max_new_tokens=5)  # the memory is free again
 
@@ -341,10 +433,15 @@ def test_open_sessions_never_share_the_memory_of_the_host(staged: Callable[[int]
                 if session.finish_reason is None:
                     session.step()
     for prompt, session in zip(PROMPTS, sessions, strict=True):
-        assert session.tokens[len(prompt) :] == llm.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+        assert (
+            session.tokens[len(prompt) :]
+            == llm.generate(prompt, max_new_tokens=20, ignore_eos=True).tokens
+        )
 
 
-def test_what_overflowed_in_one_request_does_not_reach_the_next(staged: Callable[[int], Path]) -> None:
+def test_what_overflowed_in_one_request_does_not_reach_the_next(
+    staged: Callable[[int], Path],
+) -> None:
     directory = staged(1)
     memory = kv_memory(directory)
     llm = embedded(directory, replace(fake.host_of(directory), kv_cache=memory))
@@ -409,10 +506,15 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
 ) -> None:
     """What the host reads later, logits and caches, is copied in the stream that wrote it."""
     directory, places = staged(3), [Place(torch.device("cpu")) for _ in range(3)]
-    manifest, scratch = load_manifest(directory), [torch.zeros(5000, dtype=torch.uint8) for _ in places]
+    manifest, scratch = (
+        load_manifest(directory),
+        [torch.zeros(5000, dtype=torch.uint8) for _ in places],
+    )
     engines = open_host_engines(manifest, replace(fake.host_of(directory), scratch=scratch), places)
     stages: Any = engines.verify.stages  # type: ignore[attr-defined]
-    assert [stage.scratch.data_ptr() for stage in stages] == [memory.data_ptr() for memory in scratch]
+    assert [stage.scratch.data_ptr() for stage in stages] == [
+        memory.data_ptr() for memory in scratch
+    ]
     cache: Any = engines.verify.new_kv_caches()[0]
     outputs = OnCache(engines.verify, cache).forward([5, 9], [0, 1], 0)
     entered: list[Place] = []
@@ -429,7 +531,8 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
 
 
 def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], Path]) -> None:
-    """A cycle would hold buffers on the GPU until the collector runs, perhaps while work is captured."""
+    """A cycle would hold buffers on the GPU until the collector runs, perhaps while work is
+    captured."""
     llm: Any = embedded(staged(1), fake.host_of(staged(1)))
     gc.collect()
     gc.disable()
@@ -439,7 +542,9 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
         for engine in llm.engines[:2]:
             engine.prepare(kv_caches)
             [prepared] = engine._prepared.values()
-            found += [weakref.ref(step) for step in [*prepared.steps.values(), *prepared.loops.values()]]
+            found += [
+                weakref.ref(step) for step in [*prepared.steps.values(), *prepared.loops.values()]
+            ]
         assert len(found) > 3
         del kv_caches, prepared
         assert not any(reference() for reference in found)
@@ -448,18 +553,28 @@ def test_memory_of_calls_is_freed_without_the_collector(staged: Callable[[int], 
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(staged: Callable[[int], Path], stages: int) -> None:
-    """It does not look for a TensorRT library: none is installed here. The memory may be a buffer for each layer."""
+def test_embedded_llm_runs_on_the_engines_and_memory_of_the_host(
+    staged: Callable[[int], Path], stages: int
+) -> None:
+    """It does not look for a TensorRT library: none is installed here. The memory may be a buffer
+    for each layer."""
     directory = staged(stages)
-    expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(PROMPTS[1], max_new_tokens=60)
-    for split in (lambda shards: shards if stages > 1 else shards[0], lambda shards: [layer for s in shards for layer in s]):
+    expected = eesd.load(directory, "ort", speculation=None, threads=1).generate(
+        PROMPTS[1], max_new_tokens=60
+    )
+    for split in (
+        lambda shards: shards if stages > 1 else shards[0],
+        lambda shards: [layer for s in shards for layer in s],
+    ):
         memory = [shard.fill_(np.nan) for shard in kv_memory(directory)]
         llm = embedded(directory, replace(fake.host_of(directory), kv_cache=split(memory)))
         assert llm.generate(PROMPTS[1], max_new_tokens=60).tokens == expected.tokens
         assert all(shard.any() for shard in memory), "the cache is not in the host's memory"
 
 
-def test_a_service_runs_in_the_rows_that_the_host_lends(staged: Callable[[int], Path], tmp_path: Path) -> None:
+def test_a_service_runs_in_the_rows_that_the_host_lends(
+    staged: Callable[[int], Path], tmp_path: Path
+) -> None:
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     fake.write_plans(directory, batch=2)
     lent: list[tuple[int, torch.Tensor]] = []
@@ -477,25 +592,35 @@ def test_a_service_runs_in_the_rows_that_the_host_lends(staged: Callable[[int], 
     assert [rows for rows, _ in lent] == [2, 1] and all(memory.any() for _, memory in lent)
     assert found == llm.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True).tokens
     llm = embedded(directory, replace(fake.host_of(directory), kv_cache=kv_memory(directory)))
-    with pytest.raises(EESDError, match="kv_cache given is for one sequence; for 2 rows give a function"):
+    with pytest.raises(
+        EESDError, match="kv_cache given is for one sequence; for 2 rows give a function"
+    ):
         Service(llm, BatchOptions(max_rows=2))
 
 
-def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable[[int], Path]) -> None:
+def test_embedding_refuses_engines_and_memory_that_do_not_match(
+    staged: Callable[[int], Path],
+) -> None:
     directory = staged(1)
     manifest, host = load_manifest(directory), fake.host_of(directory)
 
     def opened(**changes: Any) -> Engines:
         return open_host_engines(manifest, replace(host, **changes), [CPU])
 
-    with pytest.raises(EESDError, match="The manifest has 1 stages of verify, and 2 engines are given"):
+    with pytest.raises(
+        EESDError, match="The manifest has 1 stages of verify, and 2 engines are given"
+    ):
         opened(verify=[*host.verify, *host.verify])
     with pytest.raises(EESDError, match=r"given for verify\.onnx has other inputs"):
         opened(verify=[host.draft])
-    (fine,) = kv_memory(directory)  # memory of another library begins a tensor of its own, wherever it lies
+    # Memory of another library begins a tensor of its own, wherever it lies.
+    (fine,) = kv_memory(directory)
     odd = torch.from_numpy(np.zeros(fine.numel() + 1, np.float32)[1:]).view(fine.shape)
     for memory, words in (
-        ([torch.zeros(3)], r"kv_cache given is \[3\] of torch.float32 on cpu at .* \[5, 2, 1, 2, 112, 8\]"),
+        (
+            [torch.zeros(3)],
+            r"kv_cache given is \[3\] of torch.float32 on cpu at .* \[5, 2, 1, 2, 112, 8\]",
+        ),
         ([fine, fine], "2 tensors are given as kv_cache, and these engines need 1"),
         ([*fine][1:], "4 tensors are given as kv_cache, and these engines need 5"),
         (fine.numpy(), "kv_cache given must be tensors of torch"),
@@ -506,16 +631,27 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(staged: Callable
     context = host.make_context(host.verify[0])
     with pytest.raises(EESDError, match="make_context gave a context that is in use already"):
         opened(make_context=lambda _: context).verify.prepare(opened().verify.new_kv_caches())
-    with pytest.raises(EESDError, match="5 bytes of scratch memory are given, and these engines need 4096"):
+    with pytest.raises(
+        EESDError, match="5 bytes of scratch memory are given, and these engines need 4096"
+    ):
         opened(scratch=torch.zeros(5, dtype=torch.uint8))
-    with pytest.raises(EESDError, match="There are 1 stages of verify, and 2 tensors of scratch memory are given"):
+    with pytest.raises(
+        EESDError, match="There are 1 stages of verify, and 2 tensors of scratch memory are given"
+    ):
         opened(scratch=[host.scratch, host.scratch])
-    for scratch in (torch.zeros(5001, dtype=torch.uint8)[1:], torch.zeros(5000, 2, dtype=torch.uint8)[:, 0]):
-        with pytest.raises(EESDError, match="need contiguous memory on cpu, at a multiple of 256 bytes"):
+    for scratch in (
+        torch.zeros(5001, dtype=torch.uint8)[1:],
+        torch.zeros(5000, 2, dtype=torch.uint8)[:, 0],
+    ):
+        with pytest.raises(
+            EESDError, match="need contiguous memory on cpu, at a multiple of 256 bytes"
+        ):
             opened(scratch=scratch)
 
 
-def test_inputs_at_an_odd_address_are_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inputs_at_an_odd_address_are_refused(
+    staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = embedded(staged(1), fake.host_of(staged(1)))
     monkeypatch.setattr(device, "HOST_ALIGNMENT", 1 << 40)
     with pytest.raises(EESDError, match="TensorRT needs input_ids aligned"):
@@ -527,28 +663,44 @@ def stream_of(handle: int, gpu: int = 0) -> Any:
     return SimpleNamespace(cuda_stream=handle, device_index=gpu)
 
 
-def test_streams_that_cannot_do_are_refused(staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_cannot_do_are_refused(
+    staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The default stream cannot be captured, and nothing would order two streams of one device."""
     directory = staged(3)
     host, first, second = fake.host_of(directory), stream_of(16), stream_of(32, gpu=1)
     for stream in (stream_of(0), stream_of(1), 0):
         with pytest.raises(EESDError, match="is the default stream"):
             embed.embed(directory, replace(host, stream=stream), Speculation())
-    with pytest.raises(EESDError, match=r"is a str; give a torch\.cuda\.Stream, or the int of a cudaStream_t"):
+    with pytest.raises(
+        EESDError, match=r"is a str; give a torch\.cuda\.Stream, or the int of a cudaStream_t"
+    ):
         embed.stage_streams(replace(host, stream=["16", "16", "16"]), 3)  # type: ignore[list-item]
     with pytest.raises(EESDError, match="has 3 stages of verify, and 2 streams are given"):
         embed.embed(directory, replace(host, stream=[first, second]), Speculation())
     with pytest.raises(EESDError, match="on one device must share its stream"):
-        embed.embed(directory, replace(host, stream=[first, second, stream_of(48, gpu=1)]), Speculation())
-    assert [place.device.index for place in embed.stage_streams(replace(host, stream=[first, second, second]), 3)] == [0, 1, 1]
+        embed.embed(
+            directory, replace(host, stream=[first, second, stream_of(48, gpu=1)]), Speculation()
+        )
+    assert [
+        place.device.index
+        for place in embed.stage_streams(replace(host, stream=[first, second, second]), 3)
+    ] == [0, 1, 1]
     monkeypatch.setattr(torch.cuda, "ExternalStream", stream_of)
     for lent in (first, 16):
-        assert [place.handle for place in embed.stage_streams(replace(host, stream=lent), 3)] == [16, 16, 16]
+        assert [place.handle for place in embed.stage_streams(replace(host, stream=lent), 3)] == [
+            16,
+            16,
+            16,
+        ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_real_library_without_a_driver_ends_in_one_error_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real TensorRT-RTX cannot load a real plan without CUDA, and prints much more than one line about it."""
+def test_real_library_without_a_driver_ends_in_one_error_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real TensorRT-RTX cannot load a real plan without CUDA, and prints much more than one
+    line about it."""
     real = pytest.importorskip("tensorrt_rtx")
     model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0, head_dim=32)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=64, dtype="float16")
@@ -560,11 +712,18 @@ def test_real_library_without_a_driver_ends_in_one_error_line(tmp_path: Path, mo
     monkeypatch.setattr(backends, "nvidia_driver", lambda: True)
     assert "an NVIDIA driver, and the CPU runs the engines" in eesd.load(directory).engines.notice
     monkeypatch.setattr(backends, "torch_sees_gpu", lambda: True)
-    assert_refused(run(main, *options), "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver")
-    monkeypatch.setattr(real, "Runtime", len)  # a TypeError, as of pybind11 where the library returns a null pointer
-    assert_refused(run(main, *options), "tensorrt-rtx", "gives no Runtime here", "update the NVIDIA driver")
+    assert_refused(
+        run(main, *options), "tensorrt-rtx cannot load", "verify.plan", "update the NVIDIA driver"
+    )
+    # A TypeError, as of pybind11 where the library returns a null pointer.
+    monkeypatch.setattr(real, "Runtime", len)
+    assert_refused(
+        run(main, *options), "tensorrt-rtx", "gives no Runtime here", "update the NVIDIA driver"
+    )
     monkeypatch.setattr(real, "Builder", len)
-    assert_refused(run(build_main, directory, "--force"), "gives no Builder here", "update the NVIDIA driver")
+    assert_refused(
+        run(build_main, directory, "--force"), "gives no Builder here", "update the NVIDIA driver"
+    )
 
 
 Damage = Callable[[Path], Any]
@@ -591,46 +750,89 @@ def with_old_weights(directory: Path) -> None:
 def swap(directory: Path) -> None:
     for name in ("verify.plan", "draft.plan"):
         text = (directory / name).read_text()
-        old, new = name.replace(".plan", ".onnx"), ("draft.onnx" if name == "verify.plan" else "verify.onnx")
+        old, new = (
+            name.replace(".plan", ".onnx"),
+            ("draft.onnx" if name == "verify.plan" else "verify.onnx"),
+        )
         (directory / name).write_text(text.replace(old, new).ljust(1000))
     manifest = load_manifest(directory)
-    edit_manifest(directory, "plans", {file: vars(plan) | {"size": 1000} for file, plan in manifest.plans.items()})
+    edit_manifest(
+        directory,
+        "plans",
+        {file: vars(plan) | {"size": 1000} for file, plan in manifest.plans.items()},
+    )
 
 
 def change_plans(**values: Any) -> Callable[[Path], None]:
     def change(directory: Path) -> None:
         plans = load_manifest(directory).plans
-        edit_manifest(directory, "plans", {file: vars(plan) | values for file, plan in plans.items()})
+        edit_manifest(
+            directory, "plans", {file: vars(plan) | values for file, plan in plans.items()}
+        )
 
     return change
 
 
-STRIPPED = (".plan.onnx or the weights beside it are missing or were changed", "eesd-build --strip-weights")
+STRIPPED = (
+    ".plan.onnx or the weights beside it are missing or were changed",
+    "eesd-build --strip-weights",
+)
 
 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda d: edit_manifest(d, "plans", {}), ("has no plan of draft.onnx", "build it with: eesd-build")),
-        (lambda d: (d / "verify.plan").unlink(), ("has no plan of verify.onnx", "build it with: eesd-build")),
-        (edited(lambda plan: plan[:-1]), ("verify.plan has", "where the manifest says", "eesd-build --force")),
+        (
+            lambda d: edit_manifest(d, "plans", {}),
+            ("has no plan of draft.onnx", "build it with: eesd-build"),
+        ),
+        (
+            lambda d: (d / "verify.plan").unlink(),
+            ("has no plan of verify.onnx", "build it with: eesd-build"),
+        ),
+        (
+            edited(lambda plan: plan[:-1]),
+            ("verify.plan has", "where the manifest says", "eesd-build --force"),
+        ),
         (
             edited(lambda plan: b"x" * len(plan)),
-            ("tensorrt cannot load", "verify.plan (Magic tag does not match)", "eesd-build --force"),
+            (
+                "tensorrt cannot load",
+                "verify.plan (Magic tag does not match)",
+                "eesd-build --force",
+            ),
         ),
         (  # the nodes that pad a round would have no room after the text
             edited(lambda plan: plan.replace(b'"slots": 112', b'"slots":  96')),
-            ("plan of verify.onnx is for caches of 96 slots, and its calls need 112", "eesd-build --force"),
+            (
+                "plan of verify.onnx is for caches of 96 slots, and its calls need 112",
+                "eesd-build --force",
+            ),
         ),
         (swap, ("verify.plan is not the plan of verify.onnx", "eesd-build --force")),
-        (change_plans(version="1.0"), ("built by tensorrt 1.0 and 99.1 is installed", "eesd-build --force")),
-        (change_plans(compute_capabilities=["8.6", "12.0"]), ("for compute capability 8.6, 12.0 and this GPU has 8.9",)),
-        (change_plans(flavour="tensorrt-xl"), ("of an unknown flavour 'tensorrt-xl'", "eesd-build --force")),
-        (change_plans(profiles=[[1, 4, 5], [1, 16, 16]]), ("was not built for the manifest's rounds of 13 nodes in 96 slots",)),
+        (
+            change_plans(version="1.0"),
+            ("built by tensorrt 1.0 and 99.1 is installed", "eesd-build --force"),
+        ),
+        (
+            change_plans(compute_capabilities=["8.6", "12.0"]),
+            ("for compute capability 8.6, 12.0 and this GPU has 8.9",),
+        ),
+        (
+            change_plans(flavour="tensorrt-xl"),
+            ("of an unknown flavour 'tensorrt-xl'", "eesd-build --force"),
+        ),
+        (
+            change_plans(profiles=[[1, 4, 5], [1, 16, 16]]),
+            ("was not built for the manifest's rounds of 13 nodes in 96 slots",),
+        ),
         (stripped(lambda d: (d / "verify.plan.onnx").unlink()), STRIPPED),
         (stripped(edited(lambda graph: graph + b"\0", "verify.plan.onnx")), STRIPPED),
         (stripped(with_old_weights), STRIPPED),
-        (stripped(edited(lambda plan: plan.replace(b'ped": true', b'ped":    0'))), ("gives no Refitter here",)),
+        (
+            stripped(edited(lambda plan: plan.replace(b'ped": true', b'ped":    0'))),
+            ("gives no Refitter here",),
+        ),
     ],
 )
 @pytest.mark.usefixtures("installed")
@@ -639,7 +841,9 @@ def test_unusable_plans_are_refused_with_a_remedy(
 ) -> None:
     directory = shutil.copytree(staged(1), tmp_path / "plans")
     damage(directory)
-    assert_refused(run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words)
+    assert_refused(
+        run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"), *words
+    )
 
 
 @pytest.mark.usefixtures("installed")
@@ -653,22 +857,34 @@ def test_plans_are_refused_on_gpus_without_kernels_for_them(
         manifest = fake.write_plans(directory, "tensorrt-rtx")
         if gpu != "7.5":
             result = run(main, "--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
-            assert_refused(result, f"tensorrt-rtx 99.1 has no kernels for compute capability {gpu}", "--target tensorrt")
+            assert_refused(
+                result,
+                f"tensorrt-rtx 99.1 has no kernels for compute capability {gpu}",
+                "--target tensorrt",
+            )
             manifest = fake.write_plans(directory, "tensorrt", capabilities=(gpu,))
         trt_plans.PlanDirectory(directory, manifest)
-    with pytest.raises(EESDError, match=r"no kernels for bfloat16 on GPUs .* 7\.5; export with --dtype float16"):
+    with pytest.raises(
+        EESDError, match=r"no kernels for bfloat16 on GPUs .* 7\.5; export with --dtype float16"
+    ):
         trt_plans.PlanDirectory(directory, replace(manifest, dtype="bfloat16"))
 
 
-def test_a_missing_driver_or_library_is_named(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_driver_or_library_is_named(
+    engine_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     fake.write_plans(engine_copy)
     command = ("--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
     with monkeypatch.context() as absent:
         absent.setattr(importlib.util, "find_spec", lambda _: None)
-        assert_refused(run(main, *command), "need tensorrt; install it with: pip install 'eesd[tensorrt]'")
+        assert_refused(
+            run(main, *command), "need tensorrt; install it with: pip install 'eesd[tensorrt]'"
+        )
     fake.install(monkeypatch)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
-    assert_refused(run(main, *command), "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort")
+    assert_refused(
+        run(main, *command), "Plans run on an NVIDIA GPU", "no driver answers here", "--backend ort"
+    )
 
 
 @pytest.mark.parametrize("flavour", trt_plans.FLAVOURS)
@@ -676,19 +892,30 @@ def test_a_missing_driver_or_library_is_named(engine_copy: Path, monkeypatch: py
 def test_plans_without_weights_get_those_of_the_directory(
     staged: Callable[[int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flavour: str
 ) -> None:
-    """Where a file is newer than the manifest, all hashes are compared first, because samples may miss a change."""
+    """Where a file is newer than the manifest, all hashes are compared first, because samples may
+    miss a change."""
     monkeypatch.setattr(integrity, "_SAMPLES", 2)
     directory = shutil.copytree(staged(2), tmp_path / "plans")
     fake.write_plans(directory, flavour, stripped=True)
-    weights, command = directory / "weights.bin", ("--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
+    weights, command = (
+        directory / "weights.bin",
+        ("--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"),
+    )
     for _ in range(2):
-        llm = eesd.load(directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False, drafter="exit"))
+        llm = eesd.load(
+            directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False, drafter="exit")
+        )
         found = llm.generate(PROMPTS[0], max_new_tokens=200, ignore_eos=True)
         assert found.tokens == tokens_of_onnx_runtime(directory) and found.stats.acceptance > 0.2
         weights.touch()
-    assert embedded(directory, fake.host_of(directory)).generate(PROMPTS[0], max_new_tokens=9).tokens != found.tokens[:9]
+    assert (
+        embedded(directory, fake.host_of(directory)).generate(PROMPTS[0], max_new_tokens=9).tokens
+        != found.tokens[:9]
+    )
     middle = weights.stat().st_size // 2
-    edited(lambda data: data[:middle] + bytes([data[middle] ^ 64]) + data[middle + 1 :], "weights.bin")(directory)
+    edited(
+        lambda data: data[:middle] + bytes([data[middle] ^ 64]) + data[middle + 1 :], "weights.bin"
+    )(directory)
     assert_refused(run(main, *command), "weights.bin was changed after the export")
     fake.write_plans(directory, flavour, stripped=True)
     monkeypatch.setattr(fake.OnnxParserRefitter, "refit_from_file", lambda *_: False)
@@ -702,9 +929,15 @@ def test_nvtx_ranges_are_paired_in_the_order_of_calls(
 ) -> None:
     """Of requests alone and of a batch, also where a call fails."""
     ranges: list[str] = []
-    monkeypatch.setattr(torch.cuda.nvtx, "_nvtx", SimpleNamespace(rangePushA=ranges.append, rangePop=lambda: ranges.append("")))
+    monkeypatch.setattr(
+        torch.cuda.nvtx,
+        "_nvtx",
+        SimpleNamespace(rangePushA=ranges.append, rangePop=lambda: ranges.append("")),
+    )
     speculation = Speculation("fixed:k=3", guard=False, drafter="exit")
-    plain, llm = (eesd.load(staged(1), backend, speculation=speculation, nvtx=nvtx) for nvtx in (False, True))
+    plain, llm = (
+        eesd.load(staged(1), backend, speculation=speculation, nvtx=nvtx) for nvtx in (False, True)
+    )
     expected = plain.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True)
     assert ranges == []
     assert llm.generate(PROMPTS[2], max_new_tokens=20, ignore_eos=True).tokens == expected.tokens
@@ -712,7 +945,10 @@ def test_nvtx_ranges_are_paired_in_the_order_of_calls(
     order = ["prefill"] * count + ["draft", "verify", "accept"] * expected.stats.rounds
     assert count > 0 and ranges == [text for name in order for text in (name, "")]
     service = Service(llm, BatchOptions(max_rows=1))
-    assert service.generate(llm.request(PROMPTS[2], max_new_tokens=20, ignore_eos=True)).tokens == expected.tokens
+    assert (
+        service.generate(llm.request(PROMPTS[2], max_new_tokens=20, ignore_eos=True)).tokens
+        == expected.tokens
+    )
     service.close()
     monkeypatch.setattr(DeviceEngine, "_run", lambda *_: 1 // 0)
     ranges.clear()
@@ -720,4 +956,8 @@ def test_nvtx_ranges_are_paired_in_the_order_of_calls(
         llm.generate([5])
     assert ranges == ["draft", "", "verify", ""]
     monkeypatch.setattr(backends, "torch_sees_gpu", lambda: False)
-    assert_refused(run(main, "--engine-dir", staged(1), "-p", "hello", "--nvtx"), "NVTX ranges need a GPU", "update the driver")
+    assert_refused(
+        run(main, "--engine-dir", staged(1), "-p", "hello", "--nvtx"),
+        "NVTX ranges need a GPU",
+        "update the driver",
+    )

@@ -1,5 +1,5 @@
-"""16-bit engine directories on the CPU: this project's operators read 16 bits, and give the bits of a float32 directory. Checks
-widen them in memory for ONNX Runtime's own operators."""
+"""16-bit engine directories on the CPU: this project's operators read 16 bits, and give the bits of
+a float32 directory. Checks widen them in memory for ONNX Runtime's own operators."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,7 +29,9 @@ CHECKPOINTS = {"bfloat16": "llama3", "float16": "llama2"}
 @pytest.fixture(scope="module")
 def narrow(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bfloat16 engine directory with a tokenizer."""
-    return export_engine(text_model, tmp_path_factory.mktemp("narrow") / "plans", "--dtype", "bfloat16")
+    return export_engine(
+        text_model, tmp_path_factory.mktemp("narrow") / "plans", "--dtype", "bfloat16"
+    )
 
 
 @pytest.fixture
@@ -39,7 +41,9 @@ def standard() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("options", [(), ("--stages", 2), ("--link-weights",)], ids=["copied", "stages", "linked"])
+@pytest.mark.parametrize(
+    "options", [(), ("--stages", 2), ("--link-weights",)], ids=["copied", "stages", "linked"]
+)
 @pytest.mark.parametrize("dtype", CHECKPOINTS)
 def test_bits_are_those_of_the_float32_directory(
     family_dir: Callable[[str], Path], tmp_path: Path, dtype: str, options: tuple[object, ...]
@@ -65,8 +69,11 @@ def _reference_logits(directory: Path) -> Logits:
 
 @needs_operators()
 @pytest.mark.parametrize("kind", ["int8", "int4"])
-def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], Path], tmp_path: Path, kind: str) -> None:
-    """int8 weights of 16-bit engines have one scale for an output, so activations in int8 differ a bit more."""
+def test_quantized_directory_agrees_with_its_graphs(
+    family_dir: Callable[[str], Path], tmp_path: Path, kind: str
+) -> None:
+    """int8 weights of 16-bit engines have one scale for an output, so activations in int8 differ a
+    bit more."""
     options = ("--dtype", "bfloat16", "--quantize", kind, "--no-check")
     directory = export_engine(family_dir("llama3"), tmp_path / "plans", *options)
     manifest = load_manifest(directory)
@@ -77,7 +84,11 @@ def test_quantized_directory_agrees_with_its_graphs(family_dir: Callable[[str], 
 @needs_operators()
 def test_operators_read_16_bits_as_they_are(narrow: Path) -> None:
     engines = eesd.load(narrow, threads=1).engines
-    assert isinstance(engines.verify, CpuEngine) and isinstance(engines.draft, CpuEngine) and not engines.notice
+    assert (
+        isinstance(engines.verify, CpuEngine)
+        and isinstance(engines.draft, CpuEngine)
+        and not engines.notice
+    )
 
 
 @pytest.mark.usefixtures("standard")
@@ -97,8 +108,12 @@ def cut_weights(directory: Path) -> None:
     edit_manifest(directory, "files/weights.bin/size", 5000)
 
 
-@pytest.mark.parametrize(("damage", "words"), [(garble, "onnx cannot read"), (cut_weights, "do not fit each other")])
-def test_damaged_directory_is_refused(text_model: Path, tmp_path: Path, damage: Damage, words: str) -> None:
+@pytest.mark.parametrize(
+    ("damage", "words"), [(garble, "onnx cannot read"), (cut_weights, "do not fit each other")]
+)
+def test_damaged_directory_is_refused(
+    text_model: Path, tmp_path: Path, damage: Damage, words: str
+) -> None:
     directory = export_engine(text_model, tmp_path / "plans", "--dtype", "bfloat16")
     damage(directory)
     manifest = load_manifest(directory)

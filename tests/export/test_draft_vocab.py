@@ -1,4 +1,5 @@
-"""A draft vocabulary: how it is chosen, trained, stored, exported and run. That it is lossless: test_lossless.py."""
+"""A draft vocabulary: how it is chosen, trained, stored, exported and run. That it is lossless:
+test_lossless.py."""
 
 import json
 from pathlib import Path
@@ -48,7 +49,8 @@ def test_columns_and_tokens_belong_together() -> None:
 
 
 def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
-    """Gradients: those of the teacher's whole distribution, in which no probability moves to another token."""
+    """Gradients: those of the teacher's whole distribution, in which no probability moves to
+    another token."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4, generator=generator, requires_grad=True)
     teacher = log_softmax(torch.randn(3, 6, generator=generator), -1).sort(descending=True)[0]
@@ -77,7 +79,12 @@ def reduced_head(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPat
 def test_a_head_stores_its_draft_vocabulary(learner: Path, reduced_head: Path) -> None:
     tensors = load_file(reduced_head / "exit_head.safetensors")
     ids = tensors["draft_vocab"]
-    assert ids.dtype == torch.int32 and len(ids) == SIZE and 2 in ids and "lm_head.weight" not in tensors
+    assert (
+        ids.dtype == torch.int32
+        and len(ids) == SIZE
+        and 2 in ids
+        and "lm_head.weight" not in tensors
+    )
     assert json.loads((reduced_head / "exit_head.json").read_text())["draft_vocab"] == SIZE
     head = Checkpoint(learner).exit_head(reduced_head)
     assert head.draft_vocab is not None and head.draft_vocab.tolist() == ids.tolist()
@@ -85,34 +92,76 @@ def test_a_head_stores_its_draft_vocabulary(learner: Path, reduced_head: Path) -
     assert read_metrics(reduced_head)[-1]["tokens_per_round"] > 1
 
 
-def test_an_own_lm_head_begins_with_the_rows_of_the_draft_vocabulary(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+def test_an_own_lm_head_begins_with_the_rows_of_the_draft_vocabulary(
+    learner: Path, own_rows: Path, tmp_path: Path
+) -> None:
     distill(learner, own_rows, tmp_path, "--draft-vocab", SIZE, "--steps", 1, "--lr", 1e-9)
     tensors = load_file(tmp_path / "exit_head.safetensors")
     rows = Checkpoint(learner).lm_head()[tensors["draft_vocab"].long()]
-    torch.testing.assert_close(tensors["lm_head.weight"].float(), rows.float(), atol=0.02, rtol=0)  # stored in bfloat16
+    # Stored in bfloat16.
+    torch.testing.assert_close(tensors["lm_head.weight"].float(), rows.float(), atol=0.02, rtol=0)
 
 
 def test_another_draft_vocabulary_is_another_run_and_another_head(
     learner: Path, own_rows: Path, reduced_head: Path, tmp_path: Path
 ) -> None:
-    options = ("--model", learner, "--exit-layer", 1, "--data", own_rows, *SMALL, "--batch", 16, "--lr", 1e-2, "--steps", 12)
+    options = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--data",
+        own_rows,
+        *SMALL,
+        "--batch",
+        16,
+        "--lr",
+        1e-2,
+        "--steps",
+        12,
+    )
     options += ("--deep", "none", "--shared-lm-head")
     found = run(distill_main, *options, "-o", reduced_head, "--draft-vocab", 50)
     assert_refused(found, "other options (draft_vocab: 60, now 50)")
     for size in (0, 50):
-        found = run(distill_main, *options, "-o", tmp_path, "--init-head", reduced_head, "--draft-vocab", size)
+        found = run(
+            distill_main,
+            *options,
+            "-o",
+            tmp_path,
+            "--init-head",
+            reduced_head,
+            "--draft-vocab",
+            size,
+        )
         assert_refused(found, "--draft-vocab 60", "give these options")
     assert_refused(run(distill_main, *options, "-o", tmp_path, "--draft-vocab", 1), "at least 2")
 
 
 def test_a_head_that_goes_on_keeps_its_draft_vocabulary_and_the_cache_serves_any(
-    learner: Path, own_rows: Path, reduced_head: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    learner: Path,
+    own_rows: Path,
+    reduced_head: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     more = ("--steps", 2, "--offline", tmp_path / "cache")
     distill(learner, own_rows, tmp_path / "whole", *more)
     monkeypatch.setattr(Checkpoint, "decoder", lambda *_: pytest.fail("the teacher was loaded"))
-    distill(learner, own_rows, tmp_path / "more", *more, "--draft-vocab", SIZE, "--init-head", reduced_head)
-    ids = [load_file(path / "exit_head.safetensors")["draft_vocab"] for path in (reduced_head, tmp_path / "more")]
+    distill(
+        learner,
+        own_rows,
+        tmp_path / "more",
+        *more,
+        "--draft-vocab",
+        SIZE,
+        "--init-head",
+        reduced_head,
+    )
+    ids = [
+        load_file(path / "exit_head.safetensors")["draft_vocab"]
+        for path in (reduced_head, tmp_path / "more")
+    ]
     assert torch.equal(*ids)
     distill(learner, own_rows, tmp_path / "all", *more, "--draft-vocab", 97)
     assert read_losses(tmp_path / "all") == read_losses(tmp_path / "whole")
@@ -131,14 +180,23 @@ def test_a_damaged_draft_vocabulary_of_a_head_is_refused(
         Checkpoint(learner).exit_head(tmp_path)
 
 
-@pytest.mark.parametrize("options", [("--stages", 2), ("--quantize", "int4"), ("--link-weights",), ("--dtype", "bfloat16")])
-def test_every_kind_of_directory_has_it(learner: Path, reduced_head: Path, tmp_path: Path, options: tuple[object, ...]) -> None:
-    directory = export_engine(learner, tmp_path / "plans", "--exit-head", reduced_head, "--max-seq-len", 64, *options)
+@pytest.mark.parametrize(
+    "options",
+    [("--stages", 2), ("--quantize", "int4"), ("--link-weights",), ("--dtype", "bfloat16")],
+)
+def test_every_kind_of_directory_has_it(
+    learner: Path, reduced_head: Path, tmp_path: Path, options: tuple[object, ...]
+) -> None:
+    directory = export_engine(
+        learner, tmp_path / "plans", "--exit-head", reduced_head, "--max-seq-len", 64, *options
+    )
     manifest = load_manifest(directory)
     ids = load_draft_vocab(directory, manifest)
     assert ids is not None and len(ids) == SIZE == manifest.draft.results[0].shape[-1]
     names = weights_of(manifest, manifest.draft)["exit_head.lm_head.weight"].tensors
-    assert ("exit_head.lm_head.weight" + SCALES in names) == (options[0] == "--quantize" or options == ("--stages", 2))
+    assert ("exit_head.lm_head.weight" + SCALES in names) == (
+        options[0] == "--quantize" or options == ("--stages", 2)
+    )
     if options != ("--link-weights",):
         assert_weights_match_manifest(directory)
     logits = [logits_of(directory, backend) for backend in ("ort", "torch")]
@@ -146,7 +204,9 @@ def test_every_kind_of_directory_has_it(learner: Path, reduced_head: Path, tmp_p
     assert least_cosine(logits[0][2], logits[1][2]) > 0.99
 
 
-def test_inspect_shows_it_and_damage_is_refused(learner: Path, reduced_head: Path, tmp_path: Path) -> None:
+def test_inspect_shows_it_and_damage_is_refused(
+    learner: Path, reduced_head: Path, tmp_path: Path
+) -> None:
     directory = export_engine(learner, tmp_path / "plans", "--exit-head", reduced_head)
     assert "60 of 97 tokens" in succeed(inspect_main, directory).stdout
     path = directory / DRAFT_VOCAB_FILE

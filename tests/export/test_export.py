@@ -1,4 +1,5 @@
-"""``eesd-export`` writes complete directories of standard graphs that generate the same tokens as transformers."""
+"""``eesd-export`` writes complete directories of standard graphs that generate the same tokens as
+transformers."""
 
 import dataclasses
 import json
@@ -42,12 +43,16 @@ PROMPT = [1, 17, 5, 40, 3, 88, 61]
 
 
 @pytest.fixture(scope="module")
-def exported(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def exported(
+    family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """A function that returns the float32 engines of a family."""
 
     @cache
     def directory(name: str) -> Path:
-        return export_engine(family_dir(name), tmp_path_factory.mktemp("exported") / name, "--quantize-draft", "none")
+        return export_engine(
+            family_dir(name), tmp_path_factory.mktemp("exported") / name, "--quantize-draft", "none"
+        )
 
     return directory
 
@@ -58,8 +63,14 @@ def assert_generates_as_transformers(directory: Path, model: Path) -> None:
     prompt = torch.tensor([PROMPT])
     with torch.no_grad():
         expected = reference(prompt).logits[0, -1].numpy()
-    tokens = reference.generate(prompt, max_new_tokens=24, do_sample=False)[0, len(PROMPT) :].tolist()
-    for speculation in (None, Speculation("fixed:k=3", guard=False), Speculation("fixed:k=3", tree=3, guard=False)):
+    tokens = reference.generate(prompt, max_new_tokens=24, do_sample=False)[
+        0, len(PROMPT) :
+    ].tolist()
+    for speculation in (
+        None,
+        Speculation("fixed:k=3", guard=False),
+        Speculation("fixed:k=3", tree=3, guard=False),
+    ):
         llm = eesd.load(directory, speculation=speculation, threads=1)
         with llm.session(PROMPT) as session:
             assert abs(session.peek() - expected).max() < 1e-4
@@ -67,11 +78,17 @@ def assert_generates_as_transformers(directory: Path, model: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_manifest_describes_the_export(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
+def test_manifest_describes_the_export(
+    exported: Callable[[str], Path], family_dir: FamilyDir, family: str
+) -> None:
     directory, config = exported(family), Checkpoint(family_dir(family)).config
     manifest = load_manifest(directory)
     assert manifest.geometry == config.geometry and manifest.dtype == config.dtype
-    assert (manifest.exit_head.layer, manifest.exit_head.blocks, manifest.exit_head.trained) == (1, 1, False)
+    assert (manifest.exit_head.layer, manifest.exit_head.blocks, manifest.exit_head.trained) == (
+        1,
+        1,
+        False,
+    )
     assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (256, 32, 8)
     assert (manifest.bos_token_id, manifest.eos_token_ids) == (1, (2,))
     assert manifest.exit_head.base == Checkpoint(family_dir(family)).fingerprint()
@@ -92,25 +109,40 @@ def test_manifest_describes_the_graphs(exported: Callable[[str], Path], family: 
         for values, tensors in ((graph.input, info.inputs), (graph.output, info.outputs)):
             assert [value.name for value in values] == [tensor.name for tensor in tensors]
             for value, tensor in zip(values, tensors, strict=True):
-                shape = tuple(dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim)
-                assert (shape, value.type.tensor_type.elem_type) == (tensor.shape, types[tensor.dtype])
+                shape = tuple(
+                    dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim
+                )
+                assert (shape, value.type.tensor_type.elem_type) == (
+                    tensor.shape,
+                    types[tensor.dtype],
+                )
     assert manifest.draft.caches == (0, manifest.geometry.num_layers)
     assert manifest.verify[0].caches == tuple(range(manifest.geometry.num_layers + 1))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_weight_is_stored_once(exported: Callable[[str], Path], family_dir: FamilyDir, family: str) -> None:
+def test_each_weight_is_stored_once(
+    exported: Callable[[str], Path], family_dir: FamilyDir, family: str
+) -> None:
     directory = exported(family)
     draft, verify = (tensor_locations(graph_of(directory, name)) for name in GRAPHS)
     assert all(verify[name] == location for name, location in draft.items() if name in verify)
     assert "model.embed_tokens.weight" in draft.keys() & verify.keys()
     stored = sorted((draft | verify).values())
-    assert all(end <= start for (_, end), (start, _) in zip(_intervals(stored), _intervals(stored)[1:], strict=False))
+    assert all(
+        end <= start
+        for (_, end), (start, _) in zip(_intervals(stored), _intervals(stored)[1:], strict=False)
+    )
     assert all(offset % ALIGNMENT == 0 for offset, _ in stored)
 
     checkpoint = Checkpoint(family_dir(family))
-    keys_values = [length for name, (_, length) in verify.items() if ".kv_proj." in name]  # of the exit head, for verify alone
-    block = [t.nbytes for name, t in checkpoint.tensors.items() if "layers.0." in name or name == "model.norm.weight"]
+    # That of the exit head, for verify alone.
+    keys_values = [length for name, (_, length) in verify.items() if ".kv_proj." in name]
+    block = [
+        t.nbytes
+        for name, t in checkpoint.tensors.items()
+        if "layers.0." in name or name == "model.norm.weight"
+    ]
     tables = 2 * 256 * checkpoint.config.geometry.head_dim // 2 * 4
     total = sum(t.nbytes for t in checkpoint.tensors.values()) + sum(block) + tables
     total += sum(keys_values)
@@ -132,8 +164,11 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     assert not model.functions and all(node.domain == "" for node in model.graph.node)
     caches = len(model.graph.input) // 2 - 2
     attention = [node for node in model.graph.node if node.op_type == "Attention"]
-    # TensorRT's parser accepts only one output of Attention. In verify the last exit block only writes its caches.
-    assert [len(node.output) for node in attention] == [1] * (caches if name == "draft.onnx" else caches - 1)
+    # TensorRT's parser accepts only one output of Attention. In verify the last exit block only
+    # writes its caches.
+    assert [len(node.output) for node in attention] == [1] * (
+        caches if name == "draft.onnx" else caches - 1
+    )
     masks = {node.input[3] for node in attention}
     if name == "draft.onnx":
         assert masks == {"attn_mask"}
@@ -147,19 +182,33 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
 
 
 @pytest.mark.parametrize("name", GRAPHS)
-def test_graphs_compute_no_shapes_and_transpose_no_weights(exported: Callable[[str], Path], name: str) -> None:
+def test_graphs_compute_no_shapes_and_transpose_no_weights(
+    exported: Callable[[str], Path], name: str
+) -> None:
     """The sizes that stood for B, n, S and R during tracing are gone, too."""
     model = graph_of(exported("llama-head-dim"), name)
     weights = tensor_locations(model).keys()
     kinds = Counter(node.op_type for node in model.graph.node)
-    assert kinds["Shape"] == kinds["Where"] == 2 * (name == "verify.onnx")  # whether heads are folded
-    assert not kinds.keys() & {"Concat", "Expand", "Unsqueeze", "Identity", "SplitToSequence", "SequenceAt"}
-    assert not any(node.op_type == "Transpose" and node.input[0] in weights for node in model.graph.node)
+    # Whether heads are folded.
+    assert kinds["Shape"] == kinds["Where"] == 2 * (name == "verify.onnx")
+    assert not kinds.keys() & {
+        "Concat",
+        "Expand",
+        "Unsqueeze",
+        "Identity",
+        "SplitToSequence",
+        "SequenceAt",
+    }
+    assert not any(
+        node.op_type == "Transpose" and node.input[0] in weights for node in model.graph.node
+    )
     text = onnx.printer.to_text(model)
     assert not any(str(number) in text for number in SYMBOLS)
 
 
-def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], Path], tmp_path: Path) -> None:
+def test_heads_are_apart_or_folded_with_the_same_bits(
+    exported: Callable[[str], Path], tmp_path: Path
+) -> None:
     """A call of many nodes keeps query heads apart; a plan's graph never does."""
     directory = exported("llama-head-dim")
     manifest = load_manifest(directory)
@@ -169,10 +218,22 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
     fold_heads(model.graph)
     assert not {"Where", "Shape", "Less"} & {node.op_type for node in model.graph.node}
     (folded / "verify.onnx").write_bytes(model.SerializeToString())
-    engines = [open_on_device(path, manifest, 1, draft=False, device="cpu")[0] for path in (directory, folded)]
+    engines = [
+        open_on_device(path, manifest, 1, draft=False, device="cpu")[0]
+        for path in (directory, folded)
+    ]
     random = np.random.default_rng(0)
     few = FEW_NODES
-    for batch, nodes in ((1, 1), (1, few), (1, few + 1), (1, 17), (1, 100), (2, few), (2, 2 * few + 1), (3, 2)):
+    for batch, nodes in (
+        (1, 1),
+        (1, few),
+        (1, few + 1),
+        (1, 17),
+        (1, 100),
+        (2, few),
+        (2, 2 * few + 1),
+        (3, 2),
+    ):
         tokens = random.integers(0, manifest.geometry.vocab_size, (batch, nodes)).tolist()
         found = []
         for engine in engines:
@@ -187,18 +248,33 @@ def test_heads_are_apart_or_folded_with_the_same_bits(exported: Callable[[str], 
 def test_16_bit_engines_have_16_bit_weights_and_caches(
     exported: Callable[[str], Path], family_dir: FamilyDir, tmp_path: Path, dtype: str
 ) -> None:
-    options = ["--model", family_dir("qwen2"), "--exit-layer", 1, "-o", tmp_path / "plans", "--dtype", dtype]
+    options = [
+        "--model",
+        family_dir("qwen2"),
+        "--exit-layer",
+        1,
+        "-o",
+        tmp_path / "plans",
+        "--dtype",
+        dtype,
+    ]
     result = succeed(export_main, *options, "--check")
     before, after = result.stdout.splitlines()[:2], result.stdout.splitlines()[2:]
-    assert [line.split(":")[0] for line in after[1:-1]] == ["draft", "verify", "verify"] and after[-1].startswith("exported in")
+    assert [line.split(":")[0] for line in after[1:-1]] == ["draft", "verify", "verify"] and after[
+        -1
+    ].startswith("exported in")
     assert "Qwen2ForCausalLM, 3 layers of 64" in before[0] and "that the disk has" in before[1]
     manifest = load_manifest(tmp_path / "plans")
     assert manifest.dtype == dtype
     ids = ("input_ids", "position_ids", "write_indices", "logit_rows")
-    assert {tensor.name: tensor.dtype for tensor in manifest.verify[0].inputs if tensor.dtype != dtype} == dict.fromkeys(
-        ids, "int64"
-    )
-    assert [tensor.dtype for tensor in manifest.draft.outputs[:3]] == ["float32", "int64", "float32"]
+    assert {
+        tensor.name: tensor.dtype for tensor in manifest.verify[0].inputs if tensor.dtype != dtype
+    } == dict.fromkeys(ids, "int64")
+    assert [tensor.dtype for tensor in manifest.draft.outputs[:3]] == [
+        "float32",
+        "int64",
+        "float32",
+    ]
     for name in GRAPHS:
         onnx.checker.check_model(tmp_path / "plans" / name, full_check=True)
     directories = tmp_path / "plans", exported("qwen2")
@@ -248,9 +324,14 @@ def test_limits_apply_to_graphs_and_decoding(text_model: Path, tmp_path: Path) -
     manifest = load_manifest(directory)
     assert (manifest.max_seq_len, manifest.max_tree_nodes, manifest.draft_top_k) == (40, 5, 3)
     assert [tensor.shape for tensor in manifest.draft.outputs[1:3]] == [("B", "n", 3)] * 2
-    assert tensor_locations(graph_of(directory, "draft.onnx"))["cos"][1] == 40 * manifest.geometry.head_dim // 2 * 4
+    assert (
+        tensor_locations(graph_of(directory, "draft.onnx"))["cos"][1]
+        == 40 * manifest.geometry.head_dim // 2 * 4
+    )
     for width in (1, 3):
-        llm = eesd.load(directory, speculation=Speculation("fixed:k=30", width, guard=False), threads=1)
+        llm = eesd.load(
+            directory, speculation=Speculation("fixed:k=30", width, guard=False), threads=1
+        )
         completion = llm.generate(PROMPT, max_new_tokens=100, ignore_eos=True)
         assert len(completion.tokens) == 40 - len(PROMPT) and completion.finish_reason == "length"
         assert 0 < completion.stats.draft_tokens <= 5 * completion.stats.drafting_rounds

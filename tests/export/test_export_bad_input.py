@@ -1,4 +1,5 @@
-"""``eesd-export`` refuses unusable models, exit heads, options and outputs in one line, before it writes anything."""
+"""``eesd-export`` refuses unusable models, exit heads, options and outputs in one line, before it
+writes anything."""
 
 import json
 import os
@@ -40,13 +41,22 @@ def test_damaged_and_unsuitable_models_are_refused(model: Path, tmp_path: Path) 
     assert_refused(export_to(tmp_path / "plans", model), WEIGHTS, "truncated", "fetch")
     save_file({name: tensor.double() for name, tensor in tensors.items()}, model / WEIGHTS)
     (model / "config.json").write_text(json.dumps(config | {"dtype": "float64"}))
-    assert_refused(export_to(tmp_path / "plans", model), "float64 cannot be exported", "--dtype float32|float16|bfloat16")
+    assert_refused(
+        export_to(tmp_path / "plans", model),
+        "float64 cannot be exported",
+        "--dtype float32|float16|bfloat16",
+    )
     assert listing(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["llama-9000b", "./nowhere", "/nowhere/at/all", "a/b/c"])
 def test_unknown_model_name_is_refused(tmp_path: Path, name: str) -> None:
-    assert_refused(export_to(tmp_path / "plans", name), name, "neither a directory nor a Hugging Face id", "llama-70b")
+    assert_refused(
+        export_to(tmp_path / "plans", name),
+        name,
+        "neither a directory nor a Hugging Face id",
+        "llama-70b",
+    )
 
 
 def test_model_that_is_a_file_is_refused(text_model: Path, tmp_path: Path) -> None:
@@ -63,7 +73,17 @@ def test_unreadable_model_is_refused(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama-70b", "nobody/nothing"])
 def test_model_that_is_not_in_the_cache_is_refused_offline(tmp_path: Path, name: str) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "eesd.export.cli", "--model", name, "--exit-layer", "4", "-o", str(tmp_path / "plans")]
+    command = [
+        sys.executable,
+        "-m",
+        "eesd.export.cli",
+        "--model",
+        name,
+        "--exit-layer",
+        "4",
+        "-o",
+        str(tmp_path / "plans"),
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 2 and not done.stdout
     assert_one_line(done.stderr, "/", "not in the local cache", "local directory of the model")
@@ -77,9 +97,22 @@ def test_a_head_is_found_in_the_hubs_cache(text_model: Path, tmp_path: Path) -> 
     (snapshot.parents[1] / "refs").mkdir()
     (snapshot.parents[1] / "refs/main").write_text(snapshot.name)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
-    command = [sys.executable, "-m", "eesd.export.cli", "--model", str(text_model), "-o", str(tmp_path / "plans")]
-    for name, words in (("somebody/head", ("0" * 40, "exit head")), ("nobody/head", ("local directory of the exit head",))):
-        done = subprocess.run([*command, "--exit-head", name], env=environment, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "eesd.export.cli",
+        "--model",
+        str(text_model),
+        "-o",
+        str(tmp_path / "plans"),
+    ]
+    for name, words in (
+        ("somebody/head", ("0" * 40, "exit head")),
+        ("nobody/head", ("local directory of the exit head",)),
+    ):
+        done = subprocess.run(
+            [*command, "--exit-head", name], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 2 and not done.stdout
         assert_one_line(done.stderr, *words)
 
@@ -93,7 +126,10 @@ def test_an_exit_layer_that_is_not_the_heads_is_refused(text_model: Path, tmp_pa
 
 
 def test_cache_lengths_that_do_not_fit_are_refused(text_model: Path, tmp_path: Path) -> None:
-    for options, words in ((("--max-seq-len", 513), ("513", "512 positions")), (("--max-seq-len", 32), ("32 does not fit",))):
+    for options, words in (
+        (("--max-seq-len", 513), ("513", "512 positions")),
+        (("--max-seq-len", 32), ("32 does not fit",)),
+    ):
         result = export_to(tmp_path / "plans", text_model, *options)
         assert_refused(result, *words)
 
@@ -107,21 +143,29 @@ def test_output_that_is_a_file_is_refused(text_model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "manifest.json"])
-def test_directory_of_another_program_is_not_replaced(text_model: Path, tmp_path: Path, name: str) -> None:
+def test_directory_of_another_program_is_not_replaced(
+    text_model: Path, tmp_path: Path, name: str
+) -> None:
     """Other programs have a manifest.json too."""
     (tmp_path / name).write_text('{"format_version": 1, "name": "a web app"}')
-    assert_refused(export_to(tmp_path, text_model), "is not an engine directory", "another --output")
+    assert_refused(
+        export_to(tmp_path, text_model), "is not an engine directory", "another --output"
+    )
     assert listing(tmp_path) == [name]
 
 
-def test_engine_directory_of_any_version_is_replaced_with_its_plans(text_model: Path, engine_copy: Path) -> None:
+def test_engine_directory_of_any_version_is_replaced_with_its_plans(
+    text_model: Path, engine_copy: Path
+) -> None:
     for name in ("draft.plan", "draft.plan.onnx", "draft.kernels", "timing.cache"):
         (engine_copy / name).write_bytes(b"built from the last export")
     manifest = json.loads((engine_copy / "manifest.json").read_text())
     (engine_copy / "manifest.json").write_text(json.dumps(manifest | {"format_version": 0}))
     export_engine(text_model, engine_copy, "--dtype", "bfloat16")
     assert json.loads((engine_copy / "manifest.json").read_text())["dtype"] == "bfloat16"
-    assert not {"draft.plan", "draft.plan.onnx", "draft.kernels", "timing.cache"} & set(listing(engine_copy))
+    assert not {"draft.plan", "draft.plan.onnx", "draft.kernels", "timing.cache"} & set(
+        listing(engine_copy)
+    )
     assert listing(engine_copy.parent) == ["plans"]
 
 
@@ -134,7 +178,10 @@ def test_packed_weights_are_part_of_the_directory(text_model: Path, engine_copy:
     assert "all files are as exported" in succeed(inspect_main, engine_copy, "--verify").stdout
     export_engine(text_model, engine_copy, "--dtype", "bfloat16")
     (other,) = engine_copy.glob("cpu-*")
-    assert other.name != packed.name and build_for_cpu(engine_copy, load_manifest(engine_copy)) == other
+    assert (
+        other.name != packed.name
+        and build_for_cpu(engine_copy, load_manifest(engine_copy)) == other
+    )
     export_engine(text_model, engine_copy, "--no-pack")
     assert not list(engine_copy.glob("cpu-*")) and listing(engine_copy.parent) == ["plans"]
 
@@ -153,7 +200,9 @@ def test_weights_that_cannot_be_packed_do_not_fail_the_export(
     assert "No space left" in line and not list((tmp_path / "plans").glob("*cpu-*"))
 
 
-def test_nothing_is_packed_where_the_operators_are_missing(text_model: Path, tmp_path: Path) -> None:
+def test_nothing_is_packed_where_the_operators_are_missing(
+    text_model: Path, tmp_path: Path
+) -> None:
     arguments = ("--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
     with without_operators():
         assert "not built for the CPU" in succeed(export_main, *arguments, "--pack").stdout

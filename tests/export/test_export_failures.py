@@ -71,7 +71,9 @@ def assert_failed(result: Result, error: BaseException) -> None:
     assert_refused(result, "error: No space left on device")
 
 
-@pytest.mark.parametrize("failure", FAILURES, ids=lambda f: f"{f.name}-{f.call}-{type(f.error).__name__}")
+@pytest.mark.parametrize(
+    "failure", FAILURES, ids=lambda f: f"{f.name}-{f.call}-{type(f.error).__name__}"
+)
 def test_failure_leaves_nothing_behind(
     text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: Failure
 ) -> None:
@@ -94,7 +96,8 @@ def test_failure_keeps_the_previous_export(
 def test_failure_while_replacing_restores_the_previous_export(
     text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    """The first rename moves the previous export aside, the second gives its name to the new one."""
+    """The first rename moves the previous export aside, the second gives its name to the new
+    one."""
     before = contents(engine_copy.parent)
     Failure(Path, "rename", call, FULL).arrange(monkeypatch)
     assert_failed(export_to(engine_copy, text_model, "--dtype", "float16"), FULL)
@@ -103,7 +106,15 @@ def test_failure_while_replacing_restores_the_previous_export(
 
 def test_file_size_limit_leaves_nothing_behind(text_model: Path, tmp_path: Path) -> None:
     """The operating system refuses to extend the file of weights."""
-    command = [*EXPORT, "--model", str(text_model), "--exit-layer", "1", "-o", str(tmp_path / "plans")]
+    command = [
+        *EXPORT,
+        "--model",
+        str(text_model),
+        "--exit-layer",
+        "1",
+        "-o",
+        str(tmp_path / "plans"),
+    ]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
@@ -116,7 +127,10 @@ def test_file_size_limit_leaves_nothing_behind(text_model: Path, tmp_path: Path)
 
 def test_export_stopped_by_sigterm_leaves_nothing_behind(text_model: Path, tmp_path: Path) -> None:
     """``timeout`` and ``docker stop`` send SIGTERM."""
-    slow = "import time, eesd.export.weights as w; f = w._bytes_of; w._bytes_of = lambda *a: (time.sleep(0.5), f(*a))[1]"
+    slow = (
+        "import time, eesd.export.weights as w; f = w._bytes_of; w._bytes_of = lambda *a: "
+        "(time.sleep(0.5), f(*a))[1]"
+    )
     command = f"{slow}; from eesd.export.cli import main; main()"
     options = ["--model", str(text_model), "--exit-layer", "1", "-o", str(tmp_path / "plans")]
     process = subprocess.Popen([sys.executable, "-c", command, *options], stderr=subprocess.DEVNULL)
@@ -127,8 +141,12 @@ def test_export_stopped_by_sigterm_leaves_nothing_behind(text_model: Path, tmp_p
     assert listing(tmp_path) == []
 
 
-def test_export_to_a_full_disk_is_refused(text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12 - 10**6, 10**6))
+def test_export_to_a_full_disk_is_refused(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**12, 10**12 - 10**6, 10**6)
+    )
     result = export_to(tmp_path / "new" / "plans", text_model)
     assert_refused(result, "needs 0.1 GB", "0.0 GB free", "free some space")
     assert listing(tmp_path) == []

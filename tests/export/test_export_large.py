@@ -1,4 +1,5 @@
-"""The memory of an export does not grow with the model: graphs need no weights, and weights stream one tensor at a time."""
+"""The memory of an export does not grow with the model: graphs need no weights, and weights stream
+one tensor at a time."""
 
 import json
 import subprocess
@@ -17,7 +18,8 @@ from eesd.model.checkpoint import Checkpoint
 
 GB, MB = 10**9, 10**6
 
-# The kernel reports the peak of this process alone; getrusage would include the process that started it.
+# The kernel reports the peak of this process alone; getrusage would include the process that
+# started it.
 COMMON = """
 import json, sys
 from pathlib import Path
@@ -52,14 +54,18 @@ print(json.dumps({"peak": memory("VmHWM"), "sizes": sizes, "nodes": nodes, "weig
 
 WEIGHT_STAGE = """
 before = reset_peak()
-sources = stored_sources(layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry)
+weights = weight_sources(checkpoint, head, 4096)
+sources = stored_sources(layout.weights, weights, checkpoint.geometry)
 info = write_weights(Path(sys.argv[4]), layout, sources, lambda *_: None)
-print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(layout.weights)}))
+grown = memory("VmHWM") - before
+print(json.dumps({"grown": grown, "size": info.size, "tensors": len(layout.weights)}))
 """
 
 
 def measure(code: str, *arguments: object) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", COMMON + code, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + code, *map(str, arguments)], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     measured: dict[str, Any] = json.loads(done.stdout)
     return measured
@@ -81,9 +87,17 @@ def test_graphs_of_a_70b_model_take_less_than_2_gb(tmp_path: Path) -> None:
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Sharded checkpoints of 3 and 12 layers (110 and 341 MB) whose tensors have the same sizes."""
     parent = tmp_path_factory.mktemp("large")
-    size = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 8000}
+    size = {
+        "hidden_size": 1024,
+        "intermediate_size": 2816,
+        "num_attention_heads": 16,
+        "vocab_size": 8000,
+    }
     configs = {layers: LLAMA_70B | size | {"num_hidden_layers": layers} for layers in (3, 12)}
-    return {n: write_checkpoint(parent / str(n), config, shards=4, sparse=False) for n, config in configs.items()}
+    return {
+        n: write_checkpoint(parent / str(n), config, shards=4, sparse=False)
+        for n, config in configs.items()
+    }
 
 
 def largest_tensor(checkpoint: Checkpoint) -> int:
@@ -91,8 +105,11 @@ def largest_tensor(checkpoint: Checkpoint) -> int:
 
 
 @pytest.mark.slow
-def test_writing_weights_takes_the_memory_of_one_tensor(checkpoints: dict[int, Path], tmp_path: Path) -> None:
-    """The bounds are generous, because the kernel decides how many pages of mapped files it counts."""
+def test_writing_weights_takes_the_memory_of_one_tensor(
+    checkpoints: dict[int, Path], tmp_path: Path
+) -> None:
+    """The bounds are generous, because the kernel decides how many pages of mapped files it
+    counts."""
     grown = {}
     for layers, directory in checkpoints.items():
         measured = measure(WEIGHT_STAGE, directory, 1, "float16", tmp_path / f"weights-{layers}")
@@ -108,11 +125,14 @@ def test_writing_weights_takes_the_memory_of_one_tensor(checkpoints: dict[int, P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [("float32",), ("float16", "int8"), ("float16", "int4")], ids=str)
+@pytest.mark.parametrize(
+    "options", [("float32",), ("float16", "int8"), ("float16", "int4")], ids=str
+)
 def test_writing_changed_weights_takes_the_memory_of_one_tensor(
     checkpoints: dict[int, Path], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Memory for one tensor, and for its widened form or its levels and a piece of it in float32."""
+    """Memory for one tensor, and for its widened form or its levels and a piece of it in
+    float32."""
     dtype, *kind = options
     measured = measure(WEIGHT_STAGE, checkpoints[12], 1, dtype, tmp_path / "weights", *kind)
     assert measured["grown"] < 6 * largest_tensor(Checkpoint(checkpoints[12])) + 24 * MB
@@ -122,12 +142,18 @@ def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
     """Some weights of the file are those of the checkpoint."""
     head, options = untrained_head(checkpoint, 1), ExportOptions("float16", 4096, 32, 8)
     graph = trace("verify", checkpoint.geometry, head.config, options)
-    layout = layout_weights([trace("draft", checkpoint.geometry, head.config, options).weights, graph.weights])
-    sources = stored_sources(layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry)
+    layout = layout_weights(
+        [trace("draft", checkpoint.geometry, head.config, options).weights, graph.weights]
+    )
+    sources = stored_sources(
+        layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry
+    )
     with path.open("rb") as file:
         for weight in (*layout.weights[:12:4], *layout.weights[-12::4], layout.weights[-1]):
             _, offset, length = layout.locations[weight.name]
             file.seek(offset)
-            stored = torch.frombuffer(bytearray(file.read(length)), dtype=torch.float16).reshape(weight.stored_shape)
+            stored = torch.frombuffer(bytearray(file.read(length)), dtype=torch.float16).reshape(
+                weight.stored_shape
+            )
             original = sources[weight.name].read().half()
             assert torch.equal(stored.t() if weight.transposed else stored, original), weight.name

@@ -1,4 +1,5 @@
-"""Whatever lies where commands write, and whatever comes while they do: nothing that they did not make is lost."""
+"""Whatever lies where commands write, and whatever comes while they do: nothing that they did not
+make is lost."""
 
 import json
 import os
@@ -10,7 +11,15 @@ from random import Random
 
 import pytest
 from click.testing import Result
-from support.command import add_tokenizer, assert_one_line, assert_refused, contents, listing, run, succeed
+from support.command import (
+    add_tokenizer,
+    assert_one_line,
+    assert_refused,
+    contents,
+    listing,
+    run,
+    succeed,
+)
 from support.distilling import SMALL
 
 import eesd
@@ -36,15 +45,53 @@ CASES = int(os.environ.get("FOREIGN_CASES", "100"))
 AS_IS = ("--exit-layer", 1, "--no-check", "--no-pack")
 ENTRY = "model-0123456789abcdef"
 PLACES = [
-    *("", "plans", "plans/cpu-0123456789abcdef", "plans/more", "out", "out/checkpoint-2", "out/engine-0", "out/own-text"),
+    *(
+        "",
+        "plans",
+        "plans/cpu-0123456789abcdef",
+        "plans/more",
+        "out",
+        "out/checkpoint-2",
+        "out/engine-0",
+        "out/own-text",
+    ),
     *("a/b", f"cache/{ENTRY}", "cache/mine-0123456789abcdef", "repository/eesd/1"),
 ]
 NAMES = [
-    *("thesis.txt", "manifest.json", "weights.bin", "notes.json", "mine.onnx", "mine.plan", "README.md", "report.md"),
-    *("exit_head.json", "exit_head.safetensors", "run.json", "metrics.jsonl", "eesd-cache.json", "result.json"),
+    *(
+        "thesis.txt",
+        "manifest.json",
+        "weights.bin",
+        "notes.json",
+        "mine.onnx",
+        "mine.plan",
+        "README.md",
+        "report.md",
+    ),
+    *(
+        "exit_head.json",
+        "exit_head.safetensors",
+        "run.json",
+        "metrics.jsonl",
+        "eesd-cache.json",
+        "result.json",
+    ),
 ]
 TARGETS = [
-    *("plans", "out", "cache", "repository", "a", "a/b", "new", "plans/draft.onnx", "thesis.txt", "report.md", "link", "loop"),
+    *(
+        "plans",
+        "out",
+        "cache",
+        "repository",
+        "a",
+        "a/b",
+        "new",
+        "plans/draft.onnx",
+        "thesis.txt",
+        "report.md",
+        "link",
+        "loop",
+    ),
     *("plans/new", "out/new"),
 ]
 
@@ -64,7 +111,10 @@ class World:
         for _ in range(random.randrange(1, 6)):
             self.plant(root / random.choice(PLACES) / random.choice(NAMES))
         for name in ("link", "loop", *random.sample([f"{place}/link" for place in PLACES], 2)):
-            self.link(root / name, name if name == "loop" else random.choice([*TARGETS, "nowhere", "..", "../.."]))
+            self.link(
+                root / name,
+                name if name == "loop" else random.choice([*TARGETS, "nowhere", "..", "../.."]),
+            )
 
     def plant(self, path: Path) -> None:
         """Put a file of somebody's where nothing is."""
@@ -91,17 +141,26 @@ class World:
         return path / self.random.choice(["", "", "", "new/..", "../plans", "link", "link/.."])
 
     def intrude(self, path: Path) -> None:
-        """What somebody does where a command writes ``path`` just then: in it if it is a directory, else beside it."""
+        """What somebody does where a command writes ``path`` just then: in it if it is a directory,
+        else beside it."""
         directory = path if path.is_dir() or not path.suffix else path.parent
         if self.random.random() < 0.7:
-            self.plant(directory / self.random.choice([name for name in NAMES if name != path.name]))
+            self.plant(
+                directory / self.random.choice([name for name in NAMES if name != path.name])
+            )
         else:
-            self.link(directory / "link" if directory.exists() else directory, self.random.choice(TARGETS))
+            self.link(
+                directory / "link" if directory.exists() else directory, self.random.choice(TARGETS)
+            )
 
     def intrude_once(self, left: list[int], path: Path) -> None:
         """Intrude when this was called so many times as ``left`` says."""
         left[0] -= 1
-        if not left[0] and path.is_relative_to(self.root) and not any(map(files.is_temporary, path.parts)):
+        if (
+            not left[0]
+            and path.is_relative_to(self.root)
+            and not any(map(files.is_temporary, path.parts))
+        ):
             self.intrude(path)
 
     def lost(self) -> list[Path]:
@@ -118,7 +177,12 @@ def found(path: Path) -> bytes | str | None:
 
 @pytest.fixture
 def commands(
-    text_model: Path, learner: Path, own_rows: Path, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text_model: Path,
+    learner: Path,
+    own_rows: Path,
+    engine: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> list[Callable[[Path], Result]]:
     """Each writes, replaces or cleans a path. Slow ones are rare."""
     export = prepare.main.callback
@@ -145,7 +209,17 @@ def commands(
         on_model,
         lambda path: run(distill_main, "--model", learner, "-o", path, *exit_only),
         lambda path: run(
-            distill_main, "--model", learner, "-o", path, *exit_only[:2], *exit_only[6:], "--steps", 2, "--save-every", 1
+            distill_main,
+            "--model",
+            learner,
+            "-o",
+            path,
+            *exit_only[:2],
+            *exit_only[6:],
+            "--steps",
+            2,
+            "--save-every",
+            1,
         ),
     ]
     return 3 * quick + slow
@@ -153,7 +227,8 @@ def commands(
 
 @pytest.fixture
 def at_claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[Path], None]]]:
-    """Functions in this list are called with the path that a command begins to write, or is about to move aside."""
+    """Functions in this list are called with the path that a command begins to write, or is about
+    to move aside."""
     called: list[Callable[[Path], None]] = []
     claim, rename = files._new_claim, Path.rename
 
@@ -174,7 +249,10 @@ def at_claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[Path], 
 
 
 def test_nothing_foreign_is_lost(
-    commands: list[Callable[[Path], Result]], engine: Path, tmp_path: Path, at_claim: list[Callable[[Path], None]]
+    commands: list[Callable[[Path], Result]],
+    engine: Path,
+    tmp_path: Path,
+    at_claim: list[Callable[[Path], None]],
 ) -> None:
     done = 0
     for case in range(CASES):
@@ -184,7 +262,11 @@ def test_nothing_foreign_is_lost(
         at_claim[:] = [partial(world.intrude_once, [random.randrange(1, 6)])]
         result = command(path)
         at_claim.clear()
-        assert result.exit_code in (0, 2) and isinstance(result.exception, SystemExit | None), (case, path, result.exception)
+        assert result.exit_code in (0, 2) and isinstance(result.exception, SystemExit | None), (
+            case,
+            path,
+            result.exception,
+        )
         assert result.exit_code == 0 or "error: " in result.stderr, (case, path, result.stderr)
         assert not world.lost(), (case, path, world.lost(), result.output)
         done += result.exit_code == 0
@@ -193,7 +275,9 @@ def test_nothing_foreign_is_lost(
 
 
 @pytest.mark.parametrize("model_is_output", [False, True])
-def test_an_output_is_what_its_path_names(text_model: Path, tmp_path: Path, model_is_output: bool) -> None:
+def test_an_output_is_what_its_path_names(
+    text_model: Path, tmp_path: Path, model_is_output: bool
+) -> None:
     """``new`` does not exist, and so neither does ``new/..`` before ``new`` is made."""
     mine = shutil.copytree(text_model, tmp_path / "mine") if model_is_output else tmp_path / "mine"
     (mine / "more").mkdir(parents=True)
@@ -219,14 +303,21 @@ def assert_both_are_there(stderr: str, output: Path, before: dict[str, bytes]) -
     """What came, and the export, whose name the message says."""
     assert_one_line(stderr, f"{output} is not replaced", "what was written is in")
     (kept,) = output.parent.glob("plans-*")
-    assert str(kept) in stderr and "all files are as exported" in succeed(inspect_main, kept, "--verify").stdout
+    assert (
+        str(kept) in stderr
+        and "all files are as exported" in succeed(inspect_main, kept, "--verify").stdout
+    )
     shutil.rmtree(kept)
     assert contents(output.parent) == before
 
 
 @pytest.mark.parametrize("what", ["thesis", "another export", "a link"])
 def test_what_comes_while_an_export_runs_is_kept(
-    text_model: Path, engine: Path, tmp_path: Path, what: str, at_claim: list[Callable[[Path], None]]
+    text_model: Path,
+    engine: Path,
+    tmp_path: Path,
+    what: str,
+    at_claim: list[Callable[[Path], None]],
 ) -> None:
     output = tmp_path / "plans"
     before: dict[str, bytes] = {}
@@ -234,7 +325,13 @@ def test_what_comes_while_an_export_runs_is_kept(
     def come(path: Path) -> None:
         if path == output and claims and claims.pop():
             arrive(what, engine, output)
-            before.update({name: content for name, content in contents(tmp_path).items() if "eesd-" not in name})
+            before.update(
+                {
+                    name: content
+                    for name, content in contents(tmp_path).items()
+                    if "eesd-" not in name
+                }
+            )
 
     claims = [True, False, False]  # the first two try whether the place can be written
     at_claim[:] = [come]
@@ -247,7 +344,11 @@ def test_what_comes_while_an_export_runs_is_kept(
 
 def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: Path) -> None:
     names = ["notes.json", "lora.bin", "mine.onnx", "mine.plan", "verify.txt", "src/notes.txt"]
-    names += ["cpu-mine/sizes.json", "cpu-0123456789abcdef", *(f"{one.name}/notes.txt" for one in engine_copy.glob("cpu-*"))]
+    names += [
+        "cpu-mine/sizes.json",
+        "cpu-0123456789abcdef",
+        *(f"{one.name}/notes.txt" for one in engine_copy.glob("cpu-*")),
+    ]
     for name in names:
         (engine_copy / name).parent.mkdir(exist_ok=True)
         (engine_copy / name).write_text("mine")
@@ -272,10 +373,26 @@ def test_a_build_for_the_cpu_does_not_replace_what_has_its_name(engine_copy: Pat
 
 
 def distillation(learner: Path, own_rows: Path, output: Path) -> tuple[object, ...]:
-    return ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", output, *SMALL, "--steps", 2, "--save-every", 1)
+    return (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--data",
+        own_rows,
+        "-o",
+        output,
+        *SMALL,
+        "--steps",
+        2,
+        "--save-every",
+        1,
+    )
 
 
-def test_a_distillation_keeps_what_is_in_its_directory(learner: Path, own_rows: Path, tmp_path: Path) -> None:
+def test_a_distillation_keeps_what_is_in_its_directory(
+    learner: Path, own_rows: Path, tmp_path: Path
+) -> None:
     names = ("engine-0/thesis.txt", "README.md")
     for name in names:
         (tmp_path / "out" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -329,15 +446,25 @@ def test_links_in_a_circle_are_refused(text_model: Path, tmp_path: Path) -> None
 @pytest.mark.fast
 def test_a_name_that_is_not_utf8_is_refused(text_model: Path, tmp_path: Path) -> None:
     name = os.fsdecode(b"bad\xff")
-    assert_refused(run(export_main, "--model", text_model, "-o", tmp_path / name), "bad", "not UTF-8")
+    assert_refused(
+        run(export_main, "--model", text_model, "-o", tmp_path / name), "bad", "not UTF-8"
+    )
     with pytest.raises(EESDError, match="engine_dir is"):
         eesd.load(tmp_path / name)
 
 
 @pytest.mark.fast
-def test_a_place_that_cannot_be_written_is_refused_before_the_long_work(text_model: Path, tmp_path: Path) -> None:
-    assert_refused(run(export_main, "--model", text_model, "-o", "/proc/x"), "/proc/x cannot be written", "another --output")
-    assert_refused(run(export_main, "--model", text_model, "-o", tmp_path / ("x" * 300)), "File name too long")
+def test_a_place_that_cannot_be_written_is_refused_before_the_long_work(
+    text_model: Path, tmp_path: Path
+) -> None:
+    assert_refused(
+        run(export_main, "--model", text_model, "-o", "/proc/x"),
+        "/proc/x cannot be written",
+        "another --output",
+    )
+    assert_refused(
+        run(export_main, "--model", text_model, "-o", tmp_path / ("x" * 300)), "File name too long"
+    )
 
 
 @pytest.mark.fast
@@ -351,8 +478,12 @@ def test_a_report_replaces_only_its_like(tmp_path: Path) -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
-def test_a_link_that_leads_nowhere_is_not_taken_for_absent(text_model: Path, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"]
+)
+def test_a_link_that_leads_nowhere_is_not_taken_for_absent(
+    text_model: Path, tmp_path: Path, name: str
+) -> None:
     model = shutil.copytree(text_model, tmp_path / "model")
     (model / name).unlink(missing_ok=True)
     (model / name).symlink_to("/nonexistent/blob")
@@ -369,15 +500,26 @@ def test_an_export_says_what_its_tokenizer_lacks(text_model: Path, tmp_path: Pat
     assert "ids up to 4095" in result.stderr and "ids below 97" in result.stderr
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (model / name).unlink()
-    assert "has no tokenizer" in succeed(export_main, "--model", model, "-o", tmp_path / "none", *AS_IS).stderr
+    assert (
+        "has no tokenizer"
+        in succeed(export_main, "--model", model, "-o", tmp_path / "none", *AS_IS).stderr
+    )
 
 
 @pytest.mark.fast
-def test_a_message_does_not_repeat_thousands_of_characters(text_model: Path, tmp_path: Path) -> None:
+def test_a_message_does_not_repeat_thousands_of_characters(
+    text_model: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(text_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"model_type": "x" * 9000, "architectures": ["y" * 9000]}))
-    for options in (("--model", model), ("--model", "x" * 9000), ("--model", text_model, "--dtype", "x" * 9000)):
+    (model / "config.json").write_text(
+        json.dumps(config | {"model_type": "x" * 9000, "architectures": ["y" * 9000]})
+    )
+    for options in (
+        ("--model", model),
+        ("--model", "x" * 9000),
+        ("--model", text_model, "--dtype", "x" * 9000),
+    ):
         result = run(export_main, *options, "-o", tmp_path / "plans")
         assert_refused(result)
         assert len(result.stderr) < 1100
@@ -387,6 +529,8 @@ def test_a_distillation_without_data_says_what_to_give(learner: Path, tmp_path: 
     model = shutil.copytree(learner, tmp_path / "model")
     add_tokenizer(model, template=None)
     for more in ((), ("--own-rows", 8)):
-        result = run(distill_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "out", *more)
+        result = run(
+            distill_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "out", *more
+        )
         assert_refused(result, "no chat template", "--data FILE", "--self-generate FILE")
     assert not (tmp_path / "out").exists()

@@ -15,7 +15,16 @@ def words_of(output: str) -> set[str]:
 
 def test_summary_shows_geometry_exit_head_and_files(engine: Path) -> None:
     words = words_of(succeed(main, engine).stdout)
-    assert {"model", "(LlamaForCausalLM)", "float32", "vocabulary", "97", "(untrained:", "slots", "512"} <= words
+    assert {
+        "model",
+        "(LlamaForCausalLM)",
+        "float32",
+        "vocabulary",
+        "97",
+        "(untrained:",
+        "slots",
+        "512",
+    } <= words
     assert {"draft.onnx", "verify.onnx", "weights.bin", "tokenizer.json"} <= words
 
 

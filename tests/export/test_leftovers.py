@@ -1,4 +1,5 @@
-"""``kill -9`` at any moment: the next run finds what is left, removes it or puts it back, and touches nothing else."""
+"""``kill -9`` at any moment: the next run finds what is left, removes it or puts it back, and
+touches nothing else."""
 
 import errno
 import fcntl
@@ -13,7 +14,12 @@ from support.distilling import SMALL
 from support.killing import hold, kill_command, kill_writer, killed_at_line
 
 from eesd.common import files
-from eesd.common.files import directory_written_whole, remove_leftovers, temporary_beside, written_whole
+from eesd.common.files import (
+    directory_written_whole,
+    remove_leftovers,
+    temporary_beside,
+    written_whole,
+)
 from eesd.distill.cli import main as distill_main
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
@@ -65,7 +71,11 @@ def text_of(target: Path) -> str | None:
 @pytest.mark.parametrize("write", [write_file, write_directory])
 @pytest.mark.parametrize("replaces", [False, True])
 def test_killed_at_any_line(
-    tmp_path: Path, somebodys: list[str], write: Callable[[Path], None], replaces: bool, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    somebodys: list[str],
+    write: Callable[[Path], None],
+    replaces: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     target, moments, moved_aside = tmp_path / "plans", 0, 0
     while True:
@@ -84,14 +94,19 @@ def test_killed_at_any_line(
         remove_leftovers(tmp_path, "plans")
         assert text_of(target) in (("old", "new") if replaces else (None, "new"))
         assert listing(tmp_path) == sorted([*somebodys, *["plans"] * target.exists()])
-        assert all("killed run" in message for message in caplog.messages) and len(caplog.messages) <= 1 + was_aside
+        assert (
+            all("killed run" in message for message in caplog.messages)
+            and len(caplog.messages) <= 1 + was_aside
+        )
         assert not was_aside or f"{target} is back" in caplog.text
     assert moments > 20 and text_of(target) == "new"
     assert bool(moved_aside) == (replaces and write is write_directory)
 
 
 @pytest.mark.fast
-def test_the_next_writer_says_what_it_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_next_writer_says_what_it_removed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     kill_writer(tmp_path / "state.json")
     write_file(tmp_path / "state.json")
     assert caplog.messages == [f"Removed what a killed run left beside {tmp_path / 'state.json'}."]
@@ -99,7 +114,9 @@ def test_the_next_writer_says_what_it_removed(tmp_path: Path, caplog: pytest.Log
 
 
 @pytest.mark.fast
-def test_what_a_living_process_writes_is_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_a_living_process_writes_is_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     process = hold(tmp_path / "state.json")
     for _ in range(3):
         write_file(tmp_path / "state.json")
@@ -136,11 +153,14 @@ def forget_the_machine(lock: Path) -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("doubt", ["machine", "no lock", "no locks", "not ours", "a link", "two directories"])
+@pytest.mark.parametrize(
+    "doubt", ["machine", "no lock", "no locks", "not ours", "a link", "two directories"]
+)
 def test_in_doubt_it_is_named_and_kept(
     tmp_path: Path, doubt: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks may not reach other machines or not exist; a lock may be deleted, or of another program."""
+    """Locks may not reach other machines or not exist; a lock may be deleted, or of another
+    program."""
     kill_writer(tmp_path / "plans")
     (new,), (lock,) = tmp_path.glob(".*.new"), tmp_path.glob(".*.lock")
     if doubt == "machine":
@@ -153,7 +173,8 @@ def test_in_doubt_it_is_named_and_kept(
         (tmp_path / "other").write_text(lock.read_text())
         lock.unlink()
         lock.symlink_to(tmp_path / "other")
-    elif doubt == "two directories":  # killed between the renames, and then somebody made a directory of that name
+    elif doubt == "two directories":
+        # Killed between the renames, and then somebody made a directory of that name.
         new.with_suffix(".old").mkdir()
         (tmp_path / "plans").mkdir()
     else:
@@ -172,7 +193,9 @@ def test_in_doubt_it_is_named_and_kept(
 
 
 @pytest.mark.fast
-def test_a_machine_that_started_again_is_the_same_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_started_again_is_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kill_writer(tmp_path / "plans")
     monkeypatch.setattr(files, "_boot_id", lambda: "another")
     remove_leftovers(tmp_path)
@@ -199,7 +222,9 @@ EXPORT_MOMENTS = {
 
 
 @pytest.mark.parametrize("moment", slow_but([*EXPORT_MOMENTS], "weights", "last"))
-def test_an_export_after_a_killed_one(text_model: Path, tmp_path: Path, somebodys: list[str], moment: str) -> None:
+def test_an_export_after_a_killed_one(
+    text_model: Path, tmp_path: Path, somebodys: list[str], moment: str
+) -> None:
     options = ("--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans")
     kill_command("eesd.export.cli", EXPORT_MOMENTS[moment], *options)
     assert len(listing(tmp_path)) > len(somebodys)
@@ -210,28 +235,63 @@ def test_an_export_after_a_killed_one(text_model: Path, tmp_path: Path, somebody
 
 AS_IS = ("--no-check", "--no-pack")
 """No other directory is renamed."""
-BETWEEN = "import pathlib; r = pathlib.Path.rename; c = iter([r, kill]); pathlib.Path.rename = lambda *a: next(c)(*a)"
+BETWEEN = (
+    "import pathlib; r = pathlib.Path.rename; c = iter([r, kill]); pathlib.Path.rename = lambda "
+    "*a: next(c)(*a)"
+)
 
 
 def test_a_directory_that_was_moved_aside_comes_back(
     text_model: Path, engine_copy: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Killed between the two renames of a replacement: a run says where the directory is, and the next export puts it back."""
+    """Killed between the two renames of a replacement: a run says where the directory is, and the
+    next export puts it back."""
     before = contents(engine_copy)
-    kill_command("eesd.export.cli", BETWEEN, "--model", text_model, "--exit-layer", 1, "-o", engine_copy, *AS_IS)
+    kill_command(
+        "eesd.export.cli",
+        BETWEEN,
+        "--model",
+        text_model,
+        "--exit-layer",
+        1,
+        "-o",
+        engine_copy,
+        *AS_IS,
+    )
     assert not engine_copy.exists()
     [aside] = engine_copy.parent.glob(".*.old")
-    assert_refused(run(run_main, "--engine-dir", engine_copy, "-p", "hello"), f"was moved to {aside}", "export again")
+    assert_refused(
+        run(run_main, "--engine-dir", engine_copy, "-p", "hello"),
+        f"was moved to {aside}",
+        "export again",
+    )
     # An export that fails, so that the old directory is still there.
-    assert run(export_main, "--model", text_model, "-o", engine_copy, "--exit-layer", 99).exit_code == 2
+    assert (
+        run(export_main, "--model", text_model, "-o", engine_copy, "--exit-layer", 99).exit_code
+        == 2
+    )
     assert contents(engine_copy) == before
     assert f"{engine_copy} is back" in caplog.text
     assert listing(engine_copy.parent) == ["plans"]
 
 
 @pytest.mark.parametrize("call", slow_but([1, 2, 3, 4], 3))
-def test_a_distillation_continues_after_a_killed_one(learner: Path, own_rows: Path, tmp_path: Path, call: int) -> None:
-    options = ("--model", learner, "--exit-layer", 1, "--data", own_rows, "-o", tmp_path / "out", *SMALL, "--steps", 4)
+def test_a_distillation_continues_after_a_killed_one(
+    learner: Path, own_rows: Path, tmp_path: Path, call: int
+) -> None:
+    options = (
+        "--model",
+        learner,
+        "--exit-layer",
+        1,
+        "--data",
+        own_rows,
+        "-o",
+        tmp_path / "out",
+        *SMALL,
+        "--steps",
+        4,
+    )
     calls = f"import safetensors.torch as s; f = s.save_file; c = iter([f] * {call - 1} + [kill])"
     kill_command("eesd.distill.cli", f"{calls}; s.save_file = lambda *a: next(c)(*a)", *options)
     hidden = [path for path in (tmp_path / "out").rglob(".*") if files.is_temporary(path.name)]

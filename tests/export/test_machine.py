@@ -29,9 +29,20 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.usefixtures("driver")
 @pytest.mark.parametrize(
     ("visible", "found"),
-    [(None, "9.0"), ("0,1", "9.0"), ("1", "8.9"), ("1,0", "8.9"), ("GPU-b", "8.9"), ("MIG-7", "9.0"), ("", None), ("-1", None)],
+    [
+        (None, "9.0"),
+        ("0,1", "9.0"),
+        ("1", "8.9"),
+        ("1,0", "8.9"),
+        ("GPU-b", "8.9"),
+        ("MIG-7", "9.0"),
+        ("", None),
+        ("-1", None),
+    ],
 )
-def test_the_gpu_is_the_first_that_cuda_sees(monkeypatch: pytest.MonkeyPatch, visible: str | None, found: str | None) -> None:
+def test_the_gpu_is_the_first_that_cuda_sees(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, found: str | None
+) -> None:
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert machine_report.compute_capability() == found

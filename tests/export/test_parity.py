@@ -1,4 +1,5 @@
-"""``eesd-build --check`` detects engines that differ from their graphs; ``eesd-export --layers`` exports the first layers."""
+"""``eesd-build --check`` detects engines that differ from their graphs; ``eesd-export --layers``
+exports the first layers."""
 
 import json
 import re
@@ -37,11 +38,14 @@ Export = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function that returns the engines of a family. Tests must copy them before they change anything."""
+    """A function that returns the engines of a family. Tests must copy them before they change
+    anything."""
 
     @cache
     def directory(name: str, **options: Any) -> Path:
-        return tiny_models.export_tiny(family_dir(name), tmp_path_factory.mktemp(name) / "plans", slots=64, **options)
+        return tiny_models.export_tiny(
+            family_dir(name), tmp_path_factory.mktemp(name) / "plans", slots=64, **options
+        )
 
     return directory
 
@@ -56,32 +60,59 @@ def break_weight(directory: Path, name: str) -> None:
                 file.write(bytes(info.length or 0))
 
 
-def test_first_layers_are_a_model_of_fewer_layers(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
-    """The engines compute the same as those of a checkpoint with fewer layers. The fingerprint is the whole model's."""
+def test_first_layers_are_a_model_of_fewer_layers(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """The engines compute the same as those of a checkpoint with fewer layers. The fingerprint is
+    the whole model's."""
     family = family_dir("qwen2.5-tied")
     model = shutil.copytree(family, tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
-    (model / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "layer_types"}))
+    (model / "config.json").write_text(
+        json.dumps({k: v for k, v in config.items() if k != "layer_types"})
+    )
     expected = logits_of(export_engine(model, tmp_path / "expected"), "ort")
     found = export_engine(family, tmp_path / "found", "--layers", LAYERS)
     manifest = load_manifest(found)
-    assert manifest.geometry.num_layers == LAYERS and manifest.exit_head.base == Checkpoint(family).fingerprint()
-    assert not any(name.startswith(f"model.layers.{LAYERS}.") for name in weights_of(manifest, manifest.verify[0]))
+    assert (
+        manifest.geometry.num_layers == LAYERS
+        and manifest.exit_head.base == Checkpoint(family).fingerprint()
+    )
+    assert not any(
+        name.startswith(f"model.layers.{LAYERS}.")
+        for name in weights_of(manifest, manifest.verify[0])
+    )
     for one, other in zip(logits_of(found, "ort"), expected, strict=True):
         assert np.allclose(one, other, atol=1e-4)
 
 
-def test_trained_head_of_the_whole_model_fits_its_first_layers(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_trained_head_of_the_whole_model_fits_its_first_layers(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
     family = family_dir(FOUR_LAYERS)
     head = trained_head(family, tmp_path / "head", 1, False)
-    found = load_manifest(export_engine(family, tmp_path / "plans", "--exit-head", head, "--layers", 3))
+    found = load_manifest(
+        export_engine(family, tmp_path / "plans", "--exit-head", head, "--layers", 3)
+    )
     assert found.exit_head.trained and found.geometry.num_layers == 3
 
 
-@pytest.mark.parametrize(("layers", "words"), [(9, "between 2 and 4"), (1, "--layers"), ("x", "--layers")])
-def test_layers_out_of_range_are_refused(family_dir: Callable[[str], Path], tmp_path: Path, layers: object, words: str) -> None:
+@pytest.mark.parametrize(
+    ("layers", "words"), [(9, "between 2 and 4"), (1, "--layers"), ("x", "--layers")]
+)
+def test_layers_out_of_range_are_refused(
+    family_dir: Callable[[str], Path], tmp_path: Path, layers: object, words: str
+) -> None:
     result = run(
-        export_main, "--model", family_dir(FOUR_LAYERS), "--exit-layer", 1, "-o", tmp_path / "plans", "--layers", layers
+        export_main,
+        "--model",
+        family_dir(FOUR_LAYERS),
+        "--exit-layer",
+        1,
+        "-o",
+        tmp_path / "plans",
+        "--layers",
+        layers,
     )
     assert result.exit_code == 2 and words in result.stderr and not (tmp_path / "plans").exists()
 
@@ -92,14 +123,29 @@ def test_layers_out_of_range_are_refused(family_dir: Callable[[str], Path], tmp_
         (FOUR_LAYERS, {}, "ort"),
         (FOUR_LAYERS, {"dtype": "float16"}, "torch"),
         ("qwen2.5-tied", {"dtype": "bfloat16", "stages": 2}, "torch"),
-        pytest.param("qwen2.5-tied", {"dtype": "float16", "blocks": 2, "own_lm_head": True}, "torch", marks=pytest.mark.slow),
+        pytest.param(
+            "qwen2.5-tied",
+            {"dtype": "float16", "blocks": 2, "own_lm_head": True},
+            "torch",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
-def test_engines_agree_with_their_graphs(exported: Export, family: str, options: dict[str, Any], backend: str) -> None:
+def test_engines_agree_with_their_graphs(
+    exported: Export, family: str, options: dict[str, Any], backend: str
+) -> None:
     directory = exported(family, **options)
     manifest = load_manifest(directory)
-    cosines = compare_engines(open_engines(directory, manifest, EngineOptions(backend, 1, True)), directory, manifest)
-    assert len(cosines) == 6 and LEAST_COSINE[manifest.dtype] <= min(cosines.values()) <= max(cosines.values()) < 1 + 1e-9
+    cosines = compare_engines(
+        open_engines(directory, manifest, EngineOptions(backend, 1, True)), directory, manifest
+    )
+    assert (
+        len(cosines) == 6
+        and LEAST_COSINE[manifest.dtype]
+        <= min(cosines.values())
+        <= max(cosines.values())
+        < 1 + 1e-9
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +163,9 @@ def test_broken_weight_is_detected(exported: Export, tmp_path: Path, name: str) 
     manifest = load_manifest(directory)
     broken = shutil.copytree(directory, tmp_path / "broken")
     break_weight(broken, name)
-    cosines = compare_engines(open_engines(broken, manifest, EngineOptions("torch", 1, True)), directory, manifest)
+    cosines = compare_engines(
+        open_engines(broken, manifest, EngineOptions("torch", 1, True)), directory, manifest
+    )
     assert min(cosines.values()) < LEAST_COSINE["float16"]
 
 
@@ -125,11 +173,14 @@ def test_broken_weight_is_detected(exported: Export, tmp_path: Path, name: str) 
 def narrow(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A float16 engine directory with linked weights. Plans can be built from it without a GPU."""
     pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
-    return export_engine(family_dir("llama2"), tmp_path_factory.mktemp("narrow") / "plans", "--link-weights")
+    return export_engine(
+        family_dir("llama2"), tmp_path_factory.mktemp("narrow") / "plans", "--link-weights"
+    )
 
 
 def torch_engines(spoil: Callable[[Any], object] = lambda _: None) -> Callable[..., Engines]:
-    """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a GPU, and spoils a stage."""
+    """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a
+    GPU, and spoils a stage."""
 
     def opened(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
         assert all((directory / plan.file).exists() for plan in manifest.plans.values())
@@ -141,10 +192,15 @@ def torch_engines(spoil: Callable[[Any], object] = lambda _: None) -> Callable[.
     return opened
 
 
-def test_check_without_a_gpu_reports_that_it_was_skipped(narrow: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_without_a_gpu_reports_that_it_was_skipped(
+    narrow: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build_cli, "compute_capability", lambda: None)
     result = succeed(build_main, narrow, "--check")
-    assert "not checked: there is no NVIDIA GPU here" in result.stderr and "cosine" not in result.stdout
+    assert (
+        "not checked: there is no NVIDIA GPU here" in result.stderr
+        and "cosine" not in result.stdout
+    )
 
 
 def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
@@ -154,7 +210,10 @@ def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
     monkeypatch.setattr(build_cli, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(build_cli, "open_engines", torch_engines())
     result = succeed(build_main, narrow, "--check")
-    assert result.stdout.count("cosine 0.999") + result.stdout.count("cosine 1.000") == 10 and not result.stderr
+    assert (
+        result.stdout.count("cosine 0.999") + result.stdout.count("cosine 1.000") == 10
+        and not result.stderr
+    )
 
     def spoil_weight(stage: Any) -> None:
         parameter = stage.module.get_parameter("model.layers.1.mlp.down_proj.weight")
@@ -166,5 +225,11 @@ def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
     for spoil, equal in ((spoil_weight, 0), (spoil_late_positions, 6)):
         monkeypatch.setattr(build_cli, "open_engines", torch_engines(spoil))
         result = run(build_main, narrow, "--check")
-        assert result.exit_code == 2 and "graphs compute (verify logits after 222 tokens)" in result.stderr
-        assert sum(float(cosine) > 0.9999 for cosine in re.findall(r"cosine (\S+)", result.stdout)) >= equal
+        assert (
+            result.exit_code == 2
+            and "graphs compute (verify logits after 222 tokens)" in result.stderr
+        )
+        assert (
+            sum(float(cosine) > 0.9999 for cosine in re.findall(r"cosine (\S+)", result.stdout))
+            >= equal
+        )

@@ -1,4 +1,5 @@
-"""What the kernels of plans read and write, from the log of TensorRT-RTX's builder. Skipped where that is not installed."""
+"""What the kernels of plans read and write, from the log of TensorRT-RTX's builder. Skipped where
+that is not installed."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -26,16 +27,22 @@ SHAPE = {
     "vocab_size": 4096,
     "max_position_embeddings": 2 * LONG_CACHE,
 }
-"""Groups of 4 heads of 128, as in models of 8B, and weights that are large beside the code of the kernels."""
-WIDTHS_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+"""Groups of 4 heads of 128, as in models of 8B, and weights that are large beside the code of the
+kernels."""
+WIDTHS_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
 
 Built = tuple[Manifest, dict[str, list[Layer]]]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """Give the kind of quantization and the slots, get the manifest of an engine directory and the layers of its plans.
-    ``whole``: nothing is quantized but a draft of all layers, to int4."""
+    """Give the kind of quantization and the slots, get the manifest of an engine directory and the
+    layers of its plans. ``whole``: nothing is quantized but a draft of all layers, to int4."""
     root = tmp_path_factory.mktemp("layers")
     model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
@@ -55,9 +62,12 @@ def cache_bytes(manifest: Manifest) -> int:
 
 
 def weights_read(manifest: Manifest, graph: GraphInfo) -> int:
-    """Bytes of the weights that a call reads: all but the embedding table and the tables of angles."""
+    """Bytes of the weights that a call reads: all but the embedding table and the tables of
+    angles."""
     tables = {EMBEDDINGS, *ROTARY_TABLES}
-    return sum(weight.nbytes for name, weight in weights_of(manifest, graph).items() if name not in tables)
+    return sum(
+        weight.nbytes for name, weight in weights_of(manifest, graph).items() if name not in tables
+    )
 
 
 def profile(layers: list[Layer], number: int) -> list[Layer]:
@@ -65,28 +75,39 @@ def profile(layers: list[Layer], number: int) -> list[Layer]:
 
 
 @pytest.mark.parametrize("kind", ["none", "whole"])
-def test_a_draft_step_reads_weights_and_caches_once_where_they_are(built: Callable[..., Built], kind: str) -> None:
+def test_a_draft_step_reads_weights_and_caches_once_where_they_are(
+    built: Callable[..., Built], kind: str
+) -> None:
     manifest, plans = built(kind)
     layers, size = plans["draft.onnx"], cache_bytes(manifest)
     assert {layer.profile for layer in layers} == {0}
     assert copies(layers, size) == parts(layers) == []
-    assert traffic(layers, manifest.gpu_slots) == pytest.approx(weights_read(manifest, manifest.draft) + 4 * size, rel=0.05)
+    assert traffic(layers, manifest.gpu_slots) == pytest.approx(
+        weights_read(manifest, manifest.draft) + 4 * size, rel=0.05
+    )
 
 
 @pytest.mark.parametrize("slots", slow_but([SLOTS, 2 * LONG_CACHE], SLOTS))
-def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(built: Callable[..., Built], slots: int) -> None:
-    """TensorRT-RTX's attention for several nodes needs the keys of a slot beside each other (docs/decisions/0068)."""
+def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(
+    built: Callable[..., Built], slots: int
+) -> None:
+    """TensorRT-RTX's attention for several nodes needs the keys of a slot beside each other
+    (docs/decisions/0068)."""
     manifest, plans = built(slots=slots)
     size, weights = cache_bytes(manifest), weights_read(manifest, manifest.verify[0])
     for number in (0, 1):
         layers = profile(plans["verify.onnx"], number)
-        assert copies(layers, size) == [] and [cache.nbytes for cache in parts(layers)] == [size] * 4
+        assert (
+            copies(layers, size) == [] and [cache.nbytes for cache in parts(layers)] == [size] * 4
+        )
         for seen in attended_slots(manifest, manifest.verify[0]):
             copied = 4 * size * seen // manifest.gpu_slots
             assert traffic(layers, seen) == pytest.approx(weights + 3 * copied, rel=0.05)
 
 
-def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(built: Callable[..., Built]) -> None:
+def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
+    built: Callable[..., Built],
+) -> None:
     """There is no attention for one node that reads it where it is."""
     manifest, plans = built(slots=2 * LONG_CACHE)
     layers, size = plans["draft.onnx"], cache_bytes(manifest)
@@ -96,35 +117,60 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(bu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [4096, 2 * LONG_CACHE])
-def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(tmp_path: Path, slots: int) -> None:
-    """With the widths of 8B, where a layer's share of weights and caches is that of the whole model."""
-    model = write_checkpoint(tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False)
+def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
+    tmp_path: Path, slots: int
+) -> None:
+    """With the widths of 8B, where a layer's share of weights and caches is that of the whole
+    model."""
+    model = write_checkpoint(
+        tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False
+    )
     export_engine(model, tmp_path / "plans", "--dtype", "float16", "--max-seq-len", slots)
     manifest, plans = build_layers(tmp_path / "plans")
     graph, nodes = manifest.verify[0], manifest.max_tree_nodes + 1
     for text in (1000, 3000):
         seen = next(some for some in attended_slots(manifest, graph) if some >= text + nodes)
-        least = weights_read(manifest, graph) + 4 * cache_bytes(manifest) * text // manifest.gpu_slots
+        least = (
+            weights_read(manifest, graph) + 4 * cache_bytes(manifest) * text // manifest.gpu_slots
+        )
         assert traffic(profile(plans[graph.file], 0), seen) < 1.15 * least
 
 
 @pytest.mark.parametrize("kind", slow_but(["int8", "int4", "whole"], "int8", "whole"))
 def test_no_kernel_writes_a_dequantized_weight(built: Callable[..., Built], kind: str) -> None:
     manifest, plans = built(kind)
-    least = 2 * manifest.geometry.hidden_size * 2 * manifest.geometry.num_kv_heads * manifest.geometry.head_dim
+    least = (
+        2
+        * manifest.geometry.hidden_size
+        * 2
+        * manifest.geometry.num_kv_heads
+        * manifest.geometry.head_dim
+    )
     levels = "Int4" if kind == "whole" else kind.title()
     for graph in [manifest.draft] if kind == "whole" else manifest.graphs:
         cached = copies(plans[graph.file], cache_bytes(manifest))
-        assert copies(plans[graph.file], least) == cached and {tensor.nbytes for tensor in cached} <= {cache_bytes(manifest)}
-        read = [tensor for layer in plans[graph.file] for tensor in layer.constants if tensor.dtype == levels]
+        assert copies(plans[graph.file], least) == cached and {
+            tensor.nbytes for tensor in cached
+        } <= {cache_bytes(manifest)}
+        read = [
+            tensor
+            for layer in plans[graph.file]
+            for tensor in layer.constants
+            if tensor.dtype == levels
+        ]
         assert sum(tensor.nbytes for tensor in read) > 0.5 * weight_bytes(manifest, graph)
 
 
 @pytest.mark.parametrize("kind", slow_but(["none", "int8", "int4"], "none", "int8"))
-def test_attention_is_one_kernel_in_every_layer_and_profile(built: Callable[..., Built], kind: str) -> None:
+def test_attention_is_one_kernel_in_every_layer_and_profile(
+    built: Callable[..., Built], kind: str
+) -> None:
     _, plans = built(kind)
     assert sum(layer.is_attention for layer in plans["draft.onnx"]) == 2
-    assert [sum(layer.is_attention for layer in profile(plans["verify.onnx"], number)) for number in (0, 1)] == [2, 2]
+    assert [
+        sum(layer.is_attention for layer in profile(plans["verify.onnx"], number))
+        for number in (0, 1)
+    ] == [2, 2]
 
 
 @pytest.mark.slow
@@ -132,14 +178,25 @@ def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a plan is slower only where there is no kernel. The manifest promises none."""
-    directory = export_engine(family_dir("qwen2"), tmp_path / "plans", "--dtype", "float16", "--max-seq-len", 64, "--no-check")
+    directory = export_engine(
+        family_dir("qwen2"),
+        tmp_path / "plans",
+        "--dtype",
+        "float16",
+        "--max-seq-len",
+        64,
+        "--no-check",
+    )
     manifest, plans = build_layers(directory)
     assert all(plan.fused_attentions for plan in manifest.plans.values())
     monkeypatch.setattr(build_plans, "build", partial(build_plans.build, attempts=(False,)))
     manifest, others = build_layers(directory, "--force")
     assert not any(plan.fused_attentions for plan in manifest.plans.values())
     for name, layers in plans.items():
-        kernels = [[layer.profile for layer in some if layer.is_attention] for some in (layers, others[name])]
+        kernels = [
+            [layer.profile for layer in some if layer.is_attention]
+            for some in (layers, others[name])
+        ]
         assert kernels[0] == kernels[1] != []
 
 
@@ -148,4 +205,6 @@ def test_plans_are_hardly_larger_than_their_weights(built: Callable[..., Built],
     """A profile of another kind would store them twice."""
     manifest, _ = built(kind)
     for graph in manifest.graphs:
-        assert manifest.plans[graph.file].size < 1.1 * weight_bytes(manifest, graph) + 3_000_000, graph.file
+        assert manifest.plans[graph.file].size < 1.1 * weight_bytes(manifest, graph) + 3_000_000, (
+            graph.file
+        )

@@ -1,4 +1,5 @@
-"""``eesd-export --quantize``: the blocks are exact, every backend computes with them, and drafting stays lossless."""
+"""``eesd-export --quantize``: the blocks are exact, every backend computes with them, and drafting
+stays lossless."""
 
 import shutil
 from collections.abc import Callable
@@ -17,7 +18,13 @@ from onnx import TensorProto, numpy_helper
 from safetensors.numpy import load_file, save_file
 from support.bundled import EXAMPLE, assert_lossless, prompts
 from support.command import assert_refused, export_engine, listing, run, slow_but, succeed
-from support.engine_dirs import assert_weights_match_manifest, edit_manifest, graph_of, tensor_locations, trained_head
+from support.engine_dirs import (
+    assert_weights_match_manifest,
+    edit_manifest,
+    graph_of,
+    tensor_locations,
+    trained_head,
+)
 from support.tiny_checkpoints import Family, build
 from support.without_operators import without_operators
 
@@ -56,12 +63,15 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 def unpacked(stored: torch.Tensor, kind: str, shape: tuple[int, int]) -> NDArray[np.int16]:
-    """The levels as the ONNX format defines them: of two values of 4 bits the first is in the low half of the byte."""
+    """The levels as the ONNX format defines them: of two values of 4 bits the first is in the low
+    half of the byte."""
     data = stored.numpy().tobytes()
     if kind == "int8":
         return np.frombuffer(data, np.int8).reshape(shape).astype(np.int16)
     halves = [half for byte in data for half in (byte & 15, byte >> 4)][: shape[0] * shape[1]]
-    return np.array([half - 16 if half > 7 and kind == "int4" else half for half in halves], np.int16).reshape(shape)
+    return np.array(
+        [half - 16 if half > 7 and kind == "int4" else half for half in halves], np.int16
+    ).reshape(shape)
 
 
 def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
@@ -75,7 +85,8 @@ def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
 
 
 def random_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A weight whose magnitudes go down to float16's subnormal numbers, with blocks of zeros and blocks of one sign."""
+    """A weight whose magnitudes go down to float16's subnormal numbers, with blocks of zeros and
+    blocks of one sign."""
     torch.manual_seed(0)
     weight = torch.randn(outputs, inputs) * torch.logspace(-8, 2, outputs)[:, None]
     weight[5], weight[7], weight[8] = 0, weight[7].abs(), -weight[8].abs()
@@ -89,11 +100,17 @@ def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: torch.dtype)
     weight = random_weight(37, 7 * BLOCK, dtype)
     quantized = quantize(weight, kind, dtype)
     scales, minimums = quantized.scales, quantized.minimums
-    assert scales.dtype == (torch.float16 if kind == "uint4" else dtype) and scales.shape == (7, 37) and (scales >= 0).all()
+    assert (
+        scales.dtype == (torch.float16 if kind == "uint4" else dtype)
+        and scales.shape == (7, 37)
+        and (scales >= 0).all()
+    )
     assert len(quantized.levels) == 7 * BLOCK * 37 * BITS[kind] // 8 and quantized.zeros is None
     assert (minimums is not None) == (kind == "uint4")
     assert minimums is None or (minimums.dtype, minimums.shape) == (scales.dtype, scales.shape)
-    np.testing.assert_array_equal(dequantize(quantized, kind).numpy(), by_definition(quantized, kind))
+    np.testing.assert_array_equal(
+        dequantize(quantized, kind).numpy(), by_definition(quantized, kind)
+    )
     if kind == "int8":
         half = np.repeat(scales.float().numpy(), BLOCK, 0) * 0.5001
         assert (np.abs(by_definition(quantized, kind) - weight.float().numpy().T) <= half).all()
@@ -101,10 +118,15 @@ def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("kind", ["int4", "uint4"])
-def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, dtype: torch.dtype) -> None:
+def test_searched_levels_are_closer_than_levels_over_the_whole_range(
+    kind: str, dtype: torch.dtype
+) -> None:
     """In squared error: much closer in all, in no block much worse. No weight is very wrong."""
-    weight = random_weight(64, 8 * BLOCK)[20:].to(dtype)  # without the rows whose scales float16 rounds much
-    found = torch.from_numpy(by_definition(quantize(weight, kind, dtype), kind)).T.reshape(-1, BLOCK)
+    # Without the rows whose scales float16 rounds much.
+    weight = random_weight(64, 8 * BLOCK)[20:].to(dtype)
+    found = torch.from_numpy(by_definition(quantize(weight, kind, dtype), kind)).T.reshape(
+        -1, BLOCK
+    )
     blocks = weight.float().reshape(-1, BLOCK)
     low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
     scale, minimum, least, most = (high - low) / 15, low, 0, 15
@@ -112,21 +134,29 @@ def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, 
         scale, minimum, least, most = torch.maximum(high, -low) / 7, torch.zeros_like(low), -8, 7
     plain = ((blocks - minimum) / scale).round().clamp(least, most) * scale + minimum
     searched, whole = (((x - blocks) / scale).square().sum(1) for x in (found, plain))
-    assert (searched <= whole * 1.1).all() and float(searched.sum()) < {"int4": 0.82, "uint4": 0.86}[kind] * float(whole.sum())
+    assert (searched <= whole * 1.1).all() and float(searched.sum()) < {
+        "int4": 0.82,
+        "uint4": 0.86,
+    }[kind] * float(whole.sum())
     assert ((found - blocks).abs() <= 0.35 * blocks.abs().amax(1, keepdim=True)).all()
 
 
 def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> None:
-    """Every weight is the same in every bit, as what GGUF's own quantizer made of a random model shows."""
+    """Every weight is the same in every bit, as what GGUF's own quantizer made of a random model
+    shows."""
     random = np.random.default_rng(0)
-    values = random.normal(random.normal(0, 0.3, (64, 1)), np.logspace(-3, 1, 64)[:, None], (64, 8 * BLOCK)).astype(np.float32)
+    values = random.normal(
+        random.normal(0, 0.3, (64, 1)), np.logspace(-3, 1, 64)[:, None], (64, 8 * BLOCK)
+    ).astype(np.float32)
     values[3], values[4], values[5, :BLOCK] = 0, 0.5, np.linspace(1, 2, BLOCK)
     kind = gguf.GGMLQuantizationType.Q4_1
     weight = torch.from_numpy(gguf.dequantize(gguf.quantize(values, kind), kind))
     assert torch.equal(dequantize(quantize(weight, "uint4", torch.float32), "uint4").t(), weight)
 
 
-def test_weights_that_float16_cannot_hold_are_refused(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_that_float16_cannot_hold_are_refused(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
     """int8 has float32 scales, and takes them."""
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
@@ -135,7 +165,9 @@ def test_weights_that_float16_cannot_hold_are_refused(family_dir: Callable[[str]
     tensors[name][3, 5] = 1e5
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     options = ("--model", model, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
-    assert_refused(run(export_main, *options, "--quantize", "int4"), name, "65504", "--quantize none")
+    assert_refused(
+        run(export_main, *options, "--quantize", "int4"), name, "65504", "--quantize none"
+    )
     succeed(export_main, *options, "--quantize", "int8", "--quantize-draft", "int8")
 
 
@@ -145,12 +177,18 @@ def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -
     for piece in (2 * BLOCK * 33, 7 * BLOCK):
         monkeypatch.setattr("eesd.model.quantize._PIECE", piece)
         for part, expected in zip(quantize(weight, "uint4", torch.float16), whole, strict=True):
-            assert part is expected if part is None or expected is None else torch.equal(part, expected)
+            assert (
+                part is expected
+                if part is None or expected is None
+                else torch.equal(part, expected)
+            )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2", "llama-bias"])
-def test_graphs_are_standard_and_quantize_only_linear_weights(exported: Export, family: str, kind: str) -> None:
+def test_graphs_are_standard_and_quantize_only_linear_weights(
+    exported: Export, family: str, kind: str
+) -> None:
     """Both graphs share the quantized weights. A tied LM head has a quantized copy of its own."""
     directory = exported(family, kind, "--quantize-draft", kind)
     manifest = load_manifest(directory)
@@ -164,18 +202,28 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(exported: Export, 
         levels = {"int8": TensorProto.INT8, "int4": TensorProto.UINT4}[kind]
         assert {types[name] for name in quantized} == {levels}
         scales = TensorProto.FLOAT16 if kind == "int4" else TensorProto.FLOAT
-        assert {types[name + SCALES] for name in quantized} == {scales} and not any(name + ZEROS in types for name in quantized)
-        assert {types.get(name + MINIMUMS) for name in quantized} == {scales if kind == "int4" else None}
-        dequantized = [node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"]
+        assert {types[name + SCALES] for name in quantized} == {scales} and not any(
+            name + ZEROS in types for name in quantized
+        )
+        assert {types.get(name + MINIMUMS) for name in quantized} == {
+            scales if kind == "int4" else None
+        }
+        dequantized = [
+            node.input[0] for node in model.graph.node if node.op_type == "DequantizeLinear"
+        ]
         products = {node.input[1] for node in model.graph.node if node.op_type == "MatMul"}
         assert set(dequantized) == quantized and len(products) == len(dequantized)
         assert not products & types.keys() and "lm_head.weight" in quantized
-        assert not any(word in name for name in quantized for word in ("norm", "embed", "bias", "cos", "sin"))
+        assert not any(
+            word in name for name in quantized for word in ("norm", "embed", "bias", "cos", "sin")
+        )
         for name, location in tensor_locations(model).items():
             assert stored.setdefault(name, location) == location
 
 
-@pytest.mark.parametrize(("kind", "options"), [("int8", ("--quantize-draft", "int8")), ("int4", ())])
+@pytest.mark.parametrize(
+    ("kind", "options"), [("int8", ("--quantize-draft", "int8")), ("int4", ())]
+)
 def test_onnx_runtime_widens_weights_when_it_loads_them(
     exported: Export, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
@@ -192,7 +240,10 @@ def test_onnx_runtime_widens_weights_when_it_loads_them(
     with pytest.MonkeyPatch.context() as patch, without_operators():
         patch.setattr(ort, "SessionOptions", recorded)
         eesd.load(directory, "ort", speculation=None)
-    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node]
+    kinds = [
+        node.op_type
+        for node in onnx.load(tmp_path / "optimized.onnx", load_external_data=False).graph.node
+    ]
     products = 4 * load_manifest(directory).geometry.num_layers + 2
     found = (kinds.count("MatMulNBits"), kinds.count("MatMul"), kinds.count("DequantizeLinear"))
     assert found == (0, products, 0)
@@ -202,23 +253,35 @@ def test_onnx_runtime_widens_weights_when_it_loads_them(
 def test_logits_are_those_of_the_dequantized_model(
     exported: Export, family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """A checkpoint with the weights as onnx and numpy read them exports to engines with the same logits."""
+    """A checkpoint with the weights as onnx and numpy read them exports to engines with the same
+    logits."""
     directory = exported("qwen2", kind)
-    found = {t.name: numpy_helper.to_array(t) for t in onnx.load(directory / "verify.onnx").graph.initializer}
+    found = {
+        t.name: numpy_helper.to_array(t)
+        for t in onnx.load(directory / "verify.onnx").graph.initializer
+    }
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     for name in [name for name in found if name + SCALES in found and parts_of(name)[0] in tensors]:
-        levels, scales = found[name].astype(np.float32), np.repeat(found[name + SCALES].astype(np.float32), BLOCK, 0)
-        minimums = np.repeat(found[name + MINIMUMS].astype(np.float32), BLOCK, 0) if kind == "int4" else 0
+        levels, scales = (
+            found[name].astype(np.float32),
+            np.repeat(found[name + SCALES].astype(np.float32), BLOCK, 0),
+        )
+        minimums = (
+            np.repeat(found[name + MINIMUMS].astype(np.float32), BLOCK, 0) if kind == "int4" else 0
+        )
         parts = parts_of(name)
         borders = np.cumsum([len(tensors[part]) for part in parts])[:-1]
         rows = np.split((levels * scales + minimums).T, borders)
         tensors |= {part: np.ascontiguousarray(own) for part, own in zip(parts, rows, strict=True)}
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
-    reference = eesd.load(export_engine(model, tmp_path / "reference"), "ort", speculation=None, threads=1)
+    reference = eesd.load(
+        export_engine(model, tmp_path / "reference"), "ort", speculation=None, threads=1
+    )
     with reference.session(PROMPT) as session:
         expected = session.peek()
-    for backend, tolerance in (("torch", 1e-4), ("ort", 0.06 * np.abs(expected).max())):  # ort rounds activations to int8
+    # Ort rounds activations to int8.
+    for backend, tolerance in (("torch", 1e-4), ("ort", 0.06 * np.abs(expected).max())):
         with eesd.load(directory, backend, speculation=None, threads=1).session(PROMPT) as session:
             np.testing.assert_allclose(session.peek(), expected, rtol=0, atol=tolerance)
 
@@ -238,7 +301,9 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
     family_dir: Callable[[str], Path], tmp_path: Path, options: tuple[str, ...], copies: set[str]
 ) -> None:
     directory = export_engine(family_dir("llama-tied"), tmp_path / "plans", *options, "--check")
-    draft, verify = (tensor_locations(graph_of(directory, f"{name}.onnx")) for name in ("draft", "verify"))
+    draft, verify = (
+        tensor_locations(graph_of(directory, f"{name}.onnx")) for name in ("draft", "verify")
+    )
     own = {name for name in draft if name.startswith("draft.")}
     assert {part for part in ("layers.0", "lm_head") if any(part in name for name in own)} == copies
     assert not own & verify.keys()
@@ -246,7 +311,10 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
     for backend in ("ort", "torch"):
         drafting = eesd.load(directory, backend, speculation=SPECULATIONS[0], threads=1)
         plain = eesd.load(directory, backend, speculation=None, threads=1)
-        tokens, wanted = (llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens for llm in (drafting, plain))
+        tokens, wanted = (
+            llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens
+            for llm in (drafting, plain)
+        )
         assert tokens == wanted
 
 
@@ -258,8 +326,17 @@ def test_the_draft_of_a_large_model_has_4_bits(
     plans = export_engine(family_dir("llama-tied"), tmp_path / "plans", "--dtype", "float16")
     found = load_manifest(plans).quantization
     assert (found.layers, found.head) == (None, None) and found.draft is not None
-    assert found.draft.weights == "int4" and not found.draft.minimums and not found.draft.zero_points
-    none = export_engine(family_dir("llama-tied"), tmp_path / "none", "--dtype", "float16", "--quantize-draft", "none")
+    assert (
+        found.draft.weights == "int4" and not found.draft.minimums and not found.draft.zero_points
+    )
+    none = export_engine(
+        family_dir("llama-tied"),
+        tmp_path / "none",
+        "--dtype",
+        "float16",
+        "--quantize-draft",
+        "none",
+    )
     assert load_manifest(none).quantization.draft is None
     linked = export_engine(family_dir("llama-tied"), tmp_path / "linked", "--link-weights")
     assert load_manifest(linked).quantization.draft is None
@@ -268,56 +345,95 @@ def test_the_draft_of_a_large_model_has_4_bits(
 @pytest.mark.parametrize(
     ("family", "kind", "stages"),
     slow_but(
-        list(product(["llama-tied", "qwen2", "llama-head-dim"], KINDS, [1, 2])), ("llama-tied", "int4", 1), ("qwen2", "int8", 2)
+        list(product(["llama-tied", "qwen2", "llama-head-dim"], KINDS, [1, 2])),
+        ("llama-tied", "int4", 1),
+        ("qwen2", "int8", 2),
     ),
 )
 def test_drafting_changes_no_token(exported: Export, family: str, kind: str, stages: int) -> None:
     directory = exported(family, kind, *(("--stages", stages) if stages > 1 else ()))
     for backend in ("ort", "torch"):
         plain = eesd.load(directory, backend, speculation=None, threads=1)
-        drafting = [eesd.load(directory, backend, speculation=speculation, threads=1) for speculation in SPECULATIONS]
+        drafting = [
+            eesd.load(directory, backend, speculation=speculation, threads=1)
+            for speculation in SPECULATIONS
+        ]
         for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
             expected = plain.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens
             for llm in drafting:
-                assert llm.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens == expected
+                assert (
+                    llm.generate(PROMPT, sampling, max_new_tokens=120, ignore_eos=True).tokens
+                    == expected
+                )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_drafting_with_the_quantized_bundled_model_is_lossless(tmp_path: Path, kind: str) -> None:
-    options = ("--model", EXAMPLE / "model", "--dtype", "float32", "--quantize", kind, "-o", tmp_path / "plans")
+    options = (
+        "--model",
+        EXAMPLE / "model",
+        "--dtype",
+        "float32",
+        "--quantize",
+        kind,
+        "-o",
+        tmp_path / "plans",
+    )
     shown = succeed(export_main, *options, "--check").stdout
     assert f"{kind} layers" in shown and "verify: largest difference" in shown
-    same, positions = (int(word) for word in shown.split("unquantized model's at ")[1].split(" positions")[0].split(" of "))
+    same, positions = (
+        int(word)
+        for word in shown.split("unquantized model's at ")[1].split(" positions")[0].split(" of ")
+    )
     assert positions == 64 and same >= {"int8": 61, "int4": 54}[kind]
     assert_lossless(tmp_path / "plans", prompts()[:60:30], Sampling(), 40)
 
 
-def test_own_lm_head_of_the_exit_head_is_quantized(family_dir: Callable[[str], Path], tmp_path: Path) -> None:
+def test_own_lm_head_of_the_exit_head_is_quantized(
+    family_dir: Callable[[str], Path], tmp_path: Path
+) -> None:
     model = family_dir("qwen3-bias")
     head = trained_head(model, tmp_path / "head", 2, own_lm_head=True)
-    directory = export_engine(model, tmp_path / "plans", "--exit-head", head, "--quantize", "int4", "--check")
+    directory = export_engine(
+        model, tmp_path / "plans", "--exit-head", head, "--quantize", "int4", "--check"
+    )
     assert_weights_match_manifest(directory)
-    assert "exit_head.lm_head.weight" + SCALES in tensor_locations(graph_of(directory, "draft.onnx"))
+    assert "exit_head.lm_head.weight" + SCALES in tensor_locations(
+        graph_of(directory, "draft.onnx")
+    )
 
 
 def test_weights_without_whole_blocks_stay_unquantized(text_model: Path, tmp_path: Path) -> None:
     """A model with only such weights is refused."""
     options = ("--exit-layer", 1, "--quantize", "int4")
-    shown = succeed(export_main, "--model", text_model, "-o", tmp_path / "plans", *options, "--check").stdout
+    shown = succeed(
+        export_main, "--model", text_model, "-o", tmp_path / "plans", *options, "--check"
+    ).stdout
     assert "weights with 48 inputs stay float32: not a multiple of 32" in shown
     weights = tensor_locations(graph_of(tmp_path / "plans", "verify.onnx"))
-    assert {name.split(".")[-2] for name in weights if name.endswith("proj.weight") and name + SCALES not in weights} == {
-        "down_proj"
-    }
+    assert {
+        name.split(".")[-2]
+        for name in weights
+        if name.endswith("proj.weight") and name + SCALES not in weights
+    } == {"down_proj"}
     assert_weights_match_manifest(tmp_path / "plans")
-    odd = build(Family("odd", "llama", {"hidden_size": 40, "intermediate_size": 48}), tmp_path / "odd")
-    assert_refused(run(export_main, "--model", odd, "-o", tmp_path / "no", *options), "multiple of 32", "40, 48")
+    odd = build(
+        Family("odd", "llama", {"hidden_size": 40, "intermediate_size": 48}), tmp_path / "odd"
+    )
+    assert_refused(
+        run(export_main, "--model", odd, "-o", tmp_path / "no", *options),
+        "multiple of 32",
+        "40, 48",
+    )
     assert "no" not in listing(tmp_path)
 
 
 def test_inspect_shows_the_quantization(exported: Export) -> None:
-    assert "uint4, one float16 scale and minimum for 32 inputs" in succeed(inspect_main, exported("qwen2", "int4")).stdout
+    assert (
+        "uint4, one float16 scale and minimum for 32 inputs"
+        in succeed(inspect_main, exported("qwen2", "int4")).stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -337,24 +453,36 @@ def test_inspect_shows_the_quantization(exported: Export) -> None:
         ("quantization/tensors/model.embed_tokens.weight", OWN | {"block": 8}),
     ],
 )
-def test_damaged_quantization_in_the_manifest_is_refused(exported: Export, tmp_path: Path, path: str, value: object) -> None:
+def test_damaged_quantization_in_the_manifest_is_refused(
+    exported: Export, tmp_path: Path, path: str, value: object
+) -> None:
     directory = shutil.copytree(exported("qwen2", "int4"), tmp_path / "plans")
     edit_manifest(directory, path, value)
     assert_refused(run(inspect_main, directory, "--memory"), "manifest.json is damaged", "export")
 
 
-def test_torch_engine_refuses_weights_that_differ_from_the_manifest(exported: Export, tmp_path: Path) -> None:
+def test_torch_engine_refuses_weights_that_differ_from_the_manifest(
+    exported: Export, tmp_path: Path
+) -> None:
     directory = shutil.copytree(exported("qwen2", "int4"), tmp_path / "plans")
     edit_manifest(directory, "quantization/layers/weights", "int8")
-    assert_refused(run(run_main, "--engine-dir", directory, "-p", "x", "--backend", "torch"), "do not fit its manifest")
+    assert_refused(
+        run(run_main, "--engine-dir", directory, "-p", "x", "--backend", "torch"),
+        "do not fit its manifest",
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -> None:
-    """Gate and up are one product. With an odd inner size the rows of their levels and zero points begin within a byte."""
-    model = build(Family("odd", "llama", {"hidden_size": 64, "intermediate_size": 37}), tmp_path / "odd")
+    """Gate and up are one product. With an odd inner size the rows of their levels and zero points
+    begin within a byte."""
+    model = build(
+        Family("odd", "llama", {"hidden_size": 64, "intermediate_size": 37}), tmp_path / "odd"
+    )
     directory = export_engine(model, tmp_path / "plans", "--quantize", kind)
-    plain, drafted = (eesd.load(directory, speculation=speculation) for speculation in (None, SPECULATIONS[0]))
+    plain, drafted = (
+        eesd.load(directory, speculation=speculation) for speculation in (None, SPECULATIONS[0])
+    )
     reference = eesd.load(directory, "torch", speculation=None)
     tokens = plain.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     assert tokens == drafted.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
@@ -362,7 +490,9 @@ def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -
     weights = [torch.randn(width, 64) for width in (37, 5, 8)]
     parts = [quantize(weight, kind, torch.float32) for weight in weights]
     joined = join_quantized(parts, 64)
-    assert torch.equal(dequantize(joined, kind), torch.cat([dequantize(part, kind) for part in parts], 1))
+    assert torch.equal(
+        dequantize(joined, kind), torch.cat([dequantize(part, kind) for part in parts], 1)
+    )
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint4", "zero points"])
@@ -370,7 +500,11 @@ def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -
 def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: int) -> None:
     """Outputs and blocks that begin anywhere, also within a byte; with minimums or zero points."""
     random = torch.Generator().manual_seed(0)
-    whole = quantize(torch.randn(width, 96, generator=random), kind.replace("zero points", "uint4"), torch.float16)
+    whole = quantize(
+        torch.randn(width, 96, generator=random),
+        kind.replace("zero points", "uint4"),
+        torch.float16,
+    )
     if kind == "zero points":
         zeros = pack(torch.randint(0, 16, (3, width), generator=random).to(torch.uint8), 4)
         whole = whole._replace(zeros=zeros, minimums=None)
@@ -378,23 +512,32 @@ def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: i
     for outputs in ([slice(0, width)], [slice(1, 4), slice(5, 6)], [slice(2, 4), slice(4, 6)]):
         part = part_of(whole, of, slice(1, 3), outputs)
         expected = torch.cat([dequantize(whole, of)[32:96, some] for some in outputs], 1)
-        assert torch.equal(dequantize(part, of), expected) and part.levels.numel() == -(-expected.numel() * BITS[of] // 8)
+        assert torch.equal(dequantize(part, of), expected) and part.levels.numel() == -(
+            -expected.numel() * BITS[of] // 8
+        )
 
 
-def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(tmp_path: Path) -> None:
-    """Verify and the draft of the whole model, on four layers of the bundled model; the same text gives the same files."""
+def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
+    tmp_path: Path,
+) -> None:
+    """Verify and the draft of the whole model, on four layers of the bundled model; the same text
+    gives the same files."""
     text = tmp_path / "text"
     sources = sorted((Path(make.__file__).parents[1] / "runtime").glob("*.py"))
     text.write_text("".join(file.read_text("utf-8") for file in sources), "utf-8")
 
     def export(name: str, *options: object) -> Path:
-        return export_engine(EXAMPLE / "model", tmp_path / name, "--layers", 4, "--exit-head", "quantized", *options)
+        return export_engine(
+            EXAMPLE / "model", tmp_path / name, "--layers", 4, "--exit-head", "quantized", *options
+        )
 
     def logs(engine: Engine) -> torch.Tensor:
         """Log-probabilities of the next tokens after some held-out text."""
         tokens = exact.codec.ids("".join(prompts()[:10]), special=False)[:256]
         [cache] = engine.new_kv_caches()
-        logits = torch.tensor(engine.forward([Call(cache, tokens, range(len(tokens)), 0)])[0].logits)
+        logits = torch.tensor(
+            engine.forward([Call(cache, tokens, range(len(tokens)), 0)])[0].logits
+        )
         return logits.log_softmax(-1)
 
     def divergence(found: torch.Tensor) -> float:
@@ -412,8 +555,23 @@ def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(tmp
 
     (tmp_path / "short").write_text("def f(): pass")
     for wrong, words in (
-        (("--quantize", "int4", "--round-on", tmp_path / "short"), ("tokens", "needs at least", "longer text")),
-        (("--quantize", "none", "--quantize-draft", "none", "--round-on", text), ("--quantize int4",)),
+        (
+            ("--quantize", "int4", "--round-on", tmp_path / "short"),
+            ("tokens", "needs at least", "longer text"),
+        ),
+        (
+            ("--quantize", "none", "--quantize-draft", "none", "--round-on", text),
+            ("--quantize int4",),
+        ),
     ):
-        refused = run(export_main, "--model", EXAMPLE / "model", "--output", tmp_path / "no", "--layers", 4, *wrong)
+        refused = run(
+            export_main,
+            "--model",
+            EXAMPLE / "model",
+            "--output",
+            tmp_path / "no",
+            "--layers",
+            4,
+            *wrong,
+        )
         assert_refused(refused, *words)

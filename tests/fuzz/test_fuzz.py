@@ -59,17 +59,25 @@ def check(strategy: st.SearchStrategy[Any], use: Callable[[Any], object], limits
     cases()
 
 
-both = pytest.mark.parametrize("limits", [pytest.param(QUICK, id="few"), pytest.param(SLOW, id="many", marks=pytest.mark.slow)])
+both = pytest.mark.parametrize(
+    "limits", [pytest.param(QUICK, id="few"), pytest.param(SLOW, id="many", marks=pytest.mark.slow)]
+)
 """Few cases in ``make test``, many in ``make test-slow``."""
 
 
 @both
 def test_config(family_dir: Callable[[str], Path], tmp_path: Path, limits: settings) -> None:
     directories = [
-        shutil.copytree(family_dir(name), tmp_path / name) for name in ("llama3", "qwen3", "mistral-window", "qwen2")
+        shutil.copytree(family_dir(name), tmp_path / name)
+        for name in ("llama3", "qwen3", "mistral-window", "qwen2")
     ]
     documents = [json.loads((directory / "config.json").read_text()) for directory in directories]
-    documents[3]["rope_scaling"] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 16, "mscale": 1.0}
+    documents[3]["rope_scaling"] = {
+        "rope_type": "yarn",
+        "factor": 2.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+    }
 
     def use(case: tuple[int, str]) -> None:
         directory = directories[case[0]]
@@ -78,7 +86,11 @@ def test_config(family_dir: Callable[[str], Path], tmp_path: Path, limits: setti
         assert config.geometry.head_dim % 2 == 0
         Checkpoint(directory)
 
-    check(st.one_of(*(st.tuples(st.just(i), damaged_json(d)) for i, d in enumerate(documents))), use, limits)
+    check(
+        st.one_of(*(st.tuples(st.just(i), damaged_json(d)) for i, d in enumerate(documents))),
+        use,
+        limits,
+    )
 
 
 @both
@@ -126,7 +138,9 @@ def test_exit_head(text_model: Path, tmp_path: Path, limits: settings) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_eagle_head(text_model: Path, tmp_path: Path, limits: settings, layout: str) -> None:
     checkpoint, directory = Checkpoint(text_model), tmp_path / "head"
-    write_head(directory, json.loads((text_model / "config.json").read_text()), layout, draft_vocab=20)
+    write_head(
+        directory, json.loads((text_model / "config.json").read_text()), layout, draft_vocab=20
+    )
     path = directory / "config.json"
     document = json.loads(path.read_text())
 
@@ -140,9 +154,12 @@ def test_eagle_head(text_model: Path, tmp_path: Path, limits: settings, layout: 
 
 @both
 def test_manifest(engine_copy: Path, limits: settings) -> None:
-    """An accepted directory runs, with the undamaged one's greedy tokens: a manifest may ask for other sampling."""
+    """An accepted directory runs, with the undamaged one's greedy tokens: a manifest may ask for
+    other sampling."""
     path = engine_copy / "manifest.json"
-    expected = eesd.load(engine_copy).generate([1, 40, 50], max_new_tokens=3, ignore_eos=True).tokens
+    expected = (
+        eesd.load(engine_copy).generate([1, 40, 50], max_new_tokens=3, ignore_eos=True).tokens
+    )
 
     def use(text: str) -> None:
         path.write_text(text, errors="surrogatepass")
@@ -157,7 +174,10 @@ def test_manifest(engine_copy: Path, limits: settings) -> None:
 def test_manifest_of_a_file_with_levels_of_its_own(tmp_path: Path, limits: settings) -> None:
     """What is accepted describes its weights."""
     types = {"blk.1.attn_k.weight": "Q6_K", "blk.2.ffn_up.weight": "F16"}
-    model = gguf_files.write(tmp_path / "model.gguf", gguf_files.Spec(matrices="Q4_K", table="Q8_0", tied=True, types=types))
+    model = gguf_files.write(
+        tmp_path / "model.gguf",
+        gguf_files.Spec(matrices="Q4_K", table="Q8_0", tied=True, types=types),
+    )
     path = export_engine(model, tmp_path / "plans", "--max-seq-len", 64) / "manifest.json"
 
     def use(text: str) -> None:
@@ -169,7 +189,12 @@ def test_manifest_of_a_file_with_levels_of_its_own(tmp_path: Path, limits: setti
     check(damaged_json(json.loads(path.read_text())), use, limits)
 
 
-PROMPTS: list[Any] = ["def f(x):", {"prompt": [1, 2, 3]}, {"prompt": "x"}, {"messages": [{"role": "user", "content": "hi"}]}]
+PROMPTS: list[Any] = [
+    "def f(x):",
+    {"prompt": [1, 2, 3]},
+    {"prompt": "x"},
+    {"messages": [{"role": "user", "content": "hi"}]},
+]
 
 
 @both
@@ -201,7 +226,13 @@ def test_prompt_file_of_any_bytes(engine: Path, tmp_path: Path, limits: settings
 
 @both
 def test_benchmark_files(tmp_path: Path, limits: settings) -> None:
-    row = {"task": "a", "prompt": "b", "category": "c", "turns": ["d"], "messages": [{"content": "e"}]}
+    row = {
+        "task": "a",
+        "prompt": "b",
+        "category": "c",
+        "turns": ["d"],
+        "messages": [{"content": "e"}],
+    }
     path, result = tmp_path / "rows.jsonl", tmp_path / "result.json"
 
     def use(text: str) -> None:
@@ -213,50 +244,97 @@ def test_benchmark_files(tmp_path: Path, limits: settings) -> None:
     check(damaged_json(row), use, limits)
 
 
-UNICODE = st.characters(exclude_characters="\0", exclude_categories=["Cs"])  # what a command line can hold
+# What a command line can hold.
+UNICODE = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 TEXT = st.text(UNICODE, max_size=8) | st.sampled_from(
     [str(v) for v in ODD if not isinstance(v, (list, dict)) and v not in ("\0", "\ud800")]
 )
 NUMBER = TEXT | st.integers().map(str) | st.floats().map(str)
-SPEC = TEXT | st.tuples(st.sampled_from([*CONTROLLERS]), NUMBER).map(lambda pair: f"{pair[0]}:k={pair[1]}")
+SPEC = TEXT | st.tuples(st.sampled_from([*CONTROLLERS]), NUMBER).map(
+    lambda pair: f"{pair[0]}:k={pair[1]}"
+)
 OPTIONS: dict[str, st.SearchStrategy[str] | None] = {
-    **dict.fromkeys(("--temperature", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--seed", "--tree"), NUMBER),
-    **dict.fromkeys(("--sampling", "--stop", "--backend", "--generation-config", "-p", "--engine-dir", "--prompt-file"), TEXT),
-    **dict.fromkeys(("--chat", "--ignore-eos", "--no-draft", "--no-guard", "--json", "--compare"), None),
+    **dict.fromkeys(
+        (
+            "--temperature",
+            "--top-k",
+            "--top-p",
+            "--min-p",
+            "--repetition-penalty",
+            "--seed",
+            "--tree",
+        ),
+        NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            "--sampling",
+            "--stop",
+            "--backend",
+            "--generation-config",
+            "-p",
+            "--engine-dir",
+            "--prompt-file",
+        ),
+        TEXT,
+    ),
+    **dict.fromkeys(
+        ("--chat", "--ignore-eos", "--no-draft", "--no-guard", "--json", "--compare"), None
+    ),
     "--controller": SPEC,
     "--threads": NUMBER,
     "--nonsense": TEXT,
 }
 
 
-def command_lines(options: dict[str, st.SearchStrategy[str] | None]) -> st.SearchStrategy[list[str]]:
+def command_lines(
+    options: dict[str, st.SearchStrategy[str] | None],
+) -> st.SearchStrategy[list[str]]:
     """Lists of up to four options with odd values."""
-    pairs = [st.tuples(st.just(name), st.none() if values is None else values) for name, values in options.items()]
+    pairs = [
+        st.tuples(st.just(name), st.none() if values is None else values)
+        for name, values in options.items()
+    ]
     return st.lists(st.one_of(*pairs), max_size=4).map(
         lambda found: [part for pair in found for part in pair if part is not None]
     )
 
 
-@pytest.mark.parametrize("count", [pytest.param(60, id="few"), pytest.param(MANY // 3, id="many", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(60, id="few"), pytest.param(MANY // 3, id="many", marks=pytest.mark.slow)],
+)
 def test_command_line(engine: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     llm = eesd.load(engine)
     loaded: dict[Any, LLM] = {}
 
     def load(directory: Path, backend: str, *, speculation: Any, **options: Any) -> LLM:
-        """Loading takes most of the time; engines are loaded once, and all checks are the real ones."""
+        """Loading takes most of the time; engines are loaded once, and all checks are the real
+        ones."""
         if directory != engine or backend != "auto" or options["threads"] is not None:
             return eesd.load(directory, backend, speculation=speculation, **options)
         return loaded.setdefault(speculation, llm.with_speculation(speculation))
 
     monkeypatch.setattr("eesd.runtime.cli.load", load)
     limits = settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))
-    check_command(main, ["--engine-dir", str(engine), "-n", "2"], command_lines(OPTIONS), limits, stdin="a prompt")
+    check_command(
+        main,
+        ["--engine-dir", str(engine), "-n", "2"],
+        command_lines(OPTIONS),
+        limits,
+        stdin="a prompt",
+    )
 
 
 def check_command(
-    command: Command, first: list[str], lines: st.SearchStrategy[list[str]], limits: settings, stdin: str = ""
+    command: Command,
+    first: list[str],
+    lines: st.SearchStrategy[list[str]],
+    limits: settings,
+    stdin: str = "",
 ) -> None:
-    """Every command line works, or ends with one error line (two of click's own) and exit code 2."""
+    """Every command line works, or ends with one error line (two of click's own) and exit
+    code 2."""
 
     @limits
     @given(arguments=lines)

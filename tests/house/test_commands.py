@@ -1,4 +1,5 @@
-"""What every command has in common: help, version, limits of options, and one line for bad input."""
+"""What every command has in common: help, version, limits of options, and one line for bad
+input."""
 
 import importlib
 import subprocess
@@ -25,7 +26,9 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 def command(script: str) -> click.Command:
     module, _, attribute = script.partition(":")
-    found = importlib.import_module(getattr(importlib.import_module(module), attribute).args[0]).main
+    found = importlib.import_module(
+        getattr(importlib.import_module(module), attribute).args[0]
+    ).main
     assert isinstance(found, click.Command)
     return found
 
@@ -56,7 +59,9 @@ API = [SCRIPTS["eesd-run"], SCRIPTS["eesd-serve"]]
 """The Python API checks the numbers of these (tests/round/test_cli_bad_input.py)."""
 
 
-def give(main: click.Command, prefix: tuple[str, ...], parameter: click.Parameter, value: str) -> Result:
+def give(
+    main: click.Command, prefix: tuple[str, ...], parameter: click.Parameter, value: str
+) -> Result:
     is_option = isinstance(parameter, click.Option)
     return run(main, *prefix, *((parameter.opts[0], value) if is_option else (value,)))
 
@@ -75,26 +80,46 @@ def test_the_version_is_written_once() -> None:
 
 
 def test_commands_run_as_modules() -> None:
-    done = subprocess.run([sys.executable, "-m", "eesd.runtime.cli", "--version"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "eesd.runtime.cli", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.endswith(f" {eesd.__version__}\n")
 
 
-@pytest.mark.parametrize(("main", "prefix"), [pytest.param(main, prefix, id=name) for name, main, _, prefix in lines()])
+@pytest.mark.parametrize(
+    ("main", "prefix"), [pytest.param(main, prefix, id=name) for name, main, _, prefix in lines()]
+)
 def test_an_unknown_option_is_one_line(main: click.Command, prefix: tuple[str, ...]) -> None:
-    assert_refused(run(main, *prefix, "--no-such-option"), "No such option", "--no-such-option", "--help")
+    assert_refused(
+        run(main, *prefix, "--no-such-option"), "No such option", "--no-such-option", "--help"
+    )
 
 
-@pytest.mark.parametrize(("main", "prefix", "parameter"), [case for case in parameters(*NUMERIC) if case.values[0] not in API])
-def test_every_number_has_limits(main: click.Command, prefix: tuple[str, ...], parameter: click.Parameter) -> None:
+@pytest.mark.parametrize(
+    ("main", "prefix", "parameter"),
+    [case for case in parameters(*NUMERIC) if case.values[0] not in API],
+)
+def test_every_number_has_limits(
+    main: click.Command, prefix: tuple[str, ...], parameter: click.Parameter
+) -> None:
     kind = parameter.type
-    assert isinstance(kind, click.IntRange | cli.Number), f"{parameter.opts}: use click.IntRange or cli.Number"
+    assert isinstance(kind, click.IntRange | cli.Number), (
+        f"{parameter.opts}: use click.IntRange or cli.Number"
+    )
     assert kind.min is not None and kind.max is not None
     for value in ("nan", "-inf", "1e400", "-1", str(2**70), "9" * 5000, "", "0x4"):
-        assert_refused(give(main, prefix, parameter, value), "Invalid value", parameter.opts[-1], "--help")
+        assert_refused(
+            give(main, prefix, parameter, value), "Invalid value", parameter.opts[-1], "--help"
+        )
 
 
 @pytest.mark.parametrize(("main", "prefix", "parameter"), parameters(click.Path))
-def test_no_path_is_empty(main: click.Command, prefix: tuple[str, ...], parameter: click.Parameter) -> None:
+def test_no_path_is_empty(
+    main: click.Command, prefix: tuple[str, ...], parameter: click.Parameter
+) -> None:
     """ "$UNSET" must not mean the current directory."""
     assert type(parameter.type) is not click.Path, "paths are made in eesd.common.cli"
     assert_refused(give(main, prefix, parameter, ""), "it is empty; give a path")

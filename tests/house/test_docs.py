@@ -12,7 +12,11 @@ import eesd
 pytestmark = pytest.mark.fast
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*/README.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*/README.md")),
+]
 IMPORT = re.compile(r"^ *from (eesd[\w.]*) import \(?([\w, ]+)", re.MULTILINE)
 NAME = re.compile(r"(?<![\w./-])eesd((?:\.[A-Za-z_]\w*)+)")
 OTHERS = {"eesd.json", "eesd.service", "eesd.tensorrt"}
@@ -34,11 +38,16 @@ def resolve(name: str) -> Any:
 def test_every_name_that_a_page_shows_exists(page: Path) -> None:
     text = page.read_text("utf-8")
     names = {f"eesd{tail}" for tail in NAME.findall(text)} - OTHERS
-    names |= {f"{home}.{name}" for home, found in IMPORT.findall(text) for name in found.replace(" ", "").strip(",").split(",")}
+    names |= {
+        f"{home}.{name}"
+        for home, found in IMPORT.findall(text)
+        for name in found.replace(" ", "").strip(",").split(",")
+    }
     for name in sorted(names):
         try:
             assert resolve(name) is not None, name
-        except ModuleNotFoundError as error:  # a package that only some installations have, such as ray
+        except ModuleNotFoundError as error:
+            # A package that only some installations have, such as ray.
             assert not str(error.name).startswith("eesd"), f"{name}: {error}"
 
 

@@ -1,4 +1,5 @@
-"""What ``pip`` may have installed: ONNX Runtime for the CPU, for GPUs, both, or half; flavours of TensorRT."""
+"""What ``pip`` may have installed: ONNX Runtime for the CPU, for GPUs, both, or half; flavours of
+TensorRT."""
 
 import json
 import sys
@@ -24,7 +25,9 @@ def both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``onnxruntime-gpu`` is installed beside ``onnxruntime``."""
     record = tmp_path / "onnxruntime_gpu-1.30.0.dist-info"
     record.mkdir()
-    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.30.0\n")
+    (record / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: onnxruntime-gpu\nVersion: 1.30.0\n"
+    )
     monkeypatch.syspath_prepend(tmp_path)
 
 
@@ -36,7 +39,10 @@ def jobs() -> dict[str, str]:
 @pytest.mark.usefixtures("both")
 def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) -> None:
     """Each writes its files over the other's, so what runs depends on which came last."""
-    words = ("onnxruntime-gpu 1.30.0 are both installed", "pip uninstall -y onnxruntime onnxruntime-gpu; pip install")
+    words = (
+        "onnxruntime-gpu 1.30.0 are both installed",
+        "pip uninstall -y onnxruntime onnxruntime-gpu; pip install",
+    )
     assert_refused(run(main, "--engine-dir", engine, "-p", "hello"), *words)
     assert_refused(run(main, "--engine-dir", engine, "-p", "hello", "--backend", "ort"), *words)
     succeed(main, "--engine-dir", engine, "-p", "hello", "--backend", "torch", "-n", 2)
@@ -48,11 +54,15 @@ def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) 
     assert facts["packages"]["onnxruntime"].endswith(", 1.30.0 of onnxruntime-gpu")
 
 
-def test_what_is_left_of_two_packages_is_refused(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_left_of_two_packages_is_refused(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Removing one of them removes the files of both."""
     monkeypatch.setitem(sys.modules, "onnxruntime", ModuleType("onnxruntime"))
     result = run(main, "--engine-dir", engine, "-p", "hello")
-    assert_refused(result, "onnxruntime cannot be loaded", "pip install --force-reinstall onnxruntime")
+    assert_refused(
+        result, "onnxruntime cannot be loaded", "pip install --force-reinstall onnxruntime"
+    )
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert_refused(run(main, "--engine-dir", engine, "-p", "hello"), "onnxruntime cannot be loaded")
 
@@ -75,23 +85,34 @@ def test_the_doctor_looks_at_each_backend_apart(monkeypatch: pytest.MonkeyPatch)
         "no: the installed ONNX Runtime is for the CPU; "
         "pip uninstall -y onnxruntime onnxruntime-gpu; pip install onnxruntime-gpu"
     )
-    assert [found[row] for row in GPU_ROWS] == ["yes", "no: it has no kernels for compute capability 9.0; use tensorrt"]
+    assert [found[row] for row in GPU_ROWS] == [
+        "yes",
+        "no: it has no kernels for compute capability 9.0; use tensorrt",
+    ]
     providers = ["CUDAExecutionProvider", "CPUExecutionProvider"]
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: providers)
     monkeypatch.setattr(machine_report, "compute_capability", lambda: "8.9")
     found = jobs()
-    assert found["run on a GPU (ort)"].startswith("yes") and [found[row] for row in GPU_ROWS] == ["yes", "yes"]
+    assert found["run on a GPU (ort)"].startswith("yes") and [found[row] for row in GPU_ROWS] == [
+        "yes",
+        "yes",
+    ]
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_library_that_cannot_be_loaded_is_not_a_missing_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_loaded_is_not_a_missing_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Broken(ModuleType):
         def __getattr__(self, name: str) -> Any:
             raise ImportError("libnvinfer.so.10: cannot open shared object file")
 
     monkeypatch.setitem(sys.modules, "tensorrt", Broken("tensorrt"))
     row = jobs()["run plans on a GPU (tensorrt)"]
-    assert "cannot be loaded: libnvinfer.so.10" in row and "pip install --force-reinstall tensorrt" in row
+    assert (
+        "cannot be loaded: libnvinfer.so.10" in row
+        and "pip install --force-reinstall tensorrt" in row
+    )
 
 
 @pytest.mark.usefixtures("gpu")

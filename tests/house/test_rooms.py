@@ -1,4 +1,5 @@
-"""The rooms of the package import one way, and every import can be found by a type checker in a fresh clone."""
+"""The rooms of the package import one way, and every import can be found by a type checker in a
+fresh clone."""
 
 import re
 from pathlib import Path
@@ -22,7 +23,8 @@ MAY_IMPORT = {
 }
 """Rooms from the lowest to the highest, and the rooms that each may import."""
 LAZILY = {"runtime.engine_options": "eesd.export.prepare"}
-"""What commands import of a higher room, in the function that needs it: ``--model`` exports what it then runs."""
+"""What commands import of a higher room, in the function that needs it: ``--model`` exports what it
+then runs."""
 MAY_IMPORT_INSIDE = {
     "runtime.engines": set(),
     "runtime.decoding": {"runtime.engines"},
@@ -59,7 +61,8 @@ TORCH_FILES = {
 
 
 ONNX_FILES = {"torch_weights.py"}
-"""Of these rooms, the files that load onnx when they are loaded themselves, which is only where a graph is made or read."""
+"""Of these rooms, the files that load onnx when they are loaded themselves, which is only where a
+graph is made or read."""
 MODEL_FILES = {
     "device.py",
     "device_engine.py",
@@ -69,11 +72,14 @@ MODEL_FILES = {
     "torch_quantized.py",
     "torch_weights.py",
 }
-"""The files of the runtime that use the model's torch modules: the torch engine, and what it shares with others on devices."""
+"""The files of the runtime that use the model's torch modules: the torch engine, and what it shares
+with others on devices."""
 
 
 def test_every_room_is_listed() -> None:
-    assert {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"} == MAY_IMPORT.keys()
+    assert {
+        path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"
+    } == MAY_IMPORT.keys()
     assert tuple(MAY_IMPORT) == ROOMS
 
 
@@ -87,12 +93,18 @@ def test_rooms_import_one_way(room: str) -> None:
             if LAZILY.get(name) == imported and not at_load:
                 continue
             if parts[0] == "eesd" and len(parts) > 1 and parts[1] not in (room, "__version__"):
-                assert parts[1] in MAY_IMPORT[room], f"{path} imports {imported}: {room} must not know {parts[1]}"
+                assert parts[1] in MAY_IMPORT[room], (
+                    f"{path} imports {imported}: {room} must not know {parts[1]}"
+                )
 
 
 def test_the_order_of_the_rooms_has_no_cycle() -> None:
     rooms = list(MAY_IMPORT)
-    assert all(rooms.index(lower) < rooms.index(room) for room, others in MAY_IMPORT.items() for lower in others)
+    assert all(
+        rooms.index(lower) < rooms.index(room)
+        for room, others in MAY_IMPORT.items()
+        for lower in others
+    )
 
 
 def test_modules_inside_a_room_have_no_cycle() -> None:
@@ -119,24 +131,34 @@ def test_parts_of_a_room_import_one_way(part: str) -> None:
         for imported, _ in imports(path):
             inside = f"{imported.removeprefix('eesd.')}."
             if inside.startswith(f"{room}.") and not inside.startswith(f"{part}."):
-                assert any(inside.startswith(f"{other}.") for other in MAY_IMPORT_INSIDE[part]), f"{path} imports {imported}"
+                assert any(inside.startswith(f"{other}.") for other in MAY_IMPORT_INSIDE[part]), (
+                    f"{path} imports {imported}"
+                )
 
 
 def test_what_wheels_have_needs_no_tools() -> None:
     for name, imported in graph().items():
-        assert name.startswith("bench.tools") or not any(other.startswith("bench.tools") for other in imported), name
+        assert name.startswith("bench.tools") or not any(
+            other.startswith("bench.tools") for other in imported
+        ), name
 
 
 def test_torch_is_imported_where_it_belongs() -> None:
     for name, path in modules():
         if name.partition(".")[0] in TORCH_FREE and path.name not in TORCH_FILES:
-            assert not any(imported.partition(".")[0] == "torch" and at_load for imported, at_load in imports(path)), path
+            assert not any(
+                imported.partition(".")[0] == "torch" and at_load
+                for imported, at_load in imports(path)
+            ), path
 
 
 def test_onnx_is_imported_where_graphs_are_made() -> None:
     for name, path in modules():
         if name.partition(".")[0] in TORCH_FREE and path.name not in ONNX_FILES | TORCH_FILES:
-            assert not any(imported.partition(".")[0] == "onnx" and at_load for imported, at_load in imports(path)), path
+            assert not any(
+                imported.partition(".")[0] == "onnx" and at_load
+                for imported, at_load in imports(path)
+            ), path
 
 
 def test_the_runtime_uses_the_models_modules_only_on_devices() -> None:
@@ -156,9 +178,13 @@ def test_every_import_of_the_package_is_a_file() -> None:
 
 def test_no_test_module_imports_another() -> None:
     for path in sorted((ROOT / "tests").rglob("*.py")):
-        assert not any(re.match(r"(tests\.)?test_", imported) for imported, _ in imports(path)), path
+        assert not any(re.match(r"(tests\.)?test_", imported) for imported, _ in imports(path)), (
+            path
+        )
 
 
 @pytest.mark.parametrize("part", BUDGETS)
 def test_the_core_keeps_to_its_budget(part: str) -> None:
-    assert all(size <= most for size, most in zip(sizes()[part], BUDGETS[part], strict=True)), sizes()
+    assert all(size <= most for size, most in zip(sizes()[part], BUDGETS[part], strict=True)), (
+        sizes()
+    )

@@ -23,15 +23,25 @@ NAME = TRICKY.replace("/", "|")
 
 
 def test_only_one_module_uses_rich_and_colours() -> None:
-    for path in sorted(file for room in PACKAGE.iterdir() if room.is_dir() for file in room.rglob("*.py")):
+    for path in sorted(
+        file for room in PACKAGE.iterdir() if room.is_dir() for file in room.rglob("*.py")
+    ):
         if path.name == "terminal.py":
             continue
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-                assert not any(name.partition(".")[0] == "rich" for name in names), f"{path}: use eesd.common.terminal"
+                names = (
+                    [node.module or ""]
+                    if isinstance(node, ast.ImportFrom)
+                    else [alias.name for alias in node.names]
+                )
+                assert not any(name.partition(".")[0] == "rich" for name in names), (
+                    f"{path}: use eesd.common.terminal"
+                )
             if isinstance(node, ast.Attribute):
-                assert node.attr not in ("style", "secho", "progressbar"), f"{path}: use eesd.common.terminal"
+                assert node.attr not in ("style", "secho", "progressbar"), (
+                    f"{path}: use eesd.common.terminal"
+                )
 
 
 def shown(show: Callable[[terminal.Console], None]) -> str:
@@ -82,8 +92,12 @@ def test_an_export_shows_names_as_they_are(text_model: Path, tmp_path: Path) -> 
     ("environment", "is_coloured"),
     [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False), ({"NO_COLOR": ""}, True)],
 )
-def test_colours_can_be_switched_off(environment: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in ({"TERM": "xterm", "NO_COLOR": "", "FORCE_COLOR": "1"} | environment).items():
+def test_colours_can_be_switched_off(
+    environment: dict[str, str], is_coloured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (
+        {"TERM": "xterm", "NO_COLOR": "", "FORCE_COLOR": "1"} | environment
+    ).items():
         monkeypatch.setenv(name, value)
     assert (terminal.coloured("x", "green") != "x") == is_coloured
     assert ("[32m" in shown(lambda console: console.print("x", style="green"))) == is_coloured

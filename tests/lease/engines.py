@@ -1,4 +1,5 @@
-"""Torch engines of any shape with random weights, made on the device: nothing is written, and nothing is read."""
+"""Torch engines of any shape with random weights, made on the device: nothing is written, and
+nothing is read."""
 
 from collections.abc import Iterable, Sequence
 from copy import deepcopy
@@ -19,17 +20,30 @@ from eesd.runtime.engines.device import DeviceStream, device_streams
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner
-from eesd.runtime.engines.torch_quantized import PANEL, WORDS, ComputedBefore, QuantizedLinear, QuantizedWeight
+from eesd.runtime.engines.torch_quantized import (
+    PANEL,
+    WORDS,
+    ComputedBefore,
+    QuantizedLinear,
+    QuantizedWeight,
+)
 from eesd.runtime.engines.torch_weights import has_kernels
 
 TOP_K = 8
 BLOCK = 32
 """Inputs that share a scale."""
-JOINT = ("self_attn.q_proj self_attn.k_proj self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj mlp.up_proj", "mlp.down_proj")
+JOINT = (
+    "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj mlp.up_proj",
+    "mlp.down_proj",
+)
 """Layers of a block. Layers in one string read the same input, and become one product."""
 
 
-def llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int) -> Geometry:
+def llama(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int
+) -> Geometry:
     """A Llama 3 of these sizes."""
     return Geometry(
         architecture="LlamaForCausalLM",
@@ -51,7 +65,9 @@ def llama(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocab
     )
 
 
-def made_up(geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, nodes: int) -> Manifest:
+def made_up(
+    geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, nodes: int
+) -> Manifest:
     """The manifest of a directory that does not exist."""
     own = tuple(range(geometry.num_layers)) + tuple(exit_caches(geometry, exit_head))
     return Manifest(
@@ -77,7 +93,11 @@ def made_up(geometry: Geometry, exit_head: ExitConfig, dtype: str, slots: int, n
 
 
 def random_engines(
-    manifest: Manifest, device: str, exact: bool | None = None, fused: bool | None = None, levels: str = ""
+    manifest: Manifest,
+    device: str,
+    exact: bool | None = None,
+    fused: bool | None = None,
+    levels: str = "",
 ) -> tuple[DeviceEngine, DeviceEngine]:
     """Verify and draft of a manifest, with random weights.
 
@@ -91,7 +111,10 @@ def random_engines(
     dtype: torch.dtype = getattr(torch, manifest.dtype)
     (stream,) = device_streams(1, device)
     with torch.device("meta"):
-        decoder, head = Decoder(manifest.geometry).to(dtype), ExitHead(manifest.geometry, manifest.exit_head).to(dtype)
+        decoder, head = (
+            Decoder(manifest.geometry).to(dtype),
+            ExitHead(manifest.geometry, manifest.exit_head).to(dtype),
+        )
     for module in (decoder, head):
         module.to_empty(device=stream.device).requires_grad_(False)
     if head.draft_vocab is not None:
@@ -108,9 +131,13 @@ def random_engines(
 
         fuse(of_verify, of_draft)
     on_gpu, positions = stream.on_gpu, manifest.gpu_slots
-    tables = tuple(table.to(stream.device, dtype) for table in rotary_tables(manifest.geometry, positions))
+    tables = tuple(
+        table.to(stream.device, dtype) for table in rotary_tables(manifest.geometry, positions)
+    )
     runner = partial(_runner, tables=(tables[0], tables[1]), stream=stream)
-    memory = partial(DeviceMemory, manifest, [stream], grow=not on_gpu, spare=manifest.max_tree_nodes + ROWS)
+    memory = partial(
+        DeviceMemory, manifest, [stream], grow=not on_gpu, spare=manifest.max_tree_nodes + ROWS
+    )
     verify, draft = make_engines(
         manifest,
         [runner(of_verify, manifest.verify[0])],
@@ -125,15 +152,23 @@ def random_engines(
 
 
 def _runner(
-    module: Draft | Verify, graph: GraphInfo, tables: tuple[torch.Tensor, torch.Tensor], stream: DeviceStream
+    module: Draft | Verify,
+    graph: GraphInfo,
+    tables: tuple[torch.Tensor, torch.Tensor],
+    stream: DeviceStream,
 ) -> TorchStageRunner:
     return TorchStageRunner(module.eval(), graph, tables, stream)
 
 
 def _quantize(decoder: Decoder) -> None:
-    """Random levels of 4 bits in the place of the weights of blocks and LM head. Layers that read one input become one."""
+    """Random levels of 4 bits in the place of the weights of blocks and LM head. Layers that read
+    one input become one."""
     indices = range(len(decoder.model.layers))
-    blocks = [[f"model.layers.{index}.{name}" for name in joint.split()] for index in indices for joint in JOINT]
+    blocks = [
+        [f"model.layers.{index}.{name}" for name in joint.split()]
+        for index in indices
+        for joint in JOINT
+    ]
     for first, *others in (["lm_head"], *blocks):
         layers: list[Any] = [decoder.get_submodule(name) for name in (first, *others)]
         decoder.set_submodule(first, _quantized(layers))
@@ -142,11 +177,19 @@ def _quantize(decoder: Decoder) -> None:
 
 
 def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
-    weight, inputs, outputs = layers[0].weight, layers[0].in_features, sum(layer.out_features for layer in layers)
+    weight, inputs, outputs = (
+        layers[0].weight,
+        layers[0].in_features,
+        sum(layer.out_features for layer in layers),
+    )
     shape = -(-outputs // PANEL), -(-inputs // (8 * WORDS)), PANEL, WORDS
     levels = torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=weight.device)
-    scales = torch.full((inputs // BLOCK, outputs), 0.2 * inputs**-0.5, dtype=weight.dtype, device=weight.device)
-    return QuantizedLinear(QuantizedWeight(levels, scales, None, None, 4, 8), None, layers[0].out_features)
+    scales = torch.full(
+        (inputs // BLOCK, outputs), 0.2 * inputs**-0.5, dtype=weight.dtype, device=weight.device
+    )
+    return QuantizedLinear(
+        QuantizedWeight(levels, scales, None, None, 4, 8), None, layers[0].out_features
+    )
 
 
 def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

@@ -1,4 +1,5 @@
-"""Whether a GPU computes what the CPU computes, of every family, and whether drafting changes a token there."""
+"""Whether a GPU computes what the CPU computes, of every family, and whether drafting changes a
+token there."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +38,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 
 
 def one_pass(lease: Lease) -> dict[str, Any]:
-    """Logits of a small random model on the device and on the CPU, and with CUDA graphs and without."""
+    """Logits of a small random model on the device and on the CPU, and with CUDA graphs and
+    without."""
     geometry = llama(3, 128, 256, 4, 2, 512)
     manifest = made_up(geometry, ExitConfig(1), "float32", 256, 8)
     torch.manual_seed(0)
@@ -55,7 +57,8 @@ def one_pass(lease: Lease) -> dict[str, Any]:
 
 
 def _fused(lease: Lease) -> dict[str, Any]:
-    """Logits of blocks with kernels of their own against torch's, in 16 bits: with a group of queries and without."""
+    """Logits of blocks with kernels of their own against torch's, in 16 bits: with a group of
+    queries and without."""
     found: dict[str, Any] = {}
     if not lease.on_gpu:
         return found
@@ -86,23 +89,37 @@ def logits_of(engine: DeviceEngine) -> Any:
     kv_cache.reserve(64)
     engine.forward([Call(kv_cache, list(range(40)), range(40), 0, logits=False)])
     calls = (([5, 6, 7], 40), ([8], 43), ([9, 1, 4, 4], 44))
-    parts = [engine.forward([Call(kv_cache, t, range(at, at + len(t)), at)])[0].logits.copy() for t, at in calls]
+    parts = [
+        engine.forward([Call(kv_cache, t, range(at, at + len(t)), at)])[0].logits.copy()
+        for t, at in calls
+    ]
     return np.concatenate(parts)
 
 
 def tokens_in(dtype: str, lease: Lease) -> dict[str, Any]:
-    """Of the bundled model: the bits of all kinds of calls, and the tokens of all ways to draft, a long text among them."""
+    """Of the bundled model: the bits of all kinds of calls, and the tokens of all ways to draft, a
+    long text among them."""
     directory = exported(lease, dtype)
     manifest = load_manifest(directory)
     checked = Exactness(manifest)
     verify, _ = open_torch(directory, manifest, 2, False, lease.device)
     checked.check(verify)
     found: dict[str, Any] = {"chains": str(checked.chains), "trees": str(checked.trees)}
-    found |= {way: compared(directory, "torch", dict(options), 120 if lease.on_gpu else 16) for way, options in WAYS.items()}
+    found |= {
+        way: compared(directory, "torch", dict(options), 120 if lease.on_gpu else 16)
+        for way, options in WAYS.items()
+    }
     found["long text"] = compared(directory, "torch", {}, 700 if lease.on_gpu else 24)
     llm = eesd.load(directory, "torch", speculation=Speculation("fixed:k=4", guard=False))
-    made = llm.generate(PROMPTS[0], Sampling(temperature=0.7, seed=1, method="rejection"), max_new_tokens=32, ignore_eos=True)
-    return found | {"rejection sampling": {"tokens": len(made.tokens), "acceptance": made.stats.acceptance}}
+    made = llm.generate(
+        PROMPTS[0],
+        Sampling(temperature=0.7, seed=1, method="rejection"),
+        max_new_tokens=32,
+        ignore_eos=True,
+    )
+    return found | {
+        "rejection sampling": {"tokens": len(made.tokens), "acceptance": made.stats.acceptance}
+    }
 
 
 def exported(lease: Lease, dtype: str, stages: int = 1) -> Path:
@@ -110,16 +127,27 @@ def exported(lease: Lease, dtype: str, stages: int = 1) -> Path:
     directory = lease.output / f"pycode-{dtype}-{stages}"
     if not (directory / "manifest.json").exists():
         checkpoint = Checkpoint(MODEL)
-        export(checkpoint, stored_head(checkpoint, MODEL), ExportOptions(dtype, 1024, 32, 8, stages), directory)
+        export(
+            checkpoint,
+            stored_head(checkpoint, MODEL),
+            ExportOptions(dtype, 1024, 32, 8, stages),
+            directory,
+        )
     return directory
 
 
 def compared(
-    directory: Path, backend: str, options: dict[str, Any], tokens: int, prompts: Sequence[str | list[int]] = PROMPTS
+    directory: Path,
+    backend: str,
+    options: dict[str, Any],
+    tokens: int,
+    prompts: Sequence[str | list[int]] = PROMPTS,
 ) -> dict[str, Any]:
     """Drafting against plain decoding."""
     sampling = options.pop("sampling", Sampling())
-    llm = eesd.load(directory, backend, speculation=Speculation("fixed:k=4", guard=False, **options))
+    llm = eesd.load(
+        directory, backend, speculation=Speculation("fixed:k=4", guard=False, **options)
+    )
     differ, rounds, gap = 0, 0, 0.0
     for prompt in prompts:
         plain = llm.generate(prompt, sampling, max_new_tokens=tokens, draft=False, ignore_eos=True)
@@ -128,22 +156,42 @@ def compared(
         if plain.tokens != drafted.tokens:
             differ += 1
             ids = llm.encode(prompt) if isinstance(prompt, str) else prompt
-            divergence = None if sampling.temperature else first_divergence(llm, ids, plain.tokens, drafted.tokens)
+            divergence = (
+                None
+                if sampling.temperature
+                else first_divergence(llm, ids, plain.tokens, drafted.tokens)
+            )
             gap = max(gap, abs(divergence.logit_gap) if divergence else 0.0)
-    return {"texts": len(prompts), "differ": differ, "largest gap": gap, "tokens a round": len(prompts) * tokens / rounds}
+    return {
+        "texts": len(prompts),
+        "differ": differ,
+        "largest gap": gap,
+        "tokens a round": len(prompts) * tokens / rounds,
+    }
 
 
 def families(lease: Lease) -> dict[str, Any]:
     """A random checkpoint of each family, exported in two types; a rehearsal takes one of both."""
     found: dict[str, Any] = {}
-    for kind, dtype in [(kind, dtype) for kind in OPTIONS for dtype in ("float32", "bfloat16")][: None if lease.on_gpu else 1]:
+    for kind, dtype in [(kind, dtype) for kind in OPTIONS for dtype in ("float32", "bfloat16")][
+        : None if lease.on_gpu else 1
+    ]:
         directory = lease.output / f"{kind}-{dtype}"
         if not (directory / "manifest.json").exists():
-            case = next(case for case in family_cases(kind, 9, seed=6) if case.options["num_hidden_layers"] > 2)
+            case = next(
+                case
+                for case in family_cases(kind, 9, seed=6)
+                if case.options["num_hidden_layers"] > 2
+            )
             checkpoint = Checkpoint(case.write(lease.output / kind))
-            export(checkpoint, untrained_head(checkpoint, 1), ExportOptions(dtype, 96, 8, 4), directory)
+            export(
+                checkpoint, untrained_head(checkpoint, 1), ExportOptions(dtype, 96, 8, 4), directory
+            )
         manifest, prompts = load_manifest(directory), ([5, 9, 3, 17], [40, 2, 2, 8, 31, 30, 12])
-        here, there = (logits_of(open_torch(directory, manifest, 2, False, device)[0]) for device in ("cpu", lease.device))
+        here, there = (
+            logits_of(open_torch(directory, manifest, 2, False, device)[0])
+            for device in ("cpu", lease.device)
+        )
         found[f"{kind}, {dtype}"] = {
             "largest difference from the CPU": float(np.abs(here - there).max()),
             "largest logit": float(np.abs(here).max()),

@@ -27,7 +27,9 @@ def describe(lease: Lease) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "processors": len(os.sched_getaffinity(0)),
-        "packages": [name for name in (*WANTED.split(), *SERVING) if importlib.util.find_spec(name)],
+        "packages": [
+            name for name in (*WANTED.split(), *SERVING) if importlib.util.find_spec(name)
+        ],
         "gpu": None,
     }
     if lease.on_gpu:
@@ -38,11 +40,19 @@ def describe(lease: Lease) -> dict[str, Any]:
             "multiprocessors": properties.multi_processor_count,
         }
         found |= {"capability": f"{properties.major}.{properties.minor}", "driver": _driver()}
-    return found | {"bandwidth": bandwidth(lease), "products": products(lease), "launch": launch(lease)}
+    return found | {
+        "bandwidth": bandwidth(lease),
+        "products": products(lease),
+        "launch": launch(lease),
+    }
 
 
 def _driver() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit", "--format=csv,noheader"]
+    command = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,clocks.max.sm,clocks.max.memory,power.limit",
+        "--format=csv,noheader",
+    ]
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
     except OSError:

@@ -29,10 +29,12 @@ def exit_head(lease: Lease) -> ExitConfig:
 
 
 def with_slots(slots: int, lease: Lease) -> dict[str, Any]:
-    """Milliseconds of verify passes, prompts, draft steps and chains: in CUDA graphs and not, with our
-    kernels and torch's, with buckets and one count."""
+    """Milliseconds of verify passes, prompts, draft steps and chains: in CUDA graphs and not, with
+    our kernels and torch's, with buckets and one count."""
     found: dict[str, Any] = {}
-    manifest = made_up(shape(lease, 8), exit_head(lease), "bfloat16", slots if lease.on_gpu else 256, NODES)
+    manifest = made_up(
+        shape(lease, 8), exit_head(lease), "bfloat16", slots if lease.on_gpu else 256, NODES
+    )
     for name, exact, graphs, fused in (
         ("graphs", False, True, None),
         ("graphs of torch's operators", False, True, False),
@@ -43,18 +45,26 @@ def with_slots(slots: int, lease: Lease) -> dict[str, Any]:
         verify.cuda_graphs = draft.cuda_graphs = graphs
         found[name] = _timed(manifest, verify, draft, lease)
     read = {"bytes": manifest.verify[0], "draft bytes": manifest.draft}
-    found |= {name: bytes_of_pass(manifest, graph, manifest.gpu_slots) for name, graph in read.items()}
+    found |= {
+        name: bytes_of_pass(manifest, graph, manifest.gpu_slots) for name, graph in read.items()
+    }
     operations = operations_of_node(manifest, manifest.verify[0])
     return found | {"layers": 8, "slots": manifest.max_seq_len, "operations of a node": operations}
 
 
-def _timed(manifest: Manifest, verify: DeviceEngine, draft: DeviceEngine, lease: Lease) -> dict[str, float]:
+def _timed(
+    manifest: Manifest, verify: DeviceEngine, draft: DeviceEngine, lease: Lease
+) -> dict[str, float]:
     """Milliseconds of calls after some tokens, and after a text that fills the cache."""
     [kv_cache] = verify.new_kv_caches()
     kv_cache.reserve(manifest.max_seq_len)
 
-    def call(engine: DeviceEngine, start: int, count: int, logits: bool = True) -> Callable[[], object]:
-        return lambda: engine.forward([Call(kv_cache, [7] * count, range(start, start + count), start, logits=logits)])
+    def call(
+        engine: DeviceEngine, start: int, count: int, logits: bool = True
+    ) -> Callable[[], object]:
+        return lambda: engine.forward(
+            [Call(kv_cache, [7] * count, range(start, start + count), start, logits=logits)]
+        )
 
     found: dict[str, float] = {}
     for start in (min(1000, manifest.max_seq_len // 2), manifest.max_seq_len - NODES - 1):
@@ -65,5 +75,7 @@ def _timed(manifest: Manifest, verify: DeviceEngine, draft: DeviceEngine, lease:
         }
         if draft.buckets:
             calls["chain of 4"] = partial(draft.draft_chain, kv_cache, 7, start, 4)
-        found |= {f"{name} behind {start}": 1e3 * seconds_of(work, lease) for name, work in calls.items()}
+        found |= {
+            f"{name} behind {start}": 1e3 * seconds_of(work, lease) for name, work in calls.items()
+        }
     return found

@@ -1,4 +1,5 @@
-"""Plans of TensorRT, where it is installed: built, their bits, and the tokens of all ways to draft."""
+"""Plans of TensorRT, where it is installed: built, their bits, and the tokens of all ways to
+draft."""
 
 import importlib.util
 import shutil
@@ -14,11 +15,16 @@ from lease.probes import command
 
 
 def plans(lease: Lease) -> dict[str, Any]:
-    """For each flavour that is installed and each number of stages. Without a GPU, plans are only built."""
+    """For each flavour that is installed and each number of stages. Without a GPU, plans are only
+    built."""
     found: dict[str, Any] = {}
     for flavour, module in FLAVOURS.items():
         if importlib.util.find_spec(module) is None or (flavour == "tensorrt" and not lease.on_gpu):
-            found[flavour] = "it is not installed" if importlib.util.find_spec(module) is None else "it builds on a GPU only"
+            found[flavour] = (
+                "it is not installed"
+                if importlib.util.find_spec(module) is None
+                else "it builds on a GPU only"
+            )
             continue
         for stages in (1, 2):
             found[f"{flavour}, {stages} stages"] = _flavour(lease, flavour, stages)
@@ -29,14 +35,21 @@ def _flavour(lease: Lease, flavour: str, stages: int) -> dict[str, Any]:
     directory = lease.output / f"{flavour}-{stages}"
     shutil.rmtree(directory, ignore_errors=True)
     shutil.copytree(exported(lease, "float16", stages), directory)
-    built = command("eesd.export.build", directory, "--target", flavour, *(["--check"] if lease.on_gpu else []))
+    built = command(
+        "eesd.export.build", directory, "--target", flavour, *(["--check"] if lease.on_gpu else [])
+    )
     manifest = load_manifest(directory)
-    fused = {name: [plan.fused_attentions, plan.fused_cache_updates] for name, plan in manifest.plans.items()}
+    fused = {
+        name: [plan.fused_attentions, plan.fused_cache_updates]
+        for name, plan in manifest.plans.items()
+    }
     found: dict[str, Any] = {"built": built, "fused attentions and updates": fused}
     if not lease.on_gpu:
         return found
     checked = Exactness(manifest)
     checked.check(open_engines(directory, manifest, EngineOptions("tensorrt", None, False)).verify)
     found |= {"chains": str(checked.chains), "trees": str(checked.trees)}
-    found |= {way: compared(directory, "tensorrt", dict(options), 120) for way, options in WAYS.items()}
+    found |= {
+        way: compared(directory, "tensorrt", dict(options), 120) for way, options in WAYS.items()
+    }
     return found | {"long text": compared(directory, "tensorrt", {}, 700)}

@@ -18,20 +18,33 @@ def commands(lease: Lease) -> dict[str, Any]:
     """An export, and texts with drafts and without, as the README shows it."""
     directory = lease.output / "commands"
     command("eesd.export.cli", "--model", MODEL, "--dtype", "bfloat16", "-o", directory)
-    options = ("--backend", "torch", "-p", PROMPTS[0], "-n", 120 if lease.on_gpu else 8, "--compare")
+    options = (
+        "--backend",
+        "torch",
+        "-p",
+        PROMPTS[0],
+        "-n",
+        120 if lease.on_gpu else 8,
+        "--compare",
+    )
     return {"shown": command("eesd.runtime.cli", "--engine-dir", directory, *options).splitlines()}
 
 
 def tests(lease: Lease) -> dict[str, Any]:
-    """Tests for GPUs with torch, and on a GPU those of choices on the device. They fail the step if one fails."""
+    """Tests for GPUs with torch, and on a GPU those of choices on the device. They fail the step if
+    one fails."""
     files = [TESTS / name for name in (FILES if lease.on_gpu else FILES[:1])]
-    shown = command("pytest", "-q", "-p", "no:cacheprovider", "-k", "not ort and not tensorrt", *files)
+    shown = command(
+        "pytest", "-q", "-p", "no:cacheprovider", "-k", "not ort and not tensorrt", *files
+    )
     return {"result": shown.splitlines()[-1]}
 
 
 def command(module: str, *arguments: object) -> str:
     """What a command of the project prints. It fails with what it says."""
-    done = subprocess.run([sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True
+    )
     if done.returncode:
         raise RuntimeError(f"{module}: {(done.stdout + done.stderr)[-1200:]}")
     return done.stdout + done.stderr
@@ -42,6 +55,20 @@ def checker(tool: str, lease: Lease) -> dict[str, Any]:
     found = shutil.which("compute-sanitizer")
     if found is None or not lease.on_gpu:
         return {"skipped": "there is no compute-sanitizer" if found is None else "it needs a GPU"}
-    run = [sys.executable, "-m", "eesd.runtime.cli", "--engine-dir", str(exported(lease, "float16")), "--backend", "torch"]
-    done = subprocess.run([found, "--tool", tool, *run, "-p", "def", "-n", "4"], capture_output=True, text=True)
-    return {"exit code": done.returncode, "errors": re.findall(r".* SUMMARY: .*", done.stdout), "end": done.stdout[-800:]}
+    run = [
+        sys.executable,
+        "-m",
+        "eesd.runtime.cli",
+        "--engine-dir",
+        str(exported(lease, "float16")),
+        "--backend",
+        "torch",
+    ]
+    done = subprocess.run(
+        [found, "--tool", tool, *run, "-p", "def", "-n", "4"], capture_output=True, text=True
+    )
+    return {
+        "exit code": done.returncode,
+        "errors": re.findall(r".* SUMMARY: .*", done.stdout),
+        "end": done.stdout[-800:],
+    }

@@ -1,4 +1,5 @@
-"""Products with quantized weights on the device: whether they are right, and how long those of a block of an 8B model take."""
+"""Products with quantized weights on the device: whether they are right, and how long those of a
+block of an 8B model take."""
 
 import importlib.util
 import os
@@ -19,13 +20,15 @@ SHAPES = {
     "8B": ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096)),
     "70B": ((8192, 10240), (8192, 8192), (8192, 57344), (28672, 8192)),
 }
-"""Inputs and outputs of the packed layers of a block of Llama 3. Even at 4 bits they are more than a GPU's caches hold."""
+"""Inputs and outputs of the packed layers of a block of Llama 3. Even at 4 bits they are more than
+a GPU's caches hold."""
 ROWS = (1, 8, 16, 33)
 BLOCK = 32
 
 
 def products(lease: Lease) -> dict[str, Any]:
-    """All kinds of quantized weights against dequantized ones, and milliseconds of a block's products in a CUDA graph.
+    """All kinds of quantized weights against dequantized ones, and milliseconds of a block's
+    products in a CUDA graph.
 
     On a CPU it needs Triton's interpreter, and nothing is timed.
     """
@@ -35,7 +38,9 @@ def products(lease: Lease) -> dict[str, Any]:
     checked = all_checked(lease.device)
     found = {
         "wrong": [name for name, case in checked.items() if case["error"] > 1],
-        "rows depend on each other": [name for name, case in checked.items() if not case["rows do not depend on each other"]],
+        "rows depend on each other": [
+            name for name, case in checked.items() if not case["rows do not depend on each other"]
+        ],
     }
     return found | ({"milliseconds of a block": _timed(lease)} if lease.on_gpu else {})
 
@@ -45,22 +50,32 @@ def _timed(lease: Lease) -> dict[str, dict[str, float]]:
     for model, shapes in SHAPES.items():
         for kind in ("bfloat16", "int8", "int4"):
             layers = [_layer(kind, *shape, lease.device) for shape in shapes]
-            timed[f"{model}, {kind}"] = {str(rows): 1e3 * _seconds(layers, rows, lease) for rows in ROWS}
+            timed[f"{model}, {kind}"] = {
+                str(rows): 1e3 * _seconds(layers, rows, lease) for rows in ROWS
+            }
     return timed
 
 
-def _layer(kind: str, inputs: int, outputs: int, device: str) -> tuple[int, Callable[[Tensor], Tensor]]:
+def _layer(
+    kind: str, inputs: int, outputs: int, device: str
+) -> tuple[int, Callable[[Tensor], Tensor]]:
     """The inputs of a layer, and its product."""
     if kind == "bfloat16":
         dense = torch.randn(outputs, inputs, dtype=torch.bfloat16, device=device)
         return inputs, lambda x: linear(x, dense)
     quantization = Quantization(kind, BLOCK)
-    weight = arranged(random_weight(quantization, inputs, outputs, "bfloat16"), quantization, torch.device(device))
+    weight = arranged(
+        random_weight(quantization, inputs, outputs, "bfloat16"), quantization, torch.device(device)
+    )
     return inputs, lambda x: product(x, weight)
 
 
-def _seconds(layers: list[tuple[int, Callable[[Tensor], Tensor]]], rows: int, lease: Lease) -> float:
-    given = [torch.randn(rows, inputs, dtype=torch.bfloat16, device=lease.device) for inputs, _ in layers]
+def _seconds(
+    layers: list[tuple[int, Callable[[Tensor], Tensor]]], rows: int, lease: Lease
+) -> float:
+    given = [
+        torch.randn(rows, inputs, dtype=torch.bfloat16, device=lease.device) for inputs, _ in layers
+    ]
 
     def run() -> None:
         for x, (_, multiplied) in zip(given, layers, strict=True):

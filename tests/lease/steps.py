@@ -13,7 +13,10 @@ STEPS = {
     "passes of 4096 slots": Step(partial(passes.with_slots, 4096), 120),
     "passes of 32768 slots": Step(partial(passes.with_slots, 32768), 120),
     "quantized products": Step(quantized.products, 120),
-    **{f"served, {clients} clients": Step(partial(whole.served, clients), 120) for clients in whole.CLIENTS},
+    **{
+        f"served, {clients} clients": Step(partial(whole.served, clients), 120)
+        for clients in whole.CLIENTS
+    },
     "tests": Step(probes.tests, 180),
     "commands": Step(probes.commands, 120),
     "tokens in float16": Step(partial(equality.tokens_in, "float16"), 150),

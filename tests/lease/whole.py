@@ -1,7 +1,8 @@
-"""A whole Llama 3 8B through ``LLM`` and ``Service``: tokens a second, and where the time of a call goes.
+"""A whole Llama 3 8B through ``LLM`` and ``Service``: tokens a second, and where the time of a call
+goes.
 
-Weights are random, so a script replaces each most likely token of the model by the next token of its text. Drafted tokens are
-right at a given rate. All other code runs unchanged.
+Weights are random, so a script replaces each most likely token of the model by the next token of
+its text. Drafted tokens are right at a given rate. All other code runs unchanged.
 """
 
 import importlib.util
@@ -77,7 +78,10 @@ class Script:
             return found
 
         def drafted(calls: Sequence[Call]) -> list[StepOutputs]:
-            return [self._guessed(call.positions, one) for call, one in zip(calls, draft_calls(calls), strict=True)]
+            return [
+                self._guessed(call.positions, one)
+                for call, one in zip(calls, draft_calls(calls), strict=True)
+            ]
 
         def chained(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
             return self._guessed(range(slot, slot + count), chain(kv_cache, token, slot, count))
@@ -90,25 +94,42 @@ class Script:
         place, others = np.asarray(positions) + 1, outputs.topk_ids.shape[1] - 1
         first = self._tokens[place] + (self._chances[place] >= self.rate)
         outputs.topk_ids = (first[:, None] + 2 * np.arange(others + 1)) % self._vocabulary
-        outputs.topk_logprobs = np.full_like(outputs.topk_logprobs, log((1.0001 - self.rate) / others))
+        outputs.topk_logprobs = np.full_like(
+            outputs.topk_logprobs, log((1.0001 - self.rate) / others)
+        )
         outputs.topk_logprobs[:, 0] = log(self.rate)
         return outputs
 
 
-def scripted(lease: Lease, nodes: int, exact: bool, levels: str = "", slots: int = SLOTS) -> tuple[LLM, Script]:
+def scripted(
+    lease: Lease, nodes: int, exact: bool, levels: str = "", slots: int = SLOTS
+) -> tuple[LLM, Script]:
     """An LLM of 8B parameters, on a CPU a small one, and its script."""
     geometry = shape(lease, LAYERS if lease.on_gpu else 5)
-    head = ExitConfig(geometry.num_layers, blocks=0, trained=True) if levels == "draft" else exit_head(lease)
-    manifest = made_up(geometry, head, "bfloat16" if lease.on_gpu else "float32", slots if lease.on_gpu else 256, nodes)
+    head = (
+        ExitConfig(geometry.num_layers, blocks=0, trained=True)
+        if levels == "draft"
+        else exit_head(lease)
+    )
+    manifest = made_up(
+        geometry,
+        head,
+        "bfloat16" if lease.on_gpu else "float32",
+        slots if lease.on_gpu else 256,
+        nodes,
+    )
     engines = random_engines(manifest, lease.device, exact, levels=levels)
     directory = lease.output / "whole"  # without a tokenizer: prompts are token ids
     directory.mkdir(exist_ok=True)
     np.arange(head.draft_vocab, dtype="<i8").tofile(directory / DRAFT_VOCAB_FILE)
-    return LLM(directory, manifest, Engines(*engines), Speculation(drafter="exit", guard=False)), Script(*engines)
+    return LLM(
+        directory, manifest, Engines(*engines), Speculation(drafter="exit", guard=False)
+    ), Script(*engines)
 
 
 def variant(name: str, lease: Lease) -> dict[str, Any]:
-    """Tokens a second plainly, and with drafts that are right at each rate; of the default controller."""
+    """Tokens a second plainly, and with drafts that are right at each rate; of the default
+    controller."""
     options = VARIANTS[name]
     if options.get("levels") and not lease.on_gpu:
         return {"skipped": "4-bit products need a GPU"}
@@ -118,15 +139,27 @@ def variant(name: str, lease: Lease) -> dict[str, Any]:
     for rate in (None, *RATES):
         script.rate = rate or 1.0
         own = llm.with_speculation(llm.speculation)
-        made = own.generate([1] * PROMPT, max_new_tokens=count, ignore_eos=True, draft=rate is not None)
+        made = own.generate(
+            [1] * PROMPT, max_new_tokens=count, ignore_eos=True, draft=rate is not None
+        )
         assert made.tokens == script._tokens[PROMPT : PROMPT + count].tolist()
-        kept = ("tokens_per_second", "tokens_per_round", "acceptance", "draft_steps", "rounds", "host_share")
-        found[f"right {rate}" if rate else "plain"] = {key: value for key, value in made.stats.to_dict().items() if key in kept}
+        kept = (
+            "tokens_per_second",
+            "tokens_per_round",
+            "acceptance",
+            "draft_steps",
+            "rounds",
+            "host_share",
+        )
+        found[f"right {rate}" if rate else "plain"] = {
+            key: value for key, value in made.stats.to_dict().items() if key in kept
+        }
     return found
 
 
 def split(lease: Lease) -> dict[str, Any]:
-    """Milliseconds of a verify call and a draft call of one node: Python, launch, wait for the device; and kernels alone."""
+    """Milliseconds of a verify call and a draft call of one node: Python, launch, wait for the
+    device; and kernels alone."""
     llm, _ = scripted(lease, 7, exact=False)
     verify, draft = llm.engines.verify, llm.engines.draft
     assert isinstance(verify, DeviceEngine) and isinstance(draft, DeviceEngine)
@@ -143,17 +176,27 @@ def split(lease: Lease) -> dict[str, Any]:
 
 
 def _kernels_of(engine: DeviceEngine, call: Call, lease: Lease) -> dict[str, Any]:
-    """How many kernels a call runs (on a CPU: operators), their milliseconds, and the eight that take the most time."""
+    """How many kernels a call runs (on a CPU: operators), their milliseconds, and the eight that
+    take the most time."""
     engine.forward([call])
     on_gpu = lease.on_gpu
-    activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    activity = (
+        torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU
+    )
     with torch.profiler.profile(activities=[activity]) as profile:
         engine.forward([call])
         if on_gpu:
             torch.cuda.synchronize()
     # The profiler lists the host's calls, too, each of which launched one of them.
-    events = [event for event in profile.key_averages() if event.device_type.name == ("CUDA" if on_gpu else "CPU")]
-    spent = {event.key[:80]: event.self_device_time_total if on_gpu else event.self_cpu_time_total for event in events}
+    events = [
+        event
+        for event in profile.key_averages()
+        if event.device_type.name == ("CUDA" if on_gpu else "CPU")
+    ]
+    spent = {
+        event.key[:80]: event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        for event in events
+    }
     return {
         "kernels": sum(event.count for event in events),
         "milliseconds": sum(spent.values()) / 1e3,
@@ -181,7 +224,8 @@ def _sample(engine: DeviceEngine, call: Call) -> dict[str, float]:
 
 
 def served(clients: int, lease: Lease) -> dict[str, Any]:
-    """Time the HTTP server with that many clients, plain and drafting. The server accepts seven of ten drafts."""
+    """Time the HTTP server with that many clients, plain and drafting. The server accepts seven of
+    ten drafts."""
     if missing := [name for name in SERVING if importlib.util.find_spec(name) is None]:
         return {"skipped": f"the server needs {', '.join(missing)}"}
     from eesd.serve.http.options import ServeOptions

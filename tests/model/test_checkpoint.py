@@ -1,4 +1,5 @@
-"""Supported model directories are read; damaged and unsupported ones are refused in one sentence."""
+"""Supported model directories are read; damaged and unsupported ones are refused in one
+sentence."""
 
 import json
 import shutil
@@ -45,10 +46,13 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of a single-file checkpoint (dots in names written as ``__``); None removes one."""
+    """Replace tensors of a single-file checkpoint (dots in names written as ``__``); None removes
+    one."""
     tensors: dict[str, Tensor | None] = dict(load_file(directory / WEIGHTS))
     tensors |= {name.replace("__", "."): value for name, value in changes.items()}
-    save_file({name: value for name, value in tensors.items() if value is not None}, directory / WEIGHTS)
+    save_file(
+        {name: value for name, value in tensors.items() if value is not None}, directory / WEIGHTS
+    )
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
@@ -72,7 +76,9 @@ def as_written_by_transformers_4(raw: dict[str, Any], kind_key: str) -> dict[str
 
 @pytest.mark.parametrize("kind_key", ["type", "rope_type"])
 @pytest.mark.parametrize("family", list(FAMILIES))
-def test_configs_of_transformers_4_and_5_are_equal(family_dir: FamilyDir, tmp_path: Path, family: str, kind_key: str) -> None:
+def test_configs_of_transformers_4_and_5_are_equal(
+    family_dir: FamilyDir, tmp_path: Path, family: str, kind_key: str
+) -> None:
     raw = json.loads((family_dir(family) / "config.json").read_text())
     assert "rope_parameters" in raw and "rope_theta" not in raw
     (tmp_path / "config.json").write_text(json.dumps(as_written_by_transformers_4(raw, kind_key)))
@@ -81,10 +87,17 @@ def test_configs_of_transformers_4_and_5_are_equal(family_dir: FamilyDir, tmp_pa
 
 
 def test_keys_that_old_configs_lack_have_defaults(model_dir: Path) -> None:
-    absent = dict.fromkeys(("rope_parameters", "head_dim", "dtype", "num_key_value_heads", "attention_bias"), ...)
+    absent = dict.fromkeys(
+        ("rope_parameters", "head_dim", "dtype", "num_key_value_heads", "attention_bias"), ...
+    )
     edit_json(model_dir / "config.json", **absent)
     edit_tensors(
-        model_dir, **{f"model__layers__{i}__self_attn__{p}_proj__weight": torch.ones(64, 64) for i in range(3) for p in "kv"}
+        model_dir,
+        **{
+            f"model__layers__{i}__self_attn__{p}_proj__weight": torch.ones(64, 64)
+            for i in range(3)
+            for p in "kv"
+        },
     )
     config = load_config(model_dir)
     geometry = config.geometry
@@ -94,9 +107,14 @@ def test_keys_that_old_configs_lack_have_defaults(model_dir: Path) -> None:
     assert Checkpoint(model_dir).dtype == "float32", "that of the weights"
 
 
-def test_unused_sliding_window_does_not_limit_the_positions(family_dir: FamilyDir, tmp_path: Path) -> None:
+def test_unused_sliding_window_does_not_limit_the_positions(
+    family_dir: FamilyDir, tmp_path: Path
+) -> None:
     shutil.copy(family_dir("qwen2") / "config.json", tmp_path)
-    full, sliding = ["full_attention"] * 3, ["full_attention", "full_attention", "sliding_attention"]
+    full, sliding = (
+        ["full_attention"] * 3,
+        ["full_attention", "full_attention", "sliding_attention"],
+    )
     for on, types, first, limit in (
         (False, ..., 0, 256),
         (True, ..., 2, 32),
@@ -128,34 +146,77 @@ def test_eos_ids_of_the_generation_config_take_precedence(
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ("GPT2LMHeadModel", *SUPPORTED)),
         ({"architectures": ..., "model_type": ...}, ("not supported", *SUPPORTED)),
-        ({"architectures": ["MistralForCausalLM"]}, ("model_type is 'llama'", "MistralForCausalLM")),
+        (
+            {"architectures": ["MistralForCausalLM"]},
+            ("model_type is 'llama'", "MistralForCausalLM"),
+        ),
         ({"architectures": 5}, ("architectures is 5", "list")),
-        ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "long_factor": []}}, ("'short_factor'",)),
-        ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": []}}, ("a list of 8 numbers",)),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, ("kinds of layers", "full_attention")),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "factor": 4.0, "long_factor": []}},
+            ("'short_factor'",),
+        ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "short_factor": [1.0],
+                    "long_factor": [],
+                }
+            },
+            ("a list of 8 numbers",),
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            ("kinds of layers", "full_attention"),
+        ),
         ({"rope_parameters": "linear"}, ("rope_parameters is 'linear'", "object")),
         ({"rope_parameters": {"rope_type": "yarn"}}, ("'factor'",)),
         ({"rope_parameters": {"rope_type": "linear", "factor": "2"}}, ("factor is '2'", "number")),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, ("factor is 0", "above 0")),
         ({"rope_parameters": {"rope_theta": -1.0}}, ("rope_theta is -1", "above 0")),
         ({"rope_parameters": {"rope_theta": float("nan")}}, ("rope_theta is nan", "number")),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}}, ("beta_fast is -1", "above 0")),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-310}}, ("beta_slow is 1e-310", "1e-6")),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 1e-300}}, ("factor is 1e-300",)),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1, "high_freq_factor": 1}}, ("below",)),
         (
-            {"original_max_position_embeddings": 10**400, "rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": -1}},
+            ("beta_fast is -1", "above 0"),
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_slow": 1e-310}},
+            ("beta_slow is 1e-310", "1e-6"),
+        ),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e-300}}, ("factor is 1e-300",)),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "factor": 4.0,
+                    "low_freq_factor": 1,
+                    "high_freq_factor": 1,
+                }
+            },
+            ("below",),
+        ),
+        (
+            {
+                "original_max_position_embeddings": 10**400,
+                "rope_parameters": {"rope_type": "yarn", "factor": 2.0},
+            },
             ("original_max",),
         ),
         ({"max_position_embeddings": 10**30}, ("max_position_embeddings is 1000", "16777216")),
         ({"attention_chunk_size": 8}, ("attention_chunk_size",)),
         ({"text_config": {}}, ("text_config", "text model")),
-        ({"layer_types": ["sliding_attention"] * 3}, ("layer_types", "not supported for LlamaForCausalLM")),
+        (
+            {"layer_types": ["sliding_attention"] * 3},
+            ("layer_types", "not supported for LlamaForCausalLM"),
+        ),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan",)),
         ({"rms_norm_eps": -1.0}, ("rms_norm_eps is -1.0", "at least 0")),
         ({"num_key_value_heads": 3}, ("3 key-value heads do not divide 4 heads",)),
         ({"head_dim": 15}, ("head_dim is 15", "even")),
-        ({"head_dim": ..., "num_attention_heads": 3}, ("does not divide hidden_size 64", "head_dim")),
+        (
+            {"head_dim": ..., "num_attention_heads": 3},
+            ("does not divide hidden_size 64", "head_dim"),
+        ),
         ({"vocab_size": 1}, ("vocab_size is 1", "between 2")),
         ({"intermediate_size": 0}, ("intermediate_size is 0", "at least 1")),
         ({"hidden_size": -64}, ("hidden_size is -64",)),
@@ -171,7 +232,10 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"quantization_config": {"quant_method": "hqq"}}, ("quantization_config", "unquantized")),
         ({"quantization_config": {"quant_method": "gptq"}}, ("config.json", "'bits'")),
         ({"per_layer_config": {"0": {}}}, ("per_layer_config",)),
-        ({"rope_parameters": ..., "rope_scaling": {"type": "ntk", "factor": 2.0}}, ("'ntk'", "LlamaForCausalLM", "linear")),
+        (
+            {"rope_parameters": ..., "rope_scaling": {"type": "ntk", "factor": 2.0}},
+            ("'ntk'", "LlamaForCausalLM", "linear"),
+        ),
         ({"rope_parameters": {"rope_type": "linear"}}, ("config.json", "'factor'")),
         ({"rope_parameters": ..., "partial_rotary_factor": 0.5}, ("partial rotary",)),
         ({"hidden_act": "gelu"}, ("'gelu'", "'silu'")),
@@ -181,26 +245,37 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"vocab_size": None}, ("config.json", "cannot be used")),
     ],
 )
-def test_unsupported_configs_are_refused(model_dir: Path, changes: dict[str, Any], words: tuple[str, ...]) -> None:
+def test_unsupported_configs_are_refused(
+    model_dir: Path, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
     edit_json(model_dir / "config.json", **changes)
     refused(lambda: Checkpoint(model_dir), *words)
 
 
 @pytest.mark.parametrize("model_type", ["olmo3", "gemma3_text"])
 def test_a_truncate_that_transformers_overlooks_is_refused(tmp_path: Path, model_type: str) -> None:
-    """It looks for it beside the kinds of layers: ``config.rope_parameters.get("truncate", True)``."""
+    """It looks for it beside the kinds of layers:
+    ``config.rope_parameters.get("truncate", True)``."""
     default = {"rope_type": "default", "rope_theta": 1e4}
-    full: dict[str, Any] = default | {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    full: dict[str, Any] = default | {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
     for more, is_refused in (({}, False), ({"truncate": True}, False), ({"truncate": False}, True)):
         ropes = {"full_attention": full | more, "sliding_attention": default}
-        (tmp_path / "config.json").write_text(json.dumps(GEOMETRY | {"model_type": model_type, "rope_parameters": ropes}))
+        (tmp_path / "config.json").write_text(
+            json.dumps(GEOMETRY | {"model_type": model_type, "rope_parameters": ropes})
+        )
         if is_refused:
             refused(lambda: load_config(tmp_path), "config.json", "truncate", "transformers")
         else:
             assert load_config(tmp_path).geometry.rope_scaling is not None
 
 
-def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(family_dir: FamilyDir, tmp_path: Path) -> None:
+def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(
+    family_dir: FamilyDir, tmp_path: Path
+) -> None:
     shutil.copy(family_dir("mistral-window") / "config.json", tmp_path)
     edit_json(tmp_path / "config.json", use_sliding_window=False)
     assert load_config(tmp_path).max_positions == 32
@@ -209,32 +284,53 @@ def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(fami
 
 
 def test_a_window_limits_a_llama_whose_cache_forgets_what_lies_before_it(model_dir: Path) -> None:
-    """No mask of transformers' Llama has it, but its KV cache does: ``generate`` gives other tokens than full attention."""
+    """No mask of transformers' Llama has it, but its KV cache does: ``generate`` gives other tokens
+    than full attention."""
     edit_json(model_dir / "config.json", sliding_window=24)
     assert load_config(model_dir).max_positions == 24
 
 
 def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Path) -> None:
     """Model cards tell people to add the scaling, not to change the positions."""
-    edit_json(model_dir / "config.json", rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256})
+    edit_json(
+        model_dir / "config.json",
+        rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
+    )
     assert load_config(model_dir).max_positions == 1024
 
 
-def test_scalings_that_depend_on_the_length_limit_the_positions_to_those_where_they_do_not(model_dir: Path) -> None:
+def test_scalings_that_depend_on_the_length_limit_the_positions_to_those_where_they_do_not(
+    model_dir: Path,
+) -> None:
     """Their frequencies change when a text grows, and keys in the KV cache would be wrong."""
     edit_json(model_dir / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
     config = load_config(model_dir)
     assert (config.max_positions, config.geometry.rope_scaling) == (256, None)
-    assert any("dynamic has other frequencies for more than 256 tokens" in notice for notice in config.notices)
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    assert any(
+        "dynamic has other frequencies for more than 256 tokens" in notice
+        for notice in config.notices
+    )
+    factors = {
+        "short_factor": [1.0] * 8,
+        "long_factor": [4.0] * 8,
+        "original_max_position_embeddings": 64,
+    }
     edit_json(model_dir / "config.json", rope_scaling={"type": "longrope"} | factors)
     assert load_config(model_dir).max_positions == 64
 
 
-def test_fields_and_tensors_that_are_ignored_are_reported(family_dir: FamilyDir, tmp_path: Path) -> None:
+def test_fields_and_tensors_that_are_ignored_are_reported(
+    family_dir: FamilyDir, tmp_path: Path
+) -> None:
     directory = shutil.copytree(family_dir("mistral"), tmp_path / "model")
     assert Checkpoint(directory).config.notices == ()
-    edit_json(directory / "config.json", attention_bias=True, mlp_bias=False, residual_scale=0.5, use_cache=False)
+    edit_json(
+        directory / "config.json",
+        attention_bias=True,
+        mlp_bias=False,
+        residual_scale=0.5,
+        use_cache=False,
+    )
     edit_json(directory / "config.json", rope_scaling={"type": "linear", "factor": 2.0, "beta": 3})
     edit_tensors(directory, model__layers__0__mlp__up_proj__bias=torch.ones(96))
     notices = "\n".join(Checkpoint(directory).config.notices)
@@ -256,20 +352,33 @@ def test_a_stored_head_of_a_tied_config_is_used_as_transformers_does(
     directory = shutil.copytree(family_dir("llama-tied"), tmp_path / "model")
     table = load_file(directory / WEIGHTS)["model.embed_tokens.weight"]
     head = table.flip(0).contiguous() if stored == "different" else table.clone()
-    edit_tensors(directory, lm_head__weight=head, **{"model__embed_tokens__weight": None} if stored == "head-only" else {})
+    edit_tensors(
+        directory,
+        lm_head__weight=head,
+        **{"model__embed_tokens__weight": None} if stored == "head-only" else {},
+    )
     checkpoint = Checkpoint(directory)
-    assert checkpoint.geometry.tied_embeddings == checkpoint.config.geometry.tied_embeddings == (stored != "different")
+    assert (
+        checkpoint.geometry.tied_embeddings
+        == checkpoint.config.geometry.tied_embeddings
+        == (stored != "different")
+    )
     assert torch.equal(checkpoint.lm_head(), head) and checkpoint.fingerprint()
 
 
-def test_a_single_file_wins_over_shards_as_in_transformers(sharded_dir: Path, model_dir: Path) -> None:
+def test_a_single_file_wins_over_shards_as_in_transformers(
+    sharded_dir: Path, model_dir: Path
+) -> None:
     shutil.copy(model_dir / WEIGHTS, sharded_dir / WEIGHTS)
     shutil.copy(model_dir / "config.json", sharded_dir / "config.json")
     assert Checkpoint(sharded_dir).fingerprint() == Checkpoint(model_dir).fingerprint()
 
 
 def test_a_shard_outside_of_the_directory_is_refused(sharded_dir: Path) -> None:
-    edit_json(sharded_dir / "model.safetensors.index.json", weight_map={"lm_head.weight": "../secret.safetensors"})
+    edit_json(
+        sharded_dir / "model.safetensors.index.json",
+        weight_map={"lm_head.weight": "../secret.safetensors"},
+    )
     refused(lambda: Checkpoint(sharded_dir), "outside of its directory")
 
 
@@ -282,7 +391,16 @@ def test_weights_that_are_not_finite_are_refused(model_dir: Path, value: float) 
 
 
 @pytest.mark.parametrize(
-    "text", ["{", "", "[1]", '{"a": }', "[" * 100_000, '{"a": ' + "9" * 5000 + "}", '{"a":' * 70 + "1" + "}" * 70]
+    "text",
+    [
+        "{",
+        "",
+        "[1]",
+        '{"a": }',
+        "[" * 100_000,
+        '{"a": ' + "9" * 5000 + "}",
+        '{"a":' * 70 + "1" + "}" * 70,
+    ],
 )
 def test_invalid_json_is_refused(model_dir: Path, text: str) -> None:
     (model_dir / "config.json").write_text(text)
@@ -323,10 +441,16 @@ def test_the_index_decides_which_of_two_tensors_counts(sharded_dir: Path, first:
     save_file(load_file(shards[-1]) | {name: torch.zeros_like(tensor)}, shards[-1])
     found = Checkpoint(sharded_dir).decoder().state_dict()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
-    for other in (..., sorted(set(index["weight_map"].values()) - {shards[0].name, shards[-1].name})[0]):
-        edit_json(sharded_dir / INDEX, weight_map={**index["weight_map"], name: other} if other is not ... else {
-            key: shard for key, shard in index["weight_map"].items() if key != name
-        })  # fmt: skip
+    for other in (
+        ...,
+        sorted(set(index["weight_map"].values()) - {shards[0].name, shards[-1].name})[0],
+    ):
+        edit_json(
+            sharded_dir / INDEX,
+            weight_map={**index["weight_map"], name: other}
+            if other is not ...
+            else {key: shard for key, shard in index["weight_map"].items() if key != name},
+        )
         refused(lambda: Checkpoint(sharded_dir), INDEX, name, "fetch")
 
 
@@ -348,12 +472,24 @@ def test_file_that_shrinks_after_it_was_opened_is_refused(model_dir: Path) -> No
 
 def test_files_of_other_formats_are_refused(model_dir: Path) -> None:
     """A pointer of git-lfs, a page, a header without JSON, and pickles of both kinds."""
-    for content in (b"version https://git-lfs.github.com/spec/v1", b"<!DOCTYPE html><html>", b"\6\0\0\0\0\0\0\0\x80\4none"):
+    for content in (
+        b"version https://git-lfs.github.com/spec/v1",
+        b"<!DOCTYPE html><html>",
+        b"\6\0\0\0\0\0\0\0\x80\4none",
+    ):
         (model_dir / WEIGHTS).write_bytes(content)
-        refused(lambda: Checkpoint(model_dir), WEIGHTS, "not a safetensors file", "only safetensors")
+        refused(
+            lambda: Checkpoint(model_dir), WEIGHTS, "not a safetensors file", "only safetensors"
+        )
     for zipped in (True, False):
-        torch.save({"lm_head.weight": torch.ones(97, 64)}, model_dir / WEIGHTS, _use_new_zipfile_serialization=zipped)
-        refused(lambda: Checkpoint(model_dir), WEIGHTS, "not a safetensors file", "only safetensors")
+        torch.save(
+            {"lm_head.weight": torch.ones(97, 64)},
+            model_dir / WEIGHTS,
+            _use_new_zipfile_serialization=zipped,
+        )
+        refused(
+            lambda: Checkpoint(model_dir), WEIGHTS, "not a safetensors file", "only safetensors"
+        )
 
 
 INVALID_HEADERS = {
@@ -363,7 +499,9 @@ INVALID_HEADERS = {
     "no-shape": {"lm_head.weight": {"dtype": "F32", "shape": None, "data_offsets": [0, 16]}},
     "wrong-size": {"lm_head.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, 12]}},
     "negative": {"lm_head.weight": {"dtype": "F32", "shape": [4], "data_offsets": [-16, 0]}},
-    "infinite": {"lm_head.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, float("inf")]}},
+    "infinite": {
+        "lm_head.weight": {"dtype": "F32", "shape": [4], "data_offsets": [0, float("inf")]}
+    },
 }
 
 
@@ -375,7 +513,8 @@ def test_invalid_header_is_refused(model_dir: Path, header: object) -> None:
 
 
 def with_header(path: Path, encoding: str = "utf-8", more: bytes = b"", **changes: Any) -> None:
-    """Write a file with another header, whose entries are changed, and with more bytes behind the data."""
+    """Write a file with another header, whose entries are changed, and with more bytes behind the
+    data."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -401,7 +540,9 @@ def with_header(path: Path, encoding: str = "utf-8", more: bytes = b"", **change
     ],
     ids=str,
 )
-def test_files_that_the_safetensors_library_refuses_are_refused(tmp_path: Path, damage: dict[str, Any]) -> None:
+def test_files_that_the_safetensors_library_refuses_are_refused(
+    tmp_path: Path, damage: dict[str, Any]
+) -> None:
     save_file({"a": torch.ones(10, 10), "b": torch.zeros(10, 10)}, tmp_path / WEIGHTS)
     assert len(read_header(tmp_path / WEIGHTS)) == 2
     with_header(tmp_path / WEIGHTS, **damage)
@@ -410,8 +551,12 @@ def test_files_that_the_safetensors_library_refuses_are_refused(tmp_path: Path, 
     refused(lambda: read_header(tmp_path / WEIGHTS), WEIGHTS, "fetch")
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4))
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    edits=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4)
+)
 def test_damaged_headers_never_crash(tmp_path: Path, edits: list[tuple[int, int]]) -> None:
     path = tmp_path / WEIGHTS
     save_file({"a": torch.ones(10, 10), "b": torch.ones(3)}, path)
@@ -429,7 +574,13 @@ def test_damaged_headers_never_crash(tmp_path: Path, edits: list[tuple[int, int]
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32])
 def test_quantized_weights_are_refused(model_dir: Path, dtype: torch.dtype) -> None:
     edit_tensors(model_dir, model__layers__1__mlp__up_proj__weight=torch.zeros(96, 64).to(dtype))
-    refused(lambda: Checkpoint(model_dir), "model.layers.1.mlp.up_proj.weight", "stored as", "BF16", "unquantized")
+    refused(
+        lambda: Checkpoint(model_dir),
+        "model.layers.1.mlp.up_proj.weight",
+        "stored as",
+        "BF16",
+        "unquantized",
+    )
 
 
 def test_wrong_and_missing_tensors_are_refused(model_dir: Path) -> None:
@@ -441,11 +592,19 @@ def test_wrong_and_missing_tensors_are_refused(model_dir: Path) -> None:
 
 def test_unused_tensors_are_ignored(model_dir: Path) -> None:
     before = Checkpoint(model_dir).fingerprint()
-    edit_tensors(model_dir, model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8), position_ids=torch.arange(9))
+    edit_tensors(
+        model_dir,
+        model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8),
+        position_ids=torch.arange(9),
+    )
     assert Checkpoint(model_dir).fingerprint() == before
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=lambda dtype: str(dtype))
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float32, torch.float64],
+    ids=lambda dtype: str(dtype),
+)
 def test_every_float_type_is_read(model_dir: Path, dtype: torch.dtype) -> None:
     value = torch.linspace(-3, 3, 64, dtype=torch.float64).to(dtype)
     edit_tensors(model_dir, model__norm__weight=value)
@@ -467,7 +626,12 @@ def test_fingerprint_depends_on_the_weights_and_their_type(model_dir: Path, tmp_
     norm = load_file(model_dir / WEIGHTS)["model.norm.weight"]
     norm[-1] += 1
     seen = {before}
-    for values in (norm, torch.zeros(64, dtype=torch.float16), torch.zeros(64, dtype=torch.bfloat16)):  # equal bytes of zeros
+    # Equal bytes of zeros.
+    for values in (
+        norm,
+        torch.zeros(64, dtype=torch.float16),
+        torch.zeros(64, dtype=torch.bfloat16),
+    ):
         edit_tensors(model_dir, model__norm__weight=values)
         seen.add(Checkpoint(model_dir).fingerprint())
     assert len(seen) == 4

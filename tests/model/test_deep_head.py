@@ -1,4 +1,5 @@
-"""A head with deep layers: rounds compute with every backend what training computes in one pass; the model is unchanged."""
+"""A head with deep layers: rounds compute with every backend what training computes in one pass;
+the model is unchanged."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -45,7 +46,9 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
     decoder, layers = checkpoint.decoder(), (head.exit_config.layer, *head.exit_config.deep)
     ids = torch.tensor([TEXT])
     states, _ = Teacher(decoder, layers, 1, "float32")(ids)
-    inputs, caches = full_sequence_inputs(checkpoint.geometry, 1, len(TEXT), len(head.blocks), torch.float32, ids.device)
+    inputs, caches = full_sequence_inputs(
+        checkpoint.geometry, 1, len(TEXT), len(head.blocks), torch.float32, ids.device
+    )
     x, *deep = [states[layer] for layer in layers]
     features, _ = head.lm_head_input(x, inputs, caches, states_before(head, deep, roots))
     logits: NDArray[np.float32] = (features @ checkpoint.lm_head().float().T)[0].detach().numpy()
@@ -54,7 +57,11 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
 
 def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
     """Root, age and logits of every draft step of rounds that commit the text."""
-    engines = open_engines(directory, load_manifest(directory), EngineOptions(backend.removesuffix("-standard"), 1, draft=True))
+    engines = open_engines(
+        directory,
+        load_manifest(directory),
+        EngineOptions(backend.removesuffix("-standard"), 1, draft=True),
+    )
     assert engines.draft is not None
     assert isinstance(engines.draft, CpuEngine) == (backend == "ort" and not operators.missing())
     cache = engines.verify.new_kv_caches()[0]
@@ -68,12 +75,29 @@ def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, ND
         verify.forward(TEXT[root : root + committed], range(root, root + committed), root, root)
 
 
-@pytest.fixture(scope="module", params=[("llama-bias", 1), ("qwen3", 2), ("qwen2.5-tied", 1), ("mistral", 1)], ids=str)
-def exported(request: pytest.FixtureRequest, family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(
+    scope="module",
+    params=[("llama-bias", 1), ("qwen3", 2), ("qwen2.5-tied", 1), ("mistral", 1)],
+    ids=str,
+)
+def exported(
+    request: pytest.FixtureRequest, family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     family, blocks = request.param
     path, model = tmp_path_factory.mktemp("deep"), family_dir(family)
     deep_head(Checkpoint(model), path / "head", blocks)
-    command = ("--model", model, "--dtype", "float32", "--quantize", "none", "--quantize-draft", "none", "--max-seq-len", SLOTS)
+    command = (
+        "--model",
+        model,
+        "--dtype",
+        "float32",
+        "--quantize",
+        "none",
+        "--quantize-draft",
+        "none",
+        "--max-seq-len",
+        SLOTS,
+    )
     succeed(export_main, *command, "--exit-head", path / "head", "--output", path / "plans")
     succeed(export_main, *command, "--exit-layer", 1, "--output", path / "untrained")
     (path / "model").symlink_to(model)
@@ -81,7 +105,9 @@ def exported(request: pytest.FixtureRequest, family_dir: FamilyDir, tmp_path_fac
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_rounds_draft_what_training_computes(exported: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_draft_what_training_computes(
+    exported: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     checkpoint = Checkpoint((exported / "model").resolve())
@@ -91,7 +117,11 @@ def test_rounds_draft_what_training_computes(exported: Path, backend: str, monke
     for root, age, logits in seen:
         np.testing.assert_allclose(logits, by_age[age][root + age], atol=2e-4)
     # A stale deep state would be noticed, which is what another age sees.
-    assert all(np.abs(logits - by_age[age + 1][root + age]).max() > 2e-3 for root, age, logits in seen if age + 1 < AGES)
+    assert all(
+        np.abs(logits - by_age[age + 1][root + age]).max() > 2e-3
+        for root, age, logits in seen
+        if age + 1 < AGES
+    )
 
 
 def test_random_roots_are_rounds_of_at_most_so_many_ages() -> None:
@@ -103,7 +133,9 @@ def test_random_roots_are_rounds_of_at_most_so_many_ages() -> None:
     assert 0.25 < float((ages == 0).float().mean()) < 0.45
 
 
-def test_mixed_ages_in_one_pass_are_those_of_passes_of_one_age(family_dir: FamilyDir, tmp_path: Path) -> None:
+def test_mixed_ages_in_one_pass_are_those_of_passes_of_one_age(
+    family_dir: FamilyDir, tmp_path: Path
+) -> None:
     checkpoint = Checkpoint(family_dir("llama-bias"))
     head = deep_head(checkpoint, tmp_path)
     [roots] = random_roots(1, len(TEXT), seed=2, number=0)
@@ -117,7 +149,9 @@ def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
     checkpoint = Checkpoint(family_dir("qwen3-bias"))
     decoder, ids = checkpoint.decoder(), torch.tensor([TEXT])
     states, _ = Teacher(decoder, (1, 2, 3), 1, "float32")(ids)
-    inputs, caches = full_sequence_inputs(checkpoint.geometry, 1, len(TEXT), 1, torch.float32, ids.device)
+    inputs, caches = full_sequence_inputs(
+        checkpoint.geometry, 1, len(TEXT), 1, torch.float32, ids.device
+    )
     plain = checkpoint.initial_head(ExitConfig(1))
     deep = checkpoint.initial_head(ExitConfig(1, deep=(2, 3)))
     expected, _ = plain.lm_head_input(states[1], inputs, caches)
@@ -129,20 +163,28 @@ def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
 def test_verify_has_the_bits_that_it_has_without_deep_layers(exported: Path) -> None:
     logits = []
     for name in ("plans", "untrained"):
-        engines = open_engines(exported / name, load_manifest(exported / name), EngineOptions("ort", 1, draft=False))
+        engines = open_engines(
+            exported / name, load_manifest(exported / name), EngineOptions("ort", 1, draft=False)
+        )
         cache = engines.verify.new_kv_caches()[0]
         cache.reserve(SLOTS)
-        logits.append(OnCache(engines.verify, cache).forward(TEXT, range(len(TEXT)), 0).logits.copy())
+        logits.append(
+            OnCache(engines.verify, cache).forward(TEXT, range(len(TEXT)), 0).logits.copy()
+        )
     assert logits[0].tobytes() == logits[1].tobytes()
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
-@pytest.mark.parametrize("speculation", [Speculation(controller="fixed:k=4"), Speculation(tree=2), Speculation()])
+@pytest.mark.parametrize(
+    "speculation", [Speculation(controller="fixed:k=4"), Speculation(tree=2), Speculation()]
+)
 def test_drafting_changes_no_token(exported: Path, backend: str, speculation: Speculation) -> None:
     llm = load(exported / "plans", backend=backend, threads=1)
     for sampling in (Sampling(), Sampling(temperature=0.8, seed=3)):
         plain = llm.with_speculation(None).generate(TEXT[:6], max_new_tokens=40, sampling=sampling)
-        found = llm.with_speculation(speculation).generate(TEXT[:6], max_new_tokens=40, sampling=sampling)
+        found = llm.with_speculation(speculation).generate(
+            TEXT[:6], max_new_tokens=40, sampling=sampling
+        )
         assert found.tokens == plain.tokens
 
 

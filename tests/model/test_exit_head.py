@@ -33,7 +33,12 @@ def make_head(checkpoint: Checkpoint, blocks: int = 1, own_lm_head: bool = False
 @pytest.mark.parametrize(("blocks", "own_lm_head"), [(1, False), (2, True), (3, False)])
 @pytest.mark.parametrize("family", ["llama-bias", "qwen3"])
 def test_loaded_head_is_the_saved_head(
-    family_dir: FamilyDir, tmp_path: Path, family: str, blocks: int, own_lm_head: bool, dtype: torch.dtype
+    family_dir: FamilyDir,
+    tmp_path: Path,
+    family: str,
+    blocks: int,
+    own_lm_head: bool,
+    dtype: torch.dtype,
 ) -> None:
     checkpoint = Checkpoint(family_dir(family))
     head = make_head(checkpoint, blocks, own_lm_head)
@@ -50,14 +55,22 @@ def test_saving_again_replaces_the_head(family_dir: FamilyDir, tmp_path: Path) -
     exit_head_file.save(make_head(checkpoint, blocks=2), tmp_path)
     exit_head_file.save(make_head(checkpoint, blocks=1, own_lm_head=True), tmp_path)
     assert checkpoint.exit_head(tmp_path).exit_config.blocks == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == [exit_head_file.CONFIG_FILE, exit_head_file.WEIGHTS_FILE]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        exit_head_file.CONFIG_FILE,
+        exit_head_file.WEIGHTS_FILE,
+    ]
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])
 @pytest.mark.parametrize("family", ["llama-tied", "qwen2"])
-def test_untrained_head_copies_the_last_layers(family_dir: FamilyDir, family: str, own_lm_head: bool) -> None:
+def test_untrained_head_copies_the_last_layers(
+    family_dir: FamilyDir, family: str, own_lm_head: bool
+) -> None:
     checkpoint = Checkpoint(family_dir(family))
-    decoder, head = checkpoint.decoder(), checkpoint.initial_head(ExitConfig(layer=1, blocks=2, own_lm_head=own_lm_head))
+    decoder, head = (
+        checkpoint.decoder(),
+        checkpoint.initial_head(ExitConfig(layer=1, blocks=2, own_lm_head=own_lm_head)),
+    )
     for block, layer in zip(head.blocks, decoder.model.layers[1:], strict=True):
         torch.testing.assert_close(block.state_dict(), layer.state_dict(), rtol=0, atol=0)
     assert torch.equal(head.norm.weight, decoder.model.norm.weight)
@@ -75,7 +88,9 @@ def test_untrained_head_copies_the_last_layers(family_dir: FamilyDir, family: st
         (1, 4, "between 0 and 3 blocks; 4 were given"),
     ],
 )
-def test_impossible_heads_are_refused(family_dir: FamilyDir, layer: int, blocks: int, words: str) -> None:
+def test_impossible_heads_are_refused(
+    family_dir: FamilyDir, layer: int, blocks: int, words: str
+) -> None:
     with pytest.raises(EESDError, match=words):
         Checkpoint(family_dir("llama2")).initial_head(ExitConfig(layer, blocks))
 
@@ -92,7 +107,9 @@ def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: 
 
 
 @pytest.fixture(scope="module")
-def stored(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Checkpoint, Path]:
+def stored(
+    family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Checkpoint, Path]:
     checkpoint, directory = Checkpoint(family_dir("qwen2")), tmp_path_factory.mktemp("head")
     exit_head_file.save(make_head(checkpoint), directory)
     return checkpoint, directory
@@ -140,13 +157,24 @@ def test_truncated_weights_are_refused(damaged: tuple[Checkpoint, Path], keep: i
         ({"base": "0" * 64}, "another base model"),
         ({"calibration": {}}, "calibration in"),
         ({"calibration": asdict(CalibrationPrior()) | {"accept": [1.0]}}, "must have 5 weights"),
-        ({"calibration": asdict(CalibrationPrior()) | {"accept": "12345"}}, "accept is '12345', which is of another type"),
-        ({"calibration": asdict(CalibrationPrior()) | {"shift": True}}, "shift is True, which is of another type"),
-        ({"calibration": asdict(CalibrationPrior()) | {"following": [10**400] * 5}}, "must be finite"),
+        (
+            {"calibration": asdict(CalibrationPrior()) | {"accept": "12345"}},
+            "accept is '12345', which is of another type",
+        ),
+        (
+            {"calibration": asdict(CalibrationPrior()) | {"shift": True}},
+            "shift is True, which is of another type",
+        ),
+        (
+            {"calibration": asdict(CalibrationPrior()) | {"following": [10**400] * 5}},
+            "must be finite",
+        ),
         ({"calibration": asdict(CalibrationPrior()) | {"request": -1.0}}, "0 or above"),
     ],
 )
-def test_damaged_config_is_refused(damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str) -> None:
+def test_damaged_config_is_refused(
+    damaged: tuple[Checkpoint, Path], changes: dict[str, Any], words: str
+) -> None:
     checkpoint, directory = damaged
     path = directory / exit_head_file.CONFIG_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -160,9 +188,14 @@ def test_config_without_a_layer_is_refused(damaged: tuple[Checkpoint, Path]) -> 
 
 
 @pytest.mark.parametrize("value", [None, torch.ones(32), torch.ones(64, dtype=torch.int8)])
-def test_missing_and_wrong_tensors_are_refused(damaged: tuple[Checkpoint, Path], value: torch.Tensor | None) -> None:
+def test_missing_and_wrong_tensors_are_refused(
+    damaged: tuple[Checkpoint, Path], value: torch.Tensor | None
+) -> None:
     checkpoint, directory = damaged
     tensors = load_file(directory / exit_head_file.WEIGHTS_FILE)
     del tensors["norm.weight"]
-    save_file(tensors | ({} if value is None else {"norm.weight": value}), directory / exit_head_file.WEIGHTS_FILE)
+    save_file(
+        tensors | ({} if value is None else {"norm.weight": value}),
+        directory / exit_head_file.WEIGHTS_FILE,
+    )
     refused(checkpoint, directory, str(directory), "norm.weight")

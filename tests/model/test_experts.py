@@ -1,4 +1,5 @@
-"""Mixtures of experts: layouts of checkpoints, what is refused, what a head starts from, and exports of them.
+"""Mixtures of experts: layouts of checkpoints, what is refused, what a head starts from, and
+exports of them.
 
 Their fields and tokens are compared with transformers in ``round/test_oracle.py``.
 The operator is in ``operators/test_operators.py``.
@@ -45,7 +46,9 @@ OWN: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def models(shared: Shared) -> Callable[[str], Path]:
     """A model of a family, which must not be changed."""
-    return lambda name: shared(f"experts-{name}", lambda path: FamilyCase(name, SIZES | OWN[name], 2).write(path))
+    return lambda name: shared(
+        f"experts-{name}", lambda path: FamilyCase(name, SIZES | OWN[name], 2).write(path)
+    )
 
 
 @pytest.fixture(params=OWN)
@@ -60,7 +63,11 @@ def mixtral(models: Callable[[str], Path], tmp_path: Path) -> Path:
 
 
 def tensors_of(model: Path) -> dict[str, Tensor]:
-    return {name: value for file in model.glob("*.safetensors") for name, value in load_file(file).items()}
+    return {
+        name: value
+        for file in model.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
 
 
 def rewrite(model: Path, tensors: dict[str, Tensor]) -> None:
@@ -77,8 +84,19 @@ def change_config(model: Path, **changed: Any) -> None:
 
 def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path) -> None:
     """As transformers has them in memory, and so reads them."""
-    fused, tensors, experts = Path(shutil.copytree(model, tmp_path / "fused")), dict[str, Tensor](), SIZES["num_local_experts"]
-    names = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
+    fused, tensors, experts = (
+        Path(shutil.copytree(model, tmp_path / "fused")),
+        dict[str, Tensor](),
+        SIZES["num_local_experts"],
+    )
+    names = {
+        "w1": "gate",
+        "w2": "down",
+        "w3": "up",
+        "gate_proj": "gate",
+        "down_proj": "down",
+        "up_proj": "up",
+    }
     apart: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors_of(model).items():
         name = name.replace("block_sparse_moe", "mlp")
@@ -89,15 +107,24 @@ def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path
         else:
             tensors[name] = value
     for before, parts in apart.items():
-        both = [torch.cat((parts[f"gate{number}"], parts[f"up{number}"])) for number in range(experts)]
+        both = [
+            torch.cat((parts[f"gate{number}"], parts[f"up{number}"])) for number in range(experts)
+        ]
         tensors[f"{before}.mlp.experts.gate_up_proj"] = torch.stack(both)
-        tensors[f"{before}.mlp.experts.down_proj"] = torch.stack([parts[f"down{number}"] for number in range(experts)])
+        tensors[f"{before}.mlp.experts.down_proj"] = torch.stack(
+            [parts[f"down{number}"] for number in range(experts)]
+        )
     rewrite(fused, tensors)
     assert Checkpoint(fused).fingerprint() == Checkpoint(model).fingerprint()
     reference = AutoModelForCausalLM.from_pretrained(fused, dtype=torch.float32).state_dict()
     for layer in {before.removeprefix("model.layers.") for before in apart}:
         whole = reference[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
-        own = Checkpoint(fused).tensors[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"].read().float()
+        own = (
+            Checkpoint(fused)
+            .tensors[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"]
+            .read()
+            .float()
+        )
         assert torch.equal(own, whole[3, whole.shape[1] // 2 :])
 
 
@@ -111,28 +138,52 @@ def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path
         ({"num_local_experts": 5}, ("mlp.gate.weight", "[4, 32]", "[5, 32]")),
         ({"num_local_experts": 3}, ("mlp.gate.weight", "[4, 32]", "[3, 32]")),
         ({"intermediate_size": 16}, ("mlp.experts.0.gate_proj.weight", "[32, 32]", "[16, 32]")),
-        ({"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}, ("Qwen2MoeForCausalLM", "MixtralForCausalLM")),
-        ({"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]}, ("GptOssForCausalLM", "not supported")),
+        (
+            {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]},
+            ("Qwen2MoeForCausalLM", "MixtralForCausalLM"),
+        ),
+        (
+            {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
+            ("GptOssForCausalLM", "not supported"),
+        ),
     ],
 )
-def test_configs_that_do_not_fit_are_refused(mixtral: Path, tmp_path: Path, changed: Any, words: tuple[str, ...]) -> None:
+def test_configs_that_do_not_fit_are_refused(
+    mixtral: Path, tmp_path: Path, changed: Any, words: tuple[str, ...]
+) -> None:
     change_config(mixtral, **changed)
-    assert_refused(run(export_main, "--model", mixtral, "--exit-layer", 1, "-o", tmp_path / "plans"), *words)
+    assert_refused(
+        run(export_main, "--model", mixtral, "--exit-layer", 1, "-o", tmp_path / "plans"), *words
+    )
 
 
-@pytest.mark.parametrize("changed", [{"mlp_only_layers": 1}, {"mlp_only_layers": ["1"]}, {"decoder_sparse_step": 0}], ids=str)
-def test_layers_that_are_none_are_refused(models: Callable[[str], Path], tmp_path: Path, changed: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "changed",
+    [{"mlp_only_layers": 1}, {"mlp_only_layers": ["1"]}, {"decoder_sparse_step": 0}],
+    ids=str,
+)
+def test_layers_that_are_none_are_refused(
+    models: Callable[[str], Path], tmp_path: Path, changed: dict[str, Any]
+) -> None:
     model = Path(shutil.copytree(models("qwen3_moe"), tmp_path / "model"))
     change_config(model, **changed)
-    assert_refused(run(export_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "plans"), next(iter(changed)))
+    assert_refused(
+        run(export_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "plans"),
+        next(iter(changed)),
+    )
 
 
 def test_experts_with_equal_rows_of_the_router_are_refused(mixtral: Path) -> None:
-    """torch decides between equal shares otherwise than ONNX, and on a GPU otherwise than on a CPU."""
+    """torch decides between equal shares otherwise than ONNX, and on a GPU otherwise than on a
+    CPU."""
     tensors = tensors_of(mixtral)
-    tensors["model.layers.1.block_sparse_moe.gate.weight"][3] = tensors["model.layers.1.block_sparse_moe.gate.weight"][0]
+    tensors["model.layers.1.block_sparse_moe.gate.weight"][3] = tensors[
+        "model.layers.1.block_sparse_moe.gate.weight"
+    ][0]
     rewrite(mixtral, tensors)
-    with pytest.raises(EESDError, match=r"two experts have equal rows in model\.layers\.1\.mlp\.gate\.weight"):
+    with pytest.raises(
+        EESDError, match=r"two experts have equal rows in model\.layers\.1\.mlp\.gate\.weight"
+    ):
         Checkpoint(mixtral)
     change_config(mixtral, num_experts_per_tok=4)  # a token uses all of them
     Checkpoint(mixtral)
@@ -142,21 +193,27 @@ def test_a_missing_expert_is_named(mixtral: Path) -> None:
     tensors = tensors_of(mixtral)
     del tensors["model.layers.2.block_sparse_moe.experts.1.w3.weight"]
     rewrite(mixtral, tensors)
-    with pytest.raises(EESDError, match=r"no tensor model\.layers\.2\.mlp\.experts\.1\.up_proj\.weight"):
+    with pytest.raises(
+        EESDError, match=r"no tensor model\.layers\.2\.mlp\.experts\.1\.up_proj\.weight"
+    ):
         Checkpoint(mixtral)
 
 
 def check_modules(model: Path) -> None:
-    """A mixture gives what transformers' does, on the tokens that use an expert and on all; and what a token does not use may
-    be out of range."""
+    """A mixture gives what transformers' does, on the tokens that use an expert and on all; and
+    what a token does not use may be out of range."""
     checkpoint = Checkpoint(model)
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
+    reference: Any = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
+    )
     mixture: Any = checkpoint.decoder().model.layers[2].mlp
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = reference(x)
         torch.testing.assert_close(mixture(x), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(mixture._all(x, mixture.route(x)), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            mixture._all(x, mixture.route(x)), expected, rtol=1e-4, atol=1e-5
+        )
         unused = mixture.route(x)[..., 0] == 0
         mixture.experts[0].up_proj.weight *= 1e30
         mixture.experts[0].down_proj.weight *= 1e30
@@ -192,7 +249,10 @@ def test_a_mistake_is_caught(
 def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
     checkpoint = Checkpoint(model)
     mlp: Any = checkpoint.initial_head(ExitConfig(1)).blocks[0].mlp
-    x, is_mixtral = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0)), "mixtral" in model.name
+    x, is_mixtral = (
+        torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0)),
+        "mixtral" in model.name,
+    )
     assert isinstance(mlp, MLP) and mlp.up_proj.out_features == (64 if is_mixtral else 32)
     last: Any = checkpoint.decoder().model.layers[2]
     experts = last.mlp.experts
@@ -208,14 +268,19 @@ def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:
     geometry = replace(Checkpoint(model).geometry, intermediate_size=40)
     parts = [torch.ones(32, 16), torch.ones(32, 16)]
     found = joined("blocks.0.mlp.down_proj.weight", parts, geometry)
-    assert found.shape == (32, 40) and bool((found[:, :32] == 0.5).all()) and not found[:, 32:].any()
+    assert (
+        found.shape == (32, 40) and bool((found[:, :32] == 0.5).all()) and not found[:, 32:].any()
+    )
 
 
 def check_tokens_and_bits(plans: Path, backend: str) -> None:
-    """Drafting changes no token, and a token has the same bits beside others, which use other experts."""
+    """Drafting changes no token, and a token has the same bits beside others, which use other
+    experts."""
     prompt, manifest = [1, 17, 5, 40, 3], load_manifest(plans)
     found = [
-        eesd.load(plans, speculation=speculation, backend=backend).generate(prompt, max_new_tokens=24, ignore_eos=True).tokens
+        eesd.load(plans, speculation=speculation, backend=backend)
+        .generate(prompt, max_new_tokens=24, ignore_eos=True)
+        .tokens
         for speculation in (None, Speculation(tree=2, guard=False))
     ]
     assert found[0] == found[1]
@@ -224,17 +289,38 @@ def check_tokens_and_bits(plans: Path, backend: str) -> None:
     assert exactness.chains.calls > 20 and not exactness.chains.differing
 
 
-WAYS = [(name, backend, quantized) for name in OWN for backend in ("ort", "torch") for quantized in ("none", "int4")]
+WAYS = [
+    (name, backend, quantized)
+    for name in OWN
+    for backend in ("ort", "torch")
+    for quantized in ("none", "int4")
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "quantized"), slow_but(WAYS, ("mixtral", "ort", "int4"), ("qwen3_moe", "torch", "none"))
+    ("name", "backend", "quantized"),
+    slow_but(WAYS, ("mixtral", "ort", "int4"), ("qwen3_moe", "torch", "none")),
 )
 def test_bits_do_not_depend_on_the_experts_of_others(
     models: Callable[[str], Path], shared: Shared, name: str, backend: str, quantized: str
 ) -> None:
-    options = ("--dtype", "float32", "--max-seq-len", 64, "--max-tree-nodes", 8, "--quantize", quantized)
-    plans = shared(f"{name}-{quantized}", lambda path: export_engine(models(name), path / "plans", *options)) / "plans"
+    options = (
+        "--dtype",
+        "float32",
+        "--max-seq-len",
+        64,
+        "--max-tree-nodes",
+        8,
+        "--quantize",
+        quantized,
+    )
+    plans = (
+        shared(
+            f"{name}-{quantized}",
+            lambda path: export_engine(models(name), path / "plans", *options),
+        )
+        / "plans"
+    )
     check_tokens_and_bits(plans, backend)
     if backend == "ort":
         with without_operators():
@@ -244,8 +330,14 @@ def test_bits_do_not_depend_on_the_experts_of_others(
 def test_stages_have_experts(models: Callable[[str], Path], tmp_path: Path) -> None:
     model = models("qwen3_moe")
     options = ("--dtype", "float32", "--max-seq-len", 64, "--max-tree-nodes", 8)
-    plans = [export_engine(model, tmp_path / str(stages), *options, "--stages", stages) for stages in (1, 2)]
-    whole, staged = (eesd.load(one).generate([1, 17, 5], max_new_tokens=24, ignore_eos=True).tokens for one in plans)
+    plans = [
+        export_engine(model, tmp_path / str(stages), *options, "--stages", stages)
+        for stages in (1, 2)
+    ]
+    whole, staged = (
+        eesd.load(one).generate([1, 17, 5], max_new_tokens=24, ignore_eos=True).tokens
+        for one in plans
+    )
     assert whole == staged
 
 
@@ -257,7 +349,16 @@ def test_the_first_layers_of_a_mixture(models: Callable[[str], Path], tmp_path: 
 
 
 def test_a_manifest_of_other_experts_is_refused(mixtral: Path, tmp_path: Path) -> None:
-    plans = export_engine(mixtral, tmp_path / "plans", "--dtype", "float32", "--max-seq-len", 64, "--max-tree-nodes", 8)
+    plans = export_engine(
+        mixtral,
+        tmp_path / "plans",
+        "--dtype",
+        "float32",
+        "--max-seq-len",
+        64,
+        "--max-tree-nodes",
+        8,
+    )
     manifest = json.loads((plans / "manifest.json").read_text())
     for name, value, words in (
         ("used", 5, "number of experts that a token uses is 5"),
@@ -267,11 +368,15 @@ def test_a_manifest_of_other_experts_is_refused(mixtral: Path, tmp_path: Path) -
         ("dense_layers", [-1], "must ascend"),
         ("normed", 1, "normed"),
     ):
-        changed = manifest["geometry"] | {"experts": manifest["geometry"]["experts"] | {name: value}}
+        changed = manifest["geometry"] | {
+            "experts": manifest["geometry"]["experts"] | {name: value}
+        }
         (plans / "manifest.json").write_text(json.dumps(manifest | {"geometry": changed}))
         with pytest.raises(EESDError, match=words):
             load_manifest(plans)
-    changed = manifest["geometry"] | {"experts": manifest["geometry"]["experts"] | {"dense_layers": [1]}}
+    changed = manifest["geometry"] | {
+        "experts": manifest["geometry"]["experts"] | {"dense_layers": [1]}
+    }
     (plans / "manifest.json").write_text(json.dumps(manifest | {"geometry": changed}))
     for packed in plans.glob("cpu-*"):
         shutil.rmtree(packed)

@@ -1,4 +1,5 @@
-"""GGUF files give the weights, tokens and token ids of transformers' own reading, or are refused by name."""
+"""GGUF files give the weights, tokens and token ids of transformers' own reading, or are refused by
+name."""
 
 import shutil
 import struct
@@ -46,7 +47,9 @@ TYPES = ("F16", "BF16", *QUANTIZED)
 
 
 def transformers_reads(path: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
 
 
 def save(reference: Any, directory: Path) -> Path:
@@ -62,7 +65,9 @@ def logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
     geometry, count = checkpoint.geometry, len(tokens)
     caches = empty_caches(geometry, 1, count, geometry.num_layers)
     with torch.no_grad():
-        found: torch.Tensor = checkpoint.decoder()(torch.tensor([tokens]), causal_inputs(geometry, 1, count, count), caches)[0]
+        found: torch.Tensor = checkpoint.decoder()(
+            torch.tensor([tokens]), causal_inputs(geometry, 1, count, count), caches
+        )[0]
     return found
 
 
@@ -73,7 +78,12 @@ def assert_same_as_transformers(path: Path) -> None:
     for name, parameter in checkpoint.decoder().named_parameters():
         assert torch.equal(parameter, expected[name]), name
     with torch.no_grad():
-        torch.testing.assert_close(logits(checkpoint, PROMPT), reference(torch.tensor([PROMPT])).logits, rtol=1e-4, atol=2e-4)
+        torch.testing.assert_close(
+            logits(checkpoint, PROMPT),
+            reference(torch.tensor([PROMPT])).logits,
+            rtol=1e-4,
+            atol=2e-4,
+        )
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -83,12 +93,19 @@ def test_architectures(tmp_path: Path, name: str) -> None:
 
 PADDING = {"tokenizer.ggml.padding_token_id": 0}  # Phi-3's default is outside of so few tokens
 OTHER_FAMILIES = {
-    "phi3": Spec("phi3", metadata=PADDING | {"phi3.rope.dimension_count": 64, "phi3.attention.sliding_window": 0}),
+    "phi3": Spec(
+        "phi3",
+        metadata=PADDING | {"phi3.rope.dimension_count": 64, "phi3.attention.sliding_window": 0},
+    ),
     "phi3-Q4_0": Spec("phi3", "Q4_0", "Q8_0", metadata=PADDING),
     "qwen3moe": Spec("qwen3moe", head_dim=32),
     "qwen3moe-Q4_0": Spec("qwen3moe", "Q4_0", "Q8_0", types={"blk.1.ffn_up_exps.weight": "Q5_1"}),
-    "gemma2": Spec("gemma2", head_dim=256, tied=True, metadata={"gemma2.attention.sliding_window": 4}),
-    "gemma3": Spec("gemma3", head_dim=256, tied=True, metadata={"gemma3.attention.sliding_window": 4}),
+    "gemma2": Spec(
+        "gemma2", head_dim=256, tied=True, metadata={"gemma2.attention.sliding_window": 4}
+    ),
+    "gemma3": Spec(
+        "gemma3", head_dim=256, tied=True, metadata={"gemma3.attention.sliding_window": 4}
+    ),
 }
 """transformers reads gemma's files with the published size of heads alone."""
 
@@ -103,19 +120,31 @@ def test_families_with_parts_of_their_own(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("experts", ["together", "apart"])
 def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
-    """transformers has no Mixtral in GGUF files, so its Mixtral gets what the gguf library reads."""
+    """transformers has no Mixtral in GGUF files, so its Mixtral gets what the gguf library
+    reads."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec("llama", "Q4_0", "Q8_0", experts=experts))
-    names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
+    names = {
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+    } | {
         f"blk.{layer}.{own}": f"model.layers.{layer}.{name}"
         for layer in range(LAYERS)
         for own, name in {
             **{f"attn_{part}": f"self_attn.{part[0]}_proj" for part in ("q", "k", "v", "output")},
-            **{"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
+            **{
+                "attn_norm": "input_layernorm",
+                "ffn_norm": "post_attention_layernorm",
+                "ffn_gate_inp": "mlp.gate",
+            },
         }.items()
     }
     state, parts = {}, dict[str, Any]()
     for tensor in gguf.GGUFReader(path).tensors:
-        module, values = tensor.name.removesuffix(".weight"), gguf.dequantize(tensor.data, tensor.tensor_type)
+        module, values = (
+            tensor.name.removesuffix(".weight"),
+            gguf.dequantize(tensor.data, tensor.tensor_type),
+        )
         if module.endswith(("attn_q", "attn_k")):
             values = values.reshape(-1, 32, 2, HIDDEN).swapaxes(1, 2).reshape(-1, HIDDEN)
         if module in names:
@@ -133,10 +162,17 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
         state[f"{own}.gate_up_proj"] = torch.from_numpy(np.concatenate((gate, up), 1))
         state[f"{own}.down_proj"] = torch.tensor(down)
     config = MixtralConfig(
-        vocab_size=len(VOCABULARY), hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, rms_norm_eps=1e-3, num_local_experts=EXPERTS,
-        num_experts_per_tok=2, rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
-    )  # fmt: skip
+        vocab_size=len(VOCABULARY),
+        hidden_size=HIDDEN,
+        intermediate_size=INNER,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        rms_norm_eps=1e-3,
+        num_local_experts=EXPERTS,
+        num_experts_per_tok=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 50000.0},
+    )
     reference: Any = MixtralForCausalLM(config)
     reference.load_state_dict(state)
     with torch.no_grad():
@@ -147,7 +183,9 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
 @pytest.mark.parametrize("kind", TYPES)
 def test_types(tmp_path: Path, kind: str) -> None:
     table = "Q8_0" if kind == "BF16" else kind
-    assert_same_as_transformers(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=table)))
+    assert_same_as_transformers(
+        gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=table))
+    )
 
 
 def test_fingerprint_is_that_of_a_directory_with_the_same_values(tmp_path: Path) -> None:
@@ -161,13 +199,23 @@ def test_options_that_transformers_does_not_read(tmp_path: Path) -> None:
     """Biases of llama, and a head size of qwen3 other than 128, are those of the file."""
     path = gguf_files.write(tmp_path / "biases.gguf", Spec("llama", biases=True, head_dim=32))
     checkpoint = Checkpoint(path)
-    assert checkpoint.geometry.qkv_bias and checkpoint.geometry.output_bias and checkpoint.geometry.head_dim == 32
+    assert (
+        checkpoint.geometry.qkv_bias
+        and checkpoint.geometry.output_bias
+        and checkpoint.geometry.head_dim == 32
+    )
     stored = gguf.GGUFReader(path).tensors
     bias = next(tensor.data for tensor in stored if tensor.name == "blk.0.attn_k.bias")
     found = checkpoint.tensors["model.layers.0.self_attn.k_proj.bias"].read().numpy()
-    np.testing.assert_array_equal(found[:16], bias[:32:2])  # the first of each pair of the first head
+    # The first of each pair of the first head.
+    np.testing.assert_array_equal(found[:16], bias[:32:2])
     np.testing.assert_array_equal(found[16:32], bias[1:32:2])
-    assert Checkpoint(gguf_files.write(tmp_path / "qwen3.gguf", Spec("qwen3", head_dim=32))).geometry.head_dim == 32
+    assert (
+        Checkpoint(
+            gguf_files.write(tmp_path / "qwen3.gguf", Spec("qwen3", head_dim=32))
+        ).geometry.head_dim
+        == 32
+    )
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -188,11 +236,19 @@ def llama3_divisors(factor: float, head_dim: int, theta: float) -> Any:
 @pytest.mark.parametrize(
     ("metadata", "tensors", "scaling"),
     [
-        ({"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0},
+            {},
+            {"rope_type": "linear", "factor": 2.0},
+        ),
         ({"rope.scale_linear": 2.0}, {}, {"rope_type": "linear", "factor": 2.0}),
         ({"rope.scaling.type": "none", "rope.scaling.factor": 2.0}, {}, None),
         (
-            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 64,
+            },
             {},
             YARN | {"original_max_position_embeddings": 64},
         ),
@@ -204,30 +260,49 @@ def llama3_divisors(factor: float, head_dim: int, theta: float) -> Any:
     ],
 )
 def test_rope_scaling_is_that_of_the_file(
-    tmp_path: Path, metadata: dict[str, Any], tensors: dict[str, Any], scaling: dict[str, Any] | None
+    tmp_path: Path,
+    metadata: dict[str, Any],
+    tensors: dict[str, Any],
+    scaling: dict[str, Any] | None,
 ) -> None:
-    """transformers ignores it in GGUF files, so it is compared with a directory whose config.json has it."""
+    """transformers ignores it in GGUF files, so it is compared with a directory whose config.json
+    has it."""
     named = {f"llama.{key}": value for key, value in metadata.items()}
     path = gguf_files.write(tmp_path / "model.gguf", Spec(metadata=named, tensors=tensors))
     reference = transformers_reads(path)
     if scaling is not None:
-        reference.config.rope_parameters = scaling | {"rope_theta": reference.config.rope_parameters["rope_theta"]}
-    ours, expected = Checkpoint(path).config, Checkpoint(save(reference, tmp_path / "directory")).config
+        reference.config.rope_parameters = scaling | {
+            "rope_theta": reference.config.rope_parameters["rope_theta"]
+        }
+    ours, expected = (
+        Checkpoint(path).config,
+        Checkpoint(save(reference, tmp_path / "directory")).config,
+    )
     assert ours.geometry == expected.geometry and ours.max_positions == expected.max_positions
     assert (ours.geometry.rope_scaling is None) == (scaling is None)
 
 
 def stored_weights(directory: Path) -> dict[str, Any]:
-    """Every weight of the graphs as the format defines it, with float32 arithmetic; linear ones as [out, in]."""
+    """Every weight of the graphs as the format defines it, with float32 arithmetic; linear ones as
+    [out, in]."""
     found: dict[str, Any] = {}
     weights = {}
     for graph in ("draft", "verify"):
-        found |= {tensor.name: numpy_helper.to_array(tensor) for tensor in load(directory / f"{graph}.onnx").graph.initializer}
+        found |= {
+            tensor.name: numpy_helper.to_array(tensor)
+            for tensor in load(directory / f"{graph}.onnx").graph.initializer
+        }
     for name in [name for name in found if name + SCALES in found]:
         axis = 1 if name == EMBEDDINGS else 0
         block = found[name].shape[axis] // found[name + SCALES].shape[axis]
-        wide = {suffix: found.get(name + suffix, np.zeros(())).astype(np.float32) for suffix in ("", SCALES, MINIMUMS)}
-        scales, minimums = (np.repeat(part, block, axis) if part.ndim else part for part in (wide[SCALES], wide[MINIMUMS]))
+        wide = {
+            suffix: found.get(name + suffix, np.zeros(())).astype(np.float32)
+            for suffix in ("", SCALES, MINIMUMS)
+        }
+        scales, minimums = (
+            np.repeat(part, block, axis) if part.ndim else part
+            for part in (wide[SCALES], wide[MINIMUMS])
+        )
         values = wide[""] * scales + minimums
         weights[name] = values if axis else values.T
     return weights
@@ -243,25 +318,43 @@ MIXED = {
     "blk.2.ffn_down.weight": "F32",
 }
 KEPT = {
-    **{kind: Spec("qwen2" if number % 2 else "llama", kind, kind, tied=number % 3 > 0, biases=number % 2 > 0)
-       for number, kind in enumerate(QUANTIZED)},
+    **{
+        kind: Spec(
+            "qwen2" if number % 2 else "llama",
+            kind,
+            kind,
+            tied=number % 3 > 0,
+            biases=number % 2 > 0,
+        )
+        for number, kind in enumerate(QUANTIZED)
+    },
     "mixed": Spec("llama", "Q4_K", types=MIXED),
     "mixed-biases": Spec("qwen2", "Q3_K", biases=True, types=MIXED),
-    "mixtral": Spec("llama", "Q4_K", experts="together", types={"blk.1.ffn_down_exps.weight": "Q6_K"}),
-}  # fmt: skip
+    "mixtral": Spec(
+        "llama", "Q4_K", experts="together", types={"blk.1.ffn_down_exps.weight": "Q6_K"}
+    ),
+}
 
 
-@pytest.mark.parametrize("name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases", "mixtral"))
+@pytest.mark.parametrize(
+    "name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases", "mixtral")
+)
 def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> None:
-    """The dequantized weights are those of the gguf library in every bit, and every backend decodes the same tokens."""
+    """The dequantized weights are those of the gguf library in every bit, and every backend decodes
+    the same tokens."""
     path = gguf_files.write(tmp_path / "model.gguf", KEPT[name])
     directory = export_engine(path, tmp_path / "kept", *SIZES, "--check")
-    plain = export_engine(path, tmp_path / "plain", *SIZES, "--quantize", "none", "--quantize-draft", "none")
+    plain = export_engine(
+        path, tmp_path / "plain", *SIZES, "--quantize", "none", "--quantize-draft", "none"
+    )
     checkpoint, manifest = Checkpoint(path), load_manifest(directory)
     assert_weights_match_manifest(directory)
     assert manifest.quantization.tensors == checkpoint.own_levels
     weights, seen = stored_weights(directory), set()
-    assert not any(weight.startswith(DRAFT) and DRAFT + EXIT_HEAD not in weight for weight in weights) or "mixed" in name
+    assert (
+        not any(weight.startswith(DRAFT) and DRAFT + EXIT_HEAD not in weight for weight in weights)
+        or "mixed" in name
+    )
     for weight, values in weights.items():
         if not weight.startswith((DRAFT, EXIT_HEAD)):
             parts = [checkpoint.tensors[part].read().numpy() for part in parts_of(weight)]
@@ -271,12 +364,18 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
     assert (LM_HEAD in seen) != checkpoint.geometry.tied_embeddings
     expected = logits_of(plain, "ort")[:2]
     for backend in ("ort", "torch"):
-        for found, wanted in zip(logits_of(directory, backend, float32_activations(backend))[:2], expected, strict=True):
+        for found, wanted in zip(
+            logits_of(directory, backend, float32_activations(backend))[:2], expected, strict=True
+        ):
             np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
     tokens = set()
-    for backend, speculation in product(("ort", "torch"), (None, Speculation("fixed:k=3", guard=False))):
+    for backend, speculation in product(
+        ("ort", "torch"), (None, Speculation("fixed:k=3", guard=False))
+    ):
         activations = float32_activations(backend)
-        llm = eesd.load(directory, backend, speculation=speculation, threads=1, activations=activations)
+        llm = eesd.load(
+            directory, backend, speculation=speculation, threads=1, activations=activations
+        )
         tokens.add(tuple(llm.generate(PROMPT, max_new_tokens=30, ignore_eos=True).tokens))
     assert len(tokens) == 1
 
@@ -284,7 +383,9 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
     """Scales and minimums of all bytes, too: of K-quants they have 4 to 8 bits."""
-    checkpoint = Checkpoint(gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3))
+    checkpoint = Checkpoint(
+        gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3)
+    )
     for name, own in checkpoint.own_levels.items():
         tensor, transposed = checkpoint.tensors[name], name != EMBEDDINGS
         assert isinstance(tensor, GgufTensor)
@@ -295,27 +396,48 @@ def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
 
 
 def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> None:
-    """Keys and values are not packed without the queries. Stages have the weights that the manifest says."""
+    """Keys and values are not packed without the queries. Stages have the weights that the manifest
+    says."""
     path = gguf_files.write(tmp_path / "model.gguf", KEPT["mixed-biases"])
     directory = export_engine(path, tmp_path / "plans", *SIZES, "--stages", 2, "--check")
     manifest = load_manifest(directory)
-    names = {name for graph in manifest.verify for name in weights_of(manifest, graph) if name.startswith("model.layers")}
-    products = {name.removeprefix("model.layers.") for name in names if name.endswith("_proj.weight")}
+    names = {
+        name
+        for graph in manifest.verify
+        for name in weights_of(manifest, graph)
+        if name.startswith("model.layers")
+    }
+    products = {
+        name.removeprefix("model.layers.") for name in names if name.endswith("_proj.weight")
+    }
     apart = {f"{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qkv"}
-    assert apart | {"2.self_attn.qkv_proj.weight", "0.mlp.gate_up_proj.weight", "2.mlp.up_proj.weight"} <= products
-    assert "0.self_attn.kv_proj.weight" not in products and "2.mlp.gate_up_proj.weight" not in products
+    assert (
+        apart | {"2.self_attn.qkv_proj.weight", "0.mlp.gate_up_proj.weight", "2.mlp.up_proj.weight"}
+        <= products
+    )
+    assert (
+        "0.self_attn.kv_proj.weight" not in products and "2.mlp.gate_up_proj.weight" not in products
+    )
     assert_weights_match_manifest(directory)
 
 
 def test_damaged_scales_are_refused(tmp_path: Path) -> None:
     for number, (kind, at) in enumerate((("Q4_0", 0), ("Q4_1", 2), ("Q4_K", 2), ("Q6_K", 208))):
         path = gguf_files.write(tmp_path / f"{number}.gguf", Spec(matrices=kind))
-        entry = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.ffn_up.weight")
+        entry = next(
+            tensor
+            for tensor in gguf.GGUFReader(path).tensors
+            if tensor.name == "blk.1.ffn_up.weight"
+        )
         data = bytearray(path.read_bytes())
         data[entry.data_offset + at : entry.data_offset + at + 2] = np.float16(np.inf).tobytes()
         path.write_bytes(data)
-        result = run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
-        assert_refused(result, f"{number}.gguf", "blk.1.ffn_up.weight", "scales or minimums", "fetch")
+        result = run(
+            export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", "--no-check"
+        )
+        assert_refused(
+            result, f"{number}.gguf", "blk.1.ffn_up.weight", "scales or minimums", "fetch"
+        )
         assert not (tmp_path / "plans").exists()
 
 
@@ -328,9 +450,14 @@ def test_damaged_scales_are_refused(tmp_path: Path) -> None:
         (("--quantize-head", "int8"), ("keep", "--quantize-head")),
     ],
 )
-def test_levels_that_cannot_be_kept_are_refused(tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_levels_that_cannot_be_kept_are_refused(
+    tmp_path: Path, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
-    assert_refused(run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *options), *words)
+    assert_refused(
+        run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *options),
+        *words,
+    )
 
 
 def test_a_file_of_floats_has_no_levels_to_keep(tmp_path: Path) -> None:
@@ -349,21 +476,30 @@ def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("kind", "option"), [("Q4_1", "int4"), ("Q8_0", "int8")])
-def test_quantizing_again_finds_levels_over_the_same_range(tmp_path: Path, kind: str, option: str) -> None:
-    """The stored levels and scales give the values of the file. A notice says that this is not so for all."""
+def test_quantizing_again_finds_levels_over_the_same_range(
+    tmp_path: Path, kind: str, option: str
+) -> None:
+    """The stored levels and scales give the values of the file. A notice says that this is not so
+    for all."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind))
     options = ("--quantize", option, "--quantize-head", "none", *SIZES, "--check")
-    result = succeed(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *options)
+    result = succeed(
+        export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans", *options
+    )
     assert "logits change by 0.0%" in result.stdout and "--quantize keep" in result.stderr
     name = "model.layers.1.mlp.down_proj.weight"
-    np.testing.assert_array_equal(stored_weights(tmp_path / "plans")[name], Checkpoint(path).tensors[name].read().numpy())
+    np.testing.assert_array_equal(
+        stored_weights(tmp_path / "plans")[name], Checkpoint(path).tensors[name].read().numpy()
+    )
 
 
 def test_an_export_generates_the_tokens_of_transformers(tmp_path: Path) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_K", table="Q6_K", tied=True))
     directory = export_engine(path, tmp_path / "plans", "--max-seq-len", 64)
     llm = eesd.load(directory, "ort", threads=1, activations=float32_activations("ort"))
-    reference = transformers_reads(path).generate(torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None)
+    reference = transformers_reads(path).generate(
+        torch.tensor([PROMPT]), max_new_tokens=24, do_sample=False, eos_token_id=None
+    )
     generated = llm.generate(PROMPT, max_new_tokens=24, ignore_eos=True)
     assert list(generated.tokens) == reference[0, len(PROMPT) :].tolist()
 
@@ -374,10 +510,14 @@ TEXTS = ["the quick the", " x12345 th", "naïve 日本 🙂", "<s>the</s>", "<|e
 def test_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
     """Also where another model's tokenizer lies beside the file."""
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'
+    )
     for number, add_bos in enumerate((False, True)):
         metadata = {"tokenizer.ggml.add_bos_token": add_bos}
-        path = gguf_files.write(tmp_path / f"{number}.gguf", Spec("qwen2", biases=True, metadata=metadata))
+        path = gguf_files.write(
+            tmp_path / f"{number}.gguf", Spec("qwen2", biases=True, metadata=metadata)
+        )
         (tmp_path / "alone").mkdir(exist_ok=True)
         shutil.copy(path, tmp_path / "alone")
         expected = AutoTokenizer.from_pretrained(tmp_path / "alone", gguf_file=path.name)
@@ -395,8 +535,13 @@ def test_tokens_that_end_a_text(tmp_path: Path) -> None:
     metadata = {"tokenizer.ggml.eot_token_id": 2, "tokenizer.ggml.eom_token_id": 1}
     config = Checkpoint(gguf_files.write(tmp_path / "model.gguf", Spec(metadata=metadata))).config
     assert (config.bos_token_id, config.eos_token_ids) == (0, (1, 2))
-    bare: dict[str, Any] = {f"tokenizer.ggml.{name}": None for name in ("model", "pre", "tokens", "token_type", "merges")}
-    path = gguf_files.write(tmp_path / "bare.gguf", Spec(metadata=bare | {"tokenizer.ggml.eos_token_id": None}))
+    bare: dict[str, Any] = {
+        f"tokenizer.ggml.{name}": None
+        for name in ("model", "pre", "tokens", "token_type", "merges")
+    }
+    path = gguf_files.write(
+        tmp_path / "bare.gguf", Spec(metadata=bare | {"tokenizer.ggml.eos_token_id": None})
+    )
     assert Checkpoint(path).config.eos_token_ids == () and resolved_tokenizer(path) == {}
 
 
@@ -411,34 +556,82 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
         (Spec(metadata={"general.type": "adapter"}), ("no model", "'adapter'")),
         (Spec(metadata={"split.count": 3}), ("one of 3 parts", "gguf-split")),
         (Spec(metadata={"llama.expert_count": 8}), ("no 'llama.expert_used_count'",)),
-        (Spec(metadata={"llama.expert_count": 8, "llama.expert_used_count": 2}), ("no tensor model.layers.0.mlp.gate.weight",)),
+        (
+            Spec(metadata={"llama.expert_count": 8, "llama.expert_used_count": 2}),
+            ("no tensor model.layers.0.mlp.gate.weight",),
+        ),
         (Spec(metadata={"llama.expert_count": "8"}), ("expert_count is '8'",)),
-        (Spec(experts="together", metadata={"llama.expert_shared_count": 1}), ("llama.expert_shared_count 1",)),
-        (Spec(experts="apart", tensors={"blk.1.ffn_up.2.weight": None}), ("no tensor", "1.mlp.experts.2.up_proj.weight")),
-        (Spec(experts="apart", tensors={"blk.1.ffn_up.3.weight": ZEROS}), ("experts.3.up_proj.weight", "not supported")),
-        (Spec(metadata={"llama.attention.sliding_window": 64}), ("llama.attention.sliding_window 64",)),
+        (
+            Spec(experts="together", metadata={"llama.expert_shared_count": 1}),
+            ("llama.expert_shared_count 1",),
+        ),
+        (
+            Spec(experts="apart", tensors={"blk.1.ffn_up.2.weight": None}),
+            ("no tensor", "1.mlp.experts.2.up_proj.weight"),
+        ),
+        (
+            Spec(experts="apart", tensors={"blk.1.ffn_up.3.weight": ZEROS}),
+            ("experts.3.up_proj.weight", "not supported"),
+        ),
+        (
+            Spec(metadata={"llama.attention.sliding_window": 64}),
+            ("llama.attention.sliding_window 64",),
+        ),
         (Spec(metadata={"llama.attention.causal": False}), ("not causal",)),
-        (Spec(metadata={"llama.rope.dimension_count": 32, "llama.attention.key_length": 64}), ("only 32 of a head's 64",)),
+        (
+            Spec(metadata={"llama.rope.dimension_count": 32, "llama.attention.key_length": 64}),
+            ("only 32 of a head's 64",),
+        ),
         (Spec(metadata={"llama.attention.value_length": 32}), ("64 values in keys and 32",)),
         (Spec(metadata={"llama.rope.scaling.type": "longrope"}), ("'longrope'", "yarn")),
         (Spec(metadata={"llama.rope.scaling.attn_factor": 1.2}), ("rope.scaling.attn_factor",)),
-        (Spec(tensors={"rope_freqs.weight": np.linspace(1, 9, 32).astype(np.float32)}), ("rope_freqs.weight", "Llama 3")),
+        (
+            Spec(tensors={"rope_freqs.weight": np.linspace(1, 9, 32).astype(np.float32)}),
+            ("rope_freqs.weight", "Llama 3"),
+        ),
         (Spec(tensors={"rope_freqs.weight": np.ones(8, np.float32)}), ("rope_freqs.weight", "[8]")),
-        (Spec(metadata={"llama.attention.head_count": [4, 4, 2]}), ("attention.head_count", "[4, 4, 2]")),
+        (
+            Spec(metadata={"llama.attention.head_count": [4, 4, 2]}),
+            ("attention.head_count", "[4, 4, 2]"),
+        ),
         (Spec(metadata={"llama.block_count": None}), ("no 'llama.block_count'",)),
         (Spec(metadata={"llama.block_count": 4}), ("no tensor model.layers.3",)),
-        (Spec(metadata={"llama.block_count": 2}), ("model.layers.2", "not supported for LlamaForCausalLM")),
-        (Spec(metadata={"llama.feed_forward_length": 256}), ("mlp.gate_proj.weight", "its metadata requires [256, 256]")),
+        (
+            Spec(metadata={"llama.block_count": 2}),
+            ("model.layers.2", "not supported for LlamaForCausalLM"),
+        ),
+        (
+            Spec(metadata={"llama.feed_forward_length": 256}),
+            ("mlp.gate_proj.weight", "its metadata requires [256, 256]"),
+        ),
         (Spec(tensors={"token_embd.weight": None}), ("token_embd.weight", "incomplete")),
-        (Spec(tensors={"blk.0.attn_sinks.weight": ZEROS}), ("blk.0.attn_sinks.weight", "not supported")),
-        (Spec("qwen3", head_dim=64, tensors={"blk.0.attn_q.bias": ZEROS[0]}), ("no tensor", "self_attn.k_proj.bias")),
-        (Spec(tensors={"blk.0.attn_q.weight": ZEROS.astype(np.int32)}), ("blk.0.attn_q.weight", "I32", "Q4_0")),
-        (Spec(tensors={"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)}), ("output_norm.weight", "not finite")),
+        (
+            Spec(tensors={"blk.0.attn_sinks.weight": ZEROS}),
+            ("blk.0.attn_sinks.weight", "not supported"),
+        ),
+        (
+            Spec("qwen3", head_dim=64, tensors={"blk.0.attn_q.bias": ZEROS[0]}),
+            ("no tensor", "self_attn.k_proj.bias"),
+        ),
+        (
+            Spec(tensors={"blk.0.attn_q.weight": ZEROS.astype(np.int32)}),
+            ("blk.0.attn_q.weight", "I32", "Q4_0"),
+        ),
+        (
+            Spec(tensors={"output_norm.weight": np.full(HIDDEN, np.nan, np.float32)}),
+            ("output_norm.weight", "not finite"),
+        ),
     ],
 )
-def test_what_is_not_supported_is_refused(tmp_path: Path, spec: Spec, words: tuple[str, ...]) -> None:
+def test_what_is_not_supported_is_refused(
+    tmp_path: Path, spec: Spec, words: tuple[str, ...]
+) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", spec)
-    assert_refused(run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans"), "model.gguf", *words)
+    assert_refused(
+        run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans"),
+        "model.gguf",
+        *words,
+    )
     assert not (tmp_path / "plans").exists()
 
 
@@ -459,18 +652,26 @@ def retype(data: bytes, name: str, number: int) -> bytes:
         (lambda data: data[:1000], ("truncated",)),
         (lambda data: data[:-1000], ("truncated", "ends past the end")),
         (lambda data: data[:8] + b"\xff" * 16 + data[24:], ("truncated or damaged",)),
-        (lambda data: retype(data, "blk.0.ffn_up.weight", 20), ("blk.0.ffn_up.weight", "IQ4_NL", "Q6_K")),
+        (
+            lambda data: retype(data, "blk.0.ffn_up.weight", 20),
+            ("blk.0.ffn_up.weight", "IQ4_NL", "Q6_K"),
+        ),
         (lambda data: retype(data, "blk.0.ffn_up.weight", 99), ("blk.0.ffn_up.weight", "type 99")),
     ],
 )
 def test_damaged_files_are_refused(tmp_path: Path, damage: Any, words: tuple[str, ...]) -> None:
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0"))
     path.write_bytes(damage(path.read_bytes()))
-    assert_refused(run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans"), "model.gguf", *words)
+    assert_refused(
+        run(export_main, "--model", path, "--exit-layer", 1, "-o", tmp_path / "plans"),
+        "model.gguf",
+        *words,
+    )
 
 
 def test_a_list_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> None:
-    """The library's reader would make an array for each of its elements, until the memory is full."""
+    """The library's reader would make an array for each of its elements, until the memory is
+    full."""
     key = b"general.list"
     header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
     path = tmp_path / "model.gguf"
@@ -500,5 +701,7 @@ def test_any_damage_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    result = run(export_main, "--model", tmp_path / "none.gguf", "--exit-layer", 1, "-o", tmp_path / "plans")
+    result = run(
+        export_main, "--model", tmp_path / "none.gguf", "--exit-layer", 1, "-o", tmp_path / "plans"
+    )
     assert_refused(result, "no file", "none.gguf")

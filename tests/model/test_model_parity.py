@@ -1,4 +1,5 @@
-"""With the same weights and tokens, the decoder and the modules of both graphs compute the logits of transformers."""
+"""With the same weights and tokens, the decoder and the modules of both graphs compute the logits
+of transformers."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ class Pair:
 
 
 def load_pair(directory: Path) -> Pair:
-    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager"
+    )
     return Pair(reference.eval(), Checkpoint(directory).decoder())
 
 
@@ -104,7 +107,8 @@ def ancestors(node: int) -> list[int]:
 
 
 def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
-    """Inputs for the tree after prompts of these lengths: node i has slot start + i and position start + depth."""
+    """Inputs for the tree after prompts of these lengths: node i has slot start + i and position
+    start + depth."""
     mask = torch.full((len(starts), 1, len(PARENTS), slots), MASKED)
     positions = torch.zeros(len(starts), len(PARENTS), dtype=torch.int64)
     for row, start in enumerate(starts):
@@ -129,7 +133,9 @@ def test_every_path_of_a_token_tree_has_the_logits_of_its_chain(pair: Pair) -> N
             assert_close(logits[row, path], pair.expected(chain[None])[0, start:])
 
 
-def test_sliding_window_equals_full_attention_up_to_the_limit(family_dir: Callable[[str], Path]) -> None:
+def test_sliding_window_equals_full_attention_up_to_the_limit(
+    family_dir: Callable[[str], Path],
+) -> None:
     pair = load_pair(family_dir("mistral-window"))
     limit = Checkpoint(family_dir("mistral-window")).config.max_positions
     tokens = random_tokens(1, limit + 1)
@@ -145,8 +151,13 @@ def made_head(decoder: Decoder, config: ExitConfig) -> ExitHead:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["E=1", "E=2"])
 def head(request: pytest.FixtureRequest, pair: Pair) -> ExitHead:
-    """A head with random weights, so that using a block or norm of the base model by mistake is detected."""
-    head = made_head(pair.decoder, ExitConfig(layer=1, blocks=request.param)).requires_grad_(False).eval()
+    """A head with random weights, so that using a block or norm of the base model by mistake is
+    detected."""
+    head = (
+        made_head(pair.decoder, ExitConfig(layer=1, blocks=request.param))
+        .requires_grad_(False)
+        .eval()
+    )
     randomise(head, seed=7)
     return head
 
@@ -174,7 +185,9 @@ class Graphs:
 @pytest.fixture
 def graphs(pair: Pair, head: ExitHead) -> Graphs:
     used = draft_caches(pair.geometry, head.exit_config)
-    return Graphs(Draft(pair.decoder, head, top_k=5), Verify(pair.decoder, head), pair.decoder, used)
+    return Graphs(
+        Draft(pair.decoder, head, top_k=5), Verify(pair.decoder, head), pair.decoder, used
+    )
 
 
 def assert_same_caches(actual: list[KV], expected: list[KV]) -> None:
@@ -210,7 +223,9 @@ def test_verify_writes_a_tree_into_the_draft_caches_as_the_draft_does(graphs: Gr
     prompt, tree = random_tokens(2, 6), random_tokens(2, len(PARENTS), seed=2)
     _, caches = graphs.verify(prompt, graphs.inputs(prompt, 0), graphs.caches())
     inputs = tree_inputs(graphs.decoder, [6, 4], graphs.slots)
-    drafted = graphs.draft(tree, inputs, [(k.clone(), v.clone()) for k, v in graphs.draft_part(caches)])[3]
+    drafted = graphs.draft(
+        tree, inputs, [(k.clone(), v.clone()) for k, v in graphs.draft_part(caches)]
+    )[3]
     _, verified = graphs.verify(tree, inputs, caches)
     assert_same_caches(graphs.draft_part(verified), drafted)
 
@@ -222,17 +237,25 @@ def test_caches_are_written_in_place_without_autograd_and_copied_with_it(graphs:
         _, copies = graphs.verify(tokens, graphs.inputs(tokens, 0), caches)
     assert all(not cache.any() for pair in caches for cache in pair)
     _, written = graphs.verify(tokens, graphs.inputs(tokens, 0), caches)
-    assert all(a is b for given, got in zip(caches, written, strict=True) for a, b in zip(given, got, strict=True))
+    assert all(
+        a is b
+        for given, got in zip(caches, written, strict=True)
+        for a, b in zip(given, got, strict=True)
+    )
     assert_same_caches(caches, [(k.detach(), v.detach()) for k, v in copies])
 
 
 def test_draft_reports_the_most_likely_tokens(graphs: Graphs) -> None:
     tokens = random_tokens(2, 9)
-    logits, ids, logprobs, _ = graphs.draft(tokens, graphs.inputs(tokens, 0), graphs.draft_part(graphs.caches()))
+    logits, ids, logprobs, _ = graphs.draft(
+        tokens, graphs.inputs(tokens, 0), graphs.draft_part(graphs.caches())
+    )
     expected = torch.log_softmax(logits, dim=-1)
     assert ids.shape == logprobs.shape == (2, 9, 5)
     torch.testing.assert_close(logprobs, expected.gather(-1, ids), rtol=0, atol=1e-5)
-    torch.testing.assert_close(logprobs, expected.sort(-1, descending=True)[0][..., :5], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logprobs, expected.sort(-1, descending=True)[0][..., :5], rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
@@ -242,9 +265,13 @@ def test_untrained_draft_computes_the_model_without_its_middle_layers(
 ) -> None:
     pair = load_pair(family_dir("llama-head-dim"))
     tokens, geometry = random_tokens(2, 9), pair.geometry
-    head = made_head(pair.decoder, ExitConfig(layer=1, blocks=blocks, own_lm_head=own_lm_head)).eval()
+    head = made_head(
+        pair.decoder, ExitConfig(layer=1, blocks=blocks, own_lm_head=own_lm_head)
+    ).eval()
     caches = empty_caches(geometry, 2, 12, 1 + blocks)
-    logits = Draft(pair.decoder, head, top_k=1)(tokens, causal_inputs(geometry, 2, 9, 12), caches)[0]
+    logits = Draft(pair.decoder, head, top_k=1)(tokens, causal_inputs(geometry, 2, 9, 12), caches)[
+        0
+    ]
     layers = pair.reference.model.layers
     pair.reference.model.layers = nn.ModuleList([layers[0], *layers[-blocks:]])
     pair.reference.config.num_hidden_layers = 1 + blocks

@@ -1,4 +1,5 @@
-"""Checkpoints that GPTQ and AWQ quantized: their levels are taken as they are, or the checkpoint is refused by name."""
+"""Checkpoints that GPTQ and AWQ quantized: their levels are taken as they are, or the checkpoint is
+refused by name."""
 
 import json
 import shutil
@@ -40,7 +41,8 @@ class Stored:
     Attributes:
         tensors: Its tensors by suffix.
         values: The weight [out, in] that they stand for, in float32.
-        levels: Its levels [in, out]: signed ones where no zero points are stored; the bits of floating-point numbers.
+        levels: Its levels [in, out]: signed ones where no zero points are stored; the bits of
+            floating-point numbers.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -77,9 +79,16 @@ def words(values: NDArray[np.int64], bits: int) -> torch.Tensor:
 
 
 def integers(
-    random: np.random.Generator, outputs: int, inputs: int, bits: int, group: int, symmetric: bool, ordered: bool
+    random: np.random.Generator,
+    outputs: int,
+    inputs: int,
+    bits: int,
+    group: int,
+    symmetric: bool,
+    ordered: bool,
 ) -> tuple[Stored, NDArray[np.int64], NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
-    """A weight of integers without tensors; its unsigned levels, zero points and scales [groups, out]; the groups of inputs."""
+    """A weight of integers without tensors; its unsigned levels, zero points and scales
+    [groups, out]; the groups of inputs."""
     middle, most = 1 << (bits - 1), 1 << bits
     group = inputs if group == -1 else group
     levels = random.integers(0, most, (inputs, outputs))
@@ -91,14 +100,20 @@ def integers(
     if not ordered:
         random.shuffle(index)
     centred = levels - zeros[index]
-    values = (torch.from_numpy(centred).float() * scales.float()[torch.from_numpy(index)]).t().contiguous()
+    values = (
+        (torch.from_numpy(centred).float() * scales.float()[torch.from_numpy(index)])
+        .t()
+        .contiguous()
+    )
     return Stored({}, values, centred if symmetric else levels), levels, zeros, scales, index
 
 
 def gptq(minus: int, ordered: bool = True) -> Store:
     """GPTQ, which stores zero points less ``minus``."""
 
-    def store(config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
+    def store(
+        config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int
+    ) -> Stored:
         bits, symmetric = config["bits"], config["sym"]
         found = integers(random, outputs, inputs, bits, config["group_size"], symmetric, ordered)
         stored, levels, zeros, scales, index = found
@@ -114,26 +129,48 @@ def gptq(minus: int, ordered: bool = True) -> Store:
 
 
 def awq(config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
-    stored, levels, zeros, scales, _ = integers(random, outputs, inputs, 4, config["group_size"], False, True)
+    stored, levels, zeros, scales, _ = integers(
+        random, outputs, inputs, 4, config["group_size"], False, True
+    )
     order = np.arange(outputs).reshape(-1, 8)[:, AWQ_ORDER].reshape(-1)
     return replace(
-        stored, tensors={"qweight": words(levels[:, order], 4), "qzeros": words(zeros[:, order], 4), "scales": scales}
+        stored,
+        tensors={
+            "qweight": words(levels[:, order], 4),
+            "qzeros": words(zeros[:, order], 4),
+            "scales": scales,
+        },
     )
 
 
-def compressed_integers(config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
+def compressed_integers(
+    config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int
+) -> Stored:
     weights = config["config_groups"]["group_0"]["weights"]
-    bits, symmetric, group = weights["num_bits"], weights["symmetric"], weights.get("group_size") or -1
+    bits, symmetric, group = (
+        weights["num_bits"],
+        weights["symmetric"],
+        weights.get("group_size") or -1,
+    )
     ordered = weights.get("actorder") != "group"
-    stored, levels, zeros, scales, index = integers(random, outputs, inputs, bits, group, symmetric, ordered)
+    stored, levels, zeros, scales, index = integers(
+        random, outputs, inputs, bits, group, symmetric, ordered
+    )
     tensors = {"weight_scale": scales.t().contiguous()}
     if config["format"] == "pack-quantized":
-        tensors |= {"weight_packed": words(levels.T, bits), "weight_shape": torch.tensor([outputs, inputs])}
+        tensors |= {
+            "weight_packed": words(levels.T, bits),
+            "weight_shape": torch.tensor([outputs, inputs]),
+        }
         tensors |= {} if ordered else {"weight_g_idx": torch.from_numpy(index).int()}
         tensors |= {} if symmetric else {"weight_zero_point": words(zeros, bits).t().contiguous()}
         return replace(stored, tensors=tensors)
     tensors["weight"] = torch.from_numpy((levels.T - 128).astype(np.int8))
-    tensors |= {} if symmetric else {"weight_zero_point": torch.from_numpy((zeros.T - 128).astype(np.int8))}
+    tensors |= (
+        {}
+        if symmetric
+        else {"weight_zero_point": torch.from_numpy((zeros.T - 128).astype(np.int8))}
+    )
     return replace(stored, tensors=tensors | {"input_scale": torch.ones(1)})
 
 
@@ -144,26 +181,36 @@ def floats(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
 ) -> Store:
-    """FP8 with a scale of an element type for so many outputs and inputs (None: all), in a tensor of this name and shape."""
+    """FP8 with a scale of an element type for so many outputs and inputs (None: all), in a tensor
+    of this name and shape."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
         bits = random.integers(0, 127, (outputs, inputs)).astype(np.uint8) | (
             random.integers(0, 2, (outputs, inputs)) << 7
         ).astype(np.uint8)
         high, wide = rows or outputs, columns or inputs
-        scales = torch.from_numpy(random.uniform(1, 2, (-(-outputs // high), -(-inputs // wide))) * 2e-4).float()
-        scales = (scales.log2().round().exp2() if dtype == torch.float8_e8m0fnu else scales).to(dtype)
+        scales = torch.from_numpy(
+            random.uniform(1, 2, (-(-outputs // high), -(-inputs // wide))) * 2e-4
+        ).float()
+        scales = (scales.log2().round().exp2() if dtype == torch.float8_e8m0fnu else scales).to(
+            dtype
+        )
         whole = scales.float().numpy().repeat(high, 0)[:outputs].repeat(wide, 1)[:, :inputs]
         values = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * whole
         stored = scales if shape is None else scales.reshape(shape)
-        tensors = {"weight": torch.from_numpy(bits).view(torch.float8_e4m3fn), name: stored, "input_scale": torch.ones(1)}
+        tensors = {
+            "weight": torch.from_numpy(bits).view(torch.float8_e4m3fn),
+            name: stored,
+            "input_scale": torch.ones(1),
+        }
         return Stored(tensors, torch.from_numpy(values), bits.T)
 
     return store
 
 
 def nvfp4(divided: bool) -> Store:
-    """NVFP4 as compressed-tensors stores it, with a divisor for all scales, or as ModelOpt does, with a factor."""
+    """NVFP4 as compressed-tensors stores it, with a divisor for all scales, or as ModelOpt does,
+    with a factor."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
         codes = random.integers(0, 16, (outputs, inputs)).astype(np.uint8)
@@ -173,7 +220,9 @@ def nvfp4(divided: bool) -> Store:
         wide = scales.astype(np.float32) / factor if divided else scales.astype(np.float32) * factor
         values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32) * wide.repeat(16, 1)
         packed = torch.from_numpy(codes[:, ::2] | codes[:, 1::2] << 4)
-        names = ("weight_packed", "weight_global_scale") if divided else ("weight", "weight_scale_2")
+        names = (
+            ("weight_packed", "weight_global_scale") if divided else ("weight", "weight_scale_2")
+        )
         of_all = torch.tensor([factor]) if divided else torch.tensor(factor)
         tensors = {
             names[0]: packed,
@@ -199,7 +248,11 @@ def compressed(layout: str, **weights: Any) -> dict[str, Any]:
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
     }
-    return common | {"format": layout, "config_groups": {"group_0": group}, "global_compression_ratio": 1.5}
+    return common | {
+        "format": layout,
+        "config_groups": {"group_0": group},
+        "global_compression_ratio": 1.5,
+    }
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
@@ -207,13 +260,31 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "
 INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 E4M3 = {"num_bits": 8, "type": "float", "symmetric": True}
-FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [48, 64]}
-MODELOPT = {"quant_algo": "NVFP4", "kv_cache_quant_algo": "FP8", "group_size": 16, "exclude_modules": ["lm_head"]}
-FP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16}
+FP8_BLOCKS = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "weight_block_size": [48, 64],
+}
+MODELOPT = {
+    "quant_algo": "NVFP4",
+    "kv_cache_quant_algo": "FP8",
+    "group_size": 16,
+    "exclude_modules": ["lm_head"],
+}
+FP4 = {
+    "num_bits": 4,
+    "type": "float",
+    "symmetric": True,
+    "strategy": "tensor_group",
+    "group_size": 16,
+}
 SCHEMES = {
     "gptq": Scheme(GPTQ, gptq(1), "int4"),
     "gptq-asymmetric": Scheme(GPTQ | {"sym": False, "checkpoint_format": "gptq"}, gptq(1), "uint4"),
-    "gptq-v2": Scheme(GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "group_size": 64}, gptq(0), "uint4"),
+    "gptq-v2": Scheme(
+        GPTQ | {"sym": False, "checkpoint_format": "gptq_v2", "group_size": 64}, gptq(0), "uint4"
+    ),
     "gptq-v2-called-gptq": Scheme(GPTQ | {"checkpoint_format": "gptq"}, gptq(0), "int4"),
     "gptq-8-bits": Scheme(GPTQ | {"bits": 8, "group_size": -1}, gptq(1), "int8"),
     "gptq-8-bits-asymmetric": Scheme(GPTQ | {"bits": 8, "sym": False}, gptq(1)),
@@ -222,32 +293,64 @@ SCHEMES = {
     "awq": Scheme(AWQ, awq, "uint4"),
     "awq-64": Scheme(AWQ | {"group_size": 64, "version": "GEMM"}, awq, "uint4"),
     "ct-int4": Scheme(compressed("pack-quantized", **INT4), compressed_integers, "int4"),
-    "ct-int4-asymmetric": Scheme(compressed("pack-quantized", **INT4 | {"symmetric": False}), compressed_integers, "uint4"),
-    "ct-int4-channel": Scheme(
-        compressed("pack-quantized", **INT4 | {"strategy": "channel", "group_size": None}), compressed_integers, "int4"
+    "ct-int4-asymmetric": Scheme(
+        compressed("pack-quantized", **INT4 | {"symmetric": False}), compressed_integers, "uint4"
     ),
-    "ct-int4-act-order": Scheme(compressed("pack-quantized", **INT4 | {"actorder": "group"}), compressed_integers),
-    "ct-int8-groups": Scheme(compressed("pack-quantized", **INT4 | {"num_bits": 8}), compressed_integers, "int8"),
+    "ct-int4-channel": Scheme(
+        compressed("pack-quantized", **INT4 | {"strategy": "channel", "group_size": None}),
+        compressed_integers,
+        "int4",
+    ),
+    "ct-int4-act-order": Scheme(
+        compressed("pack-quantized", **INT4 | {"actorder": "group"}), compressed_integers
+    ),
+    "ct-int8-groups": Scheme(
+        compressed("pack-quantized", **INT4 | {"num_bits": 8}), compressed_integers, "int8"
+    ),
     "ct-int8": Scheme(compressed("int-quantized", **INT8), compressed_integers, "int8"),
-    "ct-int8-asymmetric": Scheme(compressed("int-quantized", **INT8 | {"symmetric": False}), compressed_integers),
+    "ct-int8-asymmetric": Scheme(
+        compressed("int-quantized", **INT8 | {"symmetric": False}), compressed_integers
+    ),
     "ct-fp8-tensor": Scheme(
-        compressed("naive-quantized", **E4M3, strategy="tensor"), floats(None, None, shape=(1,)), "float8e4m3fn"
+        compressed("naive-quantized", **E4M3, strategy="tensor"),
+        floats(None, None, shape=(1,)),
+        "float8e4m3fn",
     ),
     "ct-fp8-channel": Scheme(
-        compressed("float-quantized", **E4M3, strategy="channel"), floats(1, None, dtype=torch.bfloat16), "float8e4m3fn"
+        compressed("float-quantized", **E4M3, strategy="channel"),
+        floats(1, None, dtype=torch.bfloat16),
+        "float8e4m3fn",
     ),
     "ct-fp8-blocks": Scheme(
-        compressed("float-quantized", **E4M3, strategy="block", block_structure=[16, 32]), floats(16, 32), "float8e4m3fn"
+        compressed("float-quantized", **E4M3, strategy="block", block_structure=[16, 32]),
+        floats(16, 32),
+        "float8e4m3fn",
     ),
     "ct-nvfp4": Scheme(compressed("nvfp4-pack-quantized", **FP4), nvfp4(divided=True)),
     "fp8-blocks": Scheme(FP8_BLOCKS, floats(48, 64, "weight_scale_inv"), "float8e4m3fn"),
     "fp8-blocks-ue8m0": Scheme(
-        FP8_BLOCKS | {"scale_fmt": "ue8m0"}, floats(48, 64, "weight_scale_inv", torch.float8_e8m0fnu), "float8e4m3fn"
+        FP8_BLOCKS | {"scale_fmt": "ue8m0"},
+        floats(48, 64, "weight_scale_inv", torch.float8_e8m0fnu),
+        "float8e4m3fn",
     ),
-    "fp8-uneven-blocks": Scheme(FP8_BLOCKS | {"weight_block_size": [48, 48]}, floats(48, 48, "weight_scale_inv")),
-    "fp8-static": Scheme({"quant_method": "fp8", "activation_scheme": "static"}, floats(None, None, shape=()), "float8e4m3fn"),
-    "fbgemm": Scheme({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, floats(1, None), "float8e4m3fn"),
-    "modelopt-fp8": Scheme({"quant_method": "modelopt", "quant_algo": "FP8"}, floats(None, None, shape=()), "float8e4m3fn"),
+    "fp8-uneven-blocks": Scheme(
+        FP8_BLOCKS | {"weight_block_size": [48, 48]}, floats(48, 48, "weight_scale_inv")
+    ),
+    "fp8-static": Scheme(
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        floats(None, None, shape=()),
+        "float8e4m3fn",
+    ),
+    "fbgemm": Scheme(
+        {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0},
+        floats(1, None),
+        "float8e4m3fn",
+    ),
+    "modelopt-fp8": Scheme(
+        {"quant_method": "modelopt", "quant_algo": "FP8"},
+        floats(None, None, shape=()),
+        "float8e4m3fn",
+    ),
     "modelopt-nvfp4": Scheme({"quant_method": "modelopt"} | MODELOPT, nvfp4(divided=False)),
     "modelopt-nvfp4-file": Scheme(MODELOPT, nvfp4(divided=False), file="hf_quant_config.json"),
 }
@@ -258,8 +361,11 @@ Pair = tuple[Path, Path, dict[str, NDArray[Any]]]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
-    """A function that returns a checkpoint with packed weights, one with their values, and the levels [in, out] by name."""
-    plain = build(Family("plain", "qwen2", {"intermediate_size": 128}), tmp_path_factory.mktemp("plain"))
+    """A function that returns a checkpoint with packed weights, one with their values, and the
+    levels [in, out] by name."""
+    plain = build(
+        Family("plain", "qwen2", {"intermediate_size": 128}), tmp_path_factory.mktemp("plain")
+    )
 
     @cache
     def pair(name: str) -> Pair:
@@ -276,15 +382,24 @@ def pair_of(plain: Path, parent: Path, scheme: Scheme) -> Pair:
         stored = scheme.store(scheme.config, random, *values[name].shape)
         values[name], found[name] = stored.values, stored.levels
         del packed[name]
-        packed |= {f"{name.removesuffix('weight')}{part}": tensor for part, tensor in stored.tensors.items()}
+        packed |= {
+            f"{name.removesuffix('weight')}{part}": tensor
+            for part, tensor in stored.tensors.items()
+        }
     packed["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())  # of a KV cache
     paths = [shutil.copytree(plain, parent / kind) for kind in ("packed", "values")]
     for path, tensors in zip(paths, (packed, values), strict=True):
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            path / "model.safetensors",
+            {"format": "pt"},
+        )
     if scheme.file is None:
         edit_config(paths[0], quantization_config=scheme.config)
     else:
-        (paths[0] / scheme.file).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": scheme.config}))
+        (paths[0] / scheme.file).write_text(
+            json.dumps({"producer": {"name": "modelopt"}, "quantization": scheme.config})
+        )
     return paths[0], paths[1], found
 
 
@@ -301,42 +416,63 @@ def test_values_are_those_of_the_definition(pairs: Callable[[str], Pair], name: 
     assert tensors.keys() == expected.keys()
     for weight, tensor in expected.items():
         torch.testing.assert_close(tensors[weight].read(), tensor, rtol=0, atol=0)
-    for weight, parameter in Checkpoint(packed).decoder().named_parameters():  # the teacher of eesd-distill
+    # The teacher of eesd-distill.
+    for weight, parameter in Checkpoint(packed).decoder().named_parameters():
         assert torch.equal(parameter, expected[weight])
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_levels_are_stored_as_they_are_or_dequantized(pairs: Callable[[str], Pair], tmp_path: Path, name: str) -> None:
+def test_levels_are_stored_as_they_are_or_dequantized(
+    pairs: Callable[[str], Pair], tmp_path: Path, name: str
+) -> None:
     """LM head and exit head keep the element type."""
     packed, values, levels = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--no-check")
     manifest, kind = load_manifest(directory), SCHEMES[name].kept
     found = {t.name: t for t in load(directory / "verify.onnx").graph.initializer}
-    assert manifest.quantization.head is None and (manifest.quantization.layers is None) == (kind is None)
+    assert manifest.quantization.head is None and (manifest.quantization.layers is None) == (
+        kind is None
+    )
     assert_weights_match_manifest(directory)
-    stored = {weight: parts_of(weight) for weight in found if set(parts_of(weight)) <= levels.keys()}
+    stored = {
+        weight: parts_of(weight) for weight in found if set(parts_of(weight)) <= levels.keys()
+    }
     assert {part for parts in stored.values() for part in parts} == levels.keys()
     exact = load_file(values / "model.safetensors")
     for weight, parts in stored.items():
         if kind is None:
             expected = np.concatenate([exact[part].numpy().T for part in parts], 1)
         else:
-            assert found[weight].data_type == TensorProto.DataType.Value(kind.upper()) and weight + SCALES in found
+            assert (
+                found[weight].data_type == TensorProto.DataType.Value(kind.upper())
+                and weight + SCALES in found
+            )
             expected = np.concatenate([levels[part] for part in parts], 1)
         array = numpy_helper.to_array(found[weight])
-        np.testing.assert_array_equal(array.view(np.uint8) if array.dtype == ml_dtypes.float8_e4m3fn else array, expected)
+        np.testing.assert_array_equal(
+            array.view(np.uint8) if array.dtype == ml_dtypes.float8_e4m3fn else array, expected
+        )
         assert (weight + ZEROS in found) == (kind == "uint4")
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "gptq-act-order", "gptq-8-bits", "ct-int8", "fp8-blocks"])
-def test_export_computes_with_the_levels(pairs: Callable[[str], Pair], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["gptq", "awq", "gptq-act-order", "gptq-8-bits", "ct-int8", "fp8-blocks"]
+)
+def test_export_computes_with_the_levels(
+    pairs: Callable[[str], Pair], tmp_path: Path, name: str
+) -> None:
     """The same logits as an export of the values."""
     packed, values, _ = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--check")
     reference = export_engine(values, tmp_path / "reference")
-    for backend, activations in {("ort", None), ("ort", float32_activations("ort")), ("torch", None)}:
+    for backend, activations in {
+        ("ort", None),
+        ("ort", float32_activations("ort")),
+        ("torch", None),
+    }:
         quantized, exact = (
-            eesd.load(path, backend, speculation=None, threads=1, activations=activations) for path in (directory, reference)
+            eesd.load(path, backend, speculation=None, threads=1, activations=activations)
+            for path in (directory, reference)
         )
         with quantized.session(PROMPT) as one, exact.session(PROMPT) as other:
             found_logits, expected_logits = one.peek(), other.peek()
@@ -347,7 +483,9 @@ def test_export_computes_with_the_levels(pairs: Callable[[str], Pair], tmp_path:
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "ct-fp8-channel", "fp8-blocks"])
-def test_plans_are_built_of_levels_without_zero_points(pairs: Callable[[str], Pair], tmp_path: Path, name: str) -> None:
+def test_plans_are_built_of_levels_without_zero_points(
+    pairs: Callable[[str], Pair], tmp_path: Path, name: str
+) -> None:
     pytest.importorskip("tensorrt_rtx")
     options = ("--dtype", "float16", "--max-seq-len", 32, "--max-tree-nodes", 8, "--no-check")
     directory = export_engine(pairs(name)[0], tmp_path / "plans", *options)
@@ -382,14 +520,38 @@ def copy_of(pairs: Callable[[str], Pair], tmp_path: Path, name: str = "gptq") ->
         ("awq", {"zero_point": False}, ("zero_point",)),
         ("ct-int4", {"format": "marlin-24"}, ("'marlin-24'", "pack-quantized (int 4)")),
         ("ct-int4", {"config_groups": {}}, ("different ways",)),
-        ("ct-int4", {"config_groups": {"a": {"weights": INT4}, "b": {"weights": INT4 | {"num_bits": 8}}}}, ("different ways",)),
+        (
+            "ct-int4",
+            {"config_groups": {"a": {"weights": INT4}, "b": {"weights": INT4 | {"num_bits": 8}}}},
+            ("different ways",),
+        ),
         ("ct-int4", {"config_groups": {"a": {"weights": None}}}, ("without quantized weights",)),
-        ("ct-int4", {"config_groups": {"a": {"weights": INT4 | {"num_bits": 3}}}}, ("3 bits", "supported are")),
-        ("ct-int4", {"config_groups": {"a": {"weights": INT4 | {"dynamic": True}}}}, ("supported are",)),
+        (
+            "ct-int4",
+            {"config_groups": {"a": {"weights": INT4 | {"num_bits": 3}}}},
+            ("3 bits", "supported are"),
+        ),
+        (
+            "ct-int4",
+            {"config_groups": {"a": {"weights": INT4 | {"dynamic": True}}}},
+            ("supported are",),
+        ),
         ("ct-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, ("sparsity_config",)),
-        ("ct-int4", {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, ("transform_config",)),
-        ("ct-int4", {"config_groups": {"a": {"weights": INT4 | {"group_size": 64}}}}, ("_proj", "quantization_config")),
-        ("ct-nvfp4", {"config_groups": {"a": {"weights": FP4 | {"group_size": 32}}}}, ("group_size 32",)),
+        (
+            "ct-int4",
+            {"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}},
+            ("transform_config",),
+        ),
+        (
+            "ct-int4",
+            {"config_groups": {"a": {"weights": INT4 | {"group_size": 64}}}},
+            ("_proj", "quantization_config"),
+        ),
+        (
+            "ct-nvfp4",
+            {"config_groups": {"a": {"weights": FP4 | {"group_size": 32}}}},
+            ("group_size 32",),
+        ),
         ("fp8-blocks", {"weight_block_size": [128]}, ("weight_block_size", "two sizes")),
         ("fp8-blocks", {"weight_block_size": [16, 64]}, ("_proj", "quantization_config")),
         ("fp8-blocks", {"fmt": "e5m2"}, ("fmt 'e5m2'", "e4m3")),
@@ -399,11 +561,25 @@ def copy_of(pairs: Callable[[str], Pair], tmp_path: Path, name: str = "gptq") ->
     ],
 )
 def test_other_layouts_are_refused(
-    pairs: Callable[[str], Pair], tmp_path: Path, name: str, fields: dict[str, Any], words: tuple[str, ...]
+    pairs: Callable[[str], Pair],
+    tmp_path: Path,
+    name: str,
+    fields: dict[str, Any],
+    words: tuple[str, ...],
 ) -> None:
     model = copy_of(pairs, tmp_path, name)
     edit_config(model, quantization_config=SCHEMES[name].config | fields)
-    result = run(export_main, "--model", model, "--exit-layer", 1, "--dtype", "float32", "-o", tmp_path / "plans")
+    result = run(
+        export_main,
+        "--model",
+        model,
+        "--exit-layer",
+        1,
+        "--dtype",
+        "float32",
+        "-o",
+        tmp_path / "plans",
+    )
     assert_refused(result, *words)
 
 
@@ -431,37 +607,77 @@ def edit_tensors(model: Path, **changed: torch.Tensor | None) -> None:
     ],
 )
 def test_damaged_weights_are_refused(
-    pairs: Callable[[str], Pair], tmp_path: Path, changed: dict[str, torch.Tensor | None], words: tuple[str, ...]
+    pairs: Callable[[str], Pair],
+    tmp_path: Path,
+    changed: dict[str, torch.Tensor | None],
+    words: tuple[str, ...],
 ) -> None:
     model = copy_of(pairs, tmp_path)
     edit_tensors(model, **changed)
-    result = run(export_main, "--model", model, "--exit-layer", 1, "--dtype", "float32", "-o", tmp_path / "plans")
+    result = run(
+        export_main,
+        "--model",
+        model,
+        "--exit-layer",
+        1,
+        "--dtype",
+        "float32",
+        "-o",
+        tmp_path / "plans",
+    )
     assert_refused(result, *words)
     assert not (tmp_path / "plans").exists()
 
 
-def test_a_mixture_and_groups_of_any_inputs_are_dequantized(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
-    """A layer without levels, as some publishers leave the first one, and ``act-order`` in a config that does not say so."""
-    plain = {"qweight": None, "qzeros": None, "scales": None, "g_idx": None, "weight": torch.ones(64, 64)}
+def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
+    pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
+    """A layer without levels, as some publishers leave the first one, and ``act-order`` in a config
+    that does not say so."""
+    plain = {
+        "qweight": None,
+        "qzeros": None,
+        "scales": None,
+        "g_idx": None,
+        "weight": torch.ones(64, 64),
+    }
     model, mixed = copy_of(pairs, tmp_path / "order"), copy_of(pairs, tmp_path / "mixed")
     edit_tensors(mixed, **plain)
-    edit_config(mixed, quantization_config=GPTQ | {"dynamic": {"-:.*layers.0.self_attn.q_proj": {}}})
+    edit_config(
+        mixed, quantization_config=GPTQ | {"dynamic": {"-:.*layers.0.self_attn.q_proj": {}}}
+    )
     index = torch.arange(64, dtype=torch.int32).flip(0) // 32
     edit_tensors(model, g_idx=index)
     for one in (model, mixed):
         checkpoint = Checkpoint(one)
         assert checkpoint.quantization is None
-        result = run(export_main, "--model", one, "--exit-layer", 1, "--no-check", "-o", tmp_path / f"{one.parent.name}-plans")
+        result = run(
+            export_main,
+            "--model",
+            one,
+            "--exit-layer",
+            1,
+            "--no-check",
+            "-o",
+            tmp_path / f"{one.parent.name}-plans",
+        )
         assert not result.exit_code and "dequantized" in result.stderr
     name = "model.layers.0.self_attn.q_proj.weight"
-    whole, packed = load_file(pairs("gptq")[1] / "model.safetensors")[name], load_file(model / "model.safetensors")
+    whole, packed = (
+        load_file(pairs("gptq")[1] / "model.safetensors")[name],
+        load_file(model / "model.safetensors"),
+    )
     scales = packed[name.replace("weight", "scales")].float().t()
     centred = whole / scales.repeat_interleave(32, 1)
-    torch.testing.assert_close(Checkpoint(model).tensors[name].read(), centred * scales[:, index.long()])
+    torch.testing.assert_close(
+        Checkpoint(model).tensors[name].read(), centred * scales[:, index.long()]
+    )
     assert torch.equal(Checkpoint(mixed).tensors[name].read(), torch.ones(64, 64))
 
 
-def test_symmetric_zeros_of_both_formats_are_told_apart(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_symmetric_zeros_of_both_formats_are_told_apart(
+    pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
     """Zeros of 8 under "sym": false were every weight wrong by one scale."""
     model = copy_of(pairs, tmp_path, "gptq-v2-called-gptq")
     edit_config(model, quantization_config=GPTQ | {"sym": False})
@@ -472,7 +688,9 @@ def test_symmetric_zeros_of_both_formats_are_told_apart(pairs: Callable[[str], P
 def test_fused_layers_and_turned_rows_keep_their_levels(tmp_path: Path) -> None:
     """Phi-3 stores q, k and v as one tensor, and rotates a part of each head."""
     rope = {"rope_type": "default", "partial_rotary_factor": 0.5, "rope_theta": 10000.0}
-    family = Family("phi3", "phi3", {"intermediate_size": 128, "rope_parameters": rope, "pad_token_id": None})
+    family = Family(
+        "phi3", "phi3", {"intermediate_size": 128, "rope_parameters": rope, "pad_token_id": None}
+    )
     plain = build(family, tmp_path / "plain")
     for name in ("ct-int4-asymmetric", "ct-fp8-channel", "ct-nvfp4"):
         packed, values, _ = pair_of(plain, tmp_path / name, SCHEMES[name])
@@ -489,7 +707,9 @@ def test_fused_layers_and_turned_rows_keep_their_levels(tmp_path: Path) -> None:
         np.testing.assert_allclose(logits[0], logits[1], rtol=0, atol=1e-4)
 
 
-def test_zero_points_beyond_the_range_are_refused(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_zero_points_beyond_the_range_are_refused(
+    pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
     """GPTQ stores the zero point minus one, so 15 would mean 16."""
     model = copy_of(pairs, tmp_path, "gptq-asymmetric")
     edit_tensors(model, qzeros=torch.full((2, 8), -1, dtype=torch.int32))
@@ -497,7 +717,9 @@ def test_zero_points_beyond_the_range_are_refused(pairs: Callable[[str], Pair], 
         Checkpoint(model).tensors["model.layers.0.self_attn.q_proj.weight"].read()
 
 
-def test_biases_that_the_architecture_lacks_must_be_zero(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_biases_that_the_architecture_lacks_must_be_zero(
+    pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
     model = copy_of(pairs, tmp_path)
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.0.mlp.up_proj.bias"
@@ -508,11 +730,28 @@ def test_biases_that_the_architecture_lacks_must_be_zero(pairs: Callable[[str], 
         Checkpoint(model)
 
 
-def test_quantizing_again_is_refused_and_unknown_fields_are_reported(pairs: Callable[[str], Pair], tmp_path: Path) -> None:
+def test_quantizing_again_is_refused_and_unknown_fields_are_reported(
+    pairs: Callable[[str], Pair], tmp_path: Path
+) -> None:
     model = copy_of(pairs, tmp_path)
     edit_config(model, quantization_config=GPTQ | {"surprise": 1, "damp_percent": 0.1})
-    assert [text for text in Checkpoint(model).config.notices if "quantization_config.surprise" in text and "damp" not in text]
-    options = ("--exit-layer", 1, "--dtype", "float32", "--quantize", "int4", "-o", tmp_path / "plans")
-    assert_refused(run(export_main, "--model", model, *options), "quantized already", "--quantize none")
+    assert [
+        text
+        for text in Checkpoint(model).config.notices
+        if "quantization_config.surprise" in text and "damp" not in text
+    ]
+    options = (
+        "--exit-layer",
+        1,
+        "--dtype",
+        "float32",
+        "--quantize",
+        "int4",
+        "-o",
+        tmp_path / "plans",
+    )
+    assert_refused(
+        run(export_main, "--model", model, *options), "quantized already", "--quantize none"
+    )
     directory = export_engine(model, tmp_path / "plain", "--quantize", "none", "--no-check")
     assert load_manifest(directory).quantization.layers is None

@@ -1,8 +1,10 @@
-"""Configurations of well-known checkpoints as they were published: at full size without weights, and narrow with random ones.
+"""Configurations of well-known checkpoints as they were published: at full size without weights,
+and narrow with random ones.
 
-``data/published_configs.json`` has one checkpoint a line: its ``config.json``; ModelOpt's ``hf_quant_config.json`` where there
-is one; ``parameters``, the number of weights that its page says, where that is known; and ``source``, where the values are
-from: a public repository that holds the file, or memory. Long lists of layers in ``quantization_config`` are cut.
+``data/published_configs.json`` has one checkpoint a line: its ``config.json``; ModelOpt's
+``hf_quant_config.json`` where there is one; ``parameters``, the number of weights that its page
+says, where that is known; and ``source``, where the values are from: a public repository that holds
+the file, or memory. Long lists of layers in ``quantization_config`` are cut.
 """
 
 import json
@@ -28,7 +30,9 @@ from eesd.model.config import load_config
 from eesd.model.families import FAMILIES
 from eesd.model.inputs import causal_inputs, empty_caches
 
-CONFIGS: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent.parent / "data/published_configs.json").read_text())
+CONFIGS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parent.parent / "data/published_configs.json").read_text()
+)
 LEVELS = {
     "Qwen/Qwen3-32B-FP8": (FP8, 128),
     "Qwen/Qwen3-32B-FP8-Static-PerTensor": (FP8, 128),
@@ -51,20 +55,30 @@ def write(directory: Path, config: dict[str, Any], entry: dict[str, Any] | None 
 
 
 def unquantized(name: str) -> dict[str, Any]:
-    return {key: value for key, value in CONFIGS[name]["config"].items() if key != "quantization_config"}
+    return {
+        key: value for key, value in CONFIGS[name]["config"].items() if key != "quantization_config"
+    }
 
 
 def parameters(config: dict[str, Any], directory: Path) -> int:
     """The number of weights of transformers' model."""
     with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(write(directory, config)))  # type: ignore[no-untyped-call]
+        model: Any = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(write(directory, config))
+        )  # type: ignore[no-untyped-call]
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def test_every_family_has_its_checkpoints() -> None:
     """Five of each. Of SmolLM3 and Hunyuan there are two."""
-    counts = {kind: sum(entry["config"]["model_type"] == kind for entry in CONFIGS.values()) for kind in FAMILIES}
-    assert all(count >= (2 if kind in ("smollm3", "hunyuan_v1_dense") else 5) for kind, count in counts.items()), counts
+    counts = {
+        kind: sum(entry["config"]["model_type"] == kind for entry in CONFIGS.values())
+        for kind in FAMILIES
+    }
+    assert all(
+        count >= (2 if kind in ("smollm3", "hunyuan_v1_dense") else 5)
+        for kind, count in counts.items()
+    ), counts
     assert {entry["source"] for entry in CONFIGS.values()} == {"public repository", "memory"}
 
 
@@ -77,39 +91,62 @@ def test_full_size_goes_through_geometry_memory_and_prediction(name: str, tmp_pa
     quantized = manifest.quantization.layers
     assert (quantized and (quantized.weights, quantized.block)) == LEVELS.get(name)
     [device] = estimate_memory(manifest, 1)
-    assert device.verify_weights == weight_bytes(manifest, manifest.verify[0]) > count * (0.4 if quantized else 1.9)
+    assert (
+        device.verify_weights
+        == weight_bytes(manifest, manifest.verify[0])
+        > count * (0.4 if quantized else 1.9)
+    )
     found = predict(manifest, GPUS["h200"], manifest.max_seq_len)
     assert (
-        (found.draft > 0) == manifest.exit_head.can_draft == (quantized is None or quantized.weights not in ("int4", "uint4"))
+        (found.draft > 0)
+        == manifest.exit_head.can_draft
+        == (quantized is None or quantized.weights not in ("int4", "uint4"))
     )
     assert found.draft < found.verify[0] <= found.verify[-1]
     (tmp_path / "plain").mkdir()
     assert count == parameters(unquantized(name), tmp_path / "plain")
 
 
-LARGEST = {entry["config"]["model_type"]: name for name, entry in CONFIGS.items() if name not in LEVELS}
+LARGEST = {
+    entry["config"]["model_type"]: name for name, entry in CONFIGS.items() if name not in LEVELS
+}
 """A checkpoint of each family."""
 
 
 @pytest.mark.parametrize("family", slow_but([*LARGEST], "llama", "qwen3_moe", "olmo3"))
-def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(family: str, tmp_path: Path) -> None:
+def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(
+    family: str, tmp_path: Path
+) -> None:
     """Of the first layers, up to one of each kind."""
     manifest = outlined(str(write(tmp_path, unquantized(LARGEST[family]))))
     whole = manifest.geometry
-    layers = max(2, 1 + max(whole.layer_kinds.index(kind) for kind in set(whole.layer_kinds))) if whole.layer_kinds else 2
+    layers = (
+        max(2, 1 + max(whole.layer_kinds.index(kind) for kind in set(whole.layer_kinds)))
+        if whole.layer_kinds
+        else 2
+    )
     config = unquantized(LARGEST[family]) | {"num_hidden_layers": layers}
-    config |= {key: config[key][:layers] for key in ("layer_types", "no_rope_layers") if config.get(key)}
+    config |= {
+        key: config[key][:layers] for key in ("layer_types", "no_rope_layers") if config.get(key)
+    }
     manifest = outlined(str(write(tmp_path, config)))
-    options = ExportOptions(manifest.dtype, manifest.max_seq_len, quantization=manifest.quantization)
+    options = ExportOptions(
+        manifest.dtype, manifest.max_seq_len, quantization=manifest.quantization
+    )
     for name, graph in (("draft", manifest.draft), ("verify", manifest.verify[0])):
         found = trace(name, manifest.geometry, manifest.exit_head, options)
         assert {weight.name: weight for weight in found.weights} == weights_of(manifest, graph)
 
 
 def narrowed(name: str) -> dict[str, Any]:
-    """The config with few layers and small sizes. Everything else is as it was published, and so is the way it is written."""
+    """The config with few layers and small sizes. Everything else is as it was published, and so is
+    the way it is written."""
     config = unquantized(name)
-    heads, kv_heads, layers = config["num_attention_heads"], config["num_key_value_heads"], min(config["num_hidden_layers"], 7)
+    heads, kv_heads, layers = (
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        min(config["num_hidden_layers"], 7),
+    )
     whole = config.get("head_dim") or config["hidden_size"] // heads
     size, narrow = 16, min(heads, 4)
     config |= {
@@ -117,25 +154,44 @@ def narrowed(name: str) -> dict[str, Any]:
         "num_key_value_heads": max(1, narrow * kv_heads // heads),
         "num_hidden_layers": layers,
     }
-    config |= {"hidden_size": narrow * size, "intermediate_size": 48, "vocab_size": 61, "pad_token_id": None, "eos_token_id": 2}
+    config |= {
+        "hidden_size": narrow * size,
+        "intermediate_size": 48,
+        "vocab_size": 61,
+        "pad_token_id": None,
+        "eos_token_id": 2,
+    }
     config |= {"head_dim": size} if "head_dim" in config else {}
     config |= {"moe_intermediate_size": 24} if "moe_intermediate_size" in config else {}
     for key, most in {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2}.items():
         config |= {key: min(config[key], most)} if key in config else {}
-    config |= {key: config[key][:layers] for key in ("layer_types", "no_rope_layers") if config.get(key)}
+    config |= {
+        key: config[key][:layers] for key in ("layer_types", "no_rope_layers") if config.get(key)
+    }
     config |= {"sliding_window": 24} if config.get("sliding_window") else {}
     scaling = dict(config.get("rope_scaling") or {})
     step = whole // size
-    scaling |= {key: scaling[key][::step] for key in ("long_factor", "short_factor") if key in scaling}
+    scaling |= {
+        key: scaling[key][::step] for key in ("long_factor", "short_factor") if key in scaling
+    }
     return config | ({"rope_scaling": scaling} if scaling else {})
 
 
 @cache
 def distinct() -> list[str]:
     """One checkpoint of those whose narrow configs are equal but for fields of no effect."""
-    kept = ("transformers_version", "torch_dtype", "dtype", "bos_token_id", "_name_or_path", "use_cache")
+    kept = (
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "bos_token_id",
+        "_name_or_path",
+        "use_cache",
+    )
     texts = {
-        name: json.dumps({key: value for key, value in narrowed(name).items() if key not in kept}, sort_keys=True)
+        name: json.dumps(
+            {key: value for key, value in narrowed(name).items() if key not in kept}, sort_keys=True
+        )
         for name in CONFIGS
     }
     return list({text: name for name, text in texts.items()}.values())
@@ -146,7 +202,9 @@ def distinct() -> list[str]:
 def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
     config = narrowed(name)
     write(tmp_path, config)
-    model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)  # type: ignore[no-untyped-call]
+    model: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
+    )  # type: ignore[no-untyped-call]
     randomise(model, 0)
     if config["model_type"].startswith("gemma"):  # whose norms are stored less 1
         for parameter, values in model.named_parameters():
@@ -156,7 +214,9 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
     assert load_config(tmp_path).geometry.num_layers == config["num_hidden_layers"]
     checkpoint = Checkpoint(tmp_path)
     count = min(TEXT, checkpoint.config.max_positions)
-    ids = torch.randint(0, config["vocab_size"], (1, count), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(
+        0, config["vocab_size"], (1, count), generator=torch.Generator().manual_seed(1)
+    )
     expected = model.eval()(ids).logits[0]
     found = logits_of(checkpoint, ids)
     torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.abs().max()))
@@ -165,5 +225,7 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
 def logits_of(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
     geometry, count = checkpoint.geometry, ids.shape[1]
     caches = empty_caches(geometry, 1, count, geometry.num_layers)
-    found: torch.Tensor = checkpoint.decoder()(ids, causal_inputs(geometry, 1, count, count), caches)[0][0]
+    found: torch.Tensor = checkpoint.decoder()(
+        ids, causal_inputs(geometry, 1, count, count), caches
+    )[0][0]
     return found

@@ -11,7 +11,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from eesd.common.geometry import ExitConfig, Experts, Geometry, RopeScaling, draft_caches, exit_caches
+from eesd.common.geometry import (
+    ExitConfig,
+    Experts,
+    Geometry,
+    RopeScaling,
+    draft_caches,
+    exit_caches,
+)
 from eesd.common.quantization import LM_HEAD, Quantization, Quantizations, Shape, parts_of
 from eesd.common.weights import (
     EMBEDDINGS,
@@ -56,8 +63,12 @@ class UsedParameters(TorchFunctionMode):
         super().__init__()
         self.used: set[int] = set()
 
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.used |= {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)}
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.used |= {
+            id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)
+        }
         return func(*args, **(kwargs or {}))
 
 
@@ -65,12 +76,16 @@ def shapes_of(module: nn.Module) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
-def used_shapes(module: Draft | Verify, x: torch.Tensor, geometry: Geometry, caches: int) -> dict[str, Shape]:
+def used_shapes(
+    module: Draft | Verify, x: torch.Tensor, geometry: Geometry, caches: int
+) -> dict[str, Shape]:
     """Name and shape of the parameters that a pass uses, and of the rotary tables."""
     with UsedParameters() as mode, torch.no_grad():
         module(x, causal_inputs(geometry, 1, 2, SLOTS), empty_caches(geometry, 1, SLOTS, caches))
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if id(p) in mode.used}
-    return shapes | dict(zip(ROTARY_TABLES, (tuple(t.shape) for t in rotary_tables(geometry, SLOTS)), strict=True))
+    return shapes | dict(
+        zip(ROTARY_TABLES, (tuple(t.shape) for t in rotary_tables(geometry, SLOTS)), strict=True)
+    )
 
 
 def stages(ends: Iterable[int]) -> list[range]:
@@ -95,14 +110,21 @@ def test_exit_head_shapes_are_the_parameters_of_the_exit_head(
     shapes, model = exit_head_shapes(geometry, config), model_shapes(geometry)
     assert shapes == shapes_of(ExitHead(geometry, config))
     if geometry.experts is None:
-        assert {name: model[base] for name, (base,) in initial_names(geometry, config).items()} == shapes
-    assert {base for bases in initial_names(geometry, config).values() for base in bases} <= model.keys()
+        assert {
+            name: model[base] for name, (base,) in initial_names(geometry, config).items()
+        } == shapes
+    assert {
+        base for bases in initial_names(geometry, config).values() for base in bases
+    } <= model.keys()
 
 
 @pytest.mark.parametrize("own_lm_head", [False, True])
 def test_a_draft_vocabulary_is_part_of_the_exit_head(geometry: Geometry, own_lm_head: bool) -> None:
     config = ExitConfig(1, own_lm_head=own_lm_head, draft_vocab=50)
-    shapes = {name: tuple(tensor.shape) for name, tensor in ExitHead(geometry, config).state_dict().items()}
+    shapes = {
+        name: tuple(tensor.shape)
+        for name, tensor in ExitHead(geometry, config).state_dict().items()
+    }
     assert exit_head_shapes(geometry, config) == shapes and shapes["draft_vocab"] == (50,)
     assert not own_lm_head or shapes["lm_head.weight"] == (50, geometry.hidden_size)
 
@@ -121,7 +143,9 @@ def test_graph_shapes_are_the_parameters_that_draft_and_verify_use(
             continue
         for layers in stages(split):
             caches = len(layers) + (len(exit_caches(geometry, config)) if layers.start == 0 else 0)
-            used = used_shapes(Verify(decoder, head, layers), hidden if layers.start else ids, geometry, caches)
+            used = used_shapes(
+                Verify(decoder, head, layers), hidden if layers.start else ids, geometry, caches
+            )
             assert graph_shapes(geometry, config, SLOTS, layers, draft=False, packed=False) == used
 
 
@@ -129,7 +153,8 @@ def test_packed_weights_have_the_rows_of_their_parts() -> None:
     config = ExitConfig(1)
     apart = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False, packed=False)
     packed = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False)
-    assert "exit_head.blocks.0.self_attn.kv_proj.weight" in packed  # verify computes only keys and values there
+    # Verify computes only keys and values there.
+    assert "exit_head.blocks.0.self_attn.kv_proj.weight" in packed
     for name, shape in packed.items():
         parts = [apart[part] for part in parts_of(name)]
         assert shape == (sum(part[0] for part in parts), *parts[0][1:])
@@ -151,26 +176,43 @@ INT8, INT4 = Quantization("int8", 32), Quantization("int4", 32)
         (Quantizations(draft=INT8), True),
     ],
 )
-def test_one_node_is_not_faster_where_the_draft_has_int8_weights(quantization: Quantizations, drafts_with_int8: bool) -> None:
+def test_one_node_is_not_faster_where_the_draft_has_int8_weights(
+    quantization: Quantizations, drafts_with_int8: bool
+) -> None:
     assert one_node_is_faster(LONG_CACHE, quantization) != drafts_with_int8
 
 
 def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:
-    """A tied LM head is the table, which the draft has no copy of. Biases stay apart with their layers."""
+    """A tied LM head is the table, which the draft has no copy of. Biases stay apart with their
+    layers."""
     geometry = replace(LLAMA, qkv_bias=True, tied_embeddings=True)
     layer, own = "model.layers.0", {EMBEDDINGS: replace(INT8, scales="float16")}
     own |= {f"{layer}.self_attn.{part}_proj.weight": INT4 for part in "qk"}
-    own |= {f"{layer}.mlp.{part}_proj.weight": replace(INT4, minimums=True, scales="float32") for part in ("gate", "up")}
+    own |= {
+        f"{layer}.mlp.{part}_proj.weight": replace(INT4, minimums=True, scales="float32")
+        for part in ("gate", "up")
+    }
     quantization = Quantizations(draft=INT4, tensors=own)
     for draft in (True, False):
-        shapes = graph_shapes(geometry, ExitConfig(1), SLOTS, range(4), draft, quantization=quantization)
+        shapes = graph_shapes(
+            geometry, ExitConfig(1), SLOTS, range(4), draft, quantization=quantization
+        )
         of_layer = {name for name in shapes if name.removeprefix("draft.").startswith(layer)}
         first = {name for name in of_layer if "self_attn" in name and "o_proj" not in name}
         value = f"{'draft.' * draft}{layer}.self_attn.v_proj.weight"
-        apart = {f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")}
+        apart = {
+            f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")
+        }
         assert first == apart - {f"{layer}.self_attn.v_proj.weight"} | {value}
-        assert f"{layer}.mlp.gate_up_proj.weight" in of_layer and LM_HEAD not in shapes and "draft.lm_head.weight" not in shapes
+        assert (
+            f"{layer}.mlp.gate_up_proj.weight" in of_layer
+            and LM_HEAD not in shapes
+            and "draft.lm_head.weight" not in shapes
+        )
         table = stored_weight(EMBEDDINGS, shapes[EMBEDDINGS], "float32", quantization)
         rows, width = shapes[EMBEDDINGS]
         assert not table.transposed and table.scales_shape == (rows, width // 32)
-        assert table.tensors == {EMBEDDINGS: rows * width, EMBEDDINGS + SCALES: rows * width // 32 * 2}
+        assert table.tensors == {
+            EMBEDDINGS: rows * width,
+            EMBEDDINGS + SCALES: rows * width // 32 * 2,
+        }

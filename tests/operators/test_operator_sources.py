@@ -1,4 +1,5 @@
-"""The operators' C++ under sanitizers, and with mistakes made on purpose, which the checks of the operators must catch."""
+"""The operators' C++ under sanitizers, and with mistakes made on purpose, which the checks of the
+operators must catch."""
 
 import os
 import platform
@@ -32,7 +33,9 @@ from eesd.runtime.engines import operators
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ for x86-64"),
+    pytest.mark.skipif(
+        shutil.which("g++") is None or platform.machine() != "x86_64", reason="needs g++ for x86-64"
+    ),
 ]
 
 SOURCES = Path(operators.__file__).parents[1] / "operators"
@@ -40,8 +43,17 @@ CHECKS = Path(__file__).parent
 FLAGS = ("-std=c++17", "-ffp-contract=off")
 MISSING = ("-DEESD_MISSING",)
 KERNELS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c"),
-    "avx2vnni": ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni"),  # the same instruction as AVX-VNNI's
+    "avx512": (
+        "-mavx512f",
+        "-mavx512bw",
+        "-mavx512vl",
+        "-mavx512dq",
+        "-mavx512vnni",
+        "-mfma",
+        "-mf16c",
+    ),
+    # The same instruction as AVX-VNNI's.
+    "avx2vnni": ("-mavx2", "-mfma", "-mf16c", "-mavx512vl", "-mavx512vnni"),
     "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "i8mm": MISSING,
     "neon": MISSING,
@@ -68,14 +80,19 @@ setup.make_library(Path(folder, "library"), Path(folder))
 def build_for(system: str, machine: str, compiler: str, folder: Path) -> None:
     """Build the library as the package does there, without a warning."""
     command = [sys.executable, "-P", "-c", CROSS, str(folder), str(SETUP), system, machine]
-    done = subprocess.run(command, cwd=SETUP, capture_output=True, text=True, env=os.environ | {"CXX": compiler})
+    done = subprocess.run(
+        command, cwd=SETUP, capture_output=True, text=True, env=os.environ | {"CXX": compiler}
+    )
     assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr
     assert (folder / "library").exists() and len(list(folder.glob("kernels_*.o"))) == len(KERNELS)
 
 
 def compile_all(*commands: list[str]) -> None:
     """Run compilers side by side."""
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for command in commands]
+    running = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for command in commands
+    ]
     for process in running:
         output = process.communicate()[0]
         assert process.returncode == 0, output[-3000:]
@@ -93,9 +110,15 @@ def sanitized(source: list[str], to: Path) -> list[str]:
 
 def run_sanitized(objects: dict[str, Path], program: Path, cases: str) -> list[str]:
     """Link and run the driver. Returns the names of the kernels that ran."""
-    compile_all(["g++", "-fsanitize=address,undefined", *map(str, objects.values()), "-o", str(program)])
-    done = subprocess.run([program, cases], capture_output=True, text=True, env={**os.environ, "ASAN_OPTIONS": ""})
-    assert done.returncode == 0 and done.stdout.startswith("equal bits"), done.stdout[-2000:] + done.stderr[-4000:]
+    compile_all(
+        ["g++", "-fsanitize=address,undefined", *map(str, objects.values()), "-o", str(program)]
+    )
+    done = subprocess.run(
+        [program, cases], capture_output=True, text=True, env={**os.environ, "ASAN_OPTIONS": ""}
+    )
+    assert done.returncode == 0 and done.stdout.startswith("equal bits"), (
+        done.stdout[-2000:] + done.stderr[-4000:]
+    )
     return done.stderr.split()
 
 
@@ -111,15 +134,19 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_sanitizers_find_nothing(objects: dict[str, Path], tmp_path: Path) -> None:
-    """Products and attention over odd sizes in memory of just their size; all kernels give the same bits."""
+    """Products and attention over odd sizes in memory of just their size; all kernels give the same
+    bits."""
     assert "scalar" in run_sanitized(objects, tmp_path / "check", "1")
 
 
 def test_emulated_instructions_give_the_same_bits(objects: dict[str, Path], tmp_path: Path) -> None:
-    """The same without AVX-512 and AVX-VNNI: SIMDe's functions for AVX2 take the place of their instructions."""
+    """The same without AVX-512 and AVX-VNNI: SIMDe's functions for AVX2 take the place of their
+    instructions."""
     if "avx2" not in run_sanitized(objects, tmp_path / "own", "1000"):
         pytest.skip("needs a processor with AVX2")
-    if subprocess.run(["g++", "-E", "-include", SIMDE, "-x", "c++", os.devnull], capture_output=True).returncode:
+    if subprocess.run(
+        ["g++", "-E", "-include", SIMDE, "-x", "c++", os.devnull], capture_output=True
+    ).returncode:
         pytest.skip("SIMDe missing: apt-get install libsimde-dev")
     options = (*KERNELS["avx2"], "-include", str(CHECKS / "emulated_avx512.h"))
     emulated = {name: tmp_path / f"{name}.o" for name in ("avx512", "avx2vnni")}
@@ -129,10 +156,13 @@ def test_emulated_instructions_give_the_same_bits(objects: dict[str, Path], tmp_
 
 @pytest.fixture(scope="module")
 def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The driver with the kernels as the package builds them for ARM, and what it prints with those of this machine."""
+    """The driver with the kernels as the package builds them for ARM, and what it prints with those
+    of this machine."""
     lacking = [name for name in (ARM_COMPILER, "qemu-aarch64") if shutil.which(name) is None]
     if lacking:
-        pytest.skip(f"{' and '.join(lacking)} missing: apt-get install g++-aarch64-linux-gnu qemu-user")
+        pytest.skip(
+            f"{' and '.join(lacking)} missing: apt-get install g++-aarch64-linux-gnu qemu-user"
+        )
     scratch = tmp_path_factory.mktemp("arm")
     build_for("linux", "aarch64", ARM_COMPILER, scratch)
     built, driver = sorted(map(str, scratch.glob("kernels_*.o"))), str(CHECKS / "check_kernels.cpp")
@@ -140,18 +170,31 @@ def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     objects = {name: str(scratch / f"own_{name}.o") for name in KERNELS}
     compile_all(
         [ARM_COMPILER, *common, str(scratch / "arm"), "-static", *built],
-        *(["g++", "-O1", *compiled(name, options), "-o", objects[name]] for name, options in KERNELS.items()),
+        *(
+            ["g++", "-O1", *compiled(name, options), "-o", objects[name]]
+            for name, options in KERNELS.items()
+        ),
     )
     compile_all(["g++", *common, str(scratch / "own"), *objects.values()])
-    return scratch / "arm", subprocess.run([scratch / "own", EMULATED], capture_output=True, text=True).stdout
+    return scratch / "arm", subprocess.run(
+        [scratch / "own", EMULATED], capture_output=True, text=True
+    ).stdout
 
 
-@pytest.mark.parametrize(("processor", "fastest"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a53", "scalar")])
-def test_kernels_for_arm_give_the_same_bits(arm_check: tuple[Path, str], processor: str, fastest: str) -> None:
+@pytest.mark.parametrize(
+    ("processor", "fastest"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a53", "scalar")]
+)
+def test_kernels_for_arm_give_the_same_bits(
+    arm_check: tuple[Path, str], processor: str, fastest: str
+) -> None:
     """Products of matrices, dot products, and plain C++ alone."""
     program, expected = arm_check
-    done = subprocess.run(["qemu-aarch64", "-cpu", processor, program, EMULATED], capture_output=True, text=True)
-    assert expected.startswith("equal bits") and done.stdout == expected, done.stdout[-2000:] + done.stderr[-2000:]
+    done = subprocess.run(
+        ["qemu-aarch64", "-cpu", processor, program, EMULATED], capture_output=True, text=True
+    )
+    assert expected.startswith("equal bits") and done.stdout == expected, (
+        done.stdout[-2000:] + done.stderr[-2000:]
+    )
     assert done.stderr.split()[-1] == fastest
 
 
@@ -190,13 +233,16 @@ def check_trees(path: Path) -> None:
 
 
 def check_shared(path: Path) -> None:
-    """A tree behind more than a chunk, whose nodes read the chunks of the context together, in caches of float16 and int8."""
+    """A tree behind more than a chunk, whose nodes read the chunks of the context together, in
+    caches of float16 and int8."""
     for dtype in ("float16", "int8"):
         layer = Attention(dtype=dtype)
         text = layer.text(150, [149, 150, 150, 151, 151, 152])
         session = layer.session(layer.write(path), 1, "scalar")
         prefill(session, text, 150)
-        assert_same(attend(session, tree(text, 150, 156, 170))[0], layer.specified(text, range(150, 156)))
+        assert_same(
+            attend(session, tree(text, 150, 156, 170))[0], layer.specified(text, range(150, 156))
+        )
 
 
 def check_rounding(path: Path) -> None:
@@ -205,7 +251,8 @@ def check_rounding(path: Path) -> None:
 
 
 def check_chunks(path: Path) -> None:
-    """A long text against the specification, in one call and token by token, by one thread and two."""
+    """A long text against the specification, in one call and token by token, by one thread and
+    two."""
     layer = Attention(norms=True)
     text = layer.text(300)
     some = [0, 62, 63, 64, 127, 128, 129, 255, 256, 299]
@@ -230,75 +277,249 @@ def check_experts(path: Path) -> None:
     """A mixture of a few experts, whose weights are divided by their sum, and one of others."""
     random = np.random.default_rng(0)
     for form, used, normed in (("float32", 2, True), ("bits4", 3, False)):
-        own = [[random_weight(random, form, 32, 32, False, NARROW, True) for _ in range(3)] for _ in range(5)]
+        own = [
+            [random_weight(random, form, 32, 32, False, NARROW, True) for _ in range(3)]
+            for _ in range(5)
+        ]
         check_mixture(Mixture(own, used, normed, residual=True), path, True, ["scalar"])
 
 
 MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
-    "wrong ancestor": ("attention.h", "token.path[place - token.context]", "token.path[0]", check_trees),
+    "wrong ancestor": (
+        "attention.h",
+        "token.path[place - token.context]",
+        "token.path[0]",
+        check_trees,
+    ),
     "next ancestor": (
         "attention.h",
         "token.path[place - token.context]",
         "token.path[least(place - token.context + 1, token.path_length - 1)]",
         check_trees,
     ),
-    "stale slot": ("attention.h", "? token.context : first; place", "? token.context + 1 : first; place", check_trees),
-    "tile behind the context": ("attention.h", "first + 16 <= token.context", "first <= token.context", check_trees),
-    "key in another slot": ("attention.h", "return key_at<Cell>(slot, d)", "return key_at<Cell>(slot + 1, d)", check_trees),
-    "value of a stale slot": ("attention.h", "value_at<Cell>(slot, d, width)", "value_at<Cell>(place, d, width)", check_trees),
-    "split one chunk short": ("operators.cpp", "split ? share + 1 : chunks", "split ? share + 1 : chunks - 1", check_chunks),
-    "split one chunk late": ("operators.cpp", "split ? share : 0", "split ? share : 1", check_chunks),
-    "part of the work left out": ("session.h", "(at + 1) / own.parts", "(at + 1) / own.parts - at", check_products),
+    "stale slot": (
+        "attention.h",
+        "? token.context : first; place",
+        "? token.context + 1 : first; place",
+        check_trees,
+    ),
+    "tile behind the context": (
+        "attention.h",
+        "first + 16 <= token.context",
+        "first <= token.context",
+        check_trees,
+    ),
+    "key in another slot": (
+        "attention.h",
+        "return key_at<Cell>(slot, d)",
+        "return key_at<Cell>(slot + 1, d)",
+        check_trees,
+    ),
+    "value of a stale slot": (
+        "attention.h",
+        "value_at<Cell>(slot, d, width)",
+        "value_at<Cell>(place, d, width)",
+        check_trees,
+    ),
+    "split one chunk short": (
+        "operators.cpp",
+        "split ? share + 1 : chunks",
+        "split ? share + 1 : chunks - 1",
+        check_chunks,
+    ),
+    "split one chunk late": (
+        "operators.cpp",
+        "split ? share : 0",
+        "split ? share : 1",
+        check_chunks,
+    ),
+    "part of the work left out": (
+        "session.h",
+        "(at + 1) / own.parts",
+        "(at + 1) / own.parts - at",
+        check_products,
+    ),
     "wrong merge order": (
         "attention.h",
         "for (int64_t c = 1; c < chunks; c++) merge(part, job.part(t, h, c), job.width);",
         "for (int64_t c = chunks - 1; c > 0; c--) merge(part, job.part(t, h, c), job.width);",
         check_chunks,
     ),
-    "sum not scaled in a merge": ("attention.h", "fma(all(part[1]), old_factor,", "fma(all(part[1]), all(1.f),", check_chunks),
+    "sum not scaled in a merge": (
+        "attention.h",
+        "fma(all(part[1]), old_factor,",
+        "fma(all(part[1]), all(1.f),",
+        check_chunks,
+    ),
     "one position too few": (
         "attention.h",
         "least(seen, CHUNK), part}",
         "least(seen > 1 ? seen - 1 : 1, CHUNK), part}",
         check_chunks,
     ),
-    "a path's chunk shared": ("attention.h", "context >= (chunk + 1) * CHUNK", "context >= chunk * CHUNK", check_shared),
-    "scale of another key": ("attention.h", "scales_of(keys, width)[slot", "scales_of(keys, width)[place", check_shared),
-    "scale of another value": ("attention.h", "scales_of(values, width)[slot", "scales_of(values, width)[place", check_shared),
-    "scales of absent places": ("attention.h", "query.first, query.seen, 0);", "query.first, CHUNK, 0);", check_shared),
-    "float16 cut off": ("kernels.h", "0x38000000 + 0xfff + (bits >> 13 & 1)", "0x38000000", check_shared),
+    "a path's chunk shared": (
+        "attention.h",
+        "context >= (chunk + 1) * CHUNK",
+        "context >= chunk * CHUNK",
+        check_shared,
+    ),
+    "scale of another key": (
+        "attention.h",
+        "scales_of(keys, width)[slot",
+        "scales_of(keys, width)[place",
+        check_shared,
+    ),
+    "scale of another value": (
+        "attention.h",
+        "scales_of(values, width)[slot",
+        "scales_of(values, width)[place",
+        check_shared,
+    ),
+    "scales of absent places": (
+        "attention.h",
+        "query.first, query.seen, 0);",
+        "query.first, CHUNK, 0);",
+        check_shared,
+    ),
+    "float16 cut off": (
+        "kernels.h",
+        "0x38000000 + 0xfff + (bits >> 13 & 1)",
+        "0x38000000",
+        check_shared,
+    ),
     "float16 ties up": ("kernels.h", "0xfff + (bits >> 13 & 1)", "0x1000", check_rounding),
-    "float16 infinite": ("kernels.h", "if (bits > 0x477fe000)", "if (bits > 0x7f800000)", check_rounding),
-    "float16 without subnormal numbers": ("kernels.h", "size += 0.5f", "size = 0.5f", check_rounding),
-    "dropped scale of activations": ("integers.h", ", all(a.scales[block]))", ", all(1.f))", check_products),
-    "dropped scale of weights": ("products.h", "odd[m]), scale, sum[m])", "odd[m]), all(1.f), sum[m])", check_products),
+    "float16 infinite": (
+        "kernels.h",
+        "if (bits > 0x477fe000)",
+        "if (bits > 0x7f800000)",
+        check_rounding,
+    ),
+    "float16 without subnormal numbers": (
+        "kernels.h",
+        "size += 0.5f",
+        "size = 0.5f",
+        check_rounding,
+    ),
+    "dropped scale of activations": (
+        "integers.h",
+        ", all(a.scales[block]))",
+        ", all(1.f))",
+        check_products,
+    ),
+    "dropped scale of weights": (
+        "products.h",
+        "odd[m]), scale, sum[m])",
+        "odd[m]), all(1.f), sum[m])",
+        check_products,
+    ),
     "dropped minimum": ("integers.h", "if (minimums) sum[m]", "if (false) sum[m]", check_products),
-    "dropped minimum, float32": ("products.h", "if (w.minimums) sum[m]", "if (false) sum[m]", check_products),
+    "dropped minimum, float32": (
+        "products.h",
+        "if (w.minimums) sum[m]",
+        "if (false) sum[m]",
+        check_products,
+    ),
     "dropped zero": ("integers.h", "-w.zero * a.sums[fine][part]", "0", check_products),
     "dropped zero, float32": ("products.h", "all((float)w.zero)", "all(0)", check_products),
-    "half of another block": ("integers.h", "load_scales(w, scales, h,", "load_scales(w, scales, 0,", check_products),
-    "half of another block, float32": ("products.h", "load_scales(w, scales, h,", "load_scales(w, scales, 0,", check_products),
-    "factors of another scale": ("kernels.h", "block / SUPER * (SUPER", "0 * (SUPER", check_split_scales),
-    "factors of scales for minimums": ("levels.h", "factors + PANEL * 2", "factors", check_split_scales),
-    "dropped factor": ("levels.h", "mul(load_int8((const int8_t *)p + index * PANEL), ", "(", check_split_scales),
-    "the later one of equal logits": ("topk.h", "values[at - 1] < value", "values[at - 1] <= value", check_top),
-    "a strip passed over": ("topk.h", "if (!(largest_lane(most) >", "if (first > 100 || !(largest_lane(most) >", check_top),
+    "half of another block": (
+        "integers.h",
+        "load_scales(w, scales, h,",
+        "load_scales(w, scales, 0,",
+        check_products,
+    ),
+    "half of another block, float32": (
+        "products.h",
+        "load_scales(w, scales, h,",
+        "load_scales(w, scales, 0,",
+        check_products,
+    ),
+    "factors of another scale": (
+        "kernels.h",
+        "block / SUPER * (SUPER",
+        "0 * (SUPER",
+        check_split_scales,
+    ),
+    "factors of scales for minimums": (
+        "levels.h",
+        "factors + PANEL * 2",
+        "factors",
+        check_split_scales,
+    ),
+    "dropped factor": (
+        "levels.h",
+        "mul(load_int8((const int8_t *)p + index * PANEL), ",
+        "(",
+        check_split_scales,
+    ),
+    "the later one of equal logits": (
+        "topk.h",
+        "values[at - 1] < value",
+        "values[at - 1] <= value",
+        check_top,
+    ),
+    "a strip passed over": (
+        "topk.h",
+        "if (!(largest_lane(most) >",
+        "if (first > 100 || !(largest_lane(most) >",
+        check_top,
+    ),
     "NaN as a number": ("topk.h", "x[i] == x[i] ? x[i] : -INFINITY", "x[i]", check_top),
     "last columns not added": ("topk.h", "if (i < job.columns) sum", "if (false) sum", check_top),
-    "experts in the order of their weights": ("operators.cpp", "own[a] < own[b]", "a < b", check_experts),
-    "weights of other experts": ("operators.cpp", "weights[t * used_ + one]", "weights[t * used_ + i]", check_experts),
-    "activations of another expert": ("operators.cpp", "ready.from(first)", "ready.from(0)", check_experts),
+    "experts in the order of their weights": (
+        "operators.cpp",
+        "own[a] < own[b]",
+        "a < b",
+        check_experts,
+    ),
+    "weights of other experts": (
+        "operators.cpp",
+        "weights[t * used_ + one]",
+        "weights[t * used_ + i]",
+        check_experts,
+    ),
+    "activations of another expert": (
+        "operators.cpp",
+        "ready.from(first)",
+        "ready.from(0)",
+        check_experts,
+    ),
     "weights not divided": ("experts.h", "if (!job.normed) continue;", "continue;", check_experts),
     "sum of the experts rounded twice": (
         "experts.h",
-        "sum = fma(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count), sum)",
-        "sum = add(mul(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + column, count)), sum)",
+        (
+            "sum = fma(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns + "
+            "column, count), sum)"
+        ),
+        (
+            "sum = add(mul(all(job.weights[i]), load_some(job.experts + job.rows[i] * job.columns "
+            "+ column, count)), sum)"
+        ),
         check_experts,
     ),
-    "lower halves as the upper ones": ("vector_scalar.h", "(low.byte[i] & 15)", "(high.byte[i] & 15)", check_products),
-    "lower halves of another block": ("levels.h", "panel[2] + block * HALF", "panel[2]", check_products),
-    "lower plane of another panel": ("products.h", "lower_at(panels[i])", "lower_at(0)", check_products),
-    "upper halves without what they lack": ("levels.h", "7.5f - (float)w.zero", "-(float)w.zero", check_products),
+    "lower halves as the upper ones": (
+        "vector_scalar.h",
+        "(low.byte[i] & 15)",
+        "(high.byte[i] & 15)",
+        check_products,
+    ),
+    "lower halves of another block": (
+        "levels.h",
+        "panel[2] + block * HALF",
+        "panel[2]",
+        check_products,
+    ),
+    "lower plane of another panel": (
+        "products.h",
+        "lower_at(panels[i])",
+        "lower_at(0)",
+        check_products,
+    ),
+    "upper halves without what they lack": (
+        "levels.h",
+        "7.5f - (float)w.zero",
+        "-(float)w.zero",
+        check_products,
+    ),
     "norm without epsilon": ("rows.h", "(float)size + epsilon", "(float)size", check_products),
 }
 """By name: file, what is replaced, by what, and the check that must fail."""
@@ -306,17 +527,23 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Kernels that no processor supports in the place of the fast ones: mutants are compiled without them."""
+    """Kernels that no processor supports in the place of the fast ones: mutants are compiled
+    without them."""
     directory = tmp_path_factory.mktemp("stubs")
     made = {name: str(directory / f"{name}.o") for name in operators.KERNELS if name != "scalar"}
-    compile_all(*(["g++", "-fPIC", *compiled(name, MISSING), "-o", to] for name, to in made.items()))
+    compile_all(
+        *(["g++", "-fPIC", *compiled(name, MISSING), "-o", to] for name, to in made.items())
+    )
     return [*made.values()]
 
 
 def build(sources: Path, library: Path, stubs: list[str]) -> Path:
-    common = ["g++", *FLAGS, "-O0", "-fPIC", "-fvisibility=hidden", "-DEESD_KERNELS=scalar"]  # compiling takes most of the time
+    # Compiling takes most of the time.
+    common = ["g++", *FLAGS, "-O0", "-fPIC", "-fvisibility=hidden", "-DEESD_KERNELS=scalar"]
     objects = [str(library.with_name(f"{name}.o")) for name in ("kernels", "operators")]
-    compile_all(*([*common, "-c", str(sources / f"{Path(to).stem}.cpp"), "-o", to] for to in objects))
+    compile_all(
+        *([*common, "-c", str(sources / f"{Path(to).stem}.cpp"), "-o", to] for to in objects)
+    )
     compile_all(["g++", "-shared", "-o", str(library), *objects, *stubs])
     return library
 
@@ -343,7 +570,9 @@ def test_the_sources_pass_the_checks(
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mistake_is_caught(tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_mistake_is_caught(
+    tmp_path: Path, stubs: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     file, old, new, check = MUTANTS[name]
     sources = shutil.copytree(SOURCES, tmp_path / "sources")
     text = (sources / file).read_text()

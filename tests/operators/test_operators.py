@@ -1,4 +1,5 @@
-"""The operators of this project against their specification in NumPy, bit for bit, and float64; bad inputs are refused."""
+"""The operators of this project against their specification in NumPy, bit for bit, and float64; bad
+inputs are refused."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -46,7 +47,9 @@ pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operat
 SIZES = [(32, 1), (64, 49), (96, 16), (160, 33), (32, 97), (128, 80)]
 SPLIT_SIZES = [(256, 17), (512, 33)]
 VARIANTS = list(combinations((False, True), (NARROW, WIDE, SPLIT), (False, True)))
-FORMS = [(form, *of) for form in BITS for of in VARIANTS if form not in PLANES_OF or not (of[0] or of[2])]
+FORMS = [
+    (form, *of) for form in BITS for of in VARIANTS if form not in PLANES_OF or not (of[0] or of[2])
+]
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,9 @@ def test_products_with_levels(
     random = seeded(form, number)
     sizes = SPLIT_SIZES if kind == SPLIT else SIZES
     inputs, outputs = sizes[(number + int8) % len(sizes)]
-    weight = random_weight(random, form, inputs, outputs, fine, kind, minimums, signed=number % 3 != 1)
+    weight = random_weight(
+        random, form, inputs, outputs, fine, kind, minimums, signed=number % 3 != 1
+    )
     packed = pack(weight)
     expected = (list(BITS).index(form) + 3, inputs, outputs, weight.zero, fine, kind, minimums)
     assert packed.numbers == expected
@@ -76,7 +81,9 @@ def test_products_with_levels(
 
 @pytest.mark.parametrize("inputs, outputs", [(1, 1), (20, 49), (48, 16), (33, 97), (129, 65)])
 @pytest.mark.parametrize("form", ["float32", "float16", "bfloat16"])
-def test_products_with_floats(tmp_path: Path, names: list[str], form: str, inputs: int, outputs: int) -> None:
+def test_products_with_floats(
+    tmp_path: Path, names: list[str], form: str, inputs: int, outputs: int
+) -> None:
     weight = random_weight(seeded(form, inputs), form, inputs, outputs, False, NARROW, False)
     check_product(Product([weight]), tmp_path / "model", True, names)
 
@@ -84,7 +91,9 @@ def test_products_with_floats(tmp_path: Path, names: list[str], form: str, input
 def parts(random: np.random.Generator, inputs: int, *forms: str, outputs: int = 0) -> list[Weight]:
     sizes = (49, 16, 33, 5)
     return [
-        random_weight(random, form, inputs, outputs or sizes[i % 4], i % 2 == 1, i % 3 % 2, i % 2 == 0)
+        random_weight(
+            random, form, inputs, outputs or sizes[i % 4], i % 2 == 1, i % 3 % 2, i % 2 == 0
+        )
         for i, form in enumerate(forms)
     ]
 
@@ -99,9 +108,17 @@ def parts(random: np.random.Generator, inputs: int, *forms: str, outputs: int = 
         ("bfloat16", "float32"),
     ],
 )
-@pytest.mark.parametrize("norm, bias, residual", [(True, False, False), (False, True, True), (True, True, True)])
+@pytest.mark.parametrize(
+    "norm, bias, residual", [(True, False, False), (False, True, True), (True, True, True)]
+)
 def test_products_of_several_parts(
-    tmp_path: Path, names: list[str], forms: tuple[str, ...], norm: bool, bias: bool, residual: bool, int8: bool
+    tmp_path: Path,
+    names: list[str],
+    forms: tuple[str, ...],
+    norm: bool,
+    bias: bool,
+    residual: bool,
+    int8: bool,
 ) -> None:
     random = seeded(forms, norm, bias)
     own = parts(random, 96, *forms)
@@ -124,10 +141,18 @@ def test_products_of_several_parts(
     ],
 )
 @pytest.mark.parametrize(
-    "norm, bias, residual, gating", [(False, False, False, 1), (True, True, False, 2), (True, False, True, 1)]
+    "norm, bias, residual, gating",
+    [(False, False, False, 1), (True, True, False, 2), (True, False, True, 1)],
 )
 def test_gates(
-    tmp_path: Path, names: list[str], forms: tuple[str, ...], norm: bool, bias: bool, residual: bool, gating: int, int8: bool
+    tmp_path: Path,
+    names: list[str],
+    forms: tuple[str, ...],
+    norm: bool,
+    bias: bool,
+    residual: bool,
+    gating: int,
+    int8: bool,
 ) -> None:
     random = seeded(forms, norm, bias)
     own = parts(random, 64, *forms, outputs=49)
@@ -138,7 +163,9 @@ def test_gates(
 
 @pytest.mark.parametrize("int8", [True, False], ids=["int8", "float32"])
 @pytest.mark.parametrize("kind", [NARROW, WIDE, SPLIT])
-def test_two_planes_have_the_bits_and_bytes_of_one(tmp_path: Path, names: list[str], kind: int, int8: bool) -> None:
+def test_two_planes_have_the_bits_and_bytes_of_one(
+    tmp_path: Path, names: list[str], kind: int, int8: bool
+) -> None:
     inputs, outputs = (512, 33) if kind == SPLIT else (160, 49)
     weight = random_weight(seeded(kind), "bits8", inputs, outputs, False, kind, False)
     whole, planes = Product([weight]), Product([replace(weight, form="planes")])
@@ -155,13 +182,20 @@ def test_two_planes_have_the_bits_and_bytes_of_one(tmp_path: Path, names: list[s
 def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: bool) -> None:
     """Other lower halves change nothing, and lie after the upper ones."""
     weight = random_weight(seeded("upper"), "upper", 96, 49, False, NARROW, False)
-    other = replace(weight, levels=weight.levels - weight.levels % 16 + seeded("lower").integers(0, 16, (96, 49)))
+    other = replace(
+        weight,
+        levels=weight.levels - weight.levels % 16 + seeded("lower").integers(0, 16, (96, 49)),
+    )
     packed, changed = pack(weight).data, pack(other).data
     lower = 4 * 3 * 256
-    assert (packed[:-lower] == changed[:-lower]).all() and (packed[-lower:] != changed[-lower:]).any()
+    assert (packed[:-lower] == changed[:-lower]).all() and (
+        packed[-lower:] != changed[-lower:]
+    ).any()
     products = Product([weight]), Product([other])
     for name in names:
-        found = [own.run(make_session(own.write(tmp_path / "model"), 1, int8, name)) for own in products]
+        found = [
+            own.run(make_session(own.write(tmp_path / "model"), 1, int8, name)) for own in products
+        ]
         assert_same(found[1], found[0], name)
 
 
@@ -169,7 +203,10 @@ def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weigh
     """Gate, up and down of so many experts, in these formats."""
     random, sizes = seeded(count, forms), ((hidden, inner), (hidden, inner), (inner, hidden))
     return [
-        [random_weight(random, form, *size, i % 2 == 1, NARROW, i % 2 == 0) for form, size in zip(forms, sizes, strict=True)]
+        [
+            random_weight(random, form, *size, i % 2 == 1, NARROW, i % 2 == 0)
+            for form, size in zip(forms, sizes, strict=True)
+        ]
         for i in range(count)
     ]
 
@@ -202,7 +239,9 @@ def test_mixtures(
 ) -> None:
     weight = seeded("norm").normal(1, 0.3, hidden).astype(np.float32) if norm else None
     own = experts(count, hidden, inner, *forms)
-    check_mixture(Mixture(own, used, normed, weight, residual, gating), tmp_path / "model", int8, names)
+    check_mixture(
+        Mixture(own, used, normed, weight, residual, gating), tmp_path / "model", int8, names
+    )
 
 
 def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
@@ -220,16 +259,28 @@ def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
         for value in values:
             unloadable(path, "Mixture", mixture.inputs(), **mixture.attributes() | {name: value})
     random = seeded("other")
-    for place, size, form in ((1, (32, 17), "float32"), (4, (31, 16), "float32"), (8, (16, 31), "float32")):
+    for place, size, form in (
+        (1, (32, 17), "float32"),
+        (4, (31, 16), "float32"),
+        (8, (16, 31), "float32"),
+    ):
         others = [list(expert) for expert in own]
         others[place // 3][place % 3] = random_weight(random, form, *size, False, NARROW, False)
         odd = Mixture(others, 2)
         unloadable(path, "Mixture", odd.inputs(), "same sizes", **odd.attributes())
-    others = [own[0], [own[1][0], random_weight(random, "float16", 32, 16, False, NARROW, False), own[1][2]], own[2]]
+    others = [
+        own[0],
+        [own[1][0], random_weight(random, "float16", 32, 16, False, NARROW, False), own[1][2]],
+        own[2],
+    ]
     odd = Mixture(others, 2)
     unloadable(path, "Mixture", odd.inputs(), "one kind", **odd.attributes())
     session = make_session(mixture.write(path), 2, True)
-    call = {"x": mixture.x[:3].copy(), "logits": mixture.logits[:3].copy(), "residual": mixture.added[:3]}
+    call = {
+        "x": mixture.x[:3].copy(),
+        "logits": mixture.logits[:3].copy(),
+        "residual": mixture.added[:3],
+    }
     for change in (
         {"x": mixture.x[:3, :31]},
         {"logits": mixture.logits[:2]},
@@ -248,7 +299,10 @@ def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
 
 def test_no_rows_give_none(tmp_path: Path) -> None:
     product = Product(parts(seeded(), 64, "bits4"))
-    assert product.run(make_session(product.write(tmp_path / "model"), 2, True), 0, 0).shape == (0, 49)
+    assert product.run(make_session(product.write(tmp_path / "model"), 2, True), 0, 0).shape == (
+        0,
+        49,
+    )
 
 
 KINDS = {NARROW: np.float16, WIDE: np.float32, SPLIT: np.int8}
@@ -261,7 +315,9 @@ def random_logits(random: np.random.Generator, rows: int, columns: int) -> speci
     return found
 
 
-@pytest.mark.parametrize("columns, k", [(1, 1), (16, 16), (63, 8), (64, 3), (200, 8), (1001, 70), (49152, 8)])
+@pytest.mark.parametrize(
+    "columns, k", [(1, 1), (16, 16), (63, 8), (64, 3), (200, 8), (1001, 70), (49152, 8)]
+)
 def test_top_k(tmp_path: Path, names: list[str], columns: int, k: int) -> None:
     random = seeded("top", columns, k)
     logits = random_logits(random, 9, columns)
@@ -283,8 +339,11 @@ def test_top_k(tmp_path: Path, names: list[str], columns: int, k: int) -> None:
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_top_k_of_values_that_are_not_finite(tmp_path: Path, names: list[str], value: float) -> None:
-    """Columns are those of the specification, and so never out of range; without infinity so are the log-probabilities."""
+def test_top_k_of_values_that_are_not_finite(
+    tmp_path: Path, names: list[str], value: float
+) -> None:
+    """Columns are those of the specification, and so never out of range; without infinity so are
+    the log-probabilities."""
     logits = random_logits(seeded("finite"), 5, 300)
     logits[0], logits[1, ::2], logits[2, 17:220], logits[3, 299] = value, value, value, value
     expected, logprobs = specification.top_k(logits, 8)
@@ -309,14 +368,18 @@ def test_bad_top_k_is_refused(tmp_path: Path) -> None:
 
 
 def factor_of(values: Any) -> tuple[float, list[int]]:
-    """The first float16 of which all values are multiples, and the integers: the largest is one of these times it."""
+    """The first float16 of which all values are multiples, and the integers: the largest is one of
+    these times it."""
     largest = max(values, key=abs)
     if largest == 0:
         return 0, [0] * len(values)
     for most in (63, -128, 127, 15, *range(126, 0, -1)):
         factor = float(np.float16(largest / most))
         integers = [round(value / factor) for value in values.tolist()]
-        if all(-128 <= i <= 127 and i * factor == value for i, value in zip(integers, values.tolist(), strict=True)):
+        if all(
+            -128 <= i <= 127 and i * factor == value
+            for i, value in zip(integers, values.tolist(), strict=True)
+        ):
             return factor, integers
     raise AssertionError
 
@@ -325,7 +388,10 @@ def packed_by_hand(weight: Weight, scales: int) -> bytes:
     """The bytes of a weight's panels, value by value as SPECIFICATION.md lists them."""
     inputs, outputs = weight.shape
     found, lower = bytearray(), bytearray()
-    halves, shared = 2 if weight.fine else 1, [part for part in (weight.scales, weight.minimums) if part is not None]
+    halves, shared = (
+        2 if weight.fine else 1,
+        [part for part in (weight.scales, weight.minimums) if part is not None],
+    )
 
     def level(k: int, column: int) -> int:
         return int(weight.levels[k, column]) if column < outputs else 0
@@ -333,11 +399,16 @@ def packed_by_hand(weight: Weight, scales: int) -> bytes:
     for panel in range(-(-outputs // 16)):
         for block in range(inputs // 32):
             for values in shared if scales == SPLIT and block % 8 == 0 else ():
-                columns = values[block * halves : (block + 8) * halves, panel * 16 : panel * 16 + 16].T
+                columns = values[
+                    block * halves : (block + 8) * halves, panel * 16 : panel * 16 + 16
+                ].T
                 factors = np.array([factor_of(column)[0] for column in columns])
                 found += np.pad(factors, (0, 16 - len(factors))).astype(np.float16).tobytes()
             every = [
-                level(block * 32 + group * 4 + i, panel * 16 + c) for group in range(8) for c in range(16) for i in range(4)
+                level(block * 32 + group * 4 + i, panel * 16 + c)
+                for group in range(8)
+                for c in range(16)
+                for i in range(4)
             ]
             if weight.form == "bits8":
                 found += bytes(every)
@@ -347,7 +418,9 @@ def packed_by_hand(weight: Weight, scales: int) -> bytes:
             else:
                 found += bytes(every[j] & 15 | (every[j + 256] & 15) << 4 for j in range(256))
             if weight.form == "bits5":
-                found += bytes(sum((every[8 * j + i] >> 4) << i for i in range(8)) for j in range(64))
+                found += bytes(
+                    sum((every[8 * j + i] >> 4) << i for i in range(8)) for j in range(64)
+                )
             if weight.form == "bits6":
                 found += bytes(
                     sum((every[half * 256 + i * 64 + j] >> 4) << 2 * i for i in range(4))
@@ -360,31 +433,45 @@ def packed_by_hand(weight: Weight, scales: int) -> bytes:
                     if scales == SPLIT:
                         first = block // 8 * 8 * halves
                         columns = values[first : first + 8 * halves, panel * 16 : panel * 16 + 16].T
-                        row = np.array([factor_of(column)[1][(block % 8) * halves + half] for column in columns])
+                        row = np.array(
+                            [
+                                factor_of(column)[1][(block % 8) * halves + half]
+                                for column in columns
+                            ]
+                        )
                     found += np.pad(row, (0, 16 - len(row))).astype(KINDS[scales]).tobytes()
     return bytes(found + lower)
 
 
 @pytest.mark.parametrize("form, fine, kind, minimums", FORMS)
 def test_panels_have_the_specified_bytes(form: str, fine: bool, kind: int, minimums: bool) -> None:
-    weight = random_weight(seeded(form), form, 512 if kind == SPLIT else 64, 37, fine, kind, minimums, signed=False)
+    weight = random_weight(
+        seeded(form), form, 512 if kind == SPLIT else 64, 37, fine, kind, minimums, signed=False
+    )
     packed = pack(weight)
     assert packed.numbers[5] == kind
     assert packed.data.tobytes() == packed_by_hand(weight, kind)
 
 
 @pytest.mark.parametrize(
-    "kind, size, halves, more", [("Q4_K", 144, (0, 2), 1.03), ("Q5_K", 176, (0, 2), 1.03), ("Q6_K", 210, (208,), 1)]
+    "kind, size, halves, more",
+    [("Q4_K", 144, (0, 2), 1.03), ("Q5_K", 176, (0, 2), 1.03), ("Q6_K", 210, (208,), 1)],
 )
-def test_scales_of_k_quants_are_packed_as_files_have_them(kind: str, size: int, halves: tuple[int, ...], more: float) -> None:
-    """Blocks of random bytes: their scales and minimums become the file's integers and factors, or the like."""
+def test_scales_of_k_quants_are_packed_as_files_have_them(
+    kind: str, size: int, halves: tuple[int, ...], more: float
+) -> None:
+    """Blocks of random bytes: their scales and minimums become the file's integers and factors, or
+    the like."""
     random, outputs, supers = seeded(kind), 33, 5
     blocks = random.integers(0, 256, (outputs * supers, size), np.uint8)
     for at in halves:
         factors = random.uniform(-0.1, 0.1, (len(blocks), 1)).astype(np.float16)
         factors[:3, 0] = 0, 1e-7, 6e4  # none, a subnormal one, and nearly the largest
         blocks[:, at : at + 2] = factors.view(np.uint8)
-    parts: list[Any] = [None if part is None else part.reshape(outputs, -1).T for part in _unpack_blocks(kind, blocks)]
+    parts: list[Any] = [
+        None if part is None else part.reshape(outputs, -1).T
+        for part in _unpack_blocks(kind, blocks)
+    ]
     levels, scales, minimums = parts
     assert levels is not None and scales is not None
     packed = pack_levels(Levels(levels.astype(np.int16), scales.astype(np.float32), None, minimums))
@@ -394,14 +481,21 @@ def test_scales_of_k_quants_are_packed_as_files_have_them(kind: str, size: int, 
     for values in (scales, minimums):
         if values is not None:
             integers, factors = _split(values, rows)  # type: ignore[misc]
-            np.testing.assert_array_equal(integers * np.repeat(factors.astype(np.float32), rows, 0), values)
+            np.testing.assert_array_equal(
+                integers * np.repeat(factors.astype(np.float32), rows, 0), values
+            )
 
 
 @pytest.mark.parametrize(
-    "form, fine, kind, minimums", [*FORMS, *((form, False, NARROW, False) for form in ("float32", "float16", "bfloat16"))]
+    "form, fine, kind, minimums",
+    [*FORMS, *((form, False, NARROW, False) for form in ("float32", "float16", "bfloat16"))],
 )
-def test_embed_gives_the_table(tmp_path: Path, form: str, fine: bool, kind: int, minimums: bool) -> None:
-    weight = random_weight(seeded(form), form, 512 if kind == SPLIT else 96, 49, fine, kind, minimums)
+def test_embed_gives_the_table(
+    tmp_path: Path, form: str, fine: bool, kind: int, minimums: bool
+) -> None:
+    weight = random_weight(
+        seeded(form), form, 512 if kind == SPLIT else 96, 49, fine, kind, minimums
+    )
     packed = pack(weight)
     given: list[tuple[str, Any]] = [("ids", TensorProto.INT64), ("table", packed.data)]
     path = one_node(tmp_path / "model", "Embed", given, matrices=packed.numbers)
@@ -443,7 +537,9 @@ def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> N
     some = [length - 1 for length in BORDERS]
     expected = layer.specified(text, some)
     tolerances = {"float32": 2e-5, "float16": 2e-2, "int8": 6e-2}
-    np.testing.assert_allclose(expected, layer.in_float64(text, some), rtol=0, atol=tolerances[layer.dtype])
+    np.testing.assert_allclose(
+        expected, layer.in_float64(text, some), rtol=0, atol=tolerances[layer.dtype]
+    )
     first = prefill(layer.session(path, 1, names[0]), text, 300)
     assert_same(first[some], expected)
     for name, threads in [*((name, 1) for name in names[1:]), (names[0], 2), (names[0], 3)]:
@@ -453,19 +549,37 @@ def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> N
             assert_same(prefill(session, text, 300, pieces), first, (name, threads, pieces))
     session = layer.session(path, 1, names[0])
     for length in BORDERS:
-        assert_same(attend(session, chain(text, length - 1, length))[0], first[length - 1 : length], length)
+        assert_same(
+            attend(session, chain(text, length - 1, length))[0], first[length - 1 : length], length
+        )
 
 
 def random_tree(random: np.random.Generator, context: int, nodes: int) -> list[int]:
     """Parents: the first node's is the last token of the context."""
-    return [context - 1, *(int(random.integers(context, context + node)) for node in range(1, nodes))]
+    return [
+        context - 1,
+        *(int(random.integers(context, context + node)) for node in range(1, nodes)),
+    ]
 
 
 @pytest.mark.parametrize("context", [*BORDERS[:-1], 290])
 @pytest.mark.parametrize(
-    "kind", ["grouped", "MQA, 8", "norms", "64", "float16", "first hidden", "cap, window of 9", "int8", "int8, first hidden"]
+    "kind",
+    [
+        "grouped",
+        "MQA, 8",
+        "norms",
+        "64",
+        "float16",
+        "first hidden",
+        "cap, window of 9",
+        "int8",
+        "int8, first hidden",
+    ],
 )
-def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[str], kind: str, context: int) -> None:
+def test_a_node_of_a_tree_has_the_bits_of_its_path(
+    tmp_path: Path, names: list[str], kind: str, context: int
+) -> None:
     layer = LAYERS[kind]
     path, random = layer.write(tmp_path / "model"), np.random.default_rng(context)
     nodes = 24
@@ -476,13 +590,24 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(tmp_path: Path, names: list[s
     some = [context, context + nodes // 2, context + nodes - 1]
     assert_same(found[[node - context for node in some]], layer.specified(text, some))
     for name, threads in [(names[0], 2), *((name, 1) for name in names[1:])]:
-        assert_same(attend(layer.session(path, threads, name), tree(text, context, context + nodes))[0], found, name)
+        assert_same(
+            attend(layer.session(path, threads, name), tree(text, context, context + nodes))[0],
+            found,
+            name,
+        )
     for node in range(context, context + nodes):  # as a chain in other slots than the tree's
         own = text.paths[node][context:]
         as_chain = layer.text(0)
-        as_chain.qkv, as_chain.cache = np.concatenate([text.qkv[:context], text.qkv[own]]), text.cache
+        as_chain.qkv, as_chain.cache = (
+            np.concatenate([text.qkv[:context], text.qkv[own]]),
+            text.cache,
+        )
         as_chain.paths = [list(range(i + 1)) for i in range(context + len(own))]
-        assert_same(attend(session, chain(as_chain, context, context + len(own)))[0][-1], found[node - context], node)
+        assert_same(
+            attend(session, chain(as_chain, context, context + len(own)))[0][-1],
+            found[node - context],
+            node,
+        )
 
 
 @pytest.mark.parametrize("kind", ["grouped", "float16", "int8"])
@@ -494,12 +619,17 @@ def test_several_sequences_in_a_call(tmp_path: Path, names: list[str], kind: str
     session = layer.session(path, 1, names[0])
     for text, length in zip(texts, lengths, strict=True):
         prefill(session, text, length)
-    alone = [attend(session, tree(text, length, length + 6))[0] for text, length in zip(texts, lengths, strict=True)]
+    alone = [
+        attend(session, tree(text, length, length + 6))[0]
+        for text, length in zip(texts, lengths, strict=True)
+    ]
     alone.append(attend(session, chain(texts[1], 40, 129))[0])
     for name in names:
         for threads in (1, 2, 3):
             shared = layer.session(path, threads, name)
-            calls = [tree(text, length, length + 6) for text, length in zip(texts, lengths, strict=True)]
+            calls = [
+                tree(text, length, length + 6) for text, length in zip(texts, lengths, strict=True)
+            ]
             together = attend(shared, *calls, chain(texts[1], 40, 129))
             for one, own in zip(together, alone, strict=True):
                 assert_same(one, own, (name, threads))
@@ -515,14 +645,21 @@ def test_a_layer_without_queries_only_writes(tmp_path: Path, names: list[str]) -
         text.cache.array[:] = UNWRITTEN
         qkv, tokens, _ = chain(text, 0, 40)
         given = qkv[:, layer.heads * layer.head_dim :].copy()
-        y = run(layer.session(path, 2, name), qkv=given, tokens=tokens, paths=np.zeros((40, 0), np.int32))
+        y = run(
+            layer.session(path, 2, name),
+            qkv=given,
+            tokens=tokens,
+            paths=np.zeros((40, 0), np.int32),
+        )
         assert y.shape == (40, 0)
         _, keys, values = layer.spec.split(text.qkv)
         for slot in range(40):
             expected = layer.spec.turned(keys[slot], slot, layer.spec.k_norm)
             assert_same(text.cache.keys[layer.layer, :, slot // 16, :20, slot % 16], expected)
             assert_same(text.cache.values[layer.layer, :, slot, :20], values[slot])
-        assert_same(text.cache.keys[0, :, :2, :20], written.reshape(2, 2, 2, 24, 32, 16)[0, 0, :, :2, :20])
+        assert_same(
+            text.cache.keys[0, :, :2, :20], written.reshape(2, 2, 2, 24, 32, 16)[0, 0, :, :2, :20]
+        )
         assert (text.cache.keys[1] == np.float32(UNWRITTEN)).all(), "another layer was written"
 
 
@@ -534,7 +671,10 @@ def test_of_no_tokens_attention_gives_none(tmp_path: Path) -> None:
     layer = LAYERS["grouped"]
     session = layer.session(layer.write(tmp_path / "model"), 2)
     tokens, paths = np.zeros((0, 5), np.int64), np.zeros((0, 3), np.int32)
-    assert run(session, qkv=np.zeros((0, 128), np.float32), tokens=tokens, paths=paths).shape == (0, 64)
+    assert run(session, qkv=np.zeros((0, 128), np.float32), tokens=tokens, paths=paths).shape == (
+        0,
+        64,
+    )
 
 
 def refused(session: Any, message: str, **given: Any) -> None:
@@ -563,7 +703,9 @@ def test_bad_calls_of_attention_are_refused(tmp_path: Path) -> None:
     nothing_seen = np.array([[address, 2, 2, 0, 0]], np.int64)
     refused(session, "path", qkv=qkv, tokens=nothing_seen, paths=paths)
     for slot in (-1, layer.slots, 1 << 30):
-        refused(session, "slot", qkv=qkv, tokens=tokens, paths=np.array([[0, slot, 0, 0]], np.int32))
+        refused(
+            session, "slot", qkv=qkv, tokens=tokens, paths=np.array([[0, slot, 0, 0]], np.int32)
+        )
     shapes: list[tuple[str, dict[str, Any]]] = [
         ("tokens", {"tokens": tokens[:, :4]}),
         ("tokens", {"tokens": tokens[0]}),
@@ -578,14 +720,25 @@ def test_bad_calls_of_attention_are_refused(tmp_path: Path) -> None:
     ]
     for message, change in shapes:
         refused(session, message, **({"qkv": qkv, "tokens": tokens, "paths": paths} | change))
-    assert (text.cache.array[text.cache.array != 0] == np.float32(UNWRITTEN)).all(), "a refused call wrote"
+    assert (text.cache.array[text.cache.array != 0] == np.float32(UNWRITTEN)).all(), (
+        "a refused call wrote"
+    )
 
 
 def unloadable(
-    path: Path, kind: str, inputs: Sequence[tuple[str, Any]], message: str = "cannot load", **attributes: Any
+    path: Path,
+    kind: str,
+    inputs: Sequence[tuple[str, Any]],
+    message: str = "cannot load",
+    **attributes: Any,
 ) -> None:
     """A model of one node is refused when it is loaded. Attributes that are None are left out."""
-    one_node(path, kind, inputs, **{name: value for name, value in attributes.items() if value is not None})
+    one_node(
+        path,
+        kind,
+        inputs,
+        **{name: value for name, value in attributes.items() if value is not None},
+    )
     with pytest.raises(EESDError, match=message):
         make_session(path, 1, True)
 
@@ -616,13 +769,16 @@ def test_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
     for index, values in constants.items():
         for value in values:
             changed = (inputs[index][0], value)
-            unloadable(path, "Attention", [*inputs[:index], changed, *inputs[index + 1 :]], **attributes)
+            unloadable(
+                path, "Attention", [*inputs[:index], changed, *inputs[index + 1 :]], **attributes
+            )
     for count in range(1, 7):
         unloadable(path, "Attention", inputs[:count], **attributes)
 
 
 def test_products_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    """Inputs are missing, gate and up do not fit each other, or two planes have finer scales or minimums."""
+    """Inputs are missing, gate and up do not fit each other, or two planes have finer scales or
+    minimums."""
     path, random = tmp_path / "model", seeded("gate")
     product = Product(parts(seeded(), 64, "bits4"))
     for count in range(1, 5):
@@ -634,14 +790,25 @@ def test_products_that_cannot_be_are_refused(tmp_path: Path) -> None:
         (("bits4",), (16,)),
         (("bits4", "bits4", "bits4"), (16, 16, 16)),
     ):
-        own = [random_weight(random, form, 64, size, False, NARROW, False) for form, size in zip(forms, sizes, strict=True)]
+        own = [
+            random_weight(random, form, 64, size, False, NARROW, False)
+            for form, size in zip(forms, sizes, strict=True)
+        ]
         gated = Product(own)
-        unloadable(path, "Product", gated.inputs(), "gate and up", **gated.attributes() | {"gating": 1})
+        unloadable(
+            path, "Product", gated.inputs(), "gate and up", **gated.attributes() | {"gating": 1}
+        )
     for fine, minimums in ((True, False), (False, True)):
         planes = Product([random_weight(seeded(), "bits8", 64, 16, fine, NARROW, minimums)])
         for form in (PLANES, UPPER):
             numbers = (form, *planes.attributes()["matrices"][1:])
-            unloadable(path, "Product", planes.inputs(), "two planes", **planes.attributes() | {"matrices": numbers})
+            unloadable(
+                path,
+                "Product",
+                planes.inputs(),
+                "two planes",
+                **planes.attributes() | {"matrices": numbers},
+            )
 
 
 def test_bad_calls_of_products_are_refused(tmp_path: Path) -> None:
@@ -664,7 +831,9 @@ def test_bad_calls_of_products_are_refused(tmp_path: Path) -> None:
 def test_bad_ids_are_refused(tmp_path: Path) -> None:
     packed = pack(random_weight(seeded(), "bits4", 64, 49, False, NARROW, False))
     given: list[tuple[str, Any]] = [("ids", TensorProto.INT64), ("table", packed.data)]
-    session = make_session(one_node(tmp_path / "model", "Embed", given, matrices=packed.numbers), 2, True)
+    session = make_session(
+        one_node(tmp_path / "model", "Embed", given, matrices=packed.numbers), 2, True
+    )
     for ids in ([49], [-1], [0, 1, 1 << 40], [-(1 << 63)]):
         refused(session, "vocabulary", ids=np.array(ids, np.int64))
     refused(session, "data type", ids=np.array([3], np.int32))
@@ -672,7 +841,8 @@ def test_bad_ids_are_refused(tmp_path: Path) -> None:
 
 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Numbers of a weight are changed at random: what is taken has the size that the numbers say."""
+    """Numbers of a weight are changed at random: what is taken has the size that the numbers
+    say."""
     random = np.random.default_rng(5)
     product = Product(parts(seeded(), 64, "bits4"))
     packed, others = pack(product.parts[0]), product.inputs()[:-1]
@@ -684,9 +854,18 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             numbers[int(random.integers(len(numbers)))] = change[int(random.integers(len(change)))]
         if attempt % 10 == 0:
             numbers = numbers[: int(random.integers(1, 8))]
-        data = packed.data[: int(random.choice([len(packed.data)] * 3 + [0, 1, len(packed.data) - 1]))]
+        data = packed.data[
+            : int(random.choice([len(packed.data)] * 3 + [0, 1, len(packed.data) - 1]))
+        ]
         inputs = [*others, ("w", data)]
-        one_node(tmp_path / "model", "Product", inputs, epsilon=1.0, gating=int(attempt % 4 == 0), matrices=numbers)
+        one_node(
+            tmp_path / "model",
+            "Product",
+            inputs,
+            epsilon=1.0,
+            gating=int(attempt % 4 == 0),
+            matrices=numbers,
+        )
         try:
             session = make_session(tmp_path / "model", 1, True)
         except EESDError:
@@ -705,7 +884,10 @@ def test_blocks_of_tiny_values_have_equal_bits(tmp_path: Path, names: list[str])
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("form, fine, minimums", [("bits4", False, True), ("bits6", True, False), ("bits8", False, False)])
+@pytest.mark.parametrize(
+    "form, fine, minimums",
+    [("bits4", False, True), ("bits6", True, False), ("bits8", False, False)],
+)
 def test_a_row_that_is_not_finite_gives_nan(
     tmp_path: Path, names: list[str], form: str, fine: bool, minimums: bool, value: float
 ) -> None:
@@ -727,7 +909,10 @@ def test_a_row_that_is_not_finite_gives_nan(
 
 def test_two_sessions_at_once(tmp_path: Path) -> None:
     random = seeded("two")
-    products = [Product(parts(random, 96, form, "bits6"), residual=True, seed=i) for i, form in enumerate(("bits4", "bits8"))]
+    products = [
+        Product(parts(random, 96, form, "bits6"), residual=True, seed=i)
+        for i, form in enumerate(("bits4", "bits8"))
+    ]
     layer = LAYERS["grouped"]
     attention = layer.session(layer.write(tmp_path / "attention"), 2)
     text = layer.text(200)
@@ -768,10 +953,15 @@ def test_the_specification_rounds_once() -> None:
     random = np.random.default_rng(0)
     a, b = random.normal(0, 1, (2, 4000)).astype(np.float32)
     near = (-(a * b)).astype(np.float32)
-    c = np.where(random.random(4000) < 0.5, near, random.normal(0, 1e-4, 4000) ** 3).astype(np.float32)
+    c = np.where(random.random(4000) < 0.5, near, random.normal(0, 1e-4, 4000) ** 3).astype(
+        np.float32
+    )
     found = specification.fma(a, b, c)
     for x, y, z, one in zip(a.tolist(), b.tolist(), c.tolist(), found.tolist(), strict=True):
         exact = Fraction(x) * Fraction(y) + Fraction(z)
         error = abs(Fraction(one) - exact)
-        for other in (np.nextafter(np.float32(one), np.float32(np.inf)), np.nextafter(np.float32(one), np.float32(-np.inf))):
+        for other in (
+            np.nextafter(np.float32(one), np.float32(np.inf)),
+            np.nextafter(np.float32(one), np.float32(-np.inf)),
+        ):
             assert error <= abs(Fraction(float(other)) - exact)

@@ -1,4 +1,5 @@
-"""The library of operators as part of the package: built where there is a C++ compiler, missed where there is none."""
+"""The library of operators as part of the package: built where there is a C++ compiler, missed
+where there is none."""
 
 import json
 import os
@@ -29,11 +30,13 @@ ROOT = Path(__file__).parent.parent.parent
 LIBRARY = "eesd/runtime/engines/libeesd_operators.so"
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 LOAD = (
-    "import sys; sys.path.insert(0, sys.argv[1])\nfrom eesd.runtime.engines.operators import *\nprint(missing() or fastest())"
+    "import sys; sys.path.insert(0, sys.argv[1])\nfrom eesd.runtime.engines.operators import "
+    "*\nprint(missing() or fastest())"
 )
 
 needs_compiler = pytest.mark.skipif(
-    sys.platform != "linux" or not shutil.which("c++"), reason="there is no C++ compiler, or no Linux"
+    sys.platform != "linux" or not shutil.which("c++"),
+    reason="there is no C++ compiler, or no Linux",
 )
 
 
@@ -53,11 +56,17 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def build(checkout: Path, output: Path, kind: str, compiler: str = "c++") -> tuple[Path, str]:
     """Build a ``wheel`` or ``sdist`` as a frontend does. Returns it and what was said."""
-    code = f"import sys; from setuptools.build_meta import build_{kind} as build; build(sys.argv[1])"
+    code = (
+        f"import sys; from setuptools.build_meta import build_{kind} as build; build(sys.argv[1])"
+    )
     output.mkdir(exist_ok=True)
     shutil.rmtree(checkout / "build", ignore_errors=True)
     done = subprocess.run(
-        [sys.executable, "-c", code, output], cwd=checkout, env=os.environ | {"CXX": compiler}, capture_output=True, text=True
+        [sys.executable, "-c", code, output],
+        cwd=checkout,
+        env=os.environ | {"CXX": compiler},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     (made,) = output.iterdir()
@@ -83,12 +92,20 @@ def test_a_wheel_of_the_source_distribution_has_the_library(checkout: Path, tmp_
         archive.extractall(tmp_path / "installed")
     assert LIBRARY in names and "eesd/py.typed" in names
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
-    assert "eesd/bench/measure/tasks.jsonl" in names and not [name for name in names if "bench/tools" in name]
+    assert "eesd/bench/measure/tasks.jsonl" in names and not [
+        name for name in names if "bench/tools" in name
+    ]
     loaded = subprocess.run(
-        [sys.executable, "-c", LOAD, tmp_path / "installed"], cwd=tmp_path, env=bare(), capture_output=True, text=True
+        [sys.executable, "-c", LOAD, tmp_path / "installed"],
+        cwd=tmp_path,
+        env=bare(),
+        capture_output=True,
+        text=True,
     )
     assert loaded.stdout.strip() in (*operators.KERNELS, operators.SLOW), loaded.stderr
-    needed = subprocess.run(["ldd", tmp_path / "installed" / LIBRARY], capture_output=True, text=True).stdout
+    needed = subprocess.run(
+        ["ldd", tmp_path / "installed" / LIBRARY], capture_output=True, text=True
+    ).stdout
     assert "libstdc++" not in needed and "libgcc" not in needed
 
 
@@ -99,25 +116,38 @@ def bare() -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", ["false", "no-such-compiler"])
-def test_without_a_compiler_the_wheel_is_for_every_platform(checkout: Path, tmp_path: Path, compiler: str) -> None:
+def test_without_a_compiler_the_wheel_is_for_every_platform(
+    checkout: Path, tmp_path: Path, compiler: str
+) -> None:
     wheel, said = build(checkout, tmp_path / "wheel", "wheel", compiler)
     assert wheel.name == f"eesd-{eesd.__version__}-py3-none-any.whl"
-    assert f"eesd's operators are not built ({compiler}" in said and "Install a C++ compiler" in said
+    assert (
+        f"eesd's operators are not built ({compiler}" in said and "Install a C++ compiler" in said
+    )
     with zipfile.ZipFile(wheel) as archive:
-        assert "eesd/runtime/engines/operators.py" in archive.namelist() and LIBRARY not in archive.namelist()
+        assert (
+            "eesd/runtime/engines/operators.py" in archive.namelist()
+            and LIBRARY not in archive.namelist()
+        )
         assert not [name for name in archive.namelist() if ".data/" in name]
 
 
 @pytest.mark.slow
 def test_building_in_place_leaves_nothing_stale(checkout: Path, tmp_path: Path) -> None:
-    """What ``make operators`` and editable installations do: without a compiler an old library goes, too. The compiler only
-    writes its output: a real one takes a minute."""
+    """What ``make operators`` and editable installations do: without a compiler an old library
+    goes, too. The compiler only writes its output: a real one takes a minute."""
     library, touch = checkout / "runtime" / "engines" / "libeesd_operators.so", tmp_path / "c++"
     touch.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
     touch.chmod(0o755)
     for compiler in (str(touch), "false"):
         command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
-        done = subprocess.run(command, cwd=checkout, env=os.environ | {"CXX": compiler}, capture_output=True, text=True)
+        done = subprocess.run(
+            command,
+            cwd=checkout,
+            env=os.environ | {"CXX": compiler},
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, done.stderr
         assert library.exists() == (compiler != "false") == ("not built" not in done.stderr)
 
@@ -126,14 +156,21 @@ def test_building_in_place_leaves_nothing_stale(checkout: Path, tmp_path: Path) 
 @needs_compiler
 @pytest.mark.skipif(not shutil.which("nm"), reason="nm is not installed")
 @pytest.mark.parametrize("name", ["avx512", "avx2vnni", "avx2"])
-def test_code_for_some_processors_is_in_no_function_that_others_run(tmp_path: Path, name: str) -> None:
-    """The linker keeps one copy of a function of the C++ library that several files have: it may be the one in AVX-512."""
+def test_code_for_some_processors_is_in_no_function_that_others_run(
+    tmp_path: Path, name: str
+) -> None:
+    """The linker keeps one copy of a function of the C++ library that several files have: it may be
+    the one in AVX-512."""
     code = f"import setup; sys.stdout.write(' '.join(setup.flags_of('{name}', ['c++'])))"
     stub = "import setuptools, sys; setuptools.setup = lambda **_: None; sys.path.insert(0, '')\n"
-    flags = subprocess.run([sys.executable, "-c", stub + code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    flags = subprocess.run(
+        [sys.executable, "-c", stub + code], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     source = ROOT / "runtime" / "operators" / "kernels.cpp"
     subprocess.run(["c++", *flags.split(), "-c", source, "-o", tmp_path / "kernels.o"], check=True)
-    symbols = subprocess.run(["nm", tmp_path / "kernels.o"], capture_output=True, text=True, check=True).stdout
+    symbols = subprocess.run(
+        ["nm", tmp_path / "kernels.o"], capture_output=True, text=True, check=True
+    ).stdout
     assert not re.findall(r" [WVu] .*", symbols) and f"{name}_kernels" in symbols
 
 
@@ -143,7 +180,9 @@ def tokens_of(directory: Path) -> list[int]:
 
 
 @needs_operators()
-def test_without_the_library_tokens_are_equal_and_the_log_says_why(engine: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_the_library_tokens_are_equal_and_the_log_says_why(
+    engine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     options = ("--engine-dir", engine, "-p", "hello", "-n", 8, "--no-stats")
     own, said = tokens_of(engine), succeed(main, *options)
     assert not caplog.messages
@@ -152,7 +191,9 @@ def test_without_the_library_tokens_are_equal_and_the_log_says_why(engine: Path,
         assert tokens_of(engine) == own
         standard = succeed(main, *options)
     assert standard.stdout == said.stdout
-    assert len(caplog.messages) == 3 and all("Install a C++ compiler" in message for message in caplog.messages)
+    assert len(caplog.messages) == 3 and all(
+        "Install a C++ compiler" in message for message in caplog.messages
+    )
 
 
 @needs_operators()
@@ -169,7 +210,9 @@ def test_all_kernels_give_the_same_logits(engine: Path) -> None:
 
 @pytest.mark.parametrize("name", ["avx2", "scalar"])
 @needs_operators()
-def test_slower_kernels_give_the_same_tokens(engine: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slower_kernels_give_the_same_tokens(
+    engine: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if name not in operators.supported():
         pytest.skip(f"this processor has no {name}")
     expected = tokens_of(engine)
@@ -189,7 +232,10 @@ def test_the_doctor_names_the_kernels(tmp_path: Path, monkeypatch: pytest.Monkey
         patched.setattr(operators, "missing", lambda: operators.SLOW)
         assert own_operators().startswith("no: this processor has neither AVX2")
     with without_operators():
-        assert own_operators().startswith("no: not built") and "pip install --force-reinstall" in own_operators()
+        assert (
+            own_operators().startswith("no: not built")
+            and "pip install --force-reinstall" in own_operators()
+        )
         (tmp_path / "broken.so").write_bytes(b"no library")
         with monkeypatch.context() as patched:  # undone before the library is there again
             patched.setattr(operators, "LIBRARY", tmp_path / "broken.so")

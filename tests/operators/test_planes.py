@@ -1,4 +1,5 @@
-"""A draft that is the whole model reads the upper half of 8-bit weights; verify reads both halves and has its usual bits."""
+"""A draft that is the whole model reads the upper half of 8-bit weights; verify reads both halves
+and has its usual bits."""
 
 import shutil
 from collections.abc import Callable
@@ -52,12 +53,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
     @cache
     def model(kind: str) -> Path:
         of, base = KINDS[kind][0], tmp_path_factory.mktemp("model")
-        return build(FAMILIES[of], base) if isinstance(of, str) else gguf_files.write(base / "model.gguf", of)
+        return (
+            build(FAMILIES[of], base)
+            if isinstance(of, str)
+            else gguf_files.write(base / "model.gguf", of)
+        )
 
     @cache
     def exported(kind: str, *options: object) -> Path:
         own = KINDS[kind][1:]
-        return export_engine(model(kind), tmp_path_factory.mktemp("plans") / "plans", "--max-seq-len", 128, *own, *options)
+        return export_engine(
+            model(kind),
+            tmp_path_factory.mktemp("plans") / "plans",
+            "--max-seq-len",
+            128,
+            *own,
+            *options,
+        )
 
     return exported
 
@@ -71,23 +83,37 @@ def on_cache(directory: Path, draft: bool = False, int8: bool = True, kernels: s
     return OnCache(engine, cache)
 
 
-def logits(directory: Path, counts: tuple[int, ...], *of: Any, **options: Any) -> NDArray[np.float32]:
+def logits(
+    directory: Path, counts: tuple[int, ...], *of: Any, **options: Any
+) -> NDArray[np.float32]:
     """Those of tokens in calls of so many."""
     engine, found, at = on_cache(directory, *of, **options), [], 0
     for count in counts:
-        found.append(engine.forward(TOKENS[at : at + count], range(at, at + count), at).logits.copy())
+        found.append(
+            engine.forward(TOKENS[at : at + count], range(at, at + count), at).logits.copy()
+        )
         at += count
     return np.concatenate(found)
 
 
 @pytest.mark.parametrize(
-    ("kind", "int8"), slow_but([*product(KINDS, (True, False))], ("int8", False), ("int8, tied", True), ("Q8_0, experts", True))
+    ("kind", "int8"),
+    slow_but(
+        [*product(KINDS, (True, False))],
+        ("int8", False),
+        ("int8, tied", True),
+        ("Q8_0, experts", True),
+    ),
 )
 def test_verify_has_the_bits_of_another_draft(directory: Directory, kind: str, int8: bool) -> None:
     expected = logits(directory(kind, *LAYER), (1, 2, 5, 33), int8=int8)
     for name in operators.supported():
         for counts in ((1, 2, 5, 33), (41,)):
-            assert_same(logits(directory(kind, *WHOLE), counts, int8=int8, kernels=name), expected, (name, counts))
+            assert_same(
+                logits(directory(kind, *WHOLE), counts, int8=int8, kernels=name),
+                expected,
+                (name, counts),
+            )
 
 
 def formats(directory: Path, graph: str) -> dict[str, set[tuple[int, int]]]:
@@ -106,7 +132,9 @@ def formats(directory: Path, graph: str) -> dict[str, set[tuple[int, int]]]:
         numbers = next((list(own.ints) for own in node.attribute if own.name == "matrices"), [])
         weights = [name for name in node.input if name in offsets]
         pairs = zip(numbers[::7], (offsets[name] for name in weights), strict=True)
-        found.setdefault(node.op_type, set()).update((form, at) for form, at in pairs if form >= BITS4)
+        found.setdefault(node.op_type, set()).update(
+            (form, at) for form, at in pairs if form >= BITS4
+        )
     return found
 
 
@@ -120,7 +148,11 @@ def test_the_draft_reads_the_upper_plane_of_the_bytes_of_verify(
         assert {form for form, _ in draft.get(name, [(UPPER, 0)])} == {UPPER}
         assert {(PLANES, at) for _, at in draft.get(name, [])} == verify.get(name, set())
     assert draft["Embed"] == verify["Embed"]
-    assert {form for form, _ in draft["Embed"]} == {"int8": set(), "Q8_0, tied": {PLANES}, "Q8_0, experts": {BITS8}}[kind]
+    assert {form for form, _ in draft["Embed"]} == {
+        "int8": set(),
+        "Q8_0, tied": {PLANES},
+        "Q8_0, experts": {BITS8},
+    }[kind]
     size = (build_for_cpu(plans, load_manifest(plans)) / WEIGHTS).stat().st_size
     monkeypatch.setattr(cpu_build, "halved_weights", lambda manifest: set())
     whole = shutil.copytree(plans, tmp_path / "plans", ignore=shutil.ignore_patterns("cpu-*"))
@@ -128,11 +160,18 @@ def test_the_draft_reads_the_upper_plane_of_the_bytes_of_verify(
     assert (build_for_cpu(whole, load_manifest(whole)) / WEIGHTS).stat().st_size == size
 
 
-@pytest.mark.parametrize("options", [LAYER, (*WHOLE, "--quantize-draft", "int4")], ids=["a layer", "int4"])
-def test_other_drafts_leave_the_weights_in_one_piece(directory: Directory, options: tuple[object, ...]) -> None:
+@pytest.mark.parametrize(
+    "options", [LAYER, (*WHOLE, "--quantize-draft", "int4")], ids=["a layer", "int4"]
+)
+def test_other_drafts_leave_the_weights_in_one_piece(
+    directory: Directory, options: tuple[object, ...]
+) -> None:
     plans = directory("int8", *options)
     for graph in ("draft.onnx", "verify.onnx"):
-        assert not {form for found in formats(plans, graph).values() for form, _ in found} & {PLANES, UPPER}
+        assert not {form for found in formats(plans, graph).values() for form, _ in found} & {
+            PLANES,
+            UPPER,
+        }
 
 
 def upper_values(weight: torch.Tensor) -> torch.Tensor:
@@ -147,7 +186,10 @@ def test_drafts_are_those_of_the_upper_halves(directory: Directory, tmp_path: Pa
     """The logits of a model with these weights."""
     model = build(FAMILIES["llama-bias"], tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
-    halved = {name: upper_values(tensor) if is_linear(name) else tensor for name, tensor in tensors.items()}
+    halved = {
+        name: upper_values(tensor) if is_linear(name) else tensor
+        for name, tensor in tensors.items()
+    }
     save_file(halved, model / "model.safetensors", {"format": "pt"})
     reference = export_engine(model, tmp_path / "plans", "--max-seq-len", 128, *LAYER)
     expected = logits(reference, (40,))
@@ -157,7 +199,9 @@ def test_drafts_are_those_of_the_upper_halves(directory: Directory, tmp_path: Pa
     assert (found.argmax(-1) == expected.argmax(-1)).all()
     assert np.linalg.norm(rounded - expected) < 0.1 * np.linalg.norm(expected)
     whole = logits(plans, (40,), int8=False)
-    assert np.abs(whole - expected).max() > 1e-3 * np.abs(expected).max(), "the upper halves say as much as all bits"
+    assert np.abs(whole - expected).max() > 1e-3 * np.abs(expected).max(), (
+        "the upper halves say as much as all bits"
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,5 @@
-"""The edge of the Python API: whatever is passed, it works or it is an EESDError of one sentence."""
+"""The edge of the Python API: whatever is passed, it works or it is an EESDError of one
+sentence."""
 
 import gc
 import os
@@ -46,14 +47,19 @@ def refused(action: Callable[[], object], *words: str) -> None:
     ids=repr,
 )
 def test_a_prompt_of_another_type_is_refused(llm: LLM, prompt: Any) -> None:
-    refused(lambda: llm.generate(prompt), "A prompt is a text, a list of token ids, or a list of chat messages")
+    refused(
+        lambda: llm.generate(prompt),
+        "A prompt is a text, a list of token ids, or a list of chat messages",
+    )
 
 
 def test_prompts_of_numpy_integers_and_tuples_are_token_ids(llm: LLM) -> None:
     expected = llm.generate(PROMPT, max_new_tokens=4).tokens
     for prompt in (tuple(PROMPT), np.array(PROMPT), [np.int32(token) for token in PROMPT]):
         completion = llm.generate(prompt, max_new_tokens=np.int64(4))  # type: ignore[arg-type]
-        assert completion.tokens == expected and all(type(token) is int for token in completion.tokens)
+        assert completion.tokens == expected and all(
+            type(token) is int for token in completion.tokens
+        )
 
 
 @pytest.mark.parametrize("prompt", [[], "", np.zeros(0, np.int64)], ids=repr)
@@ -78,7 +84,10 @@ def test_an_empty_prompt_is_refused(llm: LLM, prompt: Any) -> None:
         ({"stop": ""}, "stop string is empty"),
         ({"draft": 1}, "draft is 1; it must be True or False"),
         ({"ignore_eos": "no"}, "ignore_eos is 'no'"),
-        ({"sampling": {"temperature": 1}}, "sampling is {'temperature': 1}; it must be a Sampling or None"),
+        (
+            {"sampling": {"temperature": 1}},
+            "sampling is {'temperature': 1}; it must be a Sampling or None",
+        ),
         ({"constraint": 5}, "constraint is 5; give what eesd.make_constraint returns"),
         ({"constraint": "a+"}, "constraint is 'a+'"),
         ({"constraint": object()}, "constraint is <object"),
@@ -89,33 +98,52 @@ def test_an_empty_prompt_is_refused(llm: LLM, prompt: Any) -> None:
         ({"min_tokens": 1.5}, "min_tokens is 1.5"),
     ],
 )
-def test_arguments_of_another_type_are_refused(llm: LLM, arguments: dict[str, Any], words: str) -> None:
+def test_arguments_of_another_type_are_refused(
+    llm: LLM, arguments: dict[str, Any], words: str
+) -> None:
     refused(lambda: llm.generate(PROMPT, **arguments), words)
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "method"])
-@pytest.mark.parametrize("value", [None, "1", True, [], float("nan"), float("inf"), -1, 10**400, 1j], ids=lambda v: repr(v)[:9])
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "method"]
+)
+@pytest.mark.parametrize(
+    "value",
+    [None, "1", True, [], float("nan"), float("inf"), -1, 10**400, 1j],
+    ids=lambda v: repr(v)[:9],
+)
 def test_sampling_options_of_another_type_are_refused(name: str, value: Any) -> None:
     if (name, value) != ("seed", None):  # each request draws one
-        refused(lambda: eesd.Sampling(**{name: value}), name if name != "method" else "sampling method")
+        refused(
+            lambda: eesd.Sampling(**{name: value}), name if name != "method" else "sampling method"
+        )
 
 
 def test_texts_are_independent_without_a_seed_and_have_their_own_with_one(llm: LLM) -> None:
     hot = eesd.Sampling(temperature=3.0)
     for sampling in (hot, eesd.Sampling(temperature=3.0, method="rejection")):
-        found = [tuple(llm.generate(PROMPT, sampling, max_new_tokens=12, ignore_eos=True).tokens) for _ in range(4)]
+        found = [
+            tuple(llm.generate(PROMPT, sampling, max_new_tokens=12, ignore_eos=True).tokens)
+            for _ in range(4)
+        ]
         assert len(set(found)) == 4
     request = llm.request(PROMPT, hot, max_new_tokens=12, ignore_eos=True)
-    assert list(llm.run(request))[-1].stats.new_tokens == 12 and len({*map(str, [tokens(llm, request) for _ in range(3)])}) == 1
+    assert (
+        list(llm.run(request))[-1].stats.new_tokens == 12
+        and len({*map(str, [tokens(llm, request) for _ in range(3)])}) == 1
+    )
     seeded = eesd.Sampling(temperature=3.0, seed=7)
     seeds = [seeded.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)]
     assert (
         seeds[0] == 7
         and len(set(seeds)) == 1600
-        and seeds == [seeded.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)]
+        and seeds
+        == [seeded.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)]
     )
     other = eesd.Sampling(temperature=3.0, seed=8)
-    assert not {*seeds} & {other.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)}
+    assert not {*seeds} & {
+        other.of_text(prompt, choice).seed for prompt in range(40) for choice in range(40)
+    }
     assert eesd.Sampling().of_text(3, 4) == eesd.Sampling(), "greedy texts have no random numbers"
 
 
@@ -164,7 +192,10 @@ load: Any = eesd.load
         (lambda llm: load(llm.directory, threads=1.5), "threads is 1.5"),
         (lambda llm: load(llm.directory, threads=True), "threads is True"),
         (lambda llm: load(llm.directory, threads=HUGE), "threads is"),
-        (lambda llm: load(llm.directory, generation_config="vllm"), "'vllm'; it must be one of auto, none"),
+        (
+            lambda llm: load(llm.directory, generation_config="vllm"),
+            "'vllm'; it must be one of auto, none",
+        ),
     ],
 )
 def test_odd_calls_are_refused(llm: LLM, call: Callable[[Any], object], words: str) -> None:
@@ -176,14 +207,15 @@ def test_a_service_refuses_arguments_of_another_type(llm: LLM) -> None:
     refused(lambda: service.generate(5), "request is 5; it must be a Request")
     refused(lambda: service.submit(llm.request(PROMPT), 5), "on_update is 5; it must be a function")
     service.close()
-    refused(lambda: [*llm.run(PROMPT)], "request is [1, 40, 50, 60]; it must be a Request")  # type: ignore[arg-type]
+    refused(lambda: [*llm.run(PROMPT)], ("request is [1, 40, 50, 60]; it must be a Request"))  # type: ignore[arg-type]
     broken: Any = eesd.Service
     refused(lambda: broken(5), "llm is 5; it must be an LLM")
     refused(lambda: broken(llm, 5), "options is 5; it must be BatchOptions")
 
 
 def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
-    """What four threads get of one LLM at once, and what each should get: whole texts, streams, sessions and prefixes."""
+    """What four threads get of one LLM at once, and what each should get: whole texts, streams,
+    sessions and prefixes."""
     prompts = [[1 + number, 40, 50, 60] * 12 for number in range(4)]
     options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
     expected = [llm.generate(prompt, **options).tokens for prompt in prompts]
@@ -197,7 +229,9 @@ def answers_of_threads(llm: LLM) -> list[tuple[list[int], list[int]]]:
 
     ways: list[Callable[[list[int]], list[int]]] = [
         lambda prompt: llm.generate(prompt, **options).tokens,
-        lambda prompt: [piece.token for piece in llm.stream(prompt, **options) if piece.token is not None],
+        lambda prompt: [
+            piece.token for piece in llm.stream(prompt, **options) if piece.token is not None
+        ],
         driven,
         lambda prompt: llm.with_speculation(None).generate(prompt, **options).tokens,
     ]
@@ -220,7 +254,10 @@ def test_threads_of_one_llm_get_their_own_tokens(engine: Path, backend: str, bes
         for found, expected in answers_of_threads(llm):
             assert found == expected
         for one in served:
-            assert one.result().tokens == llm.generate([7, 8, 9], max_new_tokens=200, ignore_eos=True).tokens
+            assert (
+                one.result().tokens
+                == llm.generate([7, 8, 9], max_new_tokens=200, ignore_eos=True).tokens
+            )
     if service:
         service.close()
 
@@ -249,17 +286,26 @@ class Late(Exception):
 
 
 @pytest.mark.parametrize("raises", [Late, EESDError])
-def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(llm: LLM, raises: type[Exception]) -> None:
+def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(
+    llm: LLM, raises: type[Exception]
+) -> None:
     def ring(*_: object) -> None:
         raise raises("late")
 
     text, before = "to be or not " * 100_000, signal.signal(signal.SIGALRM, ring)
     codec = TextCodec(llm.directory)  # without a limit
     message: Any = [{"role": "user", "content": "a"}]
-    template = ChatTemplate("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {})
-    gc.disable()  # an exception in a callback of the collector, such as Hypothesis has one, is ignored
+    template = ChatTemplate(
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", {}
+    )
+    # An exception in a callback of the collector, such as Hypothesis has one, is ignored.
+    gc.disable()
     try:
-        for call in (lambda: codec.encode(text), lambda: template.render(message), lambda: llm.generate(PROMPT, **ENDLESS)):
+        for call in (
+            lambda: codec.encode(text),
+            lambda: template.render(message),
+            lambda: llm.generate(PROMPT, **ENDLESS),
+        ):
             signal.setitimer(signal.ITIMER_REAL, 0.02)
             with pytest.raises(raises, match="late"):
                 call()
@@ -297,23 +343,47 @@ def test_a_session_cannot_be_used_after_its_block(llm: LLM) -> None:
 @pytest.mark.parametrize("temperature", [5e-324, 1e-320, 1e-40, 1e-9])
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
 def test_a_tiny_temperature_is_greedy(llm: LLM, temperature: float, method: str) -> None:
-    sampling = eesd.Sampling(temperature, seed=3, method=method, top_p=1e-320, min_p=5e-324, top_k=2**62)
-    assert llm.generate(PROMPT, sampling, max_new_tokens=16).tokens == llm.generate(PROMPT, max_new_tokens=16).tokens
+    sampling = eesd.Sampling(
+        temperature, seed=3, method=method, top_p=1e-320, min_p=5e-324, top_k=2**62
+    )
+    assert (
+        llm.generate(PROMPT, sampling, max_new_tokens=16).tokens
+        == llm.generate(PROMPT, max_new_tokens=16).tokens
+    )
 
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(max_size=4),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=4),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8) | st.sampled_from(["role", "content"]), inner)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.text(max_size=8) | st.sampled_from(["role", "content"]), inner)
     ),
     max_leaves=8,
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(prompt=VALUES, stop=VALUES, name=st.sampled_from(["max_new_tokens", "draft", "ignore_eos", "sampling"]), value=VALUES)
-def test_any_arguments_work_or_are_refused(llm: LLM, prompt: Any, stop: Any, name: str, value: Any) -> None:
-    for arguments in ({"prompt": prompt}, {"prompt": PROMPT, "stop": stop}, {"prompt": PROMPT, name: value}):
+@settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    prompt=VALUES,
+    stop=VALUES,
+    name=st.sampled_from(["max_new_tokens", "draft", "ignore_eos", "sampling"]),
+    value=VALUES,
+)
+def test_any_arguments_work_or_are_refused(
+    llm: LLM, prompt: Any, stop: Any, name: str, value: Any
+) -> None:
+    for arguments in (
+        {"prompt": prompt},
+        {"prompt": PROMPT, "stop": stop},
+        {"prompt": PROMPT, name: value},
+    ):
         try:
             llm.generate(**{"max_new_tokens": 2} | arguments)
         except EESDError as error:
@@ -352,15 +422,22 @@ EXTREMES = st.fixed_dictionaries(
 @pytest.mark.filterwarnings("error")
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(options=EXTREMES, width=st.sampled_from([0, 3]))
-def test_extreme_sampling_options_are_lossless(llm: LLM, options: dict[str, Any], width: int) -> None:
+def test_extreme_sampling_options_are_lossless(
+    llm: LLM, options: dict[str, Any], width: int
+) -> None:
     """Nothing overflows, underflows to other tokens, or warns."""
     sampling = eesd.Sampling(**options)
     drafting = llm.with_speculation(Speculation("fixed:k=3", tree=width, guard=False))
-    plain, drafted = (drafting.generate(PROMPT, sampling, max_new_tokens=16, ignore_eos=True, draft=d) for d in (False, True))
+    plain, drafted = (
+        drafting.generate(PROMPT, sampling, max_new_tokens=16, ignore_eos=True, draft=d)
+        for d in (False, True)
+    )
     assert plain.tokens == drafted.tokens
 
 
-def test_the_tokenizer_is_the_one_that_was_there_at_loading(engine_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tokenizer_is_the_one_that_was_there_at_loading(
+    engine_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not the one that a later export put there, nor one below another working directory."""
     monkeypatch.chdir(engine_copy.parent)
     llm = eesd.load("plans")

@@ -1,4 +1,5 @@
-"""One request through both doors, the API and the batch: the same tokens, text, log-probabilities and rounds."""
+"""One request through both doors, the API and the batch: the same tokens, text, log-probabilities
+and rounds."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +12,16 @@ from typing import Any
 
 import pytest
 
-from eesd import BatchOptions, Completion, EESDError, Request, Sampling, Service, Update, make_constraint
+from eesd import (
+    BatchOptions,
+    Completion,
+    EESDError,
+    Request,
+    Sampling,
+    Service,
+    Update,
+    make_constraint,
+)
 from eesd.runtime.llm import LLM, Speculation, load
 
 GREEDY, COUPLED = Sampling(), Sampling(temperature=0.9, seed=3)
@@ -39,7 +49,9 @@ def doors(model: LLM, request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Ser
     service.close()
 
 
-def through_both(doors: tuple[LLM, Service], sampling: Sampling, regex: str = "", **options: Any) -> Completion:
+def through_both(
+    doors: tuple[LLM, Service], sampling: Sampling, regex: str = "", **options: Any
+) -> Completion:
     """The completion, after checking that the service's is equal."""
     llm, service = doors
     found = []
@@ -48,24 +60,34 @@ def through_both(doors: tuple[LLM, Service], sampling: Sampling, regex: str = ""
         if regex:
             asked["constraint"] = make_constraint("regex", regex, llm)
         request = llm.request(PROMPT, sampling, **asked)
-        found.append(service.generate(request) if served else llm.generate(PROMPT, sampling, **asked))
+        found.append(
+            service.generate(request) if served else llm.generate(PROMPT, sampling, **asked)
+        )
     alone, other = found
     fields = ("text", "tokens", "finish_reason", "logprobs", "prompt_logprobs")
     assert [getattr(alone, name) for name in fields] == [getattr(other, name) for name in fields]
-    if llm.speculation == SHAPES["chain"] or sampling.method == "rejection":  # no text, and nothing is learned
-        assert (alone.stats.rounds, alone.stats.draft_tokens) == (other.stats.rounds, other.stats.draft_tokens)
+    # No text, and nothing is learned.
+    if llm.speculation == SHAPES["chain"] or sampling.method == "rejection":
+        assert (alone.stats.rounds, alone.stats.draft_tokens) == (
+            other.stats.rounds,
+            other.stats.draft_tokens,
+        )
     return alone
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"])
-def test_every_option_gives_the_same_through_both(doors: tuple[LLM, Service], sampling: Sampling) -> None:
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, COUPLED, REJECTION], ids=["greedy", "coupled", "rejection"]
+)
+def test_every_option_gives_the_same_through_both(
+    doors: tuple[LLM, Service], sampling: Sampling
+) -> None:
     plain = through_both(doors, sampling)
     assert len(plain.tokens) == 40 and plain.logprobs is None
     logged = through_both(doors, sampling, logprobs=2, prompt_logprobs=1)
     assert logged.tokens == plain.tokens and logged.logprobs and logged.prompt_logprobs
-    assert [one.token for one in logged.logprobs] == plain.tokens and len(logged.prompt_logprobs) == len(
-        doors[0].encode(PROMPT)
-    )
+    assert [one.token for one in logged.logprobs] == plain.tokens and len(
+        logged.prompt_logprobs
+    ) == len(doors[0].encode(PROMPT))
     assert through_both(doors, sampling, regex="[ab]{5,60}").text.strip("ab") == ""
     longer = through_both(doors, sampling, regex="[ab]{1,60}", min_tokens=12, ignore_eos=False)
     assert len(longer.tokens) >= 12
@@ -88,10 +110,14 @@ def check_counts(updates: Sequence[Update], prompt: Sequence[int]) -> list[int]:
     outputs, stats = [output for update in updates for output in update.tokens], updates[-1].stats
     drafted = [output.source for output in outputs if output.source != "verify"]
     assert (stats.prompt_tokens, stats.new_tokens) == (len(prompt), len(outputs))
-    assert stats.accepted_tokens == len(drafted) == sum(stats.accepted_at_depth) <= stats.draft_tokens
+    assert (
+        stats.accepted_tokens == len(drafted) == sum(stats.accepted_at_depth) <= stats.draft_tokens
+    )
     assert stats.accepted_text_tokens == drafted.count("text")
     bonus = sum(update.tokens[-1].source == "verify" for update in updates if update.tokens)
-    assert stats.new_tokens == stats.accepted_tokens + bonus and stats.rounds == sum(bool(update.tokens) for update in updates)
+    assert stats.new_tokens == stats.accepted_tokens + bonus and stats.rounds == sum(
+        bool(update.tokens) for update in updates
+    )
     assert all(map(ge, stats.verified_at_depth, stats.accepted_at_depth))
     assert all(map(ge, stats.accepted_at_depth, stats.verified_at_depth[1:]))
     return [output.token for output in outputs]
@@ -122,7 +148,9 @@ def test_what_is_counted_is_what_came_however_a_text_ends(doors: tuple[LLM, Serv
 
 
 @pytest.mark.parametrize("reason", ["deadline", "cancelled"])
-def test_what_is_counted_is_what_came_before_a_text_was_ended(doors: tuple[LLM, Service], reason: str) -> None:
+def test_what_is_counted_is_what_came_before_a_text_was_ended(
+    doors: tuple[LLM, Service], reason: str
+) -> None:
     llm, service = doors
     updates: list[Update] = []
     ended, begun = Event(), Event()
@@ -134,7 +162,9 @@ def test_what_is_counted_is_what_came_before_a_text_was_ended(doors: tuple[LLM, 
             ended.set()
 
     request = llm.request(PROMPT, max_new_tokens=10**6, ignore_eos=True)
-    generation = service.submit(replace(request, seconds=0.02) if reason == "deadline" else request, see)
+    generation = service.submit(
+        replace(request, seconds=0.02) if reason == "deadline" else request, see
+    )
     assert begun.wait(30)
     if reason == "cancelled":
         generation.cancel()

@@ -1,4 +1,5 @@
-"""The bundled model, on prompts from files that it was not trained on: the same tokens with and without drafting."""
+"""The bundled model, on prompts from files that it was not trained on: the same tokens with and
+without drafting."""
 
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def test_every_prompt_is_lossless(bundled: Path, number: int, sampling: Sampling
 
 def test_drafting_pays_in_tokens_per_round(bundled: Path) -> None:
     llm = load(bundled, speculation=Speculation("fixed:k=4", guard=False))
-    stats = [llm.generate(text, max_new_tokens=64, ignore_eos=True).stats for text in prompts()[::10]]
+    stats = [
+        llm.generate(text, max_new_tokens=64, ignore_eos=True).stats for text in prompts()[::10]
+    ]
     assert sum(s.new_tokens for s in stats) / sum(s.rounds for s in stats) > 2
 
 

@@ -1,4 +1,5 @@
-"""``eesd-run`` and ``eesd-doctor`` doing what they are for; ``eesd-run`` must say what the Python API says."""
+"""``eesd-run`` and ``eesd-doctor`` doing what they are for; ``eesd-run`` must say what the Python
+API says."""
 
 import json
 import os
@@ -26,7 +27,9 @@ PROMPT = "for i in range"
 COUNT = 20
 SAMPLED = ("--temperature", 0.8, "--top-p", 0.9, "--seed", 5)
 COMMAND = [sys.executable, "-m", "eesd.runtime.cli"]
-ENGINE: tuple[Any, str] = (ort_engine, "OrtEngine") if operators.missing() else (cpu_engine, "CpuEngine")
+ENGINE: tuple[Any, str] = (
+    (ort_engine, "OrtEngine") if operators.missing() else (cpu_engine, "CpuEngine")
+)
 """The class of the CPU's engines."""
 
 
@@ -52,7 +55,10 @@ def expected(api: LLM, prompt: llm.Prompt = PROMPT, **options: Any) -> Completio
 
 def test_prompts_are_continued(engine: Path, api: LLM) -> None:
     assert text_of(engine, "-p", PROMPT) == expected(api).text
-    assert text_of(engine, "-p", PROMPT, "-p", "x") == expected(api).text + "\n" + expected(api, "x").text
+    assert (
+        text_of(engine, "-p", PROMPT, "-p", "x")
+        == expected(api).text + "\n" + expected(api, "x").text
+    )
 
 
 def test_a_prompt_is_read_from_stdin_or_a_file(engine: Path, api: LLM, tmp_path: Path) -> None:
@@ -64,11 +70,18 @@ def test_a_prompt_is_read_from_stdin_or_a_file(engine: Path, api: LLM, tmp_path:
 def test_prompts_are_read_from_json_lines(engine: Path, api: LLM, tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hi"}]
     prompts: list[Any] = [PROMPT, [5, 6, 7], messages]
-    lines = [json.dumps(PROMPT), "", json.dumps({"prompt": [5, 6, 7]}), json.dumps({"messages": messages})]
+    lines = [
+        json.dumps(PROMPT),
+        "",
+        json.dumps({"prompt": [5, 6, 7]}),
+        json.dumps({"messages": messages}),
+    ]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
     found = objects(engine, "--prompt-file", tmp_path / "prompts.jsonl")
     assert [result["prompt"] for result in found] == prompts
-    assert [result["tokens"] for result in found] == [expected(api, prompt).tokens for prompt in prompts]
+    assert [result["tokens"] for result in found] == [
+        expected(api, prompt).tokens for prompt in prompts
+    ]
 
 
 def test_json_output_has_tokens_and_statistics(engine: Path, api: LLM) -> None:
@@ -78,7 +91,10 @@ def test_json_output_has_tokens_and_statistics(engine: Path, api: LLM) -> None:
     assert (found["text"], found["tokens"]) == (completion.text, completion.tokens)
     assert found["finish_reason"] == completion.finish_reason
     assert found["stats"].keys() == completion.stats.to_dict().keys()
-    assert found["stats"]["new_tokens"] == len(completion.tokens) and found["stats"]["draft_tokens"] > 0
+    assert (
+        found["stats"]["new_tokens"] == len(completion.tokens)
+        and found["stats"]["draft_tokens"] > 0
+    )
 
 
 def test_sampling_options_reach_the_engine(engine: Path, api: LLM) -> None:
@@ -86,7 +102,10 @@ def test_sampling_options_reach_the_engine(engine: Path, api: LLM) -> None:
     options = ("--top-k", 20, "--min-p", 0.01, "--repetition-penalty", 1.2)
     [found] = objects(engine, "-p", PROMPT, *SAMPLED, *options)
     assert found["tokens"] == expected(api, sampling=sampling).tokens
-    assert found["tokens"] != objects(engine, "-p", PROMPT, *SAMPLED, *options, "--seed", 6)[0]["tokens"]
+    assert (
+        found["tokens"]
+        != objects(engine, "-p", PROMPT, *SAMPLED, *options, "--seed", 6)[0]["tokens"]
+    )
     first, second = objects(engine, "-p", PROMPT, "-p", PROMPT, *SAMPLED, *options)
     assert first["tokens"] == found["tokens"], "the first prompt has the seed itself"
     assert second["tokens"] == expected(api, sampling=sampling.of_text(1)).tokens != first["tokens"]
@@ -97,7 +116,10 @@ def test_sampling_options_reach_the_engine(engine: Path, api: LLM) -> None:
 def test_stop_strings_and_eos_end_the_text(engine: Path, api: LLM) -> None:
     text = expected(api, ignore_eos=True).text
     assert text_of(engine, "-p", PROMPT, "--ignore-eos") == text
-    assert text_of(engine, "-p", PROMPT, "--ignore-eos", "--stop", text[7:10]) == text[: text.index(text[7:10])]
+    assert (
+        text_of(engine, "-p", PROMPT, "--ignore-eos", "--stop", text[7:10])
+        == text[: text.index(text[7:10])]
+    )
 
 
 def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
@@ -107,7 +129,9 @@ def test_statistics_go_to_stderr(engine: Path, api: LLM) -> None:
         assert word in result.stderr
 
 
-def test_no_draft_does_not_load_the_draft_engine(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_draft_does_not_load_the_draft_engine(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The same text, and the draft engine is not even loaded."""
     loaded: list[str] = []
     original = getattr(*ENGINE)
@@ -126,9 +150,22 @@ def test_no_draft_does_not_load_the_draft_engine(engine: Path, monkeypatch: pyte
     assert found["stats"]["drafting_rounds"] == 0
 
 
-@pytest.mark.parametrize("options", [(), SAMPLED, ("--tree", 3, "--no-guard")], ids=["greedy", "sampled", "tree"])
+@pytest.mark.parametrize(
+    "options", [(), SAMPLED, ("--tree", 3, "--no-guard")], ids=["greedy", "sampled", "tree"]
+)
 def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...]) -> None:
-    result = succeed(main, "--engine-dir", engine, "-p", PROMPT, "-n", COUNT, "--ignore-eos", "--compare", *options)
+    result = succeed(
+        main,
+        "--engine-dir",
+        engine,
+        "-p",
+        PROMPT,
+        "-n",
+        COUNT,
+        "--ignore-eos",
+        "--compare",
+        *options,
+    )
     assert result.stdout == PROMPT + text_of(engine, "-p", PROMPT, "--ignore-eos", *options) + "\n"
     assert f"tokens are equal ({COUNT})" in result.stderr and "speed-up" in result.stderr
     [found] = objects(engine, "-p", PROMPT, "--ignore-eos", "--compare", "--no-guard", *options)
@@ -137,22 +174,37 @@ def test_compare_reports_equal_tokens(engine: Path, options: tuple[object, ...])
 
 
 def test_compare_stops_where_told_and_sums_up_several_prompts(engine: Path) -> None:
-    """A row for each prompt and one for all, and what was asked above each text; a stop string ends both texts."""
+    """A row for each prompt and one for all, and what was asked above each text; a stop string ends
+    both texts."""
     options = ("-p", PROMPT, "-p", PROMPT[::-1], "--ignore-eos")
     text = text_of(engine, "-p", PROMPT, "--ignore-eos")
     stopped = succeed(
-        main, "--engine-dir", engine, "-n", COUNT, "--compare", *options[:2], "--ignore-eos", "--stop", text[9:11]
+        main,
+        "--engine-dir",
+        engine,
+        "-n",
+        COUNT,
+        "--compare",
+        *options[:2],
+        "--ignore-eos",
+        "--stop",
+        text[9:11],
     )
     assert stopped.stdout == PROMPT + text[: text.index(text[9:11])] + "\n"
     result = succeed(main, "--engine-dir", engine, "-n", COUNT, "--compare", *options)
     texts = [PROMPT + text, PROMPT[::-1] + text_of(engine, "-p", PROMPT[::-1], "--ignore-eos")]
     assert result.stdout == f"[1] {PROMPT}\n{texts[0]}\n\n[2] {PROMPT[::-1]}\n{texts[1]}\n"
     assert all(f" {name} " in result.stderr for name in ("[1]", "[2]", "all"))
-    assert f"tokens are equal ({2 * COUNT})" in result.stderr and f"bit for bit ({2 * COUNT} positions)" in result.stderr
+    assert (
+        f"tokens are equal ({2 * COUNT})" in result.stderr
+        and f"bit for bit ({2 * COUNT} positions)" in result.stderr
+    )
     assert len(objects(engine, "--compare", *options)) == 2
 
 
-def test_compare_finds_a_difference(engine: Path, api: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_finds_a_difference(
+    engine: Path, api: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tokens = expected(api, ignore_eos=True).tokens
     other = [*tokens[:4], (tokens[4] + 1) % 97, *tokens[5:]]
     original = LLM.generate
@@ -164,16 +216,35 @@ def test_compare_finds_a_difference(engine: Path, api: LLM, monkeypatch: pytest.
     monkeypatch.setattr(LLM, "generate", generate)
     [found] = objects(engine, "-p", PROMPT, "--ignore-eos", "--compare")
     divergence = found["divergence"]
-    assert (divergence["index"], divergence["plain_token"], divergence["drafting_token"]) == (4, tokens[4], other[4])
+    assert (divergence["index"], divergence["plain_token"], divergence["drafting_token"]) == (
+        4,
+        tokens[4],
+        other[4],
+    )
     assert found["equal"] is False and divergence["logit_gap"] > 0
-    result = succeed(main, "--engine-dir", engine, "-p", PROMPT, "-n", COUNT, "--ignore-eos", "--compare")
-    assert f"tokens differ from new token 4 on ({tokens[4]} without drafting, {other[4]} with)" in result.stderr
+    result = succeed(
+        main, "--engine-dir", engine, "-p", PROMPT, "-n", COUNT, "--ignore-eos", "--compare"
+    )
+    assert (
+        f"tokens differ from new token 4 on ({tokens[4]} without drafting, {other[4]} with)"
+        in result.stderr
+    )
 
 
 def test_show_drafts_colours_draft_tokens(engine: Path, api: LLM) -> None:
     """Colours on a terminal only."""
     assert text_of(engine, "-p", PROMPT, "--show-drafts") == expected(api).text
-    options = ["--engine-dir", str(engine), "-p", PROMPT, "-n", str(COUNT), "--no-stats", "--show-drafts", "--no-guard"]
+    options = [
+        "--engine-dir",
+        str(engine),
+        "-p",
+        PROMPT,
+        "-n",
+        str(COUNT),
+        "--no-stats",
+        "--show-drafts",
+        "--no-guard",
+    ]
     coloured = CliRunner().invoke(main, options, color=True).stdout
     assert "\x1b[32m" in coloured and click.unstyle(coloured) == expected(api).text + "\n"
 
@@ -181,7 +252,11 @@ def test_show_drafts_colours_draft_tokens(engine: Path, api: LLM) -> None:
 def test_chat_prompts_are_messages(engine: Path, api: LLM) -> None:
     messages = [{"role": "user", "content": PROMPT}]
     assert api.codec.render(messages) == f"<user>{PROMPT}<assistant>"
-    assert text_of(engine, "--chat", "-p", PROMPT) == expected(api, messages).text != expected(api).text
+    assert (
+        text_of(engine, "--chat", "-p", PROMPT)
+        == expected(api, messages).text
+        != expected(api).text
+    )
 
 
 def test_a_chat_on_a_terminal_keeps_the_conversation(engine: Path, api: LLM) -> None:
@@ -193,7 +268,17 @@ def test_a_chat_on_a_terminal_keeps_the_conversation(engine: Path, api: LLM) -> 
         wanted += f"> {messages[-1]['content']}\n"
     master, slave = pty.openpty()
     os.write(master, b"hi\n\nand then\n\x04")
-    command = [*COMMAND, "--engine-dir", str(engine), "--chat", "-n", str(COUNT), "--no-stats", "--threads", "1"]
+    command = [
+        *COMMAND,
+        "--engine-dir",
+        str(engine),
+        "--chat",
+        "-n",
+        str(COUNT),
+        "--no-stats",
+        "--threads",
+        "1",
+    ]
     done = subprocess.run(command, stdin=slave, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.replace("> > ", "> ") == wanted + "> "
@@ -214,7 +299,9 @@ def test_ctrl_c_ends_without_a_traceback(engine: Path, monkeypatch: pytest.Monke
 def test_doctor_shows_packages_machine_and_jobs() -> None:
     facts = json.loads(succeed(doctor.main, "--json").stdout)
     assert facts.keys() == {"packages", "machine", "jobs"}
-    assert facts["packages"]["eesd"] == eesd.__version__ and facts["jobs"]["run on the CPU (ort)"].startswith("yes")
+    assert facts["packages"]["eesd"] == eesd.__version__ and facts["jobs"][
+        "run on the CPU (ort)"
+    ].startswith("yes")
     assert "CPUExecutionProvider" in facts["machine"]["onnxruntime providers"]
     table = succeed(doctor.main).stdout
     assert all(word in table for word in (*facts["packages"], *facts["machine"], "export"))
@@ -225,25 +312,37 @@ def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "installed", lambda _: None)
     monkeypatch.setattr(machine, "nvidia_driver", lambda: False)
     table = succeed(doctor.main).stdout
-    assert all(f"'eesd[{extra}]'" in table for extra in ("export", "torch", "tensorrt", "tensorrt-rtx"))
+    assert all(
+        f"'eesd[{extra}]'" in table for extra in ("export", "torch", "tensorrt", "tensorrt-rtx")
+    )
     facts = json.loads(succeed(doctor.main, "--json").stdout)
     assert facts["packages"]["torch"] == "not installed: pip install 'eesd[export]'"
-    assert facts["jobs"]["export"].startswith("no: torch") and "pip install eesd" in facts["jobs"]["run on the CPU (ort)"]
+    assert (
+        facts["jobs"]["export"].startswith("no: torch")
+        and "pip install eesd" in facts["jobs"]["run on the CPU (ort)"]
+    )
     assert "cannot be loaded" in facts["machine"]["onnxruntime providers"]
 
 
 @pytest.mark.parametrize(
     ("script", "found"),
-    [("echo NVIDIA H100, 81559 MiB, 580.1, 9.0", "NVIDIA H100"), ("exit 9", "the NVIDIA driver does not answer")],
+    [
+        ("echo NVIDIA H100, 81559 MiB, 580.1, 9.0", "NVIDIA H100"),
+        ("exit 9", "the NVIDIA driver does not answer"),
+    ],
 )
-def test_doctor_asks_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: str) -> None:
+def test_doctor_asks_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: str
+) -> None:
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert found in json.loads(succeed(doctor.main, "--json").stdout)["machine"]["GPU"]
 
 
-def test_speculation_options_reach_the_engine(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculation_options_reach_the_engine(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[dict[str, Any]] = []
     original = llm.load
 
@@ -252,5 +351,20 @@ def test_speculation_options_reach_the_engine(engine: Path, monkeypatch: pytest.
         return original(*arguments, **options)
 
     monkeypatch.setattr("eesd.runtime.cli.load", load)
-    text_of(engine, "-p", PROMPT, "--controller", "fixed:k=2", "--tree", 2, "--no-guard", "--seed", 3, "--threads", 1)
-    assert seen[0]["speculation"] == Speculation("fixed:k=2", 2, False, 3) and seen[0]["threads"] == 1
+    text_of(
+        engine,
+        "-p",
+        PROMPT,
+        "--controller",
+        "fixed:k=2",
+        "--tree",
+        2,
+        "--no-guard",
+        "--seed",
+        3,
+        "--threads",
+        1,
+    )
+    assert (
+        seen[0]["speculation"] == Speculation("fixed:k=2", 2, False, 3) and seen[0]["threads"] == 1
+    )

@@ -1,4 +1,5 @@
-"""``eesd-run`` on engines, options and prompts that it cannot use: one helpful line, exit code 2, never a traceback."""
+"""``eesd-run`` on engines, options and prompts that it cannot use: one helpful line, exit code 2,
+never a traceback."""
 
 import os
 import shutil
@@ -57,7 +58,9 @@ def lose_tokenizer(directory: Path) -> None:
         (lose_tokenizer, ("no tokenizer.json", "token ids")),
     ],
 )
-def test_a_bad_engine_directory_is_refused(engine_copy: Path, damage: Damage, words: tuple[str, ...]) -> None:
+def test_a_bad_engine_directory_is_refused(
+    engine_copy: Path, damage: Damage, words: tuple[str, ...]
+) -> None:
     damage(engine_copy)
     assert_refused(eesd_run(engine_copy, *PROMPT), *words)
 
@@ -65,9 +68,23 @@ def test_a_bad_engine_directory_is_refused(engine_copy: Path, damage: Damage, wo
 @pytest.mark.parametrize(
     "path",
     [
-        *("geometry", "geometry/vocab_size", "geometry/num_layers", "geometry/head_dim", "exit_head/layer", "exit_head/blocks"),
+        *(
+            "geometry",
+            "geometry/vocab_size",
+            "geometry/num_layers",
+            "geometry/head_dim",
+            "exit_head/layer",
+            "exit_head/blocks",
+        ),
         *("draft_top_k", "max_seq_len", "dtype"),
-        *("draft", "draft/caches", "draft/caches/1", "draft/inputs/4", "draft/inputs/4/name", "draft/outputs/0/shape"),
+        *(
+            "draft",
+            "draft/caches",
+            "draft/caches/1",
+            "draft/inputs/4",
+            "draft/inputs/4/name",
+            "draft/outputs/0/shape",
+        ),
         *(
             "verify/0/file",
             "verify/0/outputs",
@@ -79,7 +96,8 @@ def test_a_bad_engine_directory_is_refused(engine_copy: Path, damage: Damage, wo
     ],
 )
 def test_a_damaged_manifest_is_refused(engine_copy: Path, path: str) -> None:
-    """Whatever stands in the manifest, it is one line, and never a wrong binding. (Any edits: tests/fuzz.)"""
+    """Whatever stands in the manifest, it is one line, and never a wrong binding. (Any edits:
+    tests/fuzz.)"""
     for value in (None, -1, [1], ...):
         shutil.copy(engine_copy / "manifest.json", engine_copy.parent)
         edit_manifest(engine_copy, path, value)
@@ -88,15 +106,24 @@ def test_a_damaged_manifest_is_refused(engine_copy: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize("exported", [(), ("--quantize", "int4")], ids=["float32", "int4"])
-def test_logits_that_are_not_finite_choose_no_token(text_model: Path, tmp_path: Path, exported: tuple[str, ...]) -> None:
+def test_logits_that_are_not_finite_choose_no_token(
+    text_model: Path, tmp_path: Path, exported: tuple[str, ...]
+) -> None:
     model = shutil.copytree(text_model, tmp_path / "model")
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"].fill_(3e38)
     save_file(weights, model / "model.safetensors")
     directory = export_engine(model, tmp_path / "plans", *exported)
-    for options in ((), ("--temperature", 1), ("--temperature", 1, "--sampling", "rejection"), ("--repetition-penalty", 1.2)):
+    for options in (
+        (),
+        ("--temperature", 1),
+        ("--temperature", 1, "--sampling", "rejection"),
+        ("--repetition-penalty", 1.2),
+    ):
         for drafting in ((), ("--no-draft",)):
-            assert_refused(eesd_run(directory, *PROMPT, *options, *drafting), "no finite numbers", "weights")
+            assert_refused(
+                eesd_run(directory, *PROMPT, *options, *drafting), "no finite numbers", "weights"
+            )
 
 
 def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
@@ -115,7 +142,10 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
         (("--min-p", 1), ("min_p is 1.0",)),
         (("--repetition-penalty", 0), ("repetition_penalty is 0.0",)),
         (("--seed", 2**63), ("seed is 9223372036854775808",)),
-        (("--controller", "magic"), ("no controller 'magic'", "beta-ts, calibration-ts, cost-aware-ts, fixed")),
+        (
+            ("--controller", "magic"),
+            ("no controller 'magic'", "beta-ts, calibration-ts, cost-aware-ts, fixed"),
+        ),
         (("--controller", "fixed:depth=3"), ("no option 'depth'", "it has k")),
         (("--controller", "fixed:k=many"), ("k=many", "not a number")),
         (("--controller", "beta-ts:discount=2"), ("discount must be above 0 and at most 1",)),
@@ -127,7 +157,9 @@ def test_a_missing_draft_is_not_overlooked(engine_copy: Path) -> None:
         (("--compare", "--no-draft"), ("--compare needs drafting",)),
     ],
 )
-def test_a_bad_option_is_refused(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_a_bad_option_is_refused(
+    engine: Path, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
     assert_refused(eesd_run(engine, *PROMPT, *options), *words)
 
 
@@ -141,11 +173,15 @@ def test_a_bad_option_is_refused(engine: Path, options: tuple[object, ...], word
         (("--prompt-file", "/"), ("Is a directory",)),
     ],
 )
-def test_a_bad_prompt_is_refused(engine: Path, options: tuple[object, ...], words: tuple[str, ...]) -> None:
+def test_a_bad_prompt_is_refused(
+    engine: Path, options: tuple[object, ...], words: tuple[str, ...]
+) -> None:
     assert_refused(eesd_run(engine, *options), *words)
 
 
-@pytest.mark.parametrize(("stdin", "words"), [(b"", "prompt is empty"), (b"caf\xe9", "stdin is not UTF-8")])
+@pytest.mark.parametrize(
+    ("stdin", "words"), [(b"", "prompt is empty"), (b"caf\xe9", "stdin is not UTF-8")]
+)
 def test_a_bad_stdin_is_refused(engine: Path, stdin: bytes, words: str) -> None:
     assert_refused(eesd_run(engine, stdin=stdin), words)
 
@@ -167,14 +203,19 @@ def test_a_bad_stdin_is_refused(engine: Path, stdin: bytes, words: str) -> None:
         (b'"caf\xe9"', ("not UTF-8",)),
     ],
 )
-def test_bad_json_lines_are_refused(engine: Path, tmp_path: Path, text: bytes, words: tuple[str, ...]) -> None:
+def test_bad_json_lines_are_refused(
+    engine: Path, tmp_path: Path, text: bytes, words: tuple[str, ...]
+) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(text)
-    # What is wrong in the file is found before anything is generated; what is wrong for the model when it is its turn.
+    # What is wrong in the file is found before anything is generated; what is wrong for the model
+    # when it is its turn.
     assert_refused(eesd_run(engine, "--prompt-file", file, stdin="not to be read"), *words)
 
 
-@pytest.mark.parametrize("template", ["{% if", "{{ nothing.at.all }}", "{{ raise_exception('no\nsystem role') }}"])
+@pytest.mark.parametrize(
+    "template", ["{% if", "{{ nothing.at.all }}", "{{ raise_exception('no\nsystem role') }}"]
+)
 def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> None:
     (engine_copy / "chat_template.jinja").write_text(template)
     edit_manifest(engine_copy, "files/chat_template.jinja/size", len(template))
@@ -182,22 +223,31 @@ def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> 
 
 
 @pytest.mark.parametrize(("name", "keep"), [("draft.onnx", 0.0), ("verify.onnx", 0.9)])
-def test_a_truncated_graph_is_one_line_of_the_whole_process(engine_copy: Path, name: str, keep: float) -> None:
+def test_a_truncated_graph_is_one_line_of_the_whole_process(
+    engine_copy: Path, name: str, keep: float
+) -> None:
     """ONNX Runtime logs to the file descriptor, behind Python's back."""
     data = (engine_copy / name).read_bytes()
     (engine_copy / name).write_bytes(data[: int(keep * len(data))])
     edit_manifest(engine_copy, f"files/{name}/size", int(keep * len(data)))
-    without = "from pathlib import Path; from eesd.runtime.engines import operators; operators.LIBRARY = Path('missing.so')"
+    without = (
+        "from pathlib import Path; from eesd.runtime.engines import operators; operators.LIBRARY "
+        "= Path('missing.so')"
+    )
     refused_by_the_process(engine_copy, without, "cannot load", name, "export again")
 
 
 @needs_operators()
 @pytest.mark.parametrize(("name", "keep"), [("draft.onnx", 0.9), ("verify.onnx", 0.0)])
-def test_a_damaged_packed_graph_is_one_line_of_the_whole_process(engine_copy: Path, name: str, keep: float) -> None:
+def test_a_damaged_packed_graph_is_one_line_of_the_whole_process(
+    engine_copy: Path, name: str, keep: float
+) -> None:
     (path,) = engine_copy.glob(f"cpu-*/{name}")
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data))] + b"\xff" * (len(data) - int(keep * len(data))))
-    refused_by_the_process(engine_copy, "pass", "cannot load", name, "run: eesd-build --target cpu --force")
+    refused_by_the_process(
+        engine_copy, "pass", "cannot load", name, "run: eesd-build --target cpu --force"
+    )
 
 
 def refused_by_the_process(directory: Path, arrange: str, *words: str) -> None:

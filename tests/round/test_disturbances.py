@@ -1,4 +1,5 @@
-"""The default controller and the guard on a simulated machine: not slower than plain decoding, and never stopped for good."""
+"""The default controller and the guard on a simulated machine: not slower than plain decoding, and
+never stopped for good."""
 
 from itertools import product
 
@@ -27,22 +28,34 @@ def texts(acceptance: float, tokens: int, count: int, seed: int) -> Trace:
     for _ in range(count):
         mean = acceptance + 0.15 * random.standard_normal()
         levels = tuple(
-            float(np.clip(mean + d, 0.01 + 0.001 * i, 0.98 + 0.001 * i)) for i, d in enumerate((-0.3, -0.1, 0.1, 0.3))
+            float(np.clip(mean + d, 0.01 + 0.001 * i, 0.98 + 0.001 * i))
+            for i, d in enumerate((-0.3, -0.1, 0.1, 0.3))
         )
-        found += SyntheticStream("text", levels, 0.5).trace(tokens, 1, seed=int(random.integers(1 << 30))).requests
+        found += (
+            SyntheticStream("text", levels, 0.5)
+            .trace(tokens, 1, seed=int(random.integers(1 << 30)))
+            .requests
+        )
     return Trace(tuple(found), {})
 
 
 @pytest.mark.parametrize("requests", [1, 8])
-@pytest.mark.parametrize(("draft", "acceptance"), [(1.5e-3, 0.2), (3.5e-3, 0.2), (3.5e-3, 0.47), (5e-3, 0.4), (5e-3, 0.6)])
-def test_hardly_slower_from_the_first_request_on(draft: float, acceptance: float, requests: int) -> None:
+@pytest.mark.parametrize(
+    ("draft", "acceptance"),
+    [(1.5e-3, 0.2), (3.5e-3, 0.2), (3.5e-3, 0.47), (5e-3, 0.4), (5e-3, 0.6)],
+)
+def test_hardly_slower_from_the_first_request_on(
+    draft: float, acceptance: float, requests: int
+) -> None:
     """Whatever a weak head costs. The seeds are fixed, so this cannot fail by bad luck."""
     costs = CallCosts({1: draft, 16: 16 * draft}, VERIFY)
     plain = drafting = 0.0
     for seed in range(24 // requests):
         trace = texts(acceptance, 96, requests, seed)
         plain += decode(trace, Machine(costs, seed=seed)).seconds
-        drafting += decode(trace, Machine(costs, seed=seed), make_controller("cost-aware-ts", seed), Guard()).seconds
+        drafting += decode(
+            trace, Machine(costs, seed=seed), make_controller("cost-aware-ts", seed), Guard()
+        ).seconds
     assert plain / drafting >= 0.975
 
 
@@ -59,7 +72,10 @@ def test_a_head_that_pays_is_never_locked_out(machine: str) -> None:
 @pytest.mark.parametrize(
     ("head", "machine"),
     slow_but(
-        [*product(("useless", "overrated"), MACHINES)], ("useless", "steady"), ("overrated", "stalls"), ("overrated", "burst")
+        [*product(("useless", "overrated"), MACHINES)],
+        ("useless", "steady"),
+        ("overrated", "stalls"),
+        ("overrated", "burst"),
     ),
 )
 def test_a_head_that_does_not_pay_costs_little(head: str, machine: str) -> None:
@@ -69,8 +85,14 @@ def test_a_head_that_does_not_pay_costs_little(head: str, machine: str) -> None:
     assert max(start.behind for start in starts) < 0.013
 
 
-@pytest.mark.parametrize(("name", "wrong"), [("ALLOWANCE", 0.0), ("median_low", max)], ids=["never forgives", "no medians"])
-def test_a_wrong_guard_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str, wrong: object) -> None:
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("ALLOWANCE", 0.0), ("median_low", max)],
+    ids=["never forgives", "no medians"],
+)
+def test_a_wrong_guard_is_noticed(
+    monkeypatch: pytest.MonkeyPatch, name: str, wrong: object
+) -> None:
     monkeypatch.setattr(f"eesd.runtime.decoding.guard.{name}", wrong)
     starts = [*simulate_starts(HEADS["pays"], FOUR_BIT, "stalls", "cost-aware-ts", 6)]
     assert min(start.drafting for start in starts) < 0.3
@@ -79,7 +101,12 @@ def test_a_wrong_guard_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str, wr
 def test_a_burst_while_drafting_pays_stops_it_for_a_moment_only() -> None:
     trace, costs = GOOD.trace(128, 16, seed=3), BUNDLED.calls.scaled(BUNDLED.plain_seconds)
     found = [
-        decode(trace, Machine(costs, disturbance=disturbance), make_controller("cost-aware-ts"), Guard())
+        decode(
+            trace,
+            Machine(costs, disturbance=disturbance),
+            make_controller("cost-aware-ts"),
+            Guard(),
+        )
         for disturbance in (None, burst(4, 20, 1))
     ]
     undisturbed, disturbed = (1 + run.lost(costs, 1024) for run in found)

@@ -1,4 +1,5 @@
-"""Models that were trained to exit early (LayerSkip): their own norm and LM head draft, with every backend, in every way."""
+"""Models that were trained to exit early (LayerSkip): their own norm and LM head draft, with every
+backend, in every way."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +32,8 @@ COMMAND = ("--max-seq-len", 256, "--quantize-draft", "none")
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose second layer changes little, so an exit after the first one is often right. Its name says LayerSkip."""
+    """A model whose second layer changes little, so an exit after the first one is often right. Its
+    name says LayerSkip."""
     directory = tmp_path_factory.mktemp("early")
     model = tiny_models.build(directory / "layerskip-tiny", 97, layers=2, damping=0.05, seed=0)
     add_tokenizer(model)
@@ -46,9 +48,26 @@ def plans(early: Path) -> Path:
 @pytest.fixture(scope="module")
 def reduced_head(early: Path) -> Path:
     """The model's own exit over some tokens, calibrated."""
-    np.save(early.parent / "rows.npy", np.random.default_rng(1).integers(3, 60, (32, 25)).astype(np.uint16))
-    command = ("--model", early, "--exit-layer", 1, "--blocks", 0, "--steps", 0, "--draft-vocab", SIZE, *SMALL)
-    succeed(distill_main, *command, "--data", early.parent / "rows.npy", "-o", early.parent / "head")
+    np.save(
+        early.parent / "rows.npy",
+        np.random.default_rng(1).integers(3, 60, (32, 25)).astype(np.uint16),
+    )
+    command = (
+        "--model",
+        early,
+        "--exit-layer",
+        1,
+        "--blocks",
+        0,
+        "--steps",
+        0,
+        "--draft-vocab",
+        SIZE,
+        *SMALL,
+    )
+    succeed(
+        distill_main, *command, "--data", early.parent / "rows.npy", "-o", early.parent / "head"
+    )
     return early.parent / "head"
 
 
@@ -59,7 +78,9 @@ def reduced(early: Path, reduced_head: Path) -> Path:
 
 def exit_logits(model: Path) -> NDArray[np.float32]:
     """The logits [T, V] of an exit after the first layer, as transformers has them."""
-    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        model, dtype=torch.float32, attn_implementation="eager"
+    )
     with torch.no_grad():
         states = reference.model(torch.tensor([TEXT]), output_hidden_states=True).hidden_states[1]
         logits: NDArray[np.float32] = reference.lm_head(reference.model.norm(states))[0].numpy()
@@ -67,16 +88,24 @@ def exit_logits(model: Path) -> NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch", "ort-standard"])
-def test_the_draft_is_the_models_own_exit(early: Path, plans: Path, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_draft_is_the_models_own_exit(
+    early: Path, plans: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     manifest = load_manifest(plans)
-    assert manifest.num_caches == 2 and manifest.draft.caches == (0,) and manifest.exit_head.blocks == 0
+    assert (
+        manifest.num_caches == 2
+        and manifest.draft.caches == (0,)
+        and manifest.exit_head.blocks == 0
+    )
     verify, draft, _ = both_on_cache(plans, backend.removesuffix("-standard"), 64)
     expected = exit_logits(early)
     verify.prefill(TEXT[:10], 0)
     for at in range(10, 14):
-        np.testing.assert_allclose(draft.forward([TEXT[at]], [at], at, at).logits[0], expected[at], atol=2e-4)
+        np.testing.assert_allclose(
+            draft.forward([TEXT[at]], [at], at, at).logits[0], expected[at], atol=2e-4
+        )
 
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
@@ -85,7 +114,9 @@ def test_the_draft_is_the_models_own_exit(early: Path, plans: Path, backend: str
 def test_drafting_changes_no_token(
     request: pytest.FixtureRequest, directory: str, backend: str, speculation: Speculation
 ) -> None:
-    accepted = check_drafting(load(request.getfixturevalue(directory), backend, threads=1), speculation, [TEXT[:6]])
+    accepted = check_drafting(
+        load(request.getfixturevalue(directory), backend, threads=1), speculation, [TEXT[:6]]
+    )
     assert speculation.drafter != "exit" or accepted > 8
 
 
@@ -97,34 +128,59 @@ def test_stages_share_the_draft(early: Path, plans: Path, tmp_path: Path) -> Non
     assert (whole.tokens, whole.stats.accepted_tokens) == (cut.tokens, cut.stats.accepted_tokens)
 
 
-def test_a_calibrated_exit_knows_how_often_it_is_right(early: Path, reduced_head: Path, reduced: Path) -> None:
+def test_a_calibrated_exit_knows_how_often_it_is_right(
+    early: Path, reduced_head: Path, reduced: Path
+) -> None:
     """Replayed counts are the engines'; the draft vocabulary has the most used tokens."""
     (stored,) = reduced_head.glob("validation-*.safetensors")
     validation, checkpoint = ValidationSet.load(stored), Checkpoint(early)
     head = checkpoint.exit_head(reduced_head)
-    assert head.exit_config.blocks == 0 and head.exit_config.trained and head.draft_vocab is not None
+    assert (
+        head.exit_config.blocks == 0 and head.exit_config.trained and head.draft_vocab is not None
+    )
     assert len(head.draft_vocab) == SIZE and load_manifest(reduced).exit_head.draft_vocab == SIZE
-    replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, checkpoint.lm_head()), 5)
-    llm = load(reduced, "ort", threads=1, speculation=Speculation("fixed:k=5", guard=False, drafter="exit"))
+    replayed = replay_acceptance(
+        validation.correct_drafts(head, checkpoint.geometry, checkpoint.lm_head()), 5
+    )
+    llm = load(
+        reduced, "ort", threads=1, speculation=Speculation("fixed:k=5", guard=False, drafter="exit")
+    )
     accepted = rounds = 0
-    for tokens, start, end in zip(validation.tokens, validation.starts, validation.ends, strict=True):
-        completion = llm.generate(tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True)
-        accepted, rounds = accepted + completion.stats.accepted_tokens, rounds + completion.stats.rounds
+    for tokens, start, end in zip(
+        validation.tokens, validation.starts, validation.ends, strict=True
+    ):
+        completion = llm.generate(
+            tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True
+        )
+        accepted, rounds = (
+            accepted + completion.stats.accepted_tokens,
+            rounds + completion.stats.rounds,
+        )
     assert (accepted, rounds) == (sum(replayed.accepted), replayed.rounds) and accepted > 10
 
 
-def test_the_export_says_what_drafts(early: Path, tmp_path: Path, family_dir: Callable[[str], Path]) -> None:
+def test_the_export_says_what_drafts(
+    early: Path, tmp_path: Path, family_dir: Callable[[str], Path]
+) -> None:
     """By the model's name."""
     options = ("--output", tmp_path / "plans", "--no-check")
     found = succeed(export_main, "--model", early, "--exit-layer", 1, *options)
-    assert "the model's own final norm and LM head" in found.output and "not trained" not in found.output
+    assert (
+        "the model's own final norm and LM head" in found.output
+        and "not trained" not in found.output
+    )
     assert "the model's own norm and LM head" in succeed(inspect_main, tmp_path / "plans").output
     plain = family_dir("llama-bias")
     found = succeed(export_main, "--model", plain, "--exit-layer", 1, *options)
-    assert "own final norm" not in found.output and load_manifest(tmp_path / "plans").exit_head.blocks == 1
+    assert (
+        "own final norm" not in found.output
+        and load_manifest(tmp_path / "plans").exit_head.blocks == 1
+    )
 
 
-def test_what_makes_no_draft_is_refused(early: Path, tmp_path: Path, family_dir: Callable[[str], Path]) -> None:
+def test_what_makes_no_draft_is_refused(
+    early: Path, tmp_path: Path, family_dir: Callable[[str], Path]
+) -> None:
     plain = ("--model", family_dir("llama-bias"), "--output", tmp_path / "plans")
     assert_refused(run(export_main, *plain, "--exit-head", "own"), "--exit-layer N")
     assert_refused(run(export_main, *plain, "--exit-head", "own", "--exit-layer", 99), "exit layer")

@@ -1,4 +1,5 @@
-"""Drafting changes no bit of the logits that choose a token, and what checks this notices when it is not so."""
+"""Drafting changes no bit of the logits that choose a token, and what checks this notices when it
+is not so."""
 
 import json
 import tracemalloc
@@ -12,7 +13,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import tiny_models
-from support.command import add_tokenizer, assert_one_line, assert_refused, export_engine, run, slow_but, succeed
+from support.command import (
+    add_tokenizer,
+    assert_one_line,
+    assert_refused,
+    export_engine,
+    run,
+    slow_but,
+    succeed,
+)
 from support.harness import Wrapped
 from support.without_operators import needs_operators, without_operators
 
@@ -52,11 +61,18 @@ COUPLED = Sampling(temperature=0.9, seed=4)
 SAMPLINGS = {"greedy": Sampling(), "T": COUPLED, "penalty": Sampling(repetition_penalty=1.3)}
 SAMPLED = [
     *(("ort", "int4", name) for name in SAMPLINGS if name != "T"),
-    *((backend, kind, name) for backend in ("ort", "torch") for kind, name in zip(KINDS, cycle(SAMPLINGS), strict=False)),
+    *(
+        (backend, kind, name)
+        for backend in ("ort", "torch")
+        for kind, name in zip(KINDS, cycle(SAMPLINGS), strict=False)
+    ),
 ]
 """Engines know nothing of sampling: one kind has every sampling, and each other one of them."""
 CHAIN = Speculation("fixed:k=4", guard=False, drafter="exit")
-TREES = [Speculation("fixed:k=4", tree=3, guard=False), Speculation("cost-aware-ts", guard=False, tree=1)]
+TREES = [
+    Speculation("fixed:k=4", tree=3, guard=False),
+    Speculation("cost-aware-ts", guard=False, tree=1),
+]
 Export = Callable[[str], Path]
 
 
@@ -70,7 +86,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Export:
         heads = 4 if kind == "no groups" else 2
         model = tiny_models.build(base / "model", 97, layers=3, damping=0.3, seed=0, kv_heads=heads)
         add_tokenizer(model)
-        return export_engine(model, base / "plans", "--max-seq-len", 320, "--max-tree-nodes", 12, *KINDS[kind])
+        return export_engine(
+            model, base / "plans", "--max-seq-len", 320, "--max-tree-nodes", 12, *KINDS[kind]
+        )
 
     return directory
 
@@ -95,7 +113,12 @@ class Inexact(Wrapped):
 
 
 def inexact(llm: LLM) -> LLM:
-    return LLM(llm.directory, llm.manifest, llm.engines._replace(verify=Inexact(llm.engines.verify)), llm.speculation)
+    return LLM(
+        llm.directory,
+        llm.manifest,
+        llm.engines._replace(verify=Inexact(llm.engines.verify)),
+        llm.speculation,
+    )
 
 
 @pytest.mark.parametrize(("backend", "kind"), slow_but(CASES, *QUICK))
@@ -103,15 +126,24 @@ def test_calls_of_every_size_give_the_same_bits(exported: Export, backend: str, 
     manifest = load_manifest(exported(kind))
     exactness = Exactness(manifest)
     for threads in (1, 2):
-        exactness.check(open_engines(exported(kind), manifest, EngineOptions(backend, threads, draft=False)).verify)
+        exactness.check(
+            open_engines(
+                exported(kind), manifest, EngineOptions(backend, threads, draft=False)
+            ).verify
+        )
     assert exactness.chains.differing == 0 and not exactness.chains.kinds
     assert exactness.chains.positions > 300 and exactness.chains.calls > 100
     assert exactness.trees.positions == 24
 
 
-@pytest.mark.parametrize(("backend", "kind", "name"), slow_but(SAMPLED, *(case for case in SAMPLED if case[:2] in QUICK)))
-def test_drafting_chains_changes_no_bit(exported: Export, backend: str, kind: str, name: str) -> None:
-    """Over 160 tokens the cache grows. A prompt of one chunk and a bit more has chunks of two sizes."""
+@pytest.mark.parametrize(
+    ("backend", "kind", "name"), slow_but(SAMPLED, *(case for case in SAMPLED if case[:2] in QUICK))
+)
+def test_drafting_chains_changes_no_bit(
+    exported: Export, backend: str, kind: str, name: str
+) -> None:
+    """Over 160 tokens the cache grows. A prompt of one chunk and a bit more has chunks of two
+    sizes."""
     llm = eesd.load(exported(kind), backend, speculation=CHAIN, threads=1)
     for prompt in (PROMPT, list(range(3, 90)) * 2):
         found = compare(llm, prompt, SAMPLINGS[name], 120, ignore_eos=True)
@@ -127,7 +159,11 @@ def test_trees_have_the_bits_of_chains(
 ) -> None:
     """No path is cut, whether activations are rounded to int8 or not, over caches of all types."""
     monkeypatch.setattr(decoding_round, "cut_displaced", lambda *_: 1 / 0)
-    for activations, kv_cache_dtype in (("int8", "float32"), ("float32", "float16"), ("int8", "int8")):
+    for activations, kv_cache_dtype in (
+        ("int8", "float32"),
+        ("float32", "float16"),
+        ("int8", "int8"),
+    ):
         options: dict[str, Any] = {"activations": activations, "kv_cache_dtype": kv_cache_dtype}
         llm = eesd.load(exported(kind), "ort", speculation=speculation, threads=1, **options)
         for sampling in (Sampling(), COUPLED):
@@ -145,7 +181,9 @@ def logits_of_prompt(llm: LLM) -> NDArray[np.float32]:
 def test_the_kv_cache_is_chosen(exported: Export) -> None:
     def logits(kv_cache_dtype: str | None) -> NDArray[np.float32]:
         options: Any = {} if kv_cache_dtype is None else {"kv_cache_dtype": kv_cache_dtype}
-        return logits_of_prompt(eesd.load(exported("float32"), "ort", speculation=None, threads=1, **options))
+        return logits_of_prompt(
+            eesd.load(exported("float32"), "ort", speculation=None, threads=1, **options)
+        )
 
     default, float32 = logits(None), logits("float32")
     assert (default == float32).all()
@@ -158,7 +196,17 @@ def test_the_kv_cache_is_chosen(exported: Export) -> None:
 
 @needs_operators()
 def test_eesd_run_takes_a_kv_cache(exported: Export) -> None:
-    options = ("--engine-dir", exported("int4"), "-p", "ab", "-n", 20, "--ignore-eos", "--kv-cache-dtype", "int8")
+    options = (
+        "--engine-dir",
+        exported("int4"),
+        "-p",
+        "ab",
+        "-n",
+        20,
+        "--ignore-eos",
+        "--kv-cache-dtype",
+        "int8",
+    )
     result = succeed(cli.main, *options, "--backend", "ort", "--compare")
     assert "logits are equal, bit for bit" in result.output
     assert_refused(run(cli.main, *options, "--backend", "torch"), "torch", "KV cache")
@@ -168,7 +216,9 @@ def test_eesd_run_takes_a_kv_cache(exported: Export) -> None:
 @pytest.mark.parametrize("kind", ["int4", "minimums", "int8"])
 def test_activations_are_chosen(exported: Export, kind: str) -> None:
     def logits(backend: str, activations: str | None = None) -> NDArray[np.float32]:
-        return logits_of_prompt(eesd.load(exported(kind), backend, speculation=None, threads=1, activations=activations))
+        return logits_of_prompt(
+            eesd.load(exported(kind), backend, speculation=None, threads=1, activations=activations)
+        )
 
     default, int8, float32 = logits("ort"), logits("ort", "int8"), logits("ort", "float32")
     assert (default == int8).all() and (int8 != float32).any()
@@ -177,27 +227,35 @@ def test_activations_are_chosen(exported: Export, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "name"), [("torch", "torch"), ("tensorrt", "tensorrt"), ("ort", "ort without this project's operators")]
+    ("backend", "name"),
+    [("torch", "torch"), ("tensorrt", "tensorrt"), ("ort", "ort without this project's operators")],
 )
 @pytest.mark.usefixtures("standard")
-def test_choices_that_a_backend_has_not_are_refused(exported: Export, backend: str, name: str) -> None:
+def test_choices_that_a_backend_has_not_are_refused(
+    exported: Export, backend: str, name: str
+) -> None:
     with pytest.raises(EESDError, match=f"The backend {name} cannot choose its activations"):
         eesd.load(exported("int4"), backend, threads=1, activations="float32")
-    with pytest.raises(EESDError, match=f"The backend {name} cannot choose the type of its KV cache"):
+    with pytest.raises(
+        EESDError, match=f"The backend {name} cannot choose the type of its KV cache"
+    ):
         eesd.load(exported("int4"), backend, threads=1, kv_cache_dtype="float16")
 
 
 @pytest.mark.usefixtures("standard")
 @pytest.mark.parametrize("speculation", TREES, ids=["tree", "budget"])
 @pytest.mark.parametrize(
-    ("backend", "kind"), slow_but([("ort", "float32"), ("torch", "float32"), ("torch", "int4")], ("ort", "float32"))
+    ("backend", "kind"),
+    slow_but([("ort", "float32"), ("torch", "float32"), ("torch", "int4")], ("ort", "float32")),
 )
 def test_trees_change_logits_by_rounding_alone_and_not_where_bits_count(
     exported: Export, backend: str, kind: str, speculation: Speculation
 ) -> None:
     llm = eesd.load(exported(kind), backend, speculation=speculation, threads=1)
     found = compare(llm, PROMPT, COUPLED, 120, ignore_eos=True)
-    assert found.divergence is None and found.logits.positions == 120 and found.logits.largest < 1e-4
+    assert (
+        found.divergence is None and found.logits.positions == 120 and found.logits.largest < 1e-4
+    )
     exact = eesd.load(exported(kind), backend, speculation=speculation, threads=1, exact=True)
     cut = compare(exact, PROMPT, COUPLED, 120, ignore_eos=True)
     assert cut.drafting.accepted_tokens and (cut.logits.positions, cut.logits.differing) == (120, 0)
@@ -209,7 +267,11 @@ def test_bits_are_the_same_up_to_the_last_slot(exported: Export, backend: str) -
     llm = eesd.load(exported("float32"), backend, speculation=CHAIN, threads=1)
     found = compare(llm, list(range(3, 90)) * 3, Sampling(), 100, ignore_eos=True)
     assert found.plain.prompt_tokens + found.plain.new_tokens == 320
-    assert found.divergence is None and found.logits.differing == 0 and found.logits.positions == 320 - 261
+    assert (
+        found.divergence is None
+        and found.logits.differing == 0
+        and found.logits.positions == 320 - 261
+    )
 
 
 def test_a_path_is_cut_at_its_first_node_in_another_slot() -> None:
@@ -217,7 +279,10 @@ def test_a_path_is_cut_at_its_first_node_in_another_slot() -> None:
     first = Node(2, root, 1, index=1)
     second, displaced = Node(3, first, 2, index=2), Node(4, first, 2, index=5)
     assert decoding_round.cut_displaced([first, second], 9) == ([first, second], 9)
-    assert decoding_round.cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == ([first], 4)
+    assert decoding_round.cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == (
+        [first],
+        4,
+    )
     assert decoding_round.cut_displaced([displaced], 9) == ([], 4)
     assert decoding_round.cut_displaced([], 9) == ([], 9)
 
@@ -227,13 +292,27 @@ def test_differences_count_rows_and_see_every_bit() -> None:
     found = expected.copy()
     found[1, 2] = -0.0
     found[2, 0] = 0.5
-    differences = Differences().with_rows("rows", found[:1], expected).with_rows("chunks", found, expected)
-    assert (differences.calls, differences.positions, differences.differing, differences.largest) == (2, 4, 2, 0.5)
-    assert str(differences) == "differ at 2 of 4 positions of 2 calls, by at most 5.0e-01 (other chunks)"
-    assert "equal in every bit at 1 positions" in str(Differences().with_rows("rows", found[:1], expected))
+    differences = (
+        Differences().with_rows("rows", found[:1], expected).with_rows("chunks", found, expected)
+    )
+    assert (
+        differences.calls,
+        differences.positions,
+        differences.differing,
+        differences.largest,
+    ) == (2, 4, 2, 0.5)
+    assert (
+        str(differences)
+        == "differ at 2 of 4 positions of 2 calls, by at most 5.0e-01 (other chunks)"
+    )
+    assert "equal in every bit at 1 positions" in str(
+        Differences().with_rows("rows", found[:1], expected)
+    )
 
 
-def test_the_record_says_where_logits_differ(exported: Export, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_record_says_where_logits_differ(
+    exported: Export, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = inexact(eesd.load(exported("float32"), "ort", speculation=CHAIN, threads=1))
     found = compare(llm, PROMPT, Sampling(), 60, ignore_eos=True)
     assert found.divergence is None and 0 < found.logits.differing < 60 and found.logits.first >= 0
@@ -244,7 +323,8 @@ def test_the_record_says_where_logits_differ(exported: Export, monkeypatch: pyte
 
 
 def test_hashes_take_little_memory_and_say_where_bits_differ() -> None:
-    """Where bits are equal, comparing keeps no logits: those of a vocabulary of 50,000 tokens take 0.2 MB a token."""
+    """Where bits are equal, comparing keeps no logits: those of a vocabulary of 50,000 tokens take
+    0.2 MB a token."""
     expected = LogitRecord(whole=False)
     found = LogitRecord(expected)
     logits = np.random.default_rng(0).standard_normal((20, 50_000), np.float32)
@@ -283,12 +363,17 @@ def test_without_operators_nothing_is_said_of_bits(exported: Export) -> None:
 def test_operators_are_exact(exported: Export, kind: str) -> None:
     llm = eesd.load(exported(kind), "ort", threads=1)
     stats = llm.generate(PROMPT, max_new_tokens=3).stats
-    assert llm.engines.exact is stats.exact is stats.to_dict()["exact"] is True and not llm.engines.notice
+    assert (
+        llm.engines.exact is stats.exact is stats.to_dict()["exact"] is True
+        and not llm.engines.notice
+    )
 
 
 def test_one_changed_bit_is_noticed(exported: Export) -> None:
     manifest = load_manifest(exported("int4"))
-    engine = Inexact(open_engines(exported("int4"), manifest, EngineOptions("ort", 1, draft=False)).verify)
+    engine = Inexact(
+        open_engines(exported("int4"), manifest, EngineOptions("ort", 1, draft=False)).verify
+    )
     assert not Exactness(manifest).check_quickly(engine)
     exactness = Exactness(manifest)
     exactness.check(engine)
@@ -299,7 +384,12 @@ def test_eesd_inspect_compares_bits(exported: Export, monkeypatch: pytest.Monkey
     result = succeed(inspect_main, exported("int4"), "--exact", "--threads", 1, "--backend", "ort")
     assert "logits equal in every bit at" in result.stdout and "tree's nodes" in result.stdout
     broken = Engines(
-        Inexact(open_engines(exported("int4"), load_manifest(exported("int4")), EngineOptions("ort", 1, False)).verify), None
+        Inexact(
+            open_engines(
+                exported("int4"), load_manifest(exported("int4")), EngineOptions("ort", 1, False)
+            ).verify
+        ),
+        None,
     )
     monkeypatch.setattr("eesd.export.inspect.open_engines", lambda *_, **__: broken)
     result = run(inspect_main, exported("int4"), "--exact", "--json")
@@ -308,17 +398,32 @@ def test_eesd_inspect_compares_bits(exported: Export, monkeypatch: pytest.Monkey
 
 
 def test_eesd_doctor_checks_a_directory(exported: Export) -> None:
-    assert "equal in every bit" in succeed(doctor.main, "--json", "--engine-dir", exported("int8")).stdout
+    assert (
+        "equal in every bit"
+        in succeed(doctor.main, "--json", "--engine-dir", exported("int8")).stdout
+    )
 
 
 def test_export_reports_bits(exported: Export, tmp_path: Path) -> None:
     model = exported("float32").parent / "model"
-    result = succeed(export_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "plans", "--max-tree-nodes", 5)
+    result = succeed(
+        export_main,
+        "--model",
+        model,
+        "--exit-layer",
+        1,
+        "-o",
+        tmp_path / "plans",
+        "--max-tree-nodes",
+        5,
+    )
     assert "verify: logits of calls of 1 to 6 tokens equal in every bit" in result.stdout
 
 
 @needs_operators()
-def test_the_benchmark_compares_all_ways(exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_compares_all_ways(
+    exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output, report = tmp_path / "exactness.json", tmp_path / "results.md"
     done = succeed(bench_main, exported("int4"), "--new-tokens", 8, "-o", output)
     engines = len(combinations("ort"))
@@ -328,11 +433,15 @@ def test_the_benchmark_compares_all_ways(exported: Export, tmp_path: Path, monke
     assert {row.kind for row in rows} == {*WAYS, "calls", "chunks", "batch", "prefix"} and not any(
         row.different for row in rows
     )
-    assert {row.activations for row in rows} == {"int8", "float32"} and {row.threads for row in rows} == {1, 2}
+    assert {row.activations for row in rows} == {"int8", "float32"} and {
+        row.threads for row in rows
+    } == {1, 2}
     assert all(row.positions for row in rows)
     succeed(report_main, output, "-o", report)
     assert f"| texts that differ | **0 of {texts}**" in report.read_text()
 
-    monkeypatch.setattr("eesd.bench.tools.exactness.open_with", lambda *given: inexact(open_with(*given)))
+    monkeypatch.setattr(
+        "eesd.bench.tools.exactness.open_with", lambda *given: inexact(open_with(*given))
+    )
     broken = succeed(bench_main, exported("float32"), "--new-tokens", 8)
     assert f"{texts // 2} texts compared, 0 differ" not in broken.stdout

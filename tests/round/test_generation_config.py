@@ -1,4 +1,5 @@
-"""The sampling options of ``generation_config.json`` are the default, explicit ones win, and nothing is silent."""
+"""The sampling options of ``generation_config.json`` are the default, explicit ones win, and
+nothing is silent."""
 
 import json
 import shutil
@@ -48,12 +49,18 @@ def sampled(engine_copy: Path) -> Path:
 
 
 def with_config(directory: Path, content: dict[str, Any]) -> Path:
-    edit_manifest(directory, "sampling", asdict(parse_generation_config(content, GENERATION_CONFIG_FILE).sampling))
+    edit_manifest(
+        directory,
+        "sampling",
+        asdict(parse_generation_config(content, GENERATION_CONFIG_FILE).sampling),
+    )
     return directory
 
 
 def eesd_run(directory: Path, *options: object) -> Result:
-    return succeed(main, "--engine-dir", directory, "-p", PROMPT, "-n", 12, "--no-stats", "--json", *options)
+    return succeed(
+        main, "--engine-dir", directory, "-p", PROMPT, "-n", 12, "--no-stats", "--json", *options
+    )
 
 
 def tokens(result: Result) -> list[int]:
@@ -64,22 +71,54 @@ def tokens(result: Result) -> list[int]:
 @pytest.mark.parametrize(
     ("content", "sampling", "eos", "not_applied"),
     [
-        (QWEN, {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1}, (2, 5), ()),
+        (
+            QWEN,
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.1},
+            (2, 5),
+            (),
+        ),
         ({}, {}, None, ()),
         ({"do_sample": True}, {"temperature": 1.0}, None, ()),
-        ({"do_sample": True, "top_k": 50, "eos_token_id": 2}, {"temperature": 1.0, "top_k": 50}, (2,), ()),
+        (
+            {"do_sample": True, "top_k": 50, "eos_token_id": 2},
+            {"temperature": 1.0, "top_k": 50},
+            (2,),
+            (),
+        ),
         ({"temperature": 0.6, "top_p": 0.9}, {"temperature": 0.6, "top_p": 0.9}, None, ()),
-        ({"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2}, {"repetition_penalty": 1.2}, None, ()),
+        (
+            {"do_sample": False, "temperature": 0.6, "repetition_penalty": 1.2},
+            {"repetition_penalty": 1.2},
+            None,
+            (),
+        ),
         ({"top_k": -1, "min_p": 0.05}, {"top_k": 0, "min_p": 0.05}, None, ()),
-        ({"temperature": None, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": []}, {}, None, ()),
-        ({"num_beams": 4, "no_repeat_ngram_size": 3}, {}, None, ("no_repeat_ngram_size", "num_beams")),
+        (
+            {"temperature": None, "num_beams": 1, "typical_p": 1.0, "bad_words_ids": []},
+            {},
+            None,
+            (),
+        ),
+        (
+            {"num_beams": 4, "no_repeat_ngram_size": 3},
+            {},
+            None,
+            ("no_repeat_ngram_size", "num_beams"),
+        ),
     ],
 )
 def test_what_is_read(
-    content: dict[str, Any], sampling: dict[str, float], eos: tuple[int, ...] | None, not_applied: tuple[str, ...]
+    content: dict[str, Any],
+    sampling: dict[str, float],
+    eos: tuple[int, ...] | None,
+    not_applied: tuple[str, ...],
 ) -> None:
     config = parse_generation_config(content, GENERATION_CONFIG_FILE)
-    assert (config.sampling.given, config.eos_token_ids, config.sampling.not_applied) == (sampling, eos, not_applied)
+    assert (config.sampling.given, config.eos_token_ids, config.sampling.not_applied) == (
+        sampling,
+        eos,
+        not_applied,
+    )
 
 
 def test_it_is_exported_with_the_model(text_model: Path, tmp_path: Path) -> None:
@@ -90,11 +129,16 @@ def test_it_is_exported_with_the_model(text_model: Path, tmp_path: Path) -> None
     assert llm.manifest.eos_token_ids == (2, 5)
 
 
-def test_options_of_config_json_count_where_there_is_no_such_file(text_model: Path, tmp_path: Path) -> None:
+def test_options_of_config_json_count_where_there_is_no_such_file(
+    text_model: Path, tmp_path: Path
+) -> None:
     """As transformers makes a generation config from the model's config."""
     model = shutil.copytree(text_model, tmp_path / "model")
     (model / GENERATION_CONFIG_FILE).unlink(missing_ok=True)
-    config = json.loads((model / "config.json").read_text()) | {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    config = json.loads((model / "config.json").read_text()) | {
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+    }
     (model / "config.json").write_text(json.dumps(config))
     assert Checkpoint(model).config.notices == ()
     plans = export_engine(model, tmp_path / "plans")
@@ -105,7 +149,18 @@ def test_options_of_config_json_count_where_there_is_no_such_file(text_model: Pa
 
 def test_it_is_the_default_and_shown_in_one_line(sampled: Path) -> None:
     default = eesd_run(sampled, "--seed", 3)
-    same = ("--temperature", 0.7, "--top-k", 20, "--top-p", 0.8, "--repetition-penalty", 1.1, "--generation-config", "none")
+    same = (
+        "--temperature",
+        0.7,
+        "--top-k",
+        20,
+        "--top-p",
+        0.8,
+        "--repetition-penalty",
+        1.1,
+        "--generation-config",
+        "none",
+    )
     assert tokens(default) == tokens(eesd_run(sampled, "--seed", 3, *same))
     assert default.stderr.splitlines() == [
         "generation_config.json: temperature 0.7, top_k 20, top_p 0.8, repetition_penalty 1.1 "
@@ -142,11 +197,23 @@ def test_options_that_are_not_applied_are_named(
     eesd_run(engine_copy)
     assert words in caplog.text
     done = subprocess.run(
-        [sys.executable, "-c", f"import eesd; eesd.load({str(engine_copy)!r})"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", f"import eesd; eesd.load({str(engine_copy)!r})"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert words in done.stderr
     model = write(shutil.copytree(text_model, tmp_path / "model"), config)
-    result = succeed(export_main, "--model", model, "--output", tmp_path / "plans", "--exit-layer", 1, "--no-check")
+    result = succeed(
+        export_main,
+        "--model",
+        model,
+        "--output",
+        tmp_path / "plans",
+        "--exit-layer",
+        1,
+        "--no-check",
+    )
     assert words in result.stderr
 
 
@@ -165,7 +232,9 @@ def test_options_that_are_not_applied_are_named(
         ("{", "not valid JSON"),
     ],
 )
-def test_a_damaged_one_is_refused_by_the_export(text_model: Path, tmp_path: Path, content: Any, words: str) -> None:
+def test_a_damaged_one_is_refused_by_the_export(
+    text_model: Path, tmp_path: Path, content: Any, words: str
+) -> None:
     model = write(shutil.copytree(text_model, tmp_path / "model"), content)
     result = run(export_main, "--model", model, "-o", tmp_path / "plans", "--exit-layer", 1)
     assert_refused(result, GENERATION_CONFIG_FILE, words)
@@ -173,18 +242,28 @@ def test_a_damaged_one_is_refused_by_the_export(text_model: Path, tmp_path: Path
 
 def test_damaged_options_of_the_manifest_are_refused(engine_copy: Path) -> None:
     edit_manifest(engine_copy, "sampling/top_p", 5.0)
-    assert_refused(run(main, "--engine-dir", engine_copy, "-p", PROMPT), "The manifest is damaged", "top_p is 5")
+    assert_refused(
+        run(main, "--engine-dir", engine_copy, "-p", PROMPT),
+        "The manifest is damaged",
+        "top_p is 5",
+    )
 
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 
 
 @settings(max_examples=1000, deadline=None)
-@given(content=st.dictionaries(st.sampled_from([*QWEN, "min_p", "num_beams", "bad_words_ids", "other"]), JSON))
+@given(
+    content=st.dictionaries(
+        st.sampled_from([*QWEN, "min_p", "num_beams", "bad_words_ids", "other"]), JSON
+    )
+)
 def test_any_content_is_read_or_refused(content: dict[str, Any]) -> None:
     try:
         eesd.Sampling(**parse_generation_config(content, GENERATION_CONFIG_FILE).sampling.given)

@@ -1,4 +1,5 @@
-"""Drafting changes the speed and nothing else: same tokens, same endings, same cache, whatever the controller."""
+"""Drafting changes the speed and nothing else: same tokens, same endings, same cache, whatever the
+controller."""
 
 import json
 from collections import Counter
@@ -6,7 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.harness import FIRST_SLOTS, Harness, PauseUntil, RandomStop, finish, generated, recording_drafts
+from support.harness import (
+    FIRST_SLOTS,
+    Harness,
+    PauseUntil,
+    RandomStop,
+    finish,
+    generated,
+    recording_drafts,
+)
 from support.lossless_checks import (
     GREEDY,
     PROMPTS,
@@ -38,8 +47,11 @@ CONTROLLERS = {
     "cost-aware-ts": "default_harness",
     "random": "harness",
 }
-"""Each with an engine: half of the cases run on the default one, half on ONNX Runtime's own operators."""
-ENGINES = pytest.mark.parametrize(("name", "engine"), [("greedy", "default_harness"), ("T1", "harness")])
+"""Each with an engine: half of the cases run on the default one, half on ONNX Runtime's own
+operators."""
+ENGINES = pytest.mark.parametrize(
+    ("name", "engine"), [("greedy", "default_harness"), ("T1", "harness")]
+)
 
 
 @pytest.fixture
@@ -56,18 +68,24 @@ def controller(spec: str) -> Controller:
 @pytest.mark.parametrize(("spec", "engine"), CONTROLLERS.items())
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_drafting_gives_the_tokens_of_plain_decoding(either: Harness, name: str, width: int, spec: str) -> None:
+def test_drafting_gives_the_tokens_of_plain_decoding(
+    either: Harness, name: str, width: int, spec: str
+) -> None:
     totals = Counter[str]()
     for prompt in PROMPTS:
         stats = check_same_tokens(either, prompt, SAMPLINGS[name], controller(spec), width)
         totals.update(accepted=stats.accepted_tokens, judged=sum(stats.verified_at_depth))
     by_clock = spec == "cost-aware-ts"  # it may draft only what is always accepted
-    assert 0 < totals["accepted"] < totals["judged"] + by_clock, "acceptance and rejection must both occur"
+    assert 0 < totals["accepted"] < totals["judged"] + by_clock, (
+        "acceptance and rejection must both occur"
+    )
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("name", ["greedy", "T1"])
-def test_an_exit_head_of_two_blocks_is_lossless(two_block_harness: Harness, name: str, width: int) -> None:
+def test_an_exit_head_of_two_blocks_is_lossless(
+    two_block_harness: Harness, name: str, width: int
+) -> None:
     harness = two_block_harness
     assert harness.manifest.exit_head.blocks == 2 and harness.manifest.num_caches == 6
     stats = check_same_tokens(harness, PROMPTS[0], SAMPLINGS[name], controller("fixed:k=4"), width)
@@ -78,7 +96,9 @@ def test_an_exit_head_of_two_blocks_is_lossless(two_block_harness: Harness, name
 @pytest.mark.parametrize("spec", ["fixed:k=4", "random"])
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
-def test_a_draft_vocabulary_is_lossless(reduced_harness: Harness, name: str, width: int, spec: str) -> None:
+def test_a_draft_vocabulary_is_lossless(
+    reduced_harness: Harness, name: str, width: int, spec: str
+) -> None:
     """Also where the verifier's token is one that the draft cannot predict."""
     stats = check_same_tokens(reduced_harness, PROMPTS[2], SAMPLINGS[name], controller(spec), width)
     assert 0 < stats.accepted_tokens < sum(stats.verified_at_depth)
@@ -97,13 +117,17 @@ def test_the_draft_names_its_candidates_by_their_ids(reduced_harness: Harness) -
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
 @pytest.mark.parametrize("name", list(SAMPLINGS)[1:])
-def test_a_draft_vocabulary_proposes_as_if_all_other_logits_were_infinitely_low(name: str, method: str, count: int) -> None:
+def test_a_draft_vocabulary_proposes_as_if_all_other_logits_were_infinitely_low(
+    name: str, method: str, count: int
+) -> None:
     check_reduced_proposals(replace(SAMPLINGS[name], method=method), count)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @ENGINES
-def test_the_cache_after_each_round_is_that_of_a_prefill(either: Harness, name: str, width: int) -> None:
+def test_the_cache_after_each_round_is_that_of_a_prefill(
+    either: Harness, name: str, width: int
+) -> None:
     check_cache(either, PROMPTS[2], SAMPLINGS[name], controller("fixed:k=4"), width)
 
 
@@ -113,41 +137,69 @@ def test_tree_drafts_as_its_chains_would(either: Harness, width: int) -> None:
 
 
 def test_the_python_api_is_lossless(harness: Harness) -> None:
-    llm = eesd.load(harness.directory, threads=1, speculation=Speculation("beta-ts", tree=2, guard=True))
+    llm = eesd.load(
+        harness.directory, threads=1, speculation=Speculation("beta-ts", tree=2, guard=True)
+    )
     plain = eesd.load(harness.directory, threads=1, speculation=None)
     for sampling in SAMPLINGS.values():
         expected = plain.generate(PROMPTS[0], sampling, max_new_tokens=50)
         assert expected.stats.drafting_rounds == 0
         for draft in (True, False):
             actual = llm.generate(PROMPTS[0], sampling, max_new_tokens=50, draft=draft)
-            assert (actual.tokens, actual.finish_reason) == (expected.tokens, expected.finish_reason)
+            assert (actual.tokens, actual.finish_reason) == (
+                expected.tokens,
+                expected.finish_reason,
+            )
 
 
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("new_tokens", [1, 2, 3, 17])
 def test_max_new_tokens_is_exact(harness: Harness, new_tokens: int, width: int) -> None:
     longer = generated(harness.session(PROMPTS[0], new_tokens=30))
-    session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=8"), width, new_tokens=new_tokens)
+    session = harness.session(
+        PROMPTS[0], GREEDY, controller("fixed:k=8"), width, new_tokens=new_tokens
+    )
     assert generated(session) == longer[:new_tokens]
     assert session.finish_reason == "length"
-    assert session.stats.new_tokens == session.stats.accepted_tokens + session.stats.rounds == new_tokens
+    assert (
+        session.stats.new_tokens
+        == session.stats.accepted_tokens + session.stats.rounds
+        == new_tokens
+    )
     with pytest.raises(EESDError, match="finished"):
         session.step()
 
 
 @pytest.mark.parametrize("width", [1, 2])
 def test_statistics_add_up(harness: Harness, width: int) -> None:
-    session = harness.session(PROMPTS[0], SAMPLINGS["T1"], controller("random"), width, new_tokens=60)
+    session = harness.session(
+        PROMPTS[0], SAMPLINGS["T1"], controller("random"), width, new_tokens=60
+    )
     rounds, stats = finish(session), session.stats
     assert stats.prompt_tokens == len(PROMPTS[0])
-    assert stats.new_tokens == sum(len(r.tokens) for r in rounds) == stats.accepted_tokens + stats.rounds == 60
+    assert (
+        stats.new_tokens
+        == sum(len(r.tokens) for r in rounds)
+        == stats.accepted_tokens + stats.rounds
+        == 60
+    )
     assert stats.rounds == len(rounds) >= stats.drafting_rounds == stats.verified_at_depth[0]
-    assert stats.accepted_tokens == sum(r.num_accepted for r in rounds) == sum(stats.accepted_at_depth)
+    assert (
+        stats.accepted_tokens == sum(r.num_accepted for r in rounds) == sum(stats.accepted_at_depth)
+    )
     assert all(r.num_accepted == len(r.tokens) - 1 for r in rounds)
-    assert stats.drafting_rounds <= stats.draft_steps <= stats.draft_tokens <= stats.draft_steps * width
+    assert (
+        stats.drafting_rounds
+        <= stats.draft_steps
+        <= stats.draft_tokens
+        <= stats.draft_steps * width
+    )
     assert stats.acceptance == stats.accepted_tokens / sum(stats.verified_at_depth)
     assert all(
-        deeper <= accepted for deeper, accepted in zip(stats.verified_at_depth[1:], stats.accepted_at_depth, strict=False)
+        deeper <= accepted
+        for deeper, accepted in zip(
+            stats.verified_at_depth[1:], stats.accepted_at_depth, strict=False
+        )
     )
     assert stats.host_seconds > 0 and stats.draft_seconds > 0 and stats.verify_seconds > 0
     assert json.loads(json.dumps(stats.to_dict()))["tokens_per_round"] == 60 / len(rounds)
@@ -168,25 +220,39 @@ def accepted_token(session: Session) -> int:
 @ENGINES
 def test_eos_inside_an_accepted_path_ends_the_text(either: Harness, name: str, width: int) -> None:
     harness, sampling = either, SAMPLINGS[name]
-    eos = accepted_token(harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200))
+    eos = accepted_token(
+        harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200)
+    )
     plain = harness.session(PROMPTS[0], sampling, new_tokens=200, eos=(96, eos))
-    drafting = harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200, eos=(96, eos))
+    drafting = harness.session(
+        PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200, eos=(96, eos)
+    )
     assert generated(drafting) == generated(plain)
     assert drafting.tokens[-1] == eos and drafting.tokens.count(eos) == 1 + PROMPTS[0].count(eos)
     assert drafting.finish_reason == plain.finish_reason == "stop"
     stats = drafting.stats
-    assert stats.new_tokens == len(drafting.tokens) - len(PROMPTS[0]) == stats.accepted_tokens + stats.rounds - 1
-    assert stats.accepted_tokens == sum(stats.accepted_at_depth), "what was accepted behind EOS is not committed"
+    assert (
+        stats.new_tokens
+        == len(drafting.tokens) - len(PROMPTS[0])
+        == stats.accepted_tokens + stats.rounds - 1
+    )
+    assert stats.accepted_tokens == sum(stats.accepted_at_depth), (
+        "what was accepted behind EOS is not committed"
+    )
 
 
 @pytest.mark.parametrize("width", [1, 3])
 @ENGINES
 @pytest.mark.parametrize("left", [1, 2, 5, 40])
-def test_the_end_of_the_cache_ends_the_text(either: Harness, left: int, name: str, width: int) -> None:
+def test_the_end_of_the_cache_ends_the_text(
+    either: Harness, left: int, name: str, width: int
+) -> None:
     harness, slots = either, either.manifest.max_seq_len
     prompt = np.random.default_rng(0).integers(0, 97, slots - left).tolist()
     plain = harness.session(prompt, SAMPLINGS[name], new_tokens=1000)
-    drafting = harness.session(prompt, SAMPLINGS[name], controller("fixed:k=6"), width, new_tokens=1000)
+    drafting = harness.session(
+        prompt, SAMPLINGS[name], controller("fixed:k=6"), width, new_tokens=1000
+    )
     assert generated(drafting) == generated(plain)
     assert drafting.finish_reason == plain.finish_reason == "length"
     assert len(drafting.tokens) == slots
@@ -197,9 +263,12 @@ def test_the_end_of_the_cache_ends_the_text(either: Harness, left: int, name: st
 @pytest.mark.parametrize("width", [1, 2])
 def test_the_cache_grows_while_decoding(harness: Harness, width: int) -> None:
     workspace = harness.workspace()
-    session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace)
+    session = harness.session(
+        PROMPTS[0], GREEDY, controller("fixed:k=4"), width, new_tokens=150, workspace=workspace
+    )
     assert generated(session) == generated(harness.session(PROMPTS[0], new_tokens=150))
-    assert isinstance(workspace.kv_cache, HostKVCache) and workspace.kv_cache.slots == 256  # 128 slots at a time
+    # 128 slots at a time.
+    assert isinstance(workspace.kv_cache, HostKVCache) and workspace.kv_cache.slots == 256
     expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)
     np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=1e-4)
 
@@ -209,7 +278,9 @@ def test_a_short_text_does_not_pay_for_a_long_one_before_it(harness: Harness) ->
     generated(harness.session(PROMPTS[0], new_tokens=150, workspace=workspace))
     workspace.kv_cache.reset()
     assert isinstance(workspace.kv_cache, HostKVCache) and workspace.kv_cache.slots == FIRST_SLOTS
-    again = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=4"), new_tokens=150, workspace=workspace)
+    again = harness.session(
+        PROMPTS[0], GREEDY, controller("fixed:k=4"), new_tokens=150, workspace=workspace
+    )
     assert generated(again) == generated(harness.session(PROMPTS[0], new_tokens=150))
 
 
@@ -217,7 +288,9 @@ def test_a_short_text_does_not_pay_for_a_long_one_before_it(harness: Harness) ->
 def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> None:
     """The verifier keeps the exit head's cache too, so a draft that rested misses nothing."""
     rested, logits = recording_drafts(harness.workspace())
-    session = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), guard=PauseUntil(rest), workspace=rested)
+    session = harness.session(
+        PROMPTS[0], GREEDY, controller("fixed:k=3"), guard=PauseUntil(rest), workspace=rested
+    )
     assert not any(session.step().num_accepted for _ in range(rest)) and not logits
     always, expected = recording_drafts(harness.workspace())
     fresh = harness.session(session.tokens, GREEDY, controller("fixed:k=3"), workspace=always)
@@ -229,10 +302,16 @@ def test_drafts_are_as_good_after_plain_rounds(harness: Harness, rest: int) -> N
 
 @pytest.mark.parametrize("width", [1, 3])
 def test_a_pause_costs_no_acceptance(harness: Harness, width: int) -> None:
-    """Against a run that always drafts: from where both have a round beginning, they go on alike."""
+    """Against a run that always drafts: from where both have a round beginning, they go on
+    alike."""
     always = harness.session(PROMPTS[0], GREEDY, controller("fixed:k=3"), width)
     rested = harness.session(
-        PROMPTS[0], GREEDY, controller("fixed:k=3"), width, guard=PauseUntil(15), workspace=harness.workspace()
+        PROMPTS[0],
+        GREEDY,
+        controller("fixed:k=3"),
+        width,
+        guard=PauseUntil(15),
+        workspace=harness.workspace(),
     )
     starts = {}
     for session in (always, rested):
@@ -241,7 +320,11 @@ def test_a_pause_costs_no_acceptance(harness: Harness, width: int) -> None:
         for result in rounds:
             begun.append(begun[-1] + len(result.tokens))
         starts[session] = dict(zip(begun, rounds, strict=False))
-    meeting = min(start for start in starts[rested] if start > len(PROMPTS[0]) + 15 and start in starts[always])
+    meeting = min(
+        start
+        for start in starts[rested]
+        if start > len(PROMPTS[0]) + 15 and start in starts[always]
+    )
     for start in starts[always]:
         assert start < meeting or starts[always][start] == starts[rested][start]
 
@@ -251,7 +334,9 @@ def test_coupled_tree_accepts_at_least_what_its_chain_would(harness: Harness, se
     sampling = replace(SAMPLINGS["T1"], seed=seed)
     tree = harness.session(PROMPTS[0], sampling, controller("fixed:k=4"), width=3)
     while tree.finish_reason is None:
-        chain = harness.session(tree.tokens, sampling, controller("fixed:k=4"), workspace=harness.workspace())
+        chain = harness.session(
+            tree.tokens, sampling, controller("fixed:k=4"), workspace=harness.workspace()
+        )
         alone, result = chain.step(), tree.step()
         if tree.finish_reason is None:  # the last round has less room
             assert result.tokens[: len(alone.tokens)] == alone.tokens
@@ -271,8 +356,11 @@ class Watcher(RandomStop):
 
 @pytest.mark.parametrize("width", [1, 2, 3])
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_the_controller_is_told_the_figures_of_the_best_node(harness: Harness, prompt: list[int], width: int) -> None:
-    """Each step's figures are those of the best node of its level, recomputed from the draft's logits at its parent."""
+def test_the_controller_is_told_the_figures_of_the_best_node(
+    harness: Harness, prompt: list[int], width: int
+) -> None:
+    """Each step's figures are those of the best node of its level, recomputed from the draft's
+    logits at its parent."""
     watcher = Watcher()
     tree, logits = drafted_logits(harness, prompt, watcher, width)
     path_probability = {tree.root: 1.0}
@@ -282,7 +370,12 @@ def test_the_controller_is_told_the_figures_of_the_best_node(harness: Harness, p
         path_probability[node] = path_probability[node.parent] * float(q[node.token])
     assert [step.depth for step in watcher.steps] == [1, 2, 3]
     for step in watcher.steps:
-        best = max((node for node in tree.nodes if node.depth == step.depth), key=path_probability.__getitem__)
+        best = max(
+            (node for node in tree.nodes if node.depth == step.depth),
+            key=path_probability.__getitem__,
+        )
         assert best.parent is not None
         assert step.path_probability == pytest.approx(path_probability[best], rel=1e-4)
-        assert step.probability == pytest.approx(path_probability[best] / path_probability[best.parent], rel=1e-4)
+        assert step.probability == pytest.approx(
+            path_probability[best] / path_probability[best.parent], rel=1e-4
+        )

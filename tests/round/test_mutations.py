@@ -1,7 +1,7 @@
 """The classic mistakes of speculative decoding, made on purpose: each must make its check fail.
 
-Most mutants are the runtime's own source with one expression replaced. When such an expression is rewritten, the mutation
-asks to be rewritten too, rather than testing nothing.
+Most mutants are the runtime's own source with one expression replaced. When such an expression is
+rewritten, the mutation asks to be rewritten too, rather than testing nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -65,7 +65,8 @@ REJECTION = Sampling(temperature=1.0, method="rejection")
 def caught() -> AbstractContextManager[Any]:
     """The check fails, and for its proper reason."""
     return pytest.raises(
-        AssertionError, match=r"not follow|changed the tokens|changed the logits|Not equal to tolerance|miscounted"
+        AssertionError,
+        match=r"not follow|changed the tokens|changed the logits|Not equal to tolerance|miscounted",
     )
 
 
@@ -79,12 +80,25 @@ BONUS_FROM_Q = "self._draw(p if node.children else self._sampled.get(node.parent
     ("edits", "widths"),
     [
         pytest.param([UNSCALED], [2, 3], id="residual not renormalised between siblings"),
-        # Inversion draws from the residual whatever its scale, so in a chain that must be broken too.
-        pytest.param([UNSCALED, ("_draw", " * cumulative[-1]", "")], [1], id="residual not renormalised in a chain"),
-        pytest.param([("_judge", RESIDUAL, "p")], [1], id="rejected token drawn from p, not from p - q"),
+        # Inversion draws from the residual whatever its scale, so in a chain that must be broken
+        # too.
+        pytest.param(
+            [UNSCALED, ("_draw", " * cumulative[-1]", "")],
+            [1],
+            id="residual not renormalised in a chain",
+        ),
+        pytest.param(
+            [("_judge", RESIDUAL, "p")], [1], id="rejected token drawn from p, not from p - q"
+        ),
         pytest.param([("_judge", RESIDUAL, "q")], [1], id="rejected token drawn from q"),
-        pytest.param([("_judge", "self._draw(p)", BONUS_FROM_Q)], [1], id="bonus token drawn from q"),
-        pytest.param([("_judge", "p[token] / q[token]", "p[token]")], [1], id="chain accepted with p, not with p / q"),
+        pytest.param(
+            [("_judge", "self._draw(p)", BONUS_FROM_Q)], [1], id="bonus token drawn from q"
+        ),
+        pytest.param(
+            [("_judge", "p[token] / q[token]", "p[token]")],
+            [1],
+            id="chain accepted with p, not with p / q",
+        ),
         pytest.param([NOT_ZEROED], [2, 3], id="a sibling not zeroed"),
     ],
 )
@@ -101,9 +115,27 @@ def test_a_mistake_in_rejection_sampling_is_caught(
 @pytest.mark.parametrize(
     ("owner", "name", "old", "new"),
     [
-        pytest.param(SpecSampler, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
-        pytest.param(DraftColumns, "spread", "np.zeros(vocab_size)", "np.full(vocab_size, 0.3)", id="q not zero elsewhere"),
-        pytest.param(DraftColumns, "spread", "spread[self._ids] = values", "spread[: len(values)] = values", id="q by column"),
+        pytest.param(
+            SpecSampler,
+            "_proposals",
+            "self._columns.tokens(columns).tolist()",
+            "columns",
+            id="map forgotten",
+        ),
+        pytest.param(
+            DraftColumns,
+            "spread",
+            "np.zeros(vocab_size)",
+            "np.full(vocab_size, 0.3)",
+            id="q not zero elsewhere",
+        ),
+        pytest.param(
+            DraftColumns,
+            "spread",
+            "spread[self._ids] = values",
+            "spread[: len(values)] = values",
+            id="q by column",
+        ),
     ],
 )
 def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
@@ -117,10 +149,30 @@ def test_a_draft_vocabulary_that_breaks_rejection_sampling_is_caught(
 @pytest.mark.parametrize(
     ("owner", "name", "old", "new"),
     [
-        pytest.param(SpecSampler, "_proposals", "self._columns.tokens(columns).tolist()", "columns", id="map forgotten"),
-        pytest.param(SpecSampler, "_adjusted", "columns.of([*self._tokens, *node.path()])", "{3, 5, 9, 60}", id="penalty"),
-        pytest.param(sampling.GumbelNoise, "best", "columns.tokens(likely)", "likely", id="noise by column"),
-        pytest.param(sampling.GumbelNoise, "best", "columns.tokens(found)", "found", id="noise by column, unlikely tokens"),
+        pytest.param(
+            SpecSampler,
+            "_proposals",
+            "self._columns.tokens(columns).tolist()",
+            "columns",
+            id="map forgotten",
+        ),
+        pytest.param(
+            SpecSampler,
+            "_adjusted",
+            "columns.of([*self._tokens, *node.path()])",
+            "{3, 5, 9, 60}",
+            id="penalty",
+        ),
+        pytest.param(
+            sampling.GumbelNoise, "best", "columns.tokens(likely)", "likely", id="noise by column"
+        ),
+        pytest.param(
+            sampling.GumbelNoise,
+            "best",
+            "columns.tokens(found)",
+            "found",
+            id="noise by column, unlikely tokens",
+        ),
     ],
 )
 def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
@@ -132,13 +184,18 @@ def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
         check_reduced_proposals(Sampling(temperature=1.0, repetition_penalty=1.5), count=8)
 
 
-def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
     monkeypatch.setattr(ExitHead, "tokens", lambda _, columns: columns)
-    monkeypatch.setattr(tiny_models, "build_for_cpu", lambda *_: None)  # it would refuse a graph without the map
+    # It would refuse a graph without the map.
+    monkeypatch.setattr(tiny_models, "build_for_cpu", lambda *_: None)
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     ids = tuple(DRAFT_VOCAB.tolist())
-    forgetful = Harness(tiny_models.export_tiny(model, tmp_path / "plans", slots=64, draft_vocab=ids))
+    forgetful = Harness(
+        tiny_models.export_tiny(model, tmp_path / "plans", slots=64, draft_vocab=ids)
+    )
     check_same_tokens(forgetful, PROMPT, GREEDY, make_controller("fixed:k=4"), width=1)
     with caught():
         check_draft_ids(forgetful, PROMPT)
@@ -160,18 +217,28 @@ def trimming(draft: Callable[..., None]) -> Callable[..., None]:
 def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
     five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is wrong with rejection sampling alone: what the others emit does not depend on what was drafted."""
+    """It is wrong with rejection sampling alone: what the others emit does not depend on what was
+    drafted."""
     monkeypatch.setattr(decoding_round, "draft", trimming(decoding_round.draft))
     with caught():
         check_joint(five_token_harness, [3], REJECTION, make_controller("fixed:k=2"), width=1)
-    check_joint(five_token_harness, [3], replace(REJECTION, method="coupled"), make_controller("fixed:k=2"), width=1)
+    check_joint(
+        five_token_harness,
+        [3],
+        replace(REJECTION, method="coupled"),
+        make_controller("fixed:k=2"),
+        width=1,
+    )
     for sampled in (GREEDY, COUPLED):
         check_same_tokens(five_token_harness, [3], sampled, make_controller("fixed:k=2"), width=1)
 
 
 def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
     """p = (.5, .5), q = (.9, .1), a drafted 1 is discarded: 0 comes with probability .55."""
-    p, q = np.log(np.array([[0.5, 0.5]] * 2, np.float32)), np.log(np.array([[0.9, 0.1]], np.float32))
+    p, q = (
+        np.log(np.array([[0.5, 0.5]] * 2, np.float32)),
+        np.log(np.array([[0.9, 0.1]], np.float32)),
+    )
     zeros = {True: 0, False: 0}
     draws = 4000
     for seed in range(draws):
@@ -189,9 +256,17 @@ def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        pytest.param("(p[token] if q is None", "(p[token] ** 0.5 if q is None", id="what the text proposes accepted too often"),
+        pytest.param(
+            "(p[token] if q is None",
+            "(p[token] ** 0.5 if q is None",
+            id="what the text proposes accepted too often",
+        ),
         pytest.param(*NOT_ZEROED[1:], id="the text's token not removed when it was rejected"),
-        pytest.param("drafted = self._sampled.get(node)", "drafted = p * 0 + 1", id="rejected text drawn from a residual"),
+        pytest.param(
+            "drafted = self._sampled.get(node)",
+            "drafted = p * 0 + 1",
+            id="rejected text drawn from a residual",
+        ),
     ],
 )
 def test_a_mistake_with_text_in_rejection_sampling_is_caught(
@@ -199,25 +274,56 @@ def test_a_mistake_with_text_in_rejection_sampling_is_caught(
 ) -> None:
     mutate(monkeypatch, Rejection, "_judge", old, new)
     with caught():
-        check_joint(five_token_harness, REPEATING, REJECTION, None, width=1, draws=1000, text=SometimesCopies())
+        check_joint(
+            five_token_harness,
+            REPEATING,
+            REJECTION,
+            None,
+            width=1,
+            draws=1000,
+            text=SometimesCopies(),
+        )
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "old", "new"),
     [
         pytest.param(DraftTree, "follow_text", "parent.depth + 1", "1", id="depth"),
-        pytest.param(DraftTree, "follow_text", "index=len(self.nodes)", "index=len(self.nodes) - 1", id="slot"),
+        pytest.param(
+            DraftTree,
+            "follow_text",
+            "index=len(self.nodes)",
+            "index=len(self.nodes) - 1",
+            id="slot",
+        ),
         pytest.param(SpecSampler, "_position", "+ node.depth", "", id="noise"),
     ],
 )
 @pytest.mark.parametrize("behind", [False, True], ids=["alone", "behind a draft"])
 def test_a_mistake_with_text_is_caught(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str, behind: bool
+    harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    old: str,
+    new: str,
+    behind: bool,
 ) -> None:
     mutate(monkeypatch, owner, name, old, new)
-    controller, text = make_controller("fixed:k=2") if behind else None, SometimesCopies(share=0.0 if behind else 1.0)
+    controller, text = (
+        make_controller("fixed:k=2") if behind else None,
+        SometimesCopies(share=0.0 if behind else 1.0),
+    )
     with caught():
-        check_same_tokens(harness, PROMPT, Sampling(temperature=0.3), controller, width=1, new_tokens=100, text=text)
+        check_same_tokens(
+            harness,
+            PROMPT,
+            Sampling(temperature=0.3),
+            controller,
+            width=1,
+            new_tokens=100,
+            text=text,
+        )
 
 
 def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
@@ -227,7 +333,9 @@ def filters_first(logits: Logits, options: Sampling) -> sampling.Vector:
 
 
 @pytest.mark.parametrize("method", slow_but(["coupled", "rejection"], "coupled"))
-def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+def test_temperature_after_top_p_is_caught(
+    five_token_harness: Harness, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     options = Sampling(temperature=0.6, top_p=0.7, method=method)
     monkeypatch.setattr(samplers, "warp", filters_first)
     with caught():
@@ -240,7 +348,13 @@ def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypa
     ("owner", "name", "old", "new"),
     [
         pytest.param(None, "", "", "", id="none"),
-        pytest.param(HostKVCache, "compact", "self.data[..., sources, :]", "self.data[..., targets, :]", id="stale slot"),
+        pytest.param(
+            HostKVCache,
+            "compact",
+            "self.data[..., sources, :]",
+            "self.data[..., targets, :]",
+            id="stale slot",
+        ),
         pytest.param(Session, "call", "root + node.depth", "root + node.index", id="positions"),
         pytest.param(
             session,
@@ -253,9 +367,17 @@ def test_temperature_after_top_p_is_caught(five_token_harness: Harness, monkeypa
     ],
 )
 def test_a_mistake_in_the_tree_is_caught(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new: str, width: int, options: Sampling
+    harness: Harness,
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    old: str,
+    new: str,
+    width: int,
+    options: Sampling,
 ) -> None:
-    """A compaction that moves nothing or to the wrong place, positions in draft order, siblings that see each other."""
+    """A compaction that moves nothing or to the wrong place, positions in draft order, siblings
+    that see each other."""
     if owner is not None:
         new = new.replace("targets", "list(range(start, start + len(sources)))")
         mutate(monkeypatch, owner, name, old, new)
@@ -282,21 +404,28 @@ def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
         check_tree_drafts(harness, PROMPT, width=2)
 
 
-def test_noise_that_forgets_the_depth_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_forgets_the_depth_is_caught(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutate(monkeypatch, Coupled, "_position", "+ node.depth", "")
     for width in (1, 2):
         with caught():
             check_same_tokens(harness, PROMPT, COUPLED, make_controller("fixed:k=4"), width)
 
 
-def test_a_penalty_that_forgets_the_draft_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_penalty_that_forgets_the_draft_is_caught(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mutate(monkeypatch, SpecSampler, "_adjusted", "*node.path()", "")
     with caught():
-        check_same_tokens(harness, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1)
+        check_same_tokens(
+            harness, PROMPT, Sampling(repetition_penalty=1.5), make_controller("fixed:k=4"), width=1
+        )
 
 
 def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
-    """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next drafts are not."""
+    """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next
+    drafts are not."""
     workspace, exit_cache = harness.workspace(), harness.manifest.geometry.num_layers
     kv_cache, kept = workspace.kv_cache, list[Any]()
     assert isinstance(kv_cache, HostKVCache)
@@ -308,7 +437,9 @@ def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
         kv_cache.data[exit_cache] = kept[0]
 
     stale = replace(workspace, verify=Wrapped(workspace.verify, before, after))
-    running = harness.session(PROMPT, GREEDY, make_controller("fixed:k=4"), guard=PauseUntil(8), workspace=stale)
+    running = harness.session(
+        PROMPT, GREEDY, make_controller("fixed:k=4"), guard=PauseUntil(8), workspace=stale
+    )
     for _ in range(8):
         running.step()
     fresh = cache_of(harness.fresh_prefill(running.tokens), running.tokens)
@@ -324,7 +455,9 @@ def last_bit(tokens: Sequence[int], _: int, outputs: StepOutputs) -> None:
         outputs.logits[-1, 5] = np.nextafter(outputs.logits[-1, 5], np.float32(np.inf))
 
 
-def test_one_changed_bit_of_a_logit_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_changed_bit_of_a_logit_is_caught(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts = harness.workspace()
     broken = replace(parts, verify=Wrapped(parts.verify, after=last_bit))
     monkeypatch.setattr(harness, "workspace", lambda: broken)
@@ -333,19 +466,24 @@ def test_one_changed_bit_of_a_logit_is_caught(harness: Harness, monkeypatch: pyt
 
 
 def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
-    """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then has a single query."""
+    """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then
+    has a single query."""
     monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
     monkeypatch.setattr(graphs, "fold_mask", lambda inputs, *_: inputs)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return export_engine(model, directory / "plans", "--max-seq-len", 256)
 
 
-def test_attention_over_a_single_query_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_over_a_single_query_is_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unfolded = Harness(export_unfolded(monkeypatch, tmp_path))
     with caught():
         check_same_tokens(unfolded, PROMPT, GREEDY, make_controller("fixed:k=4"), width=1)
     exactness = Exactness(unfolded.manifest)
-    exactness.check(OrtEngine(unfolded.directory, unfolded.manifest, unfolded.manifest.verify, threads=1))
+    exactness.check(
+        OrtEngine(unfolded.directory, unfolded.manifest, unfolded.manifest.verify, threads=1)
+    )
     assert "rows" in exactness.chains.kinds and exactness.chains.largest < 1e-4
 
 
@@ -365,7 +503,9 @@ def int8_plans(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export_engine(model, directory / "plans", "--quantize", "int8", "--max-seq-len", 256)
 
 
-def test_logits_of_displaced_nodes_are_caught(int8_plans: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_of_displaced_nodes_are_caught(
+    int8_plans: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with without_operators():
         llm = load(int8_plans, "ort", threads=1, speculation=TREE, exact=True)
     llm.budget = None  # what a budget leaves out depends on the clock
@@ -401,7 +541,9 @@ def stale(kv_cache: CpuKVCache, start: int, sources: list[int]) -> None:
 
 
 @needs_operators()
-def test_a_cpu_cache_that_is_not_compacted_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_cache_that_is_not_compacted_is_caught(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = load(harness.directory, "ort", threads=1, speculation=TREE)
     llm.budget = None
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
@@ -411,10 +553,17 @@ def test_a_cpu_cache_that_is_not_compacted_is_caught(harness: Harness, monkeypat
 
 
 def test_a_commit_in_pieces_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
-    line = "session.tokens, session.stats, session.finish_reason = [*tokens, *result.tokens], stats, result.finish_reason"
+    line = (
+        "session.tokens, session.stats, session.finish_reason = (\n"
+        "        [*tokens, *result.tokens],\n        stats,\n        result.finish_reason,\n    )"
+    )
     pieces = (
-        "session.tokens = [*tokens, *result.tokens]\n    session.stats, session.finish_reason = stats, result.finish_reason"
+        "session.tokens = [*tokens, *result.tokens]\n    "
+        "session.stats, session.finish_reason = stats, result.finish_reason"
     )
     mutate(monkeypatch, Round, "commit", line, pieces)
     with caught():
-        check_interrupted_anywhere(lambda: harness.session(PROMPT, controller=make_controller("fixed:k=2"), new_tokens=8), 1)
+        check_interrupted_anywhere(
+            lambda: harness.session(PROMPT, controller=make_controller("fixed:k=2"), new_tokens=8),
+            1,
+        )

@@ -1,4 +1,5 @@
-"""The runtime lives without torch: everything but exporting works where it and the packages of exporting are missing."""
+"""The runtime lives without torch: everything but exporting works where it and the packages of
+exporting are missing."""
 
 import json
 import subprocess
@@ -13,7 +14,8 @@ import eesd
 IMPORT = """
 import json
 import eesd
-print(json.dumps(sorted({"numpy", "onnx", "onnxruntime", "tokenizers", "click", "rich"} & sys.modules.keys())))
+heavy = {"numpy", "onnx", "onnxruntime", "tokenizers", "click", "rich"}
+print(json.dumps(sorted(heavy & sys.modules.keys())))
 assert set(eesd.__all__) == {name for name in eesd.__all__ if getattr(eesd, name)}
 """
 
@@ -21,7 +23,8 @@ USE = """
 from pathlib import Path
 from click.testing import CliRunner
 import eesd
-import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect, eesd.runtime.cli, eesd.runtime.doctor
+import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect
+import eesd.runtime.cli, eesd.runtime.doctor
 
 directory = sys.argv[1]
 llm = eesd.load(directory, threads=1)
@@ -65,7 +68,9 @@ def test_importing_costs_nothing() -> None:
 def test_everything_but_exporting_works_and_gives_the_same_tokens(engine: Path) -> None:
     done = python(USE, engine)
     assert done.returncode == 0, done.stderr
-    expected = eesd.load(engine, threads=1).generate([5, 6], max_new_tokens=30, ignore_eos=True).tokens
+    expected = (
+        eesd.load(engine, threads=1).generate([5, 6], max_new_tokens=30, ignore_eos=True).tokens
+    )
     assert json.loads(done.stdout) == expected
 
 

@@ -1,4 +1,5 @@
-"""``--model``: the first start exports into a cache and runs, later ones run what is there. And ``eesd-cache``."""
+"""``--model``: the first start exports into a cache and runs, later ones run what is there. And
+``eesd-cache``."""
 
 import json
 import os
@@ -12,7 +13,16 @@ from pathlib import Path
 import click
 import httpx2
 import pytest
-from support.command import assert_one_line, assert_refused, contents, export_engine, listing, notice, run, succeed
+from support.command import (
+    assert_one_line,
+    assert_refused,
+    contents,
+    export_engine,
+    listing,
+    notice,
+    run,
+    succeed,
+)
 from support.killing import kill_command
 from support.no_torch import BLOCK
 
@@ -31,7 +41,10 @@ KEY = {"exit_head": None, "exit_layer": 1, "dtype": None, "quantize": None, "max
 """The options of ``ASK`` that belong to the export."""
 
 
-RUN, EXPORT = ("from eesd.runtime.cli import main; main()", "from eesd.export.prepare import main; main()")
+RUN, EXPORT = (
+    "from eesd.runtime.cli import main; main()",
+    "from eesd.export.prepare import main; main()",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +69,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(scope="session")
 def first(shared: Shared, text_model: Path) -> Path:
-    """What a first start, a process like any user's, leaves and prints: ``cache``, ``stdout`` and ``stderr``."""
+    """What a first start, a process like any user's, leaves and prints: ``cache``, ``stdout`` and
+    ``stderr``."""
 
     def fill(path: Path) -> None:
         with python(RUN, "--model", text_model, *ASK, "--cache-dir", path / "cache") as process:
@@ -78,7 +92,9 @@ def place(first: Path, cache: Path) -> Path:
 
 def python(code: str, *arguments: object) -> "subprocess.Popen[str]":
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def request(cache: Path, model: Path) -> str:
@@ -93,12 +109,15 @@ def test_the_first_start_exports_and_later_ones_only_run(
     plans = export_engine(model, tmp_path / "plans")
     expected = succeed(run_main, "--engine-dir", plans, *ASK[:-2]).stdout
     assert (first / "stdout").read_text() == expected
-    assert re.search(r"(?s)^Exporting .+^exported in \d+ s", (first / "stderr").read_text(), re.MULTILINE)
+    assert re.search(
+        r"(?s)^Exporting .+^exported in \d+ s", (first / "stderr").read_text(), re.MULTILINE
+    )
     assert re.fullmatch("model-[0-9a-f]{16}", place.name)
     for name in ("weights.bin", "tokenizer.json"):
         assert (place / name).read_bytes() == (plans / name).read_bytes()
     before = contents(cache)
-    with python(BLOCK + RUN, "--model", model, *ASK) as second:  # torch and the packages of exporting cannot be imported
+    # Torch and the packages of exporting cannot be imported.
+    with python(BLOCK + RUN, "--model", model, *ASK) as second:
         stdout, stderr = second.communicate()
     assert (second.returncode, stdout, stderr) == (0, expected, notice())
     assert contents(cache) == before
@@ -123,7 +142,10 @@ def test_where_the_cache_is(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     shutil.rmtree(tmp_path / "xdg")
     assert "Exporting" not in succeed(run_main, "--model", model, *ASK).stderr
     shutil.rmtree(tmp_path / "variable")
-    assert "Exporting" not in succeed(run_main, "--model", model, *ASK, "--cache-dir", tmp_path / "option").stderr
+    assert (
+        "Exporting"
+        not in succeed(run_main, "--model", model, *ASK, "--cache-dir", tmp_path / "option").stderr
+    )
     assert listing(tmp_path) == ["model", "option"]
 
 
@@ -155,7 +177,9 @@ def test_a_changed_model_is_another_one(model: Path) -> None:
 
 
 @pytest.mark.parametrize("small", [1 << 26, 64])
-def test_changed_weights_are_another_model(model: Path, monkeypatch: pytest.MonkeyPatch, small: int) -> None:
+def test_changed_weights_are_another_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch, small: int
+) -> None:
     """Of a large file the samples miss most bytes; its time changes."""
     monkeypatch.setattr(caches, "_SMALL", small)
     weights, before = model / "model.safetensors", place_of(model)
@@ -168,7 +192,9 @@ def test_changed_weights_are_another_model(model: Path, monkeypatch: pytest.Monk
     assert (place_of(model) == after) == (small > 64)
 
 
-def test_options_and_versions_are_part_of_the_key(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_versions_are_part_of_the_key(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = {place_of(model), place_of(model, dtype="float16"), place_of(model, max_seq_len=64)}
     head = tmp_path / "head"
     head.mkdir()
@@ -196,14 +222,19 @@ def test_names_are_readable(tmp_path: Path) -> None:
 def test_two_that_start_together_export_once(first: Path, model: Path, cache: Path) -> None:
     cache.mkdir()
     held = "import sys, eesd.export.cache as c; m = c.mark\n"
-    held += "def mark(*a): print('complete', file=sys.stderr, flush=True); sys.stdin.readline(); m(*a)\n"
+    held += (
+        "def mark(*a): print('complete', file=sys.stderr, flush=True); sys.stdin.readline(); "
+        "m(*a)\n"
+    )
     held += f"c.mark = mark; {EXPORT}"
     with python(held, request(cache, model)) as exporting:
         assert exporting.stderr and exporting.stdin
         assert any(line == "complete\n" for line in iter(exporting.stderr.readline, ""))
         with python(RUN, "--model", model, *ASK) as waiting:
             assert waiting.stderr
-            assert waiting.stderr.readline().startswith(notice() + f"Another process exports {model}")
+            assert waiting.stderr.readline().startswith(
+                notice() + f"Another process exports {model}"
+            )
             exporting.stdin.write("\n")
             exporting.stdin.flush()
             exporting.communicate()
@@ -246,7 +277,9 @@ def test_what_was_damaged_is_exported_again(model: Path, place: Path) -> None:
     assert (place / "notes.txt").read_text() == "mine"
 
 
-def test_a_model_that_changes_while_it_is_exported(model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_changes_while_it_is_exported(
+    model: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def edit(*_: object) -> list[str]:
         edit_json(model / "config.json")
         return []
@@ -259,7 +292,17 @@ def test_a_model_that_changes_while_it_is_exported(model: Path, cache: Path, mon
 
 
 def test_a_server_of_a_model(model: Path, place: Path) -> None:
-    command = [sys.executable, "-m", "eesd.serve.cli", "--model", str(model), "--exit-layer", "1", "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "eesd.serve.cli",
+        "--model",
+        str(model),
+        "--exit-layer",
+        "1",
+        "--port",
+        "0",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr
         try:
@@ -295,21 +338,35 @@ REFUSED = {
 
 @pytest.mark.parametrize("command", [run_main, serve_main], ids=["run", "serve"])
 @pytest.mark.parametrize("case", REFUSED)
-def test_bad_input_is_refused_in_one_sentence(case: str, command: click.Command, text_model: Path, tmp_path: Path) -> None:
+def test_bad_input_is_refused_in_one_sentence(
+    case: str, command: click.Command, text_model: Path, tmp_path: Path
+) -> None:
     arguments, words = REFUSED[case]
     names = {"model": text_model, "empty": tmp_path}
     ask = ("-p", "hello") if command is run_main else ("--port", "0")
-    result = run(command, "--cache-dir", tmp_path / "cache", *(text.format(**names) for text in arguments), *ask)
+    result = run(
+        command,
+        "--cache-dir",
+        tmp_path / "cache",
+        *(text.format(**names) for text in arguments),
+        *ask,
+    )
     assert result.exit_code == 2 and result.stdout == "", result.output
     said = result.stderr.splitlines(keepends=True)
     assert_one_line(said[-1], *(word.format(**names) for word in words))
-    assert not [line for line in said[:-1] if not line.endswith("...\n") and not line.startswith("Exporting ")]
+    assert not [
+        line
+        for line in said[:-1]
+        if not line.endswith("...\n") and not line.startswith("Exporting ")
+    ]
 
 
 @pytest.mark.parametrize("what", ["export", "fetch"])
 def test_a_missing_package_is_named(what: str, model: Path, cache: Path) -> None:
     cache.mkdir()
-    command = (EXPORT, request(cache, model)) if what == "export" else (RUN, "--model", "org/model", *ASK)
+    command = (
+        (EXPORT, request(cache, model)) if what == "export" else (RUN, "--model", "org/model", *ASK)
+    )
     with python(BLOCK + command[0], *command[1:]) as done:
         stdout, stderr = done.communicate()
     assert (done.returncode, stdout) == (2, "")
@@ -319,14 +376,24 @@ def test_a_missing_package_is_named(what: str, model: Path, cache: Path) -> None
 
 def test_the_options_are_those_of_export() -> None:
     def types(command: click.Command) -> dict[str, object]:
-        return {str(one.name): one.type.to_info_dict() for one in command.params if one.name in EXPORT_OPTIONS}
+        return {
+            str(one.name): one.type.to_info_dict()
+            for one in command.params
+            if one.name in EXPORT_OPTIONS
+        }
 
-    assert types(run_main) == types(serve_main) == types(export_main) and len(types(run_main)) == len(EXPORT_OPTIONS)
+    assert types(run_main) == types(serve_main) == types(export_main) and len(
+        types(run_main)
+    ) == len(EXPORT_OPTIONS)
 
 
 def test_the_cache_is_listed_and_cleaned(model: Path, place: Path, cache: Path) -> None:
     listed = succeed(cache_main, "list").stdout
-    assert place.name in listed and f"{os.sep}model --exit-layer 1\n" in listed and f"{cache}: 1 directory" in listed
+    assert (
+        place.name in listed
+        and f"{os.sep}model --exit-layer 1\n" in listed
+        and f"{cache}: 1 directory" in listed
+    )
     assert_refused(run(cache_main, "clean"), "--all", "--older-than")
     assert_refused(run(cache_main, "clean", place.name, "--all"), "only one")
     assert_refused(run(cache_main, "clean", "other"), "no directory other", "eesd-cache list")
@@ -387,7 +454,8 @@ def test_a_directory_with_something_else_is_kept(place: Path, tmp_path: Path, ki
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{", '{"name": 1}', '{"name": "{name}", "made_by": "me", "files": ["weights.bin"]}']
+    "text",
+    ["", "[]", "{", '{"name": 1}', '{"name": "{name}", "made_by": "me", "files": ["weights.bin"]}'],
 )
 def test_a_damaged_mark_is_no_mark(place: Path, text: str) -> None:
     (place / caches.MARK_FILE).write_text(text.replace("{name}", place.name))

@@ -1,5 +1,6 @@
-"""``examples/one_round.py`` and ``examples/embedding/cpp``, rounds without anything that makes them fast, are oracles for the
-runtime; the loop of ``examples/embedding/controllers.py`` is not EESD's."""
+"""``examples/one_round.py`` and ``examples/embedding/cpp``, rounds without anything that makes them
+fast, are oracles for the runtime; the loop of ``examples/embedding/controllers.py`` is not
+EESD's."""
 
 import json
 import shutil
@@ -31,10 +32,22 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/one_round.py"
 LOOP = ROOT / "examples/embedding/controllers.py"
 SOURCES = (ROOT / "examples/embedding/cpp/one_round.cpp", ROOT / "tests/support/tensorrt/fake.cpp")
-STRICT = ("-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+STRICT = (
+    "-std=c++17",
+    "-O1",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=all",
+)
 TYPES = {"tensor(float)": 0, "tensor(float16)": 1, "tensor(int64)": 8}  # of TensorRT's DataType
 PROMPTS = [[5], [5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31], [*range(3, 60)]]
-HEADS = [*(("harness", length) for length in (0, 1, 3, 12)), ("reduced_harness", 3), ("two_block_harness", 3)]
+HEADS = [
+    *(("harness", length) for length in (0, 1, 3, 12)),
+    ("reduced_harness", 3),
+    ("two_block_harness", 3),
+]
 Damage = Callable[[dict[str, Any]], object]
 RUN, VERIFY = "plans 3 40 5", "verify.onnx"
 
@@ -43,12 +56,21 @@ RUN, VERIFY = "plans 3 40 5", "verify.onnx"
 @pytest.mark.parametrize("prompt", PROMPTS[:3])
 def test_the_runtime_gives_the_tokens_of_the_example(harness: Harness, prompt: list[int]) -> None:
     tokens = run_path(str(EXAMPLE))["generate"](harness.directory, prompt, 40)
-    assert eesd.load(harness.directory, threads=1).generate(prompt, max_new_tokens=40).tokens == tokens
+    assert (
+        eesd.load(harness.directory, threads=1).generate(prompt, max_new_tokens=40).tokens == tokens
+    )
 
 
 def test_architecture_shows_the_round_of_the_example() -> None:
-    page = (ROOT / "ARCHITECTURE.md").read_text("utf-8").partition("Its round:\n\n")[2].partition("\nThe runtime's")[0]
-    assert "root, drafted" in page and page.replace("\n    ", "\n        ").strip() in EXAMPLE.read_text("utf-8")
+    page = (
+        (ROOT / "ARCHITECTURE.md")
+        .read_text("utf-8")
+        .partition("Its round:\n\n")[2]
+        .partition("\nThe runtime's")[0]
+    )
+    assert "root, drafted" in page and page.replace(
+        "\n    ", "\n        "
+    ).strip() in EXAMPLE.read_text("utf-8")
 
 
 @pytest.mark.fast
@@ -63,27 +85,44 @@ def test_a_controller_in_another_loop_changes_the_seconds_and_not_the_tokens(nam
 
 
 def test_another_loop_needs_no_engine_and_the_default_controller_is_fastest() -> None:
-    code = f"import runpy, sys; runpy.run_path({str(LOOP)!r}, run_name='__main__'); print(*sys.modules)"
-    *lines, names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
+    code = (
+        f"import runpy, sys; runpy.run_path({str(LOOP)!r}, run_name='__main__'); "
+        "print(*sys.modules)"
+    )
+    *lines, names = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     speed = {line.split()[0]: float(line.split()[1]) for line in lines}
     assert max(speed, key=lambda name: speed[name]) == "cost-aware-ts"
-    assert not [name for name in names.split() if name.startswith(("eesd.runtime", "torch", "onnx"))]
+    assert not [
+        name for name in names.split() if name.startswith(("eesd.runtime", "torch", "onnx"))
+    ]
 
 
 class Gpu:
-    """Answers ``tests/support/tensorrt/fake.cpp``: a line names a method of the fake of TensorRT's Python API, an object by
-    its number, and arguments. A call is checked when it is made, and computed when the program waits."""
+    """Answers ``tests/support/tensorrt/fake.cpp``: a line names a method of the fake of TensorRT's
+    Python API, an object by its number, and arguments. A call is checked when it is made, and
+    computed when the program waits."""
 
     def __init__(self) -> None:
-        self._trt, self._errors, self._work = fake.module("tensorrt"), list[str](), list[Callable[[], None]]()
+        self._trt, self._errors, self._work = (
+            fake.module("tensorrt"),
+            list[str](),
+            list[Callable[[], None]](),
+        )
         self._objects: list[Any] = [self._trt.Runtime(make_logger(self._trt, self._errors))]
 
     def run(self, program: Path, *arguments: object) -> tuple[int, str, str]:
-        """Run a program, whose standard input is the socket. Returns exit code, output and errors."""
+        """Run a program, whose standard input is the socket. Returns exit code, output and
+        errors."""
         self._memory = np.memmap(program.with_name("device"), np.uint8, "w+", shape=1 << 28)
         ours, theirs = socket.socketpair()
         command, fd = [str(program), *map(str, arguments)], theirs.fileno()
-        with Popen(command, stdin=fd, text=True, stdout=PIPE, stderr=PIPE) as process, ours, ours.makefile() as lines:
+        with (
+            Popen(command, stdin=fd, text=True, stdout=PIPE, stderr=PIPE) as process,
+            ours,
+            ours.makefile() as lines,
+        ):
             theirs.close()
             for line in lines:
                 ours.sendall(f"{self._answer(*line.split())}\n".encode())
@@ -91,19 +130,28 @@ class Gpu:
         return process.returncode, output, errors
 
     def _answer(self, method: str, number: str = "0", *given: str) -> object:
-        one, args = self._objects[int(number)], [literal_eval(one) if one[0] in "(0123456789" else one for one in given]
+        one, args = (
+            self._objects[int(number)],
+            [literal_eval(one) if one[0] in "(0123456789" else one for one in given],
+        )
         match method:
             case "memory":
                 return f"{self._memory.ctypes.data} {self._memory.filename}"
             case "tensor":
                 tensor = (one._inputs | one._outputs).get(given[0])
-                return "0 0" if tensor is None else f"{1 if given[0] in one._inputs else 2} {TYPES[tensor.type]}"
+                return (
+                    "0 0"
+                    if tensor is None
+                    else f"{1 if given[0] in one._inputs else 2} {TYPES[tensor.type]}"
+                )
             case "work":
                 return self._work.pop(0)()
             case "load":
                 made = one.deserialize_cuda_engine(bytes.fromhex(given[0][1:]))
             case "context":
-                made = one.create_execution_context(self._trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+                made = one.create_execution_context(
+                    self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+                )
                 work = made._work
                 made._work = lambda: partial(self._work.append, work())
             case _:
@@ -146,8 +194,13 @@ def test_the_program_in_c_has_the_tokens_of_plain_decoding_and_the_rounds_of_a_f
 
 
 def test_the_program_in_c_fills_a_cache_of_16_bits(program: Path, tmp_path: Path) -> None:
-    model, prompt = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0), PROMPTS[1]
-    plans = tiny_models.export_tiny(model, tmp_path / "plans", slots=len(prompt) + 40, dtype="float16")
+    model, prompt = (
+        tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0),
+        PROMPTS[1],
+    )
+    plans = tiny_models.export_tiny(
+        model, tmp_path / "plans", slots=len(prompt) + 40, dtype="float16"
+    )
     fake.write_plans(plans)
     found = {Gpu().run(program, plans, length, 40, *prompt)[1].splitlines()[0] for length in (0, 3)}
     tokens = eesd.load(plans, "ort", threads=1).generate(prompt, max_new_tokens=40).tokens
@@ -162,18 +215,52 @@ def test_the_program_in_c_fills_a_cache_of_16_bits(program: Path, tmp_path: Path
         ("plans 3 40 5 97", len, "an id outside of the vocabulary of 97 tokens"),
         ("plans 13 40 5", len, "drafts at most 12 tokens"),
         ("plans 3 380 5 9 3 4 5", len, "5 tokens and 380 new ones need more than the 384 slots"),
-        (RUN, lambda made: made.update(format_version=2), "has format version 2, and this program reads version 1"),
-        (RUN, lambda made: made.update(max_seq_len=1.5), 'has another "max_seq_len" than an integer from 1'),
-        (RUN, lambda made: made["verify"][0]["inputs"][3].update(dtype="int4"), 'the type "int4", which this program'),
-        (RUN, lambda made: made["verify"].append(made["verify"][0]), "has 2 stages, and this program runs one"),
-        (RUN, lambda made: made["plans"].pop("draft.onnx"), "has no plan of draft.onnx; build it with: eesd-build"),
+        (
+            RUN,
+            lambda made: made.update(format_version=2),
+            "has format version 2, and this program reads version 1",
+        ),
+        (
+            RUN,
+            lambda made: made.update(max_seq_len=1.5),
+            'has another "max_seq_len" than an integer from 1',
+        ),
+        (
+            RUN,
+            lambda made: made["verify"][0]["inputs"][3].update(dtype="int4"),
+            'the type "int4", which this program',
+        ),
+        (
+            RUN,
+            lambda made: made["verify"].append(made["verify"][0]),
+            "has 2 stages, and this program runs one",
+        ),
+        (
+            RUN,
+            lambda made: made["plans"].pop("draft.onnx"),
+            "has no plan of draft.onnx; build it with: eesd-build",
+        ),
         (RUN, lambda made: made["plans"][VERIFY].update(file="../x"), "names a plan outside"),
-        (RUN, lambda made: made["plans"][VERIFY].update(refit="7"), "holds no weights, which this program cannot give it"),
-        (RUN, lambda made: made["plans"][VERIFY].update(size=7), "bytes where the manifest says 7; build it again with: eesd"),
-        (RUN, lambda made: made["plans"]["draft.onnx"].update(file="a", size=2), "a (Magic tag does not match)"),
+        (
+            RUN,
+            lambda made: made["plans"][VERIFY].update(refit="7"),
+            "holds no weights, which this program cannot give it",
+        ),
+        (
+            RUN,
+            lambda made: made["plans"][VERIFY].update(size=7),
+            "bytes where the manifest says 7; build it again with: eesd",
+        ),
+        (
+            RUN,
+            lambda made: made["plans"]["draft.onnx"].update(file="a", size=2),
+            "a (Magic tag does not match)",
+        ),
     ],
 )
-def test_the_program_refuses_in_a_sentence(plans: Path, program: Path, arguments: str, damage: Damage, words: str) -> None:
+def test_the_program_refuses_in_a_sentence(
+    plans: Path, program: Path, arguments: str, damage: Damage, words: str
+) -> None:
     path, (directory, *more) = plans / MANIFEST_FILE, arguments.split()
     manifest = json.loads(path.read_text())
     damage(manifest)
@@ -185,7 +272,8 @@ def test_the_program_refuses_in_a_sentence(plans: Path, program: Path, arguments
 
 
 def test_the_program_survives_damaged_manifests(plans: Path, program: Path) -> None:
-    """Pieces that are missing, doubled or exchanged end in a sentence, or change nothing that the program reads."""
+    """Pieces that are missing, doubled or exchanged end in a sentence, or change nothing that the
+    program reads."""
     path, random, gpu = plans / MANIFEST_FILE, Random(0), Gpu()
     whole = path.read_text()
     for _ in range(60):
@@ -193,4 +281,6 @@ def test_the_program_survives_damaged_manifests(plans: Path, program: Path) -> N
         piece = random.choice(["", "[" * 9000, '"', "-", "\\u12", "9" * 30, whole[first:last] * 2])
         path.write_text(whole[:first] + piece + whole[min(last, first + random.randrange(9)) :])
         code, _, errors = gpu.run(program, plans, 2, 2, 5)
-        assert code == 0 or (code == 2 and errors.startswith("error: ") and errors.count("\n") == 1), errors
+        assert code == 0 or (
+            code == 2 and errors.startswith("error: ") and errors.count("\n") == 1
+        ), errors

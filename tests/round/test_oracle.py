@@ -1,4 +1,5 @@
-"""transformers is the oracle: a checkpoint is either computed token for token as transformers does, or refused."""
+"""transformers is the oracle: a checkpoint is either computed token for token as transformers does,
+or refused."""
 
 import json
 import logging
@@ -33,7 +34,10 @@ from eesd.model.rotary import rotary_tables
 from eesd.runtime.llm import Speculation
 
 TOLERANCE, PROMPT_TOKENS = 2e-4, 4
-TABLES, THETAS = [name for name in ROPES if name not in ("dynamic", "longrope")], (10000.0, 5e5, 1e6)
+TABLES, THETAS = (
+    [name for name in ROPES if name not in ("dynamic", "longrope")],
+    (10000.0, 5e5, 1e6),
+)
 ROTARY = [*product(TABLES, THETAS)]
 
 
@@ -47,17 +51,32 @@ def quiet() -> Iterator[None]:
     transformers.logging.set_verbosity(verbosity)
 
 
-@pytest.mark.parametrize(("name", "theta"), slow_but(ROTARY, *zip(TABLES, cycle(THETAS), strict=False)))
-def test_rotary_tables_are_those_of_transformers_to_the_bit(tmp_path: Path, name: str, theta: float) -> None:
-    """A frequency that is rounded otherwise is off by thousandths at the last of 131,072 positions."""
+@pytest.mark.parametrize(
+    ("name", "theta"), slow_but(ROTARY, *zip(TABLES, cycle(THETAS), strict=False))
+)
+def test_rotary_tables_are_those_of_transformers_to_the_bit(
+    tmp_path: Path, name: str, theta: float
+) -> None:
+    """A frequency that is rounded otherwise is off by thousandths at the last of 131,072
+    positions."""
     config = LlamaConfig(
         hidden_size=256,
         num_attention_heads=2,
         max_position_embeddings=4096,
         rope_parameters={"rope_theta": theta} | ROPES[name],
     )
-    raw = {"model_type": "llama", "vocab_size": 61, "hidden_size": 256, "intermediate_size": 8, "num_hidden_layers": 1}
-    raw |= {"num_attention_heads": 2, "max_position_embeddings": 4096, "rope_scaling": ROPES[name] | {"rope_theta": theta}}
+    raw = {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "hidden_size": 256,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+    }
+    raw |= {
+        "num_attention_heads": 2,
+        "max_position_embeddings": 4096,
+        "rope_scaling": ROPES[name] | {"rope_theta": theta},
+    }
     (tmp_path / "config.json").write_text(json.dumps(raw))
     positions = torch.arange(131072)[None]
     reference: Any = LlamaRotaryEmbedding(config)
@@ -67,15 +86,21 @@ def test_rotary_tables_are_those_of_transformers_to_the_bit(tmp_path: Path, name
 
 
 def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Logits of transformers, and its greedy tokens behind the first few, with its own KV cache; None if it cannot run."""
+    """Logits of transformers, and its greedy tokens behind the first few, with its own KV cache;
+    None if it cannot run."""
     try:
         reference: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+            directory,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
         )
         logits: Tensor = reference.eval()(tokens, use_cache=False).logits
         prompt = tokens[:, :PROMPT_TOKENS]
         count = tokens.shape[1] - PROMPT_TOKENS
-        generated: Tensor = reference.generate(prompt, max_new_tokens=count, do_sample=False, eos_token_id=None)
+        generated: Tensor = reference.generate(
+            prompt, max_new_tokens=count, do_sample=False, eos_token_id=None
+        )
     except Exception:
         return None
     return logits, generated
@@ -84,7 +109,9 @@ def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
 def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     geometry, count = checkpoint.geometry, tokens.shape[1]
     caches = empty_caches(geometry, 1, count, geometry.num_layers)
-    logits: Tensor = checkpoint.decoder()(tokens, causal_inputs(geometry, 1, count, count), caches)[0]
+    logits: Tensor = checkpoint.decoder()(tokens, causal_inputs(geometry, 1, count, count), caches)[
+        0
+    ]
     return logits
 
 
@@ -99,13 +126,17 @@ def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
     count = min(checkpoint.config.max_positions, POSITIONS)
     if count <= PROMPT_TOKENS:
         return "refused", 0
-    tokens = torch.randint(0, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(case.seed))
+    tokens = torch.randint(
+        0, VOCABULARY, (1, count), generator=torch.Generator().manual_seed(case.seed)
+    )
     reference = expected(directory, tokens)
     if reference is None:
         return "different", 0
     expected_logits, generated = reference
     logits = ours(checkpoint, tokens)
-    close = (logits - expected_logits).abs().max() < TOLERANCE * max(1.0, float(expected_logits.abs().max()))
+    close = (logits - expected_logits).abs().max() < TOLERANCE * max(
+        1.0, float(expected_logits.abs().max())
+    )
     equal = bool((logits.argmax(-1) == expected_logits.argmax(-1)).all()) and bool(close)
     # Each generated token is the most likely one behind those before it.
     behind = ours(checkpoint, generated)[0, PROMPT_TOKENS - 1 : -1].argmax(-1)
@@ -127,17 +158,27 @@ def check(cases: Iterable[Case | FamilyCase], directory: Path) -> Counter[str]:
     return results
 
 
-@pytest.mark.parametrize(("count", "seed"), slow_but([(60, 1), (250, 2), (250, 3), (250, 4)], (60, 1)))
-def test_a_checkpoint_is_computed_as_transformers_does_or_refused(tmp_path: Path, count: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "seed"), slow_but([(60, 1), (250, 2), (250, 3), (250, 4)], (60, 1))
+)
+def test_a_checkpoint_is_computed_as_transformers_does_or_refused(
+    tmp_path: Path, count: int, seed: int
+) -> None:
     results = check(cases(count, seed), tmp_path)
-    assert results["exact"] > count // 3 and results["refused"] > count // 20, "the grid says little"
+    assert results["exact"] > count // 3 and results["refused"] > count // 20, (
+        "the grid says little"
+    )
 
 
 def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
     """Greedy tokens of transformers."""
     # The usual experts of transformers have no odd sizes on a CPU.
-    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, experts_implementation="eager")
-    tokens = reference.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None)
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, experts_implementation="eager"
+    )
+    tokens = reference.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, eos_token_id=None
+    )
     found: list[int] = tokens[0, len(prompt) :].tolist()
     return found
 
@@ -145,17 +186,30 @@ def generated(directory: Path, prompt: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("number", slow_but(list(range(16)), 0, 3))
 def test_exported_engines_generate_the_tokens_of_transformers(tmp_path: Path, number: int) -> None:
     """Everything from config.json to tokens: export with its own check, ONNX Runtime, drafting."""
-    supported = (case for case in cases(100, seed=8) if _is_supported(case, tmp_path / f"trial-{case.seed}"))
+    supported = (
+        case for case in cases(100, seed=8) if _is_supported(case, tmp_path / f"trial-{case.seed}")
+    )
     case = next(islice(supported, number, None))
     model = tmp_path / f"trial-{case.seed}"
     positions = min(Checkpoint(model).config.max_positions, POSITIONS)
-    plans = export_engine(model, tmp_path / "plans", "--dtype", "float32", "--max-seq-len", positions, "--max-tree-nodes", 4)
-    prompt = torch.randint(0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)).tolist()
+    plans = export_engine(
+        model,
+        tmp_path / "plans",
+        "--dtype",
+        "float32",
+        "--max-seq-len",
+        positions,
+        "--max-tree-nodes",
+        4,
+    )
+    prompt = torch.randint(
+        0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)
+    ).tolist()
     count = positions - len(prompt)
     engines = eesd.load(plans, speculation=Speculation(tree=2, guard=False))
-    assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == generated(model, prompt, count), (
-        case.described
-    )
+    assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == generated(
+        model, prompt, count
+    ), case.described
 
 
 def _is_supported(case: Case, directory: Path) -> bool:
@@ -171,7 +225,9 @@ FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
 
 @pytest.mark.parametrize(("count", "seed"), slow_but([(3, 1), (20, 2)], (3, 1)))
 @pytest.mark.parametrize("model_type", OPTIONS)
-def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: str, count: int, seed: int) -> None:
+def test_a_family_is_computed_as_transformers_does(
+    tmp_path: Path, model_type: str, count: int, seed: int
+) -> None:
     results = check(family_cases(model_type, FAMILY_CASES or count, seed), tmp_path)
     assert results.keys() == {"exact"}, "the grid has only what is supported"
 
@@ -179,29 +235,53 @@ def test_a_family_is_computed_as_transformers_does(tmp_path: Path, model_type: s
 @pytest.mark.parametrize(
     ("model_type", "number"),
     slow_but(
-        [(name, number) for name in OPTIONS for number in range(3)], ("olmo2", 1), ("gemma3_text", 1), ("hunyuan_v1_dense", 1)
+        [(name, number) for name in OPTIONS for number in range(3)],
+        ("olmo2", 1),
+        ("gemma3_text", 1),
+        ("hunyuan_v1_dense", 1),
     ),
 )
-def test_an_exported_family_generates_the_tokens_of_transformers(tmp_path: Path, model_type: str, number: int) -> None:
+def test_an_exported_family_generates_the_tokens_of_transformers(
+    tmp_path: Path, model_type: str, number: int
+) -> None:
     """Drafts from a random head of the family's own blocks, in trees; and without drafts."""
     case = family_cases(model_type, 3, seed=3)[number]
     model = case.write(tmp_path / "model")
     positions = min(Checkpoint(model).config.max_positions, POSITIONS)
     head = trained_head(model, tmp_path / "head", blocks=1 + number % 2, own_lm_head=False)
-    options = ("--exit-head", head, "--dtype", "float32", "--max-seq-len", positions, "--max-tree-nodes", 4)
+    options = (
+        "--exit-head",
+        head,
+        "--dtype",
+        "float32",
+        "--max-seq-len",
+        positions,
+        "--max-tree-nodes",
+        4,
+    )
     plans = export_engine(model, tmp_path / "plans", *options)
-    prompt = torch.randint(0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)).tolist()
+    prompt = torch.randint(
+        0, VOCABULARY, (6,), generator=torch.Generator().manual_seed(number)
+    ).tolist()
     count = positions - len(prompt)
     expected = generated(model, prompt, count)
     for speculation in (Speculation(tree=2, guard=False), None):
         engines = eesd.load(plans, speculation=speculation)
-        assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == expected, (speculation, case)
+        assert engines.generate(prompt, max_new_tokens=count, ignore_eos=True).tokens == expected, (
+            speculation,
+            case,
+        )
 
 
 @pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gemma2"))
 def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> None:
-    """What the model's own engine teaches is what its torch modules compute, and the head drafts."""
-    case = next(case for case in family_cases(model_type, 9, seed=4) if case.options["num_hidden_layers"] > 2)
+    """What the model's own engine teaches is what its torch modules compute, and the head
+    drafts."""
+    case = next(
+        case
+        for case in family_cases(model_type, 9, seed=4)
+        if case.options["num_hidden_layers"] > 2
+    )
     case = FamilyCase(model_type, case.options | {"vocab_size": 97}, case.seed)
     model = case.write(tmp_path / "model")
     add_tokenizer(model)
@@ -209,15 +289,22 @@ def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> No
     ids = torch.randint(3, 97, (16, 25), generator=torch.Generator().manual_seed(0))
     np.save(rows, ids.numpy().astype(np.uint16))
     layers = tuple(range(1, checkpoint.geometry.num_layers + 1))
-    by_engine = EngineTeacher(checkpoint, tmp_path / "engine", layers, 4, "float32", 32, 1)(ids[:1, :24])
+    by_engine = EngineTeacher(checkpoint, tmp_path / "engine", layers, 4, "float32", 32, 1)(
+        ids[:1, :24]
+    )
     by_torch = Teacher(checkpoint.decoder(), layers, 4, "float32")(ids[:1, :24])
     for layer in layers:
-        torch.testing.assert_close(by_engine[0][layer], by_torch[0][layer], rtol=2e-2, atol=2e-2)  # from 8-bit activations
+        # From 8-bit activations.
+        torch.testing.assert_close(by_engine[0][layer], by_torch[0][layer], rtol=2e-2, atol=2e-2)
     with torch.enable_grad():
         distill(model, rows, tmp_path / "head", "--steps", 2, "--shared-lm-head")
-    plans = export_engine(model, tmp_path / "plans", "--exit-head", tmp_path / "head", "--max-tree-nodes", 4)
+    plans = export_engine(
+        model, tmp_path / "plans", "--exit-head", tmp_path / "head", "--max-tree-nodes", 4
+    )
     engines = eesd.load(plans, speculation=Speculation(guard=False))
     assert (
         engines.generate([1, 5, 9], max_new_tokens=8, ignore_eos=True).tokens
-        == eesd.load(plans, speculation=None).generate([1, 5, 9], max_new_tokens=8, ignore_eos=True).tokens
+        == eesd.load(plans, speculation=None)
+        .generate([1, 5, 9], max_new_tokens=8, ignore_eos=True)
+        .tokens
     )

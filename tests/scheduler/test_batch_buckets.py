@@ -1,4 +1,5 @@
-"""Batches of engines that are not exact: as few nodes and slots as the longest row needs, and the tokens of plain decoding."""
+"""Batches of engines that are not exact: as few nodes and slots as the longest row needs, and the
+tokens of plain decoding."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,12 @@ from eesd.runtime.batch.service import Service
 from eesd.runtime.engines import device_engine, torch_engine, trt_plans
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.device_cache import DeviceMemory
-from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine, ForwardStep, make_engines
+from eesd.runtime.engines.device_engine import (
+    CapturedGraph,
+    DeviceEngine,
+    ForwardStep,
+    make_engines,
+)
 from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.request import Request
 from eesd.serve.cli import main as serve_main
@@ -35,7 +41,8 @@ CHAINS, TREES = Speculation(), Speculation(tree=3)
 
 @dataclass
 class Steps:
-    """The calls over several rows that engines ran, as rows, nodes and slots, and what the longest row of each needs.
+    """The calls over several rows that engines ran, as rows, nodes and slots, and what the longest
+    row of each needs.
 
     Attributes:
         verify, draft: What ran.
@@ -57,9 +64,16 @@ class Steps:
 @contextmanager
 def noted(slots: Sequence[int]) -> Iterator[Steps]:
     """Note what engines run. ``slots``: how many attention may read."""
-    steps, step, run_calls, capture = Steps(), DeviceEngine._step, DeviceEngine._run, CapturedGraph.capture
+    steps, step, run_calls, capture = (
+        Steps(),
+        DeviceEngine._step,
+        DeviceEngine._run,
+        CapturedGraph.capture,
+    )
 
-    def noted_step(self: DeviceEngine, memory: DeviceMemory, first: int, rows: int, count: int, *others: Any) -> Any:
+    def noted_step(
+        self: DeviceEngine, memory: DeviceMemory, first: int, rows: int, count: int, *others: Any
+    ) -> Any:
         if memory.rows > 1:
             (steps.draft if self.is_draft else steps.verify).append((rows, count, others[0]))
         return step(self, memory, first, rows, count, *others)
@@ -67,7 +81,9 @@ def noted(slots: Sequence[int]) -> Iterator[Steps]:
     def noted_run(self: DeviceEngine, calls: Sequence[Call], *others: Any) -> Any:
         memory: DeviceMemory = calls[0].kv_cache.memory  # type: ignore[attr-defined]
         if memory.rows > 1 and not self.is_draft:
-            count = min(bucket for bucket in BUCKETS if bucket >= max(len(call.tokens) for call in calls))
+            count = min(
+                bucket for bucket in BUCKETS if bucket >= max(len(call.tokens) for call in calls)
+            )
             stop = max(call.slot for call in calls) + count
             steps.needed.append((memory.rows, count, min(some for some in slots if some >= stop)))
         return run_calls(self, calls, *others)
@@ -85,13 +101,21 @@ def noted(slots: Sequence[int]) -> Iterator[Steps]:
 
 def few(count: int) -> list[Request]:
     """Short and long requests whose tokens do not depend on how far is drafted."""
-    given = [request for request in requests(60) if request.sampling.method != "rejection" and len(request.tokens) < 60]
-    return [replace(request, max_new_tokens=min(request.max_new_tokens, 12)) for request in given[:count]]
+    given = [
+        request
+        for request in requests(60)
+        if request.sampling.method != "rejection" and len(request.tokens) < 60
+    ]
+    return [
+        replace(request, max_new_tokens=min(request.max_new_tokens, 12))
+        for request in given[:count]
+    ]
 
 
 @pytest.fixture(scope="module")
 def planned(shared: Shared) -> Path:
-    """An engine directory with plans that take three rows, and whose attention may read the first 16, 48 or 112 slots."""
+    """An engine directory with plans that take three rows, and whose attention may read the first
+    16, 48 or 112 slots."""
 
     def fill(path: Path) -> None:
         model = tiny_models.build(path / "model", 97, layers=4, damping=0.3, seed=0)
@@ -104,7 +128,8 @@ def planned(shared: Shared) -> Path:
 
 
 def late_batch(planned: Path, setting: Setting, levels: int) -> tuple[Steps, Scheduler]:
-    """What a batch on a GPU whose work is late runs after it was prepared. The tokens are those of plain decoding."""
+    """What a batch on a GPU whose work is late runs after it was prepared. The tokens are those of
+    plain decoding."""
     given, plain = few(7), load(planned, "ort", threads=1)
     with late_llm(planned, setting, seed=0) as (machine, llm), noted((16, 48, 112)) as steps:
         scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=levels))
@@ -121,7 +146,12 @@ def late_batch(planned: Path, setting: Setting, levels: int) -> tuple[Steps, Sch
         (Setting(1, 1, CHAINS, few_slots=True, exact=False), 0, {1}),
         (Setting(1, 1, CHAINS, few_slots=True, exact=False), 2, {1, 2, 4}),
         (Setting(1, 1, TREES, "tensorrt-rtx", few_slots=True, exact=False), 3, {1, 4, 13}),
-        pytest.param(Setting(1, 1, CHAINS, "torch", few_slots=True, exact=False), 2, {1, 2, 4}, marks=pytest.mark.slow),
+        pytest.param(
+            Setting(1, 1, CHAINS, "torch", few_slots=True, exact=False),
+            2,
+            {1, 2, 4},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["plain", "chains", "trees", "chains by torch"],
 )
@@ -131,10 +161,14 @@ def test_a_call_has_as_few_nodes_and_slots_as_its_longest_row_needs(
     """Each size is prepared, and captured, before the first request."""
     steps, _ = late_batch(planned, setting, levels)
     assert steps.verify == steps.needed and steps.captures == 0
-    assert {count for _, count, _ in steps.verify} <= counts and {rows for rows, _, _ in steps.verify} == {3}
+    assert {count for _, count, _ in steps.verify} <= counts and {
+        rows for rows, _, _ in steps.verify
+    } == {3}
     assert max(counts) in {count for _, count, _ in steps.verify}
     assert {slots for _, _, slots in steps.verify} == {16, 48, 112}
-    assert len({slots for _, _, slots in steps.draft}) > 1 or not levels, "the draft reads the first slots, too"
+    assert len({slots for _, _, slots in steps.draft}) > 1 or not levels, (
+        "the draft reads the first slots, too"
+    )
 
 
 def test_an_exact_batch_has_one_node_count_and_reads_whole_caches(planned: Path) -> None:
@@ -145,7 +179,9 @@ def test_an_exact_batch_has_one_node_count_and_reads_whole_caches(planned: Path)
 
 
 @contextmanager
-def padded_device(directory: Path, speculation: Speculation = CHAINS, exact: bool | None = False) -> Iterator[LLM]:
+def padded_device(
+    directory: Path, speculation: Speculation = CHAINS, exact: bool | None = False
+) -> Iterator[LLM]:
     """An LLM of torch on the CPU, whose calls and caches are those of a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         pad(patch)
@@ -153,10 +189,24 @@ def padded_device(directory: Path, speculation: Speculation = CHAINS, exact: boo
 
 
 def pad(patch: pytest.MonkeyPatch) -> None:
-    def make(manifest: Manifest, verify: Any, draft: Any, make_memory: Any, *, exact: bool | None, **_: Any) -> Any:
+    def make(
+        manifest: Manifest,
+        verify: Any,
+        draft: Any,
+        make_memory: Any,
+        *,
+        exact: bool | None,
+        **_: Any,
+    ) -> Any:
         memory = partial(DeviceMemory, *make_memory.args)
-        slots = () if device_engine.has_one_count(manifest, exact) else trt_plans.first_slots(manifest.gpu_slots)
-        return make_engines(manifest, verify, draft, memory, pad=True, slots=(slots, slots), exact=exact)
+        slots = (
+            ()
+            if device_engine.has_one_count(manifest, exact)
+            else trt_plans.first_slots(manifest.gpu_slots)
+        )
+        return make_engines(
+            manifest, verify, draft, memory, pad=True, slots=(slots, slots), exact=exact
+        )
 
     patch.setattr(trt_plans, "FEWEST_SLOTS", 48)
     patch.setattr(torch_engine, "make_engines", make)
@@ -166,23 +216,40 @@ SLOTS = (48, 96, 192, 400)
 """What attention may read of the harness's caches."""
 
 
-@pytest.mark.parametrize(("speculation", "levels"), [(CHAINS, None), (CHAINS, 3), (TREES, 2)], ids=["load", "chains", "trees"])
-def test_tokens_are_those_of_plain_decoding_on_the_cpu(harness: Harness, speculation: Speculation, levels: int | None) -> None:
+@pytest.mark.parametrize(
+    ("speculation", "levels"),
+    [(CHAINS, None), (CHAINS, 3), (TREES, 2)],
+    ids=["load", "chains", "trees"],
+)
+def test_tokens_are_those_of_plain_decoding_on_the_cpu(
+    harness: Harness, speculation: Speculation, levels: int | None
+) -> None:
     """Chains, trees and all samplings, short and long rows."""
-    given = [replace(request, max_new_tokens=min(request.max_new_tokens, 30)) for request in requests(12, seed=5)]
+    given = [
+        replace(request, max_new_tokens=min(request.max_new_tokens, 30))
+        for request in requests(12, seed=5)
+    ]
     plain = load(harness.directory, "torch", threads=1, speculation=speculation)
     with padded_device(harness.directory, speculation) as llm, noted(SLOTS) as steps:
         scheduler = Scheduler(llm, replace(OPTIONS, levels=levels))
         steps.clear()
         records = run(scheduler, given, every=2)
-    chosen = [number for number, request in enumerate(given) if speculation is CHAINS or request.sampling.method != "rejection"]
-    assert [records[number].tokens for number in chosen] == [alone(plain, given[number]) for number in chosen]
+    chosen = [
+        number
+        for number, request in enumerate(given)
+        if speculation is CHAINS or request.sampling.method != "rejection"
+    ]
+    assert [records[number].tokens for number in chosen] == [
+        alone(plain, given[number]) for number in chosen
+    ]
     assert steps.verify == steps.needed and len(set(steps.verify)) > 3
 
 
 def call(llm: LLM, kv_cache: Any, length: int, count: int) -> Call:
     """A call of ``count`` nodes of a row with a text of so many tokens."""
-    llm.engines.verify.forward([Call(kv_cache, [7, *range(3, length + 2)], range(length), 0, logits=False)])
+    llm.engines.verify.forward(
+        [Call(kv_cache, [7, *range(3, length + 2)], range(length), 0, logits=False)]
+    )
     return Call(kv_cache, [*range(20, 20 + count)], range(length, length + count), length)
 
 
@@ -190,11 +257,19 @@ def test_within_a_bucket_a_row_has_the_same_bits_whatever_is_beside_it(harness: 
     with padded_device(harness.directory) as llm, noted(SLOTS) as steps:
         verify = llm.engines.verify
         kv_caches = verify.new_kv_caches(3)
-        own, short, long = (call(llm, *row) for row in ((kv_caches[0], 60, 3), (kv_caches[1], 1, 1), (kv_caches[2], 90, 4)))
+        own, short, long = (
+            call(llm, *row)
+            for row in ((kv_caches[0], 60, 3), (kv_caches[1], 1, 1), (kv_caches[2], 90, 4))
+        )
         steps.clear()
-        found = [verify.forward(calls)[0].logits.copy() for calls in ([own], [own, short], [own, short, long])]
+        found = [
+            verify.forward(calls)[0].logits.copy()
+            for calls in ([own], [own, short], [own, short, long])
+        ]
         assert steps.verify == [(3, 4, 96)] * 3
-        assert all(np.array_equal(logits.view(np.uint32), found[0].view(np.uint32)) for logits in found)
+        assert all(
+            np.array_equal(logits.view(np.uint32), found[0].view(np.uint32)) for logits in found
+        )
 
 
 def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
@@ -202,8 +277,17 @@ def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
     with padded_device(harness.directory) as llm:
         verify, rule = llm.engines.verify, Scheduler(llm, OPTIONS).rule
         kv_caches = verify.new_kv_caches(5)
-        assert verify.work([call(llm, kv_caches[0], 60, 3), call(llm, kv_caches[1], 20, 1)]) == (5 * 4, 96, 5)
-        assert [rule.verify_size(2, nodes) for nodes in (1, 2, 3, 5)] == [(5, 5), (5, 10), (5, 20), (5, 65)]
+        assert verify.work([call(llm, kv_caches[0], 60, 3), call(llm, kv_caches[1], 20, 1)]) == (
+            5 * 4,
+            96,
+            5,
+        )
+        assert [rule.verify_size(2, nodes) for nodes in (1, 2, 3, 5)] == [
+            (5, 5),
+            (5, 10),
+            (5, 20),
+            (5, 65),
+        ]
         assert rule.draft_size(1, 1) == (5, 5) and rule.padded
         assert rule.verify._seen.keys() == {5, 10, 20, 65}
         rule.begin_round(5, 96)
@@ -211,15 +295,33 @@ def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
 
 
 def see_as_the_shortest_row(patch: pytest.MonkeyPatch) -> None:
-    mutate(patch, DeviceEngine, "_size", "max(call.slot for call in calls)", "min(call.slot for call in calls)")
+    mutate(
+        patch,
+        DeviceEngine,
+        "_size",
+        "max(call.slot for call in calls)",
+        "min(call.slot for call in calls)",
+    )
 
 
 def forget_the_nodes(patch: pytest.MonkeyPatch) -> None:
-    mutate(patch, DeviceEngine, "_size", "max(call.slot for call in calls) + count", "max(call.slot for call in calls)")
+    mutate(
+        patch,
+        DeviceEngine,
+        "_size",
+        "max(call.slot for call in calls) + count",
+        "max(call.slot for call in calls)",
+    )
 
 
 def keep_masks_of_calls_before(patch: pytest.MonkeyPatch) -> None:
-    mutate(patch, ForwardStep, "_set_row", "inputs.tree_mask[:] = self._chain if tree_mask is None else 0", "pass")
+    mutate(
+        patch,
+        ForwardStep,
+        "_set_row",
+        "inputs.tree_mask[:] = self._chain if tree_mask is None else 0",
+        "pass",
+    )
 
 
 def show_padding_of_short_rows(patch: pytest.MonkeyPatch) -> None:
@@ -227,9 +329,17 @@ def show_padding_of_short_rows(patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "mistake", [see_as_the_shortest_row, forget_the_nodes, keep_masks_of_calls_before, show_padding_of_short_rows]
+    "mistake",
+    [
+        see_as_the_shortest_row,
+        forget_the_nodes,
+        keep_masks_of_calls_before,
+        show_padding_of_short_rows,
+    ],
 )
-def test_a_mistake_is_noticed(harness: Harness, mistake: Callable[[pytest.MonkeyPatch], None]) -> None:
+def test_a_mistake_is_noticed(
+    harness: Harness, mistake: Callable[[pytest.MonkeyPatch], None]
+) -> None:
     """Rows of other lengths with a tree and a chain, in one call."""
     tree = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
 
@@ -240,7 +350,11 @@ def test_a_mistake_is_noticed(harness: Harness, mistake: Callable[[pytest.Monkey
             first, second, third = (call(llm, *row) for row in rows)
             trees = third._replace(positions=[93, 94, 94], context_len=93, tree_mask=tree)
             calls = ([first, trees], [first, second])
-            return [output.logits.copy() for together in calls for output in llm.engines.verify.forward(together)]
+            return [
+                output.logits.copy()
+                for together in calls
+                for output in llm.engines.verify.forward(together)
+            ]
 
     def alone_in_memory() -> list[Any]:
         llm, found = load(harness.directory, "torch", threads=1), []
@@ -248,12 +362,18 @@ def test_a_mistake_is_noticed(harness: Harness, mistake: Callable[[pytest.Monkey
             [kv_cache] = llm.engines.verify.new_kv_caches()
             kv_cache.reserve(200)
             own = call(llm, kv_cache, length, count)
-            own = own._replace(positions=[93, 94, 94], context_len=93, tree_mask=tree) if mask is not None else own
+            own = (
+                own._replace(positions=[93, 94, 94], context_len=93, tree_mask=tree)
+                if mask is not None
+                else own
+            )
             found.append(llm.engines.verify.forward([own])[0].logits.copy())
         return found
 
     def wrong() -> bool:
-        return not all(np.allclose(a, b, atol=1e-4) for a, b in zip(logits(), alone_in_memory(), strict=True))
+        return not all(
+            np.allclose(a, b, atol=1e-4) for a, b in zip(logits(), alone_in_memory(), strict=True)
+        )
 
     assert not wrong()
     with pytest.MonkeyPatch.context() as patch:
@@ -261,7 +381,9 @@ def test_a_mistake_is_noticed(harness: Harness, mistake: Callable[[pytest.Monkey
         assert wrong(), "nothing notices the mistake"
 
 
-def test_the_server_runs_a_batch_that_is_not_exact(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_server_runs_a_batch_that_is_not_exact(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """``eesd-serve --no-exact`` on a device."""
     pad(monkeypatch)
     found: list[list[int]] = []
@@ -269,7 +391,10 @@ def test_the_server_runs_a_batch_that_is_not_exact(harness: Harness, monkeypatch
 
     def serve(app: Any, *_: Any) -> None:
         service: Service = app.state.serving.service
-        assert isinstance(service.llm.engines.verify, DeviceEngine) and not service.llm.engines.verify.exact
+        assert (
+            isinstance(service.llm.engines.verify, DeviceEngine)
+            and not service.llm.engines.verify.exact
+        )
         found.append(service.generate(request).tokens)
         service.close()
 

@@ -1,4 +1,5 @@
-"""Batches with the engine that torch and the GPU backends share: every request gets what it gets alone."""
+"""Batches with the engine that torch and the GPU backends share: every request gets what it gets
+alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,7 +38,9 @@ def llm(harness: Harness) -> LLM:
 def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """The same model with verify in three stages, each with caches of its own."""
     model = harness.directory.parent / "model"
-    directory = tiny_models.export_tiny(model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3)
+    directory = tiny_models.export_tiny(
+        model, tmp_path_factory.mktemp("staged") / "plans", slots=384, stages=3
+    )
     return load(directory, "torch", threads=1)
 
 
@@ -45,7 +48,9 @@ def staged(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
 def whole(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """The same model, drafted for by all of its layers in 4 bits."""
     model = harness.directory.parent / "model"
-    directory = tiny_models.export_tiny(model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True)
+    directory = tiny_models.export_tiny(
+        model, tmp_path_factory.mktemp("whole") / "plans", slots=384, whole=True
+    )
     return load(directory, "torch", threads=1)
 
 
@@ -66,10 +71,14 @@ def test_tokens_are_those_of_onnx_runtime(harness: Harness, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["staged", "whole"])
-def test_stages_with_a_shard_each_and_drafts_of_all_layers_run_rows(name: str, request: pytest.FixtureRequest) -> None:
+def test_stages_with_a_shard_each_and_drafts_of_all_layers_run_rows(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     given, other = list(requests(8, seed=3)), request.getfixturevalue(name)
-    records = run(Scheduler(other, replace(OPTIONS, levels=3)), [*given, *given], every=2)  # the second time with prefixes
-    llm = request.getfixturevalue("llm") if name == "staged" else other  # rejection sampling depends on what is drafted
+    # The second time with prefixes.
+    records = run(Scheduler(other, replace(OPTIONS, levels=3)), [*given, *given], every=2)
+    # Rejection sampling depends on what is drafted.
+    llm = request.getfixturevalue("llm") if name == "staged" else other
     assert [record.tokens for record in records] == 2 * [alone(llm, request) for request in given]
     assert any(update.stats.accepted_tokens for record in records for update in record.updates)
     assert any(update.cached_tokens for record in records for update in record.updates)
@@ -90,19 +99,26 @@ def test_a_service_runs_rows_in_its_thread(name: str, request: pytest.FixtureReq
     llm: LLM = request.getfixturevalue(name)
     given, service = list(requests(4, seed=7)), Service(llm, OPTIONS)
     try:
-        assert [service.generate(request).tokens for request in given] == [alone(llm, request) for request in given]
+        assert [service.generate(request).tokens for request in given] == [
+            alone(llm, request) for request in given
+        ]
     finally:
         service.close()
 
 
 def test_texts_of_all_lengths_share_memory_and_known_beginnings_are_copied(llm: LLM) -> None:
     scheduler = Scheduler(llm, OPTIONS)
-    given = [Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True) for n in (5, 90, 150, 20, 250)]
+    given = [
+        Request(tokens=[7] * n, max_new_tokens=300 - n, ignore_eos=True)
+        for n in (5, 90, 150, 20, 250)
+    ]
     for request, record in zip(given, run(scheduler, given, every=7), strict=True):
         assert record.tokens == alone(llm, request)
     prompt = Request(tokens=[*range(90)], max_new_tokens=20, ignore_eos=True)
     first, again = (run(scheduler, [prompt])[0] for _ in range(2))
-    assert first.tokens == again.tokens and [one.updates[0].cached_tokens for one in (first, again)] == [0, 64]
+    assert first.tokens == again.tokens and [
+        one.updates[0].cached_tokens for one in (first, again)
+    ] == [0, 64]
 
 
 def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +143,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
-    """Out of a cache, into a row and another one, through memory that grows. A row that begins anew has nothing of before."""
+    """Out of a cache, into a row and another one, through memory that grows. A row that begins anew
+    has nothing of before."""
     manifest, streams = replace(harness.manifest, dtype=dtype), device_streams(1, "cpu")
     first, second = (DeviceMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
     [cache], rows = first.caches(), second.caches()
@@ -143,7 +160,10 @@ def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
     assert torch.equal(second.shards[0][:, :, 1:2, :, 10:60], first.shards[0][..., :50, :])
     rows[2].clear(20)
     assert second.shards[0][:, :, 2, :, 10:20].any() and not second.shards[0][:, :, 2, :, 20:].any()
-    assert not second.shards[0][:, :, 1, :, 60:].any() and second.shards[0][:, :, 0, :, :128].isinf().all()
+    assert (
+        not second.shards[0][:, :, 1, :, 60:].any()
+        and second.shards[0][:, :, 0, :, :128].isinf().all()
+    )
     assert rows[0].slot_bytes == cache.slot_bytes == first.shards[0][..., 0, :].nbytes
     rows[1].reset()
     assert second.slots == 128 + 4 and not second.shards[0][:, :, 1].any()
@@ -158,7 +178,9 @@ def test_trees_of_several_rows_are_those_of_a_row_alone(llm: LLM) -> None:
         kv_cache = caches[row]
         kv_cache.reserve(40)
         engine.forward([Call(kv_cache, list(range(length)), range(length), 0, logits=False)])
-        calls.append(Call(kv_cache, [5, 6, 7 + row], [length, length + 1, length + 1], length, length, seen))
+        calls.append(
+            Call(kv_cache, [5, 6, 7 + row], [length, length + 1, length + 1], length, length, seen)
+        )
     alone = [engine.forward([call])[0].logits.copy() for call in calls]
     for found, expected in zip(engine.forward(calls), alone, strict=True):
         np.testing.assert_allclose(found.logits, expected, rtol=0, atol=1e-5)
@@ -167,7 +189,11 @@ def test_trees_of_several_rows_are_those_of_a_row_alone(llm: LLM) -> None:
 
 def test_a_16_bit_batch_is_exact_or_refused(tmp_path: Path) -> None:
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
-    llm = load(tiny_models.export_tiny(model, tmp_path / "plans", slots=384, dtype="bfloat16"), "torch", threads=1)
+    llm = load(
+        tiny_models.export_tiny(model, tmp_path / "plans", slots=384, dtype="bfloat16"),
+        "torch",
+        threads=1,
+    )
     try:
         scheduler = Scheduler(llm, replace(OPTIONS, levels=0))
     except EESDError as error:  # processors differ
@@ -178,7 +204,8 @@ def test_a_16_bit_batch_is_exact_or_refused(tmp_path: Path) -> None:
     assert {record.reason for record in records} <= {"length", "stop"}
     exactness = Exactness(llm.manifest)
     exactness.check(llm.engines.verify)
-    if not exactness.chains.differing:  # elsewhere the tokens depend on how a prompt is cut, also without a batch
+    # Elsewhere the tokens depend on how a prompt is cut, also without a batch.
+    if not exactness.chains.differing:
         assert [record.tokens for record in records] == [alone(llm, request) for request in given]
 
 
@@ -202,15 +229,26 @@ def planned_whole(shared: Shared) -> Path:
 
 def few(count: int) -> list[Request]:
     """Requests whose tokens do not depend on how far is drafted."""
-    given = [request for request in requests(40) if request.sampling.method != "rejection" and len(request.tokens) < 60]
-    return [replace(request, max_new_tokens=min(request.max_new_tokens, 12)) for request in given[:count]]
+    given = [
+        request
+        for request in requests(40)
+        if request.sampling.method != "rejection" and len(request.tokens) < 60
+    ]
+    return [
+        replace(request, max_new_tokens=min(request.max_new_tokens, 12))
+        for request in given[:count]
+    ]
 
 
 @pytest.mark.parametrize(
-    ("name", "cuda_graphs"), slow_but([("planned", True), ("planned", False), ("planned_whole", True)], ("planned", True))
+    ("name", "cuda_graphs"),
+    slow_but([("planned", True), ("planned", False), ("planned_whole", True)], ("planned", True)),
 )
-def test_rows_on_a_gpu_whose_work_is_late(name: str, cuda_graphs: bool, request: pytest.FixtureRequest) -> None:
-    """With plans, every call has all rows and one node count, is captured once, and keeps the rules of CUDA and TensorRT."""
+def test_rows_on_a_gpu_whose_work_is_late(
+    name: str, cuda_graphs: bool, request: pytest.FixtureRequest
+) -> None:
+    """With plans, every call has all rows and one node count, is captured once, and keeps the rules
+    of CUDA and TensorRT."""
     planned = request.getfixturevalue(name)
     given, plain = few(6), load(planned, "ort", threads=1)
     setting = Setting(1, 1, Speculation(), cuda_graphs=cuda_graphs)
@@ -219,7 +257,9 @@ def test_rows_on_a_gpu_whose_work_is_late(name: str, cuda_graphs: bool, request:
         for seed in range(3):
             machine.reseed(seed)
             records = run(scheduler, given, every=2)
-            assert [record.tokens for record in records] == [alone(plain, request) for request in given]
+            assert [record.tokens for record in records] == [
+                alone(plain, request) for request in given
+            ]
         assert any(update.cached_tokens for record in records for update in record.updates)
         assert violations(machine) == []
         rounds = [call for call in machine.log if call.name == "replay"]
@@ -229,7 +269,11 @@ def test_rows_on_a_gpu_whose_work_is_late(name: str, cuda_graphs: bool, request:
 def clear_nothing(patch: pytest.MonkeyPatch, _: Machine) -> None:
     patch.setattr(DeviceMemory, "reset", lambda *_: None)
     patch.setattr(DeviceKVCache, "clear", lambda *_: None)
-    patch.setattr(DeviceMemory, "_zeros", lambda self, _, shape: torch.empty(shape, device=self.streams[0].device))
+    patch.setattr(
+        DeviceMemory,
+        "_zeros",
+        lambda self, _, shape: torch.empty(shape, device=self.streams[0].device),
+    )
 
 
 def copy_rows_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
@@ -242,11 +286,19 @@ def leave_prompts_where_they_ran(patch: pytest.MonkeyPatch, _: Machine) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in cast")
 @pytest.mark.parametrize(
-    "mutate", slow_but([clear_nothing, copy_rows_in_another_stream, leave_prompts_where_they_ran], clear_nothing)
+    "mutate",
+    slow_but(
+        [clear_nothing, copy_rows_in_another_stream, leave_prompts_where_they_ran], clear_nothing
+    ),
 )
-def test_a_mistake_on_a_gpu_is_noticed(planned: Path, mutate: Callable[[pytest.MonkeyPatch, Machine], None]) -> None:
+def test_a_mistake_on_a_gpu_is_noticed(
+    planned: Path, mutate: Callable[[pytest.MonkeyPatch, Machine], None]
+) -> None:
     given, plain = few(6), load(planned, "ort", threads=1)
-    with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (machine, llm), pytest.MonkeyPatch.context() as patch:
+    with (
+        late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (machine, llm),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         mutate(patch, machine)
         try:
             scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=3))
@@ -262,7 +314,9 @@ def test_a_mistake_on_a_gpu_is_noticed(planned: Path, mutate: Callable[[pytest.M
 
 def test_what_plans_and_memory_do_not_hold_is_refused(planned: Path) -> None:
     with late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (_, llm):
-        with pytest.raises(EESDError, match=r"take 3 rows in a call, and the batch may have 5; .* --batch 5"):
+        with pytest.raises(
+            EESDError, match=r"take 3 rows in a call, and the batch may have 5; .* --batch 5"
+        ):
             Scheduler(llm, OPTIONS)
         with pytest.raises(EESDError, match=r"3 rows of \d+ slots take 1 MiB of the GPU's memory"):
             Scheduler(llm, replace(OPTIONS, max_rows=3, kv_memory=1000))

@@ -1,4 +1,5 @@
-"""One call for any sequences: each token gets the bits that it gets alone, and prompts run beside rows that decode."""
+"""One call for any sequences: each token gets the bits that it gets alone, and prompts run beside
+rows that decode."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,7 +40,10 @@ def load_standard(directory: Path) -> LLM:
         return load(directory, "ort", threads=1)
 
 
-LOADS = [pytest.param(load_own, marks=needs_operators(), id="own"), pytest.param(load_standard, id="standard")]
+LOADS = [
+    pytest.param(load_own, marks=needs_operators(), id="own"),
+    pytest.param(load_standard, id="standard"),
+]
 
 
 @pytest.fixture(scope="module", params=LOADS)
@@ -70,13 +74,22 @@ class Texts:
 
     def call(self, text: int, count: int, logits: bool = True) -> Call:
         start = TEXTS[text]
-        return Call(self.caches[text], self.tokens(count), range(start, start + count), start, logits=logits)
+        return Call(
+            self.caches[text], self.tokens(count), range(start, start + count), start, logits=logits
+        )
 
     def tree(self, text: int) -> Call:
         """A root with two branches, of two nodes and of one."""
         start = TEXTS[text]
         mask = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]], np.bool_)
-        return Call(self.caches[text], self.tokens(4), [start, start + 1, start + 2, start + 1], start, start, mask)
+        return Call(
+            self.caches[text],
+            self.tokens(4),
+            [start, start + 1, start + 2, start + 1],
+            start,
+            start,
+            mask,
+        )
 
     def own(self, call: Call) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """The bits of a call of the text alone, and what it wrote, which is then forgotten."""
@@ -87,17 +100,32 @@ class Texts:
         return found, written
 
     def written(self, call: Call) -> NDArray[np.uint32]:
-        return np.array(call.kv_cache.values(call.slot, call.slot + len(call.tokens))).view(np.uint32)
+        return np.array(call.kv_cache.values(call.slot, call.slot + len(call.tokens))).view(
+            np.uint32
+        )
 
 
 def bits(outputs: StepOutputs) -> NDArray[np.uint32]:
     return outputs.logits.copy().view(np.uint32)
 
 
-KINDS = ("float32", "bfloat16", "int4", "stages", "qwen3", "llama-bias", "mistral-window", "no groups", "one KV head")
+KINDS = (
+    "float32",
+    "bfloat16",
+    "int4",
+    "stages",
+    "qwen3",
+    "llama-bias",
+    "mistral-window",
+    "no groups",
+    "one KV head",
+)
 
 
-@pytest.fixture(scope="module", params=slow_but(KINDS, "float32", "bfloat16", "int4", "stages", "mistral-window"))
+@pytest.fixture(
+    scope="module",
+    params=slow_but(KINDS, "float32", "bfloat16", "int4", "stages", "mistral-window"),
+)
 def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind: str = request.param
     directory = tmp_path_factory.mktemp(kind)
@@ -105,11 +133,15 @@ def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         model = request.getfixturevalue("family_dir")(kind)
     else:
         kv_heads = {"no groups": 4, "one KV head": 1}.get(kind, 2)
-        model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0, kv_heads=kv_heads)
+        model = tiny_models.build(
+            directory / "model", 97, layers=4, damping=0.3, seed=0, kv_heads=kv_heads
+        )
     if kind == "int4":
         return export_engine(model, directory / "plans", "--quantize", "int4", "--max-seq-len", 384)
     stages, dtype = (3 if kind == "stages" else 1), (kind if kind == "bfloat16" else "float32")
-    return tiny_models.export_tiny(model, directory / "plans", slots=384, stages=stages, dtype=dtype)
+    return tiny_models.export_tiny(
+        model, directory / "plans", slots=384, stages=stages, dtype=dtype
+    )
 
 
 @pytest.mark.parametrize("loads", LOADS)
@@ -146,7 +178,9 @@ class Noted:
 
         def note(self_: Any, calls: Sequence[Call]) -> Any:
             if self_ is verify:
-                self.calls.append((sum(call.logits for call in calls), sum(not call.logits for call in calls)))
+                self.calls.append(
+                    (sum(call.logits for call in calls), sum(not call.logits for call in calls))
+                )
             return forward(self_, calls)
 
         monkeypatch.setattr(engine, "forward", note)
@@ -170,8 +204,12 @@ def test_prompts_share_calls_with_rows(llm: LLM, noted: Noted, levels: int | Non
 
 
 def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
-    """Four prompts without rows that decode, one in the call of a round, and one of a single token, which needs no prefill."""
-    given = [Request(tokens=[n % 7, 5, 3] * n, max_new_tokens=30, ignore_eos=True) for n in (9, 8, 12, 7, 6)]
+    """Four prompts without rows that decode, one in the call of a round, and one of a single token,
+    which needs no prefill."""
+    given = [
+        Request(tokens=[n % 7, 5, 3] * n, max_new_tokens=30, ignore_eos=True)
+        for n in (9, 8, 12, 7, 6)
+    ]
     given.append(replace(given[0], tokens=(4,)))
     scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=64, max_rows=6))
     noted.calls.clear()
@@ -184,7 +222,8 @@ def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
 def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(
     llm: LLM, engine: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nobody knows what a failed call has written behind the prompt's known tokens, so the piece is run again."""
+    """Nobody knows what a failed call has written behind the prompt's known tokens, so the piece is
+    run again."""
     scheduler = Scheduler(llm, OPTIONS)
     good, failing = engine.forward, [0]
 
@@ -204,7 +243,9 @@ def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(
     assert records[1].tokens == alone(llm, given[1])
 
 
-def test_prompts_that_fail_together_end_together(llm: LLM, engine: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_prompts_that_fail_together_end_together(
+    llm: LLM, engine: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail(*_: object) -> list[StepOutputs]:
         raise RuntimeError("out of order")
 
@@ -214,7 +255,9 @@ def test_prompts_that_fail_together_end_together(llm: LLM, engine: Any, caplog: 
         patch.setattr(engine, "forward", fail)
         assert [record.reason for record in run(scheduler, given)] == ["error", "error"]
     assert "out of order" in caplog.text and not scheduler.kv_used
-    assert [record.tokens for record in run(scheduler, given)] == [alone(llm, request) for request in given]
+    assert [record.tokens for record in run(scheduler, given)] == [
+        alone(llm, request) for request in given
+    ]
 
 
 add_piece = Session.add_piece
@@ -226,11 +269,18 @@ def count_too_many(session: Session, piece: Call, outputs: StepOutputs, seconds:
         session._prefilled += 1
 
 
-def test_a_mistake_with_pieces_is_caught(llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_with_pieces_is_caught(
+    llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tokens of a prompt that are left out show in what follows."""
     random, scheduler = np.random.default_rng(0), Scheduler(llm, OPTIONS)
     given = [
-        Request(tokens=random.integers(0, 97, n).tolist(), sampling=SAMPLINGS[1], max_new_tokens=40, ignore_eos=True)
+        Request(
+            tokens=random.integers(0, 97, n).tolist(),
+            sampling=SAMPLINGS[1],
+            max_new_tokens=40,
+            ignore_eos=True,
+        )
         for n in (3, 60, 69)
     ]
     expected = [alone(llm, request) for request in given]
@@ -248,7 +298,9 @@ def rotated(calls: Sequence[Call]) -> list[Call]:
     return [call._replace(kv_cache=calls[number - 1].kv_cache) for number, call in enumerate(calls)]
 
 
-def test_a_mistake_with_caches_is_caught(llm: LLM, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mistake_with_caches_is_caught(
+    llm: LLM, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Keys and values of another row show in the first check."""
     forward = engine.forward
     monkeypatch.setattr(engine, "forward", lambda self, calls: forward(self, rotated(calls)))

@@ -1,4 +1,5 @@
-"""``eesd-inspect --memory`` agrees with real graphs and KV caches, and docs/70b.md shows its output."""
+"""``eesd-inspect --memory`` agrees with real graphs and KV caches, and docs/70b.md shows its
+output."""
 
 import json
 import re
@@ -27,11 +28,23 @@ from eesd.export.weights import WeightLayout
 from eesd.runtime.engines.kv_cache import HostKVCache
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "70b.md"
-EXPORT_70B = ("--exit-layer", 4, "--stages", 2, "--dtype", "float16", "--max-seq-len", 4096, "--no-check")
+EXPORT_70B = (
+    "--exit-layer",
+    4,
+    "--stages",
+    2,
+    "--dtype",
+    "float16",
+    "--max-seq-len",
+    4096,
+    "--no-check",
+)
 
 
 def estimated(directory: Path, *options: object) -> dict[str, Any]:
-    estimate: dict[str, Any] = json.loads(succeed(inspect_main, directory, "--memory", "--json", *options).stdout)
+    estimate: dict[str, Any] = json.loads(
+        succeed(inspect_main, directory, "--memory", "--json", *options).stdout
+    )
     return estimate
 
 
@@ -52,20 +65,25 @@ def test_manifest_counts_the_bytes_of_weights(
 
 
 @pytest.mark.parametrize(
-    ("blocks", "own_lm_head", "stages"), slow_but([(1, True, 1), (2, False, 2), (3, True, 3)], (3, True, 3))
+    ("blocks", "own_lm_head", "stages"),
+    slow_but([(1, True, 1), (2, False, 2), (3, True, 3)], (3, True, 3)),
 )
 def test_manifest_counts_the_bytes_of_trained_heads(
     family_dir: Callable[[str], Path], tmp_path: Path, blocks: int, own_lm_head: bool, stages: int
 ) -> None:
     model = family_dir("qwen3-bias")
     head = trained_head(model, tmp_path / "head", blocks, own_lm_head)
-    assert_weights_match_manifest(export_engine(model, tmp_path / "plans", "--exit-head", head, "--stages", stages))
+    assert_weights_match_manifest(
+        export_engine(model, tmp_path / "plans", "--exit-head", head, "--stages", stages)
+    )
 
 
 @pytest.fixture(scope="module")
 def staged(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The text model in two stages."""
-    return export_engine(text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2, "--max-seq-len", 128)
+    return export_engine(
+        text_model, tmp_path_factory.mktemp("staged") / "plans", "--stages", 2, "--max-seq-len", 128
+    )
 
 
 def test_kv_cache_has_the_size_of_the_runtimes_cache(staged: Path) -> None:
@@ -73,47 +91,82 @@ def test_kv_cache_has_the_size_of_the_runtimes_cache(staged: Path) -> None:
     kv_cache = HostKVCache(manifest, manifest.max_seq_len).data
     devices = estimated(staged)["devices"]
     assert sum(device["kv_cache"] for device in devices) == kv_cache.nbytes
-    assert [device["kv_cache"] * 4 // kv_cache.nbytes for device in devices] == [len(s.caches) for s in manifest.verify]
-    assert sum(device["kv_cache"] for device in estimated(staged, "--batch", 3)["devices"]) == 3 * kv_cache.nbytes
+    assert [device["kv_cache"] * 4 // kv_cache.nbytes for device in devices] == [
+        len(s.caches) for s in manifest.verify
+    ]
+    assert (
+        sum(device["kv_cache"] for device in estimated(staged, "--batch", 3)["devices"])
+        == 3 * kv_cache.nbytes
+    )
 
 
 def test_buffers_hold_mask_hidden_state_and_logits(staged: Path) -> None:
     manifest, (first, second) = load_manifest(staged), estimated(staged)["devices"]
     nodes, vocab_size = manifest.max_tree_nodes + 1, manifest.geometry.vocab_size
-    for key, tokens, rows in (("round_buffers", nodes, nodes), ("prefill_buffers", manifest.gpu_prefill_chunk, 1)):
+    for key, tokens, rows in (
+        ("round_buffers", nodes, nodes),
+        ("prefill_buffers", manifest.gpu_prefill_chunk, 1),
+    ):
         bound = tokens * (manifest.max_seq_len + manifest.geometry.hidden_size) * 4
-        assert bound < first[key] < 20 * bound and bound + rows * vocab_size * 4 < second[key] < 20 * bound
+        assert (
+            bound < first[key] < 20 * bound
+            and bound + rows * vocab_size * 4 < second[key] < 20 * bound
+        )
     weights = first["draft_weights"] + first["verify_weights"] - first["shared_weights"]
-    assert first["total"] == weights + first["kv_cache"] + max(first["round_buffers"], first["prefill_buffers"])
+    assert first["total"] == weights + first["kv_cache"] + max(
+        first["round_buffers"], first["prefill_buffers"]
+    )
 
 
 def test_rows_take_caches_and_rounds_and_are_prefilled_alone(staged: Path) -> None:
-    for one, three in zip(estimated(staged)["devices"], estimated(staged, "--batch", 3)["devices"], strict=True):
-        assert three["round_buffers"] == 3 * one["round_buffers"] and three["kv_cache"] == 3 * one["kv_cache"]
-        assert three["prefill_buffers"] == one["prefill_buffers"] and three["verify_weights"] == one["verify_weights"]
+    for one, three in zip(
+        estimated(staged)["devices"], estimated(staged, "--batch", 3)["devices"], strict=True
+    ):
+        assert (
+            three["round_buffers"] == 3 * one["round_buffers"]
+            and three["kv_cache"] == 3 * one["kv_cache"]
+        )
+        assert (
+            three["prefill_buffers"] == one["prefill_buffers"]
+            and three["verify_weights"] == one["verify_weights"]
+        )
 
 
-def test_estimate_for_another_length_is_that_of_an_export_with_it(staged: Path, text_model: Path, tmp_path: Path) -> None:
+def test_estimate_for_another_length_is_that_of_an_export_with_it(
+    staged: Path, text_model: Path, tmp_path: Path
+) -> None:
     longer = export_engine(text_model, tmp_path / "plans", "--stages", 2, "--max-seq-len", 500)
     assert estimated(staged, "--max-seq-len", 500) == estimated(longer) != estimated(staged)
 
 
 def test_table_has_a_column_for_each_device(staged: Path) -> None:
     shown = succeed(inspect_main, staged, "--memory", "--batch", 2).stdout
-    for words in ("device 1", "verify_1.onnx", "128 slots x 2", "33 nodes", "prefill of 128", "total", "MB"):
+    for words in (
+        "device 1",
+        "verify_1.onnx",
+        "128 slots x 2",
+        "33 nodes",
+        "prefill of 128",
+        "total",
+        "MB",
+    ):
         assert words in shown
 
 
 def test_options_without_memory_and_too_few_slots_are_refused(staged: Path) -> None:
     for option in (("--max-seq-len", 100), ("--batch", 2)):
         assert_refused(run(inspect_main, staged, *option), "add --memory")
-    assert_refused(run(inspect_main, staged, "--memory", "--max-seq-len", 32), "32 nodes of a round")
+    assert_refused(
+        run(inspect_main, staged, "--memory", "--max-seq-len", 32), "32 nodes of a round"
+    )
 
 
 @pytest.fixture(scope="module")
 def checkpoint_70b(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint with the geometry of Llama 2 70B: 15 sparse shards."""
-    return write_checkpoint(tmp_path_factory.mktemp("large") / "llama-70b", LLAMA_70B, shards=15, sparse=True)
+    return write_checkpoint(
+        tmp_path_factory.mktemp("large") / "llama-70b", LLAMA_70B, shards=15, sparse=True
+    )
 
 
 def page(command: str) -> str:
@@ -160,12 +213,26 @@ def test_page_on_70b_shows_the_sizes_of_an_export(
     directory = tmp_path / "plans"
     succeed(export_main, "--model", checkpoint_70b, "-o", directory, *EXPORT_70B)
     shown = succeed(inspect_main, directory, "--memory").stdout
-    assert "\n".join(line.rstrip() for line in shown.splitlines()) == page("eesd-inspect plans/ --memory")
+    assert "\n".join(line.rstrip() for line in shown.splitlines()) == page(
+        "eesd-inspect plans/ --memory"
+    )
     manifest = load_manifest(directory)
-    for figure in (f"{slot_bytes(manifest, 81):,} bytes", f"{manifest.geometry.hidden_size * 2 / 1e3:.0f} KB"):
+    for figure in (
+        f"{slot_bytes(manifest, 81):,} bytes",
+        f"{manifest.geometry.hidden_size * 2 / 1e3:.0f} KB",
+    ):
         assert figure in PAGE.read_text()
     for dtype, over_devices in (("float16", max), ("float32", sum)):
-        assert total_without_sharing(replace(manifest, dtype=dtype), over_devices) in PAGE.read_text()
-    files = {**manifest.files, "model": FileInfo(sum(f.stat().st_size for f in checkpoint_70b.iterdir()), "")}
+        assert (
+            total_without_sharing(replace(manifest, dtype=dtype), over_devices) in PAGE.read_text()
+        )
+    files = {
+        **manifest.files,
+        "model": FileInfo(sum(f.stat().st_size for f in checkpoint_70b.iterdir()), ""),
+    }
     rows = dict(re.findall(r"^\| `([^`]+)`.*\| ([\d.]+ [GM]B) \|$", PAGE.read_text(), re.MULTILINE))
-    assert rows == {name: format_bytes(files[name].size) for name in rows} and WEIGHTS_FILE in rows and "model" in rows
+    assert (
+        rows == {name: format_bytes(files[name].size) for name in rows}
+        and WEIGHTS_FILE in rows
+        and "model" in rows
+    )

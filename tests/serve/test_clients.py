@@ -1,6 +1,8 @@
-"""Clients that other people have, unchanged, against the real server: each gets what ``generate`` gives.
+"""Clients that other people have, unchanged, against the real server: each gets what ``generate``
+gives.
 
-They run in environments of their own: Python's from ``tests/environments/clients.txt``, npm's from the directory beside it.
+They run in environments of their own: Python's from ``tests/environments/clients.txt``, npm's from
+the directory beside it.
 """
 
 import json
@@ -48,7 +50,9 @@ def server(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def ask(command: list[Path | str], server: Served, **environment: str) -> dict[str, dict[str, Any]]:
     """What each call of each client gave."""
     arguments = [*map(str, command), f"{server.url}/v1", server.serving.model_name]
-    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment or None)
+    done = subprocess.run(
+        arguments, capture_output=True, text=True, timeout=300, env=environment or None
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, dict[str, Any]] = {}
     for line in map(json.loads, done.stdout.splitlines()):
@@ -57,16 +61,25 @@ def ask(command: list[Path | str], server: Served, **environment: str) -> dict[s
 
 
 def check(found: dict[str, dict[str, Any]], server: Served, names: Set[str]) -> None:
-    """Texts and their lengths are those of ``generate``; objects and arguments of functions have their schema's form."""
-    assert {client: set(calls) for client, calls in found.items()} == {name: {*CALLS[name].split()} for name in names}
-    said = server.llm.generate([{"role": "user", "content": "import os"}], Sampling(), max_new_tokens=COUNT)
+    """Texts and their lengths are those of ``generate``; objects and arguments of functions have
+    their schema's form."""
+    assert {client: set(calls) for client, calls in found.items()} == {
+        name: {*CALLS[name].split()} for name in names
+    }
+    said = server.llm.generate(
+        [{"role": "user", "content": "import os"}], Sampling(), max_new_tokens=COUNT
+    )
     written = server.llm.generate("def f(x):", Sampling(), max_new_tokens=COUNT).text
     assert said.text and written
     wanted = {"completion": written, "usage": len(said.tokens)}
     for client, calls in found.items():
         for call, value in calls.items():
             if "function" in call or call == "object":
-                assert isinstance(value, dict) and value.keys() == {"name", "big"}, (client, call, value)
+                assert isinstance(value, dict) and value.keys() == {"name", "big"}, (
+                    client,
+                    call,
+                    value,
+                )
                 assert len(value["name"]) <= 4 and isinstance(value["big"], bool)
             else:
                 assert value == wanted.get(call, said.text), (client, call)

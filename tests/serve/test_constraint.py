@@ -1,4 +1,5 @@
-"""What a constraint allows is what its schema, expression or grammar says: nothing else, and EOS where it may end."""
+"""What a constraint allows is what its schema, expression or grammar says: nothing else, and EOS
+where it may end."""
 
 import json
 import random
@@ -28,7 +29,12 @@ WORD = {"type": "string", "maxLength": 4}
 
 @pytest.fixture(scope="module")
 def llm(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return load(with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans"), "ort", speculation=None, threads=1)
+    return load(
+        with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans"),
+        "ort",
+        speculation=None,
+        threads=1,
+    )
 
 
 @settings(derandomize=True, deadline=None, max_examples=150)
@@ -57,17 +63,25 @@ def test_eos_is_allowed_exactly_where_the_text_may_end(llm: LLM, pattern: str) -
 
 
 def test_paths_may_come_in_any_order(llm: LLM) -> None:
-    """One object serves the committed tokens and all drafted paths: each answer is that of a new object."""
-    schema = {"type": "object", "properties": {"a": WORD, "b": {"type": "integer"}}, "required": ["a"]}
+    """One object serves the committed tokens and all drafted paths: each answer is that of a new
+    object."""
+    schema = {
+        "type": "object",
+        "properties": {"a": WORD, "b": {"type": "integer"}},
+        "required": ["a"],
+    }
     made, draw, committed = constraint("json", schema, llm), random.Random(0), list[int]()
     for _ in range(40):
-        for _ in range(draw.randrange(4)):  # paths that are not committed, some of which are not allowed
+        # Paths that are not committed, some of which are not allowed.
+        for _ in range(draw.randrange(4)):
             path = [*committed, *draw.choices(range(97), k=draw.randrange(4))]
             assert allowed(made, path) == allowed(constraint("json", schema, llm), path)
         path = list(committed)
         for _ in range(draw.randrange(6)):
             path.append(draw.choice(allowed(made, path)))
-            assert list(made.forced(path, 9)) == list(constraint("json", schema, llm).forced(path, 9))
+            assert list(made.forced(path, 9)) == list(
+                constraint("json", schema, llm).forced(path, 9)
+            )
         committed.append(draw.choice(allowed(made, committed)))
         if committed[-1] in llm.manifest.eos_token_ids:
             committed = []
@@ -81,7 +95,12 @@ def test_tokens_that_are_not_allowed_are_followed_by_eos_alone(llm: LLM) -> None
 
 
 def test_forced_tokens_are_what_must_follow(llm: LLM) -> None:
-    schema = {"type": "object", "properties": {"name": {"const": "Bo"}}, "required": ["name"], "additionalProperties": False}
+    schema = {
+        "type": "object",
+        "properties": {"name": {"const": "Bo"}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
     made, tokens = constraint("json", schema, llm), list[int]()
     eos = llm.manifest.eos_token_ids[0]
     while eos not in tokens:
@@ -99,12 +118,26 @@ def test_forced_tokens_are_what_must_follow(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("body", "fits"),
     [
-        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": 1}}}}, "1".__eq__),
+        (
+            {"response_format": {"type": "json_object"}},
+            lambda text: isinstance(json.loads(text), dict),
+        ),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"const": 1}},
+                }
+            },
+            "1".__eq__,
+        ),
         ({"guided_json": {"enum": ["a", "b"]}}, ['"a"', '"b"'].__contains__),
         ({"guided_json": '{"const": "a"}'}, '"a"'.__eq__),
         ({"guided_regex": "a[bc]d", "guided_json": None}, ["abd", "acd"].__contains__),
-        ({"guided_choice": ["yes", "y e\ns", '"', "\\n", "/x/"]}, ["yes", "y e\ns", '"', "\\n", "/x/"].__contains__),
+        (
+            {"guided_choice": ["yes", "y e\ns", '"', "\\n", "/x/"]},
+            ["yes", "y e\ns", '"', "\\n", "/x/"].__contains__,
+        ),
         ({"guided_grammar": 'start: "a" (b | "c")\nb: "bb"'}, ["abb", "ac"].__contains__),
         ({"guided_grammar": 'root ::= "a" b\nb ::= "b" | "c"'}, ["ab", "ac"].__contains__),
         ({"structured_outputs": {"choice": ["x"]}}, "x".__eq__),
@@ -116,11 +149,16 @@ def test_forced_tokens_are_what_must_follow(llm: LLM) -> None:
         ({"format": "json"}, lambda text: isinstance(json.loads(text), dict)),
         ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, "1".__eq__),
         ({"response_format": {"type": "json_schema", "schema": {"const": 1}}}, "1".__eq__),
-        ({"structured_outputs": {"json_object": True, "regex": None}}, lambda text: isinstance(json.loads(text), dict)),
+        (
+            {"structured_outputs": {"json_object": True, "regex": None}},
+            lambda text: isinstance(json.loads(text), dict),
+        ),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_constraints_of_requests(llm: LLM, body: dict[str, Any], fits: Callable[[str], bool]) -> None:
+def test_constraints_of_requests(
+    llm: LLM, body: dict[str, Any], fits: Callable[[str], bool]
+) -> None:
     most = 4000  # objects without a schema may become long
     for seed in range(5):
         made = constraint_of(body, llm)
@@ -129,14 +167,25 @@ def test_constraints_of_requests(llm: LLM, body: dict[str, Any], fits: Callable[
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"response_format": None}, {"response_format": {"type": "text"}}, {"structured_outputs": {}}]
+    "body",
+    [
+        {},
+        {"response_format": None},
+        {"response_format": {"type": "text"}},
+        {"structured_outputs": {}},
+    ],
 )
 def test_requests_without_constraint(llm: LLM, body: dict[str, Any]) -> None:
     assert constraint_of(body, llm) is None
 
 
 def by_schema(schema: Any, **more: bool) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": schema, **more},
+        }
+    }
 
 
 LOOK_AHEAD = "^(?!.*b)[a-c]{1,3}$"
@@ -147,8 +196,15 @@ def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None
     unknown = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
     pattern = {"type": "string", "pattern": LOOK_AHEAD, "maxLength": 3}
     counted = {"type": "object", "properties": {"a": {}}, "minProperties": 1}
-    for schema, name in ((unknown, "uniqueItems"), (pattern, "look-ahead"), (counted, "min/maxProperties")):
-        for inner in (schema, {"type": "object", "properties": {"a/b": {"anyOf": [{"const": 1}, schema]}}}):
+    for schema, name in (
+        (unknown, "uniqueItems"),
+        (pattern, "look-ahead"),
+        (counted, "min/maxProperties"),
+    ):
+        for inner in (
+            schema,
+            {"type": "object", "properties": {"a/b": {"anyOf": [{"const": 1}, schema]}}},
+        ):
             for more in ({}, {"strict": False}):
                 assert constraint_of(by_schema(inner, **more), llm) is not None
             place = "" if inner is schema else "properties/a/b/anyOf/1: "
@@ -161,7 +217,11 @@ def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None
     "more",
     [
         {"propertyNames": {"type": "string"}},
-        {"properties": {"a": {"type": "array", "uniqueItems": False, "items": {"const": 1}, "maxItems": 2}}},
+        {
+            "properties": {
+                "a": {"type": "array", "uniqueItems": False, "items": {"const": 1}, "maxItems": 2}
+            }
+        },
         {"properties": {"a": {"type": "string", "format": "password", "maxLength": 3}}},
         {"properties": {"a": {"type": "string", "format": "uri-reference", "maxLength": 3}}},
         {
@@ -176,7 +236,12 @@ def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None
     ],
 )
 def test_keywords_that_change_nothing_are_taken(llm: LLM, more: dict[str, Any]) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": False, **more}
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "additionalProperties": False,
+        **more,
+    }
     made = constraint_of(by_schema(schema, strict=True), llm)
     assert made is not None
     Draft202012Validator(schema).validate(json.loads(random_text(made, llm, 0)))
@@ -191,19 +256,50 @@ OPEN = {"type": "object", "additionalProperties": {"const": 1}}
         ({**OPEN, "minProperties": 2}, False),
         ({**OPEN, "minProperties": 1}, True),
         ({**OPEN, "minProperties": 3, "properties": {"a": {"const": 1}}, "required": ["a"]}, False),
-        ({**OPEN, "minProperties": 2, "properties": {"a": {"const": 1}}, "required": ["a"], "maxProperties": 4}, True),
-        ({**OPEN, "additionalProperties": False, "patternProperties": {"^s_": {"const": 1}}, "minProperties": 2}, False),
         (
-            {**OPEN, "additionalProperties": False, "properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 1},
+            {
+                **OPEN,
+                "minProperties": 2,
+                "properties": {"a": {"const": 1}},
+                "required": ["a"],
+                "maxProperties": 4,
+            },
+            True,
+        ),
+        (
+            {
+                **OPEN,
+                "additionalProperties": False,
+                "patternProperties": {"^s_": {"const": 1}},
+                "minProperties": 2,
+            },
+            False,
+        ),
+        (
+            {
+                **OPEN,
+                "additionalProperties": False,
+                "properties": {"a": {"const": 1}},
+                "required": ["a"],
+                "minProperties": 1,
+            },
             True,
         ),
         ({"minProperties": 2}, False),
         ({"type": "array", "maxItems": 1, "minProperties": 2}, True),
     ],
 )
-def test_a_text_that_would_need_equal_keys_is_refused(llm: LLM, schema: dict[str, Any], taken: bool) -> None:
-    """The grammar counts members. Who reads the text keeps one of equal keys, and then the object has too few."""
-    nested = {"type": "object", "properties": {"map": schema}, "required": ["map"], "additionalProperties": False}
+def test_a_text_that_would_need_equal_keys_is_refused(
+    llm: LLM, schema: dict[str, Any], taken: bool
+) -> None:
+    """The grammar counts members. Who reads the text keeps one of equal keys, and then the object
+    has too few."""
+    nested = {
+        "type": "object",
+        "properties": {"map": schema},
+        "required": ["map"],
+        "additionalProperties": False,
+    }
     if not taken:
         with pytest.raises(EESDError, match=r"properties/map/minProperties: .*may be equal"):
             constraint_of(by_schema(nested, strict=True), llm)
@@ -220,8 +316,13 @@ def may_begin(made: GrammarConstraint, llm: LLM, text: str) -> bool:
 
 
 def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
-    """The grammar would take it for another key, and readers for the same one, whose value must be a number."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    """The grammar would take it for another key, and readers for the same one, whose value must be
+    a number."""
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
     made = constraint("json", schema, llm)
     assert may_begin(made, llm, '{"a": 1, "b": "\\n') and not may_begin(made, llm, '{"\\u')
     assert may_begin(constraint("json", {"type": "object"}, llm), llm, '{"a":"\\"')
@@ -246,7 +347,9 @@ def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
 def test_digits_end(llm: LLM, schema: dict[str, Any], begins: str, digits: int) -> None:
     """Some models write zeros for ever, where they may."""
     made = constraint("json", schema, llm)
-    assert may_begin(made, llm, begins + "5" * digits) and not may_begin(made, llm, begins + "5" * (digits + 1))
+    assert may_begin(made, llm, begins + "5" * digits) and not may_begin(
+        made, llm, begins + "5" * (digits + 1)
+    )
     text = {"type": "array", "items": {"type": "string"}}
     assert may_begin(constraint("json", text, llm), llm, '["1.' + "0" * 99)
 
@@ -294,20 +397,31 @@ def nested(depth: int) -> dict[str, Any]:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_constraints_that_cannot_be_used_are_refused(llm: LLM, body: dict[str, Any], words: str) -> None:
+def test_constraints_that_cannot_be_used_are_refused(
+    llm: LLM, body: dict[str, Any], words: str
+) -> None:
     with pytest.raises(EESDError, match=words) as refused:
         constraint_of(body, llm)
-    assert str(refused.value).endswith(".") and "\n" not in str(refused.value) and len(str(refused.value)) < 400
+    assert (
+        str(refused.value).endswith(".")
+        and "\n" not in str(refused.value)
+        and len(str(refused.value)) < 400
+    )
 
 
-@pytest.mark.parametrize(("kind", "value"), [("choice", ["aé"]), ("choice", ["é"]), ("grammar", "start: a\na: b\nb: a")])
-def test_what_no_token_can_write_is_an_error_and_no_short_text(llm: LLM, kind: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "value"), [("choice", ["aé"]), ("choice", ["é"]), ("grammar", "start: a\na: b\nb: a")]
+)
+def test_what_no_token_can_write_is_an_error_and_no_short_text(
+    llm: LLM, kind: str, value: Any
+) -> None:
     with pytest.raises(EESDError, match=r"no tokens|nothing fits"):
         random_text(constraint(kind, value, llm), llm, 0)
 
 
 class Words:
-    """EOS and tokens of one to thirty letters, as real vocabularies have them, in the form that llguidance asks for."""
+    """EOS and tokens of one to thirty letters, as real vocabularies have them, in the form that
+    llguidance asks for."""
 
     eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
     tokens = (b"</s>", *(b"a" * count for count in range(1, 31)))
@@ -317,7 +431,8 @@ class Words:
 
 
 def test_a_grammar_that_reads_a_text_in_too_many_ways_is_an_error() -> None:
-    """Each of its masks takes longer than the last one, up to seconds, in which all requests would wait."""
+    """Each of its masks takes longer than the last one, up to seconds, in which all requests would
+    wait."""
     vocabulary = LLTokenizer(TokenizerWrapper(Words()), len(Words.tokens), [0])
     made = GrammarConstraint("start: e\ne: e e | /[a-z]/", vocabulary, [0])
     with pytest.raises(ConstraintError, match="takes too much"):
@@ -335,7 +450,8 @@ def test_a_large_schema_is_no_error(llm: LLM) -> None:
 
 
 def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> None:
-    """While a mask is computed or while tokens are read. A failed matcher calls itself stopped, which must not end the text."""
+    """While a mask is computed or while tokens are read. A failed matcher calls itself stopped,
+    which must not end the text."""
     made, draw, tokens = constraint("regex", TOO_MUCH, llm), random.Random(0), list[int]()
     with pytest.raises(ConstraintError, match="takes too much"):
         while len(tokens) < 2000:
@@ -352,7 +468,8 @@ def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> N
 
 
 def test_a_long_text_is_read_once(llm: LLM) -> None:
-    """Each question goes on where the last one ended, so the time of a text does not grow with its square."""
+    """Each question goes on where the last one ended, so the time of a text does not grow with its
+    square."""
     made, tokens, reads = constraint("regex", "(ab)*", llm), list[int](), list[int]()
     matcher = made._matcher
 
@@ -373,7 +490,12 @@ def test_a_long_text_is_read_once(llm: LLM) -> None:
 
 
 SENTENCEPIECE = decoders.Sequence(
-    [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
 )
 
 
@@ -385,12 +507,18 @@ SENTENCEPIECE = decoders.Sequence(
     ],
     ids=["sentencepiece", "byte level"],
 )
-def test_the_bytes_of_tokens_are_those_that_llguidance_reads_itself(tmp_path: Path, decoder: Any, names: list[str]) -> None:
-    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(["<s>", "</s>", *names])}, []))
+def test_the_bytes_of_tokens_are_those_that_llguidance_reads_itself(
+    tmp_path: Path, decoder: Any, names: list[str]
+) -> None:
+    tokenizer = Tokenizer(
+        models.BPE({name: index for index, name in enumerate(["<s>", "</s>", *names])}, [])
+    )
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     expected = LLTokenizer(tokenizer.to_str(), eos_token=1)
     found = _Tokens(TextCodec(tmp_path), tokenizer.get_vocab_size(), 1)
     assert found.special_token_ids == [0, 1]
-    assert found.tokens[2:] == [expected.decode_bytes([token]) for token in range(2, tokenizer.get_vocab_size())]
+    assert found.tokens[2:] == [
+        expected.decode_bytes([token]) for token in range(2, tokenizer.get_vocab_size())
+    ]

@@ -1,4 +1,5 @@
-"""The playground in a browser: what it shows is what the batch did, and a mistake never looks like success."""
+"""The playground in a browser: what it shows is what the batch did, and a mistake never looks like
+success."""
 
 import json
 import shutil
@@ -23,7 +24,9 @@ FLAGS = [
     "--disable-sync",
 ]
 KEY = "a-key-of-this-test"
-needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="There is no Chromium; install the package chromium.")
+needs_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="There is no Chromium; install the package chromium."
+)
 
 
 @pytest.fixture(scope="module")
@@ -69,21 +72,35 @@ def stream(server: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_events_are_what_the_batch_did(server: Served) -> None:
     expected = server.llm.generate("ab ab ab ab", max_new_tokens=40)
     for draft in (True, False):
-        found = stream(server, {"prompt": "ab ab ab ab", "max_tokens": 40, "temperature": 0, "draft": draft})
+        found = stream(
+            server, {"prompt": "ab ab ab ab", "max_tokens": 40, "temperature": 0, "draft": draft}
+        )
         tokens = [token for event in found for token in event["tokens"]]
         assert [token["id"] for token in tokens] == expected.tokens
         assert "".join(token["text"] for token in tokens) + found[-1]["held"] == expected.text
         stats, sources = found[-1]["stats"], [token["source"] for token in tokens]
-        assert stats["new_tokens"] == len(tokens) and found[-1]["finish_reason"] == expected.finish_reason
+        assert (
+            stats["new_tokens"] == len(tokens)
+            and found[-1]["finish_reason"] == expected.finish_reason
+        )
         assert len(sources) - sources.count("verify") == stats["accepted_tokens"]
-        assert sum(len(event["rejected"]) for event in found) <= stats["draft_tokens"] - stats["accepted_tokens"]
+        assert (
+            sum(len(event["rejected"]) for event in found)
+            <= stats["draft_tokens"] - stats["accepted_tokens"]
+        )
         assert stats["draft_tokens"] > 0 if draft else set(sources) == {"verify"}
         assert all(event["finish_reason"] is None for event in found[:-1])
     assert set(found[-1]["learned"]) == {"accept", "text"}
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, {"prompt": "a", "n": 2}, {"prompt": 5}]
+    "body",
+    [
+        {},
+        {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+        {"prompt": "a", "n": 2},
+        {"prompt": 5},
+    ],
 )
 def test_what_cannot_be_asked_is_refused(server: Served, body: dict[str, Any]) -> None:
     response = server.post("/playground/generate", body)
@@ -97,7 +114,9 @@ def test_the_page_needs_nothing_from_elsewhere(server: Served) -> None:
             assert response.status_code == 200
             assert "default-src 'none'" in response.headers["content-security-policy"]
             assert "unsafe" not in response.headers["content-security-policy"]
-            assert "//" not in response.text.replace("// ", "").replace("http://www.w3.org/2000/svg", "")
+            assert "//" not in response.text.replace("// ", "").replace(
+                "http://www.w3.org/2000/svg", ""
+            )
 
 
 @needs_browser
@@ -105,7 +124,11 @@ def test_tokens_show_who_wrote_them(page: Page, server: Served) -> None:
     ask(page, "ab ab ab ab")
     expect(page.locator("#status")).to_contain_text("40 tokens in")
     assert generated(page) == server.llm.generate("ab ab ab ab", max_new_tokens=40).text
-    kinds = set(page.locator("#output .tokens span").evaluate_all("spans => spans.map(span => span.className)"))
+    kinds = set(
+        page.locator("#output .tokens span").evaluate_all(
+            "spans => spans.map(span => span.className)"
+        )
+    )
     assert "verify" in kinds and kinds <= {"exit", "text", "verify"}
     expect(page.locator("#speed .value").first).to_contain_text("a round")
     expect(page.locator("#acceptance .note")).to_contain_text("draft tokens were accepted")
@@ -114,7 +137,10 @@ def test_tokens_show_who_wrote_them(page: Page, server: Served) -> None:
 
 @needs_browser
 def test_rejected_drafts_are_shown_to_pointer_and_keyboard(page: Page) -> None:
-    page.route("**/playground/generate", lambda route: route.fulfill(body=REJECTING, content_type="text/event-stream"))
+    page.route(
+        "**/playground/generate",
+        lambda route: route.fulfill(body=REJECTING, content_type="text/event-stream"),
+    )
     ask(page, "a")
     expect(page.locator("#status")).to_contain_text("tokens in")
     tip, marks = page.locator("#tip"), page.locator("#output .mark")
@@ -132,14 +158,30 @@ def test_rejected_drafts_are_shown_to_pointer_and_keyboard(page: Page) -> None:
     assert "Rejected: worse" in str(marks.nth(1).get_attribute("aria-label"))
 
 
-def made_event(tokens: list[tuple[str, str]], rejected: list[str], reason: str | None = None) -> str:
-    stats = {"new_tokens": 2, "tokens_per_second": 9.0, "tokens_per_round": 1.0, "decode_seconds": 0.2}
+def made_event(
+    tokens: list[tuple[str, str]], rejected: list[str], reason: str | None = None
+) -> str:
+    stats = {
+        "new_tokens": 2,
+        "tokens_per_second": 9.0,
+        "tokens_per_round": 1.0,
+        "decode_seconds": 0.2,
+    }
     listed = [{"id": 1, "text": text, "source": source} for text, source in tokens]
-    event = {"tokens": listed, "rejected": rejected, "held": "", "finish_reason": reason, "stats": stats, "learned": None}
+    event = {
+        "tokens": listed,
+        "rejected": rejected,
+        "held": "",
+        "finish_reason": reason,
+        "stats": stats,
+        "learned": None,
+    }
     return f"data: {json.dumps(event)}\n\n"
 
 
-REJECTING = made_event([(" good", "verify")], [" bad\n"]) + made_event([("x", "exit"), ("y", "verify")], ["worse"], "length")
+REJECTING = made_event([(" good", "verify")], [" bad\n"]) + made_event(
+    [("x", "exit"), ("y", "verify")], ["worse"], "length"
+)
 
 
 @needs_browser
@@ -149,9 +191,12 @@ def test_both_ways_are_compared(page: Page) -> None:
     expect(page.locator("#output h3")).to_have_text(["With drafting", "Plain decoding"])
     first, second = (page.locator("#output .tokens").nth(at).text_content() for at in (0, 1))
     assert first == second
-    assert set(page.locator("#output .tokens").nth(1).locator("span").evaluate_all("a => a.map(s => s.className)")) == {
-        "verify"
-    }
+    assert set(
+        page.locator("#output .tokens")
+        .nth(1)
+        .locator("span")
+        .evaluate_all("a => a.map(s => s.className)")
+    ) == {"verify"}
     expect(page.locator("#alert")).to_be_hidden()
 
 
@@ -169,7 +214,10 @@ def test_the_switch_turns_drafting_off(page: Page) -> None:
 @needs_browser
 def test_a_chat_goes_on(page: Page) -> None:
     asked: list[Any] = []
-    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    page.on(
+        "request",
+        lambda request: asked.append(request.post_data_json) if request.method == "POST" else None,
+    )
     for text in ("Hi", "More"):
         page.locator("input[value=chat]").check()
         page.locator("#max-tokens").fill("8")
@@ -178,7 +226,9 @@ def test_a_chat_goes_on(page: Page) -> None:
         expect(page.locator("#prompt")).to_have_value("")  # emptied when the answer is complete
         expect(page.locator("#status")).to_contain_text("tokens in")
     first, second = (request["messages"] for request in asked)
-    assert [message["role"] for message in second] == ["user", "assistant", "user"] and second[0] == first[0]
+    assert [message["role"] for message in second] == ["user", "assistant", "user"] and second[
+        0
+    ] == first[0]
     page.locator("#clear").click()
     expect(page.locator("#output")).to_be_empty()
 
@@ -186,7 +236,10 @@ def test_a_chat_goes_on(page: Page) -> None:
 @needs_browser
 def test_more_options_lie_in_a_fold(page: Page) -> None:
     asked: list[Any] = []
-    page.on("request", lambda request: asked.append(request.post_data_json) if request.method == "POST" else None)
+    page.on(
+        "request",
+        lambda request: asked.append(request.post_data_json) if request.method == "POST" else None,
+    )
     expect(page.locator("#system")).to_be_hidden()
     page.locator("#top-p").evaluate("input => input.value = 2")
     ask(page, "ab ab")
@@ -217,7 +270,9 @@ def test_an_example_is_one_click(page: Page, mode: str) -> None:
     page.locator("#prompt").fill("")
     page.locator("#example").click()
     expect(page.locator("#status")).to_contain_text("tokens in")
-    expect(page.locator("#output")).to_contain_text("numbers from 1 to n" if mode == "chat" else "def fibonacci(n):")
+    expect(page.locator("#output")).to_contain_text(
+        "numbers from 1 to n" if mode == "chat" else "def fibonacci(n):"
+    )
 
 
 @needs_browser
@@ -266,7 +321,10 @@ def test_a_failure_is_shown_in_words(page: Page, answer: Any, words: str) -> Non
 @needs_browser
 def test_tokens_that_differ_are_a_failure(page: Page) -> None:
     answers = iter([REJECTING, DIFFERENT.replace('"id": 1', '"id": 2')])
-    page.route("**/playground/generate", lambda route: route.fulfill(body=next(answers), content_type="text/event-stream"))
+    page.route(
+        "**/playground/generate",
+        lambda route: route.fulfill(body=next(answers), content_type="text/event-stream"),
+    )
     ask(page, "a", compare=True)
     expect(page.locator("#alert")).to_contain_text("differ at token 1")
     expect(page.locator("#speed .note")).to_have_text("The tokens differ.")
@@ -296,11 +354,14 @@ def test_a_key_is_asked_for_where_one_is_needed(browser: Browser, engine: Path) 
 @needs_browser
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone(browser: Browser, server: Served, scheme: Any) -> None:
-    with browser.new_context(viewport={"width": 320, "height": 640}, color_scheme=scheme, has_touch=True) as context:
+    with browser.new_context(
+        viewport={"width": 320, "height": 640}, color_scheme=scheme, has_touch=True
+    ) as context:
         page = context.new_page()
         page.goto(server.url)
         ask(page, "ab ab ab " + "x" * 60, compare=True)
-        expect(page.locator("#output .tokens span").first).to_be_in_viewport()  # Generate was below the form
+        # Generate was below the form.
+        expect(page.locator("#output .tokens span").first).to_be_in_viewport()
         expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
         assert page.locator("html").evaluate("page => page.scrollWidth") <= 320
         for button in ("#go", "#stop", "#clear"):

@@ -1,4 +1,5 @@
-"""Requests that run in replicas that die: each token comes once, and nothing hangs. Real batches, without Ray."""
+"""Requests that run in replicas that die: each token comes once, and nothing hangs. Real batches,
+without Ray."""
 
 import asyncio
 import pickle
@@ -49,7 +50,8 @@ def llm(bundled: Path) -> LLM:
 
 
 def replicas(service: Service, deaths: list[int]) -> Stream:
-    """Replicas of which each dies after so many updates of a request; those behind the list live."""
+    """Replicas of which each dies after so many updates of a request; those behind the list
+    live."""
     left: dict[tuple[int, ...], Iterator[int]] = {}
 
     async def stream(request: Request, grammar: str | None) -> AsyncGenerator[Update, None]:
@@ -78,9 +80,12 @@ def _put(loop: asyncio.AbstractEventLoop, updates: "asyncio.Queue[Update]", upda
 
 
 def run(
-    remote: Callable[[], RemoteService], *requests: Request, then: Callable[[int, Any], None] = lambda *_: None
+    remote: Callable[[], RemoteService],
+    *requests: Request,
+    then: Callable[[int, Any], None] = lambda *_: None,
 ) -> list[list[Update]]:
-    """The updates of requests that run at once. ``then`` gets the number and the generation of each that has one."""
+    """The updates of requests that run at once. ``then`` gets the number and the generation of each
+    that has one."""
 
     async def main() -> list[list[Update]]:
         service = remote()
@@ -95,7 +100,9 @@ def run(
                 ended[number].set()
 
         for number, request in enumerate(requests):
-            generations.append(service.submit(request, lambda update, number=number: see(number, update)))  # type: ignore[misc]
+            generations.append(
+                service.submit(request, lambda update, number=number: see(number, update))  # type: ignore[misc]
+            )
         async with asyncio.timeout(60):
             for event in ended:
                 await event.wait()
@@ -114,17 +121,33 @@ def test_a_replica_that_dies_costs_no_token_and_repeats_none(
     bundled: Path, service: Service, llm: LLM, sampling: Sampling, deaths: list[int]
 ) -> None:
     texts = prompts()[:4]
-    requests = [Request(tokens=llm.encode(text), sampling=sampling, max_new_tokens=40, logprobs=0) for text in texts]
+    requests = [
+        Request(tokens=llm.encode(text), sampling=sampling, max_new_tokens=40, logprobs=0)
+        for text in texts
+    ]
     # A seed that the request drew is the same in every replica.
-    wanted = [llm.generate(text, request.sampling, max_new_tokens=40) for text, request in zip(texts, requests, strict=True)]
+    wanted = [
+        llm.generate(text, request.sampling, max_new_tokens=40)
+        for text, request in zip(texts, requests, strict=True)
+    ]
     found = run(lambda: RemoteService(bundled, replicas(service, deaths), (Died,), 8), *requests)
     for updates, completion in zip(found, wanted, strict=True):
         assert tokens(updates) == completion.tokens
-        assert "".join(output.text for update in updates for output in update.tokens) + updates[-1].held == completion.text
-        assert [update.finish_reason for update in updates] == [None] * (len(updates) - 1) + [completion.finish_reason]
+        assert (
+            "".join(output.text for update in updates for output in update.tokens)
+            + updates[-1].held
+            == completion.text
+        )
+        assert [update.finish_reason for update in updates] == [None] * (len(updates) - 1) + [
+            completion.finish_reason
+        ]
         assert updates[-1].stats.new_tokens == len(completion.tokens)
-        for before, now in pairwise(update.stats for update in updates):  # metrics count what was added
-            assert before.draft_tokens <= now.draft_tokens and before.accepted_tokens <= now.accepted_tokens
+        # Metrics count what was added.
+        for before, now in pairwise(update.stats for update in updates):
+            assert (
+                before.draft_tokens <= now.draft_tokens
+                and before.accepted_tokens <= now.accepted_tokens
+            )
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -133,34 +156,59 @@ def test_a_constraint_holds_in_every_replica(
     bundled: Path, service: Service, llm: LLM, sampling: Sampling, deaths: list[int]
 ) -> None:
     def asked() -> list[Request]:
-        made = [constraint("regex", "([a-z]{1,8} ){9}end", llm), constraint("json", {"type": "array", "minItems": 9}, llm)]
-        return [Request(tokens=llm.encode("x = "), sampling=sampling, max_new_tokens=40, constraint=one) for one in made]
+        made = [
+            constraint("regex", "([a-z]{1,8} ){9}end", llm),
+            constraint("json", {"type": "array", "minItems": 9}, llm),
+        ]
+        return [
+            Request(tokens=llm.encode("x = "), sampling=sampling, max_new_tokens=40, constraint=one)
+            for one in made
+        ]
 
     wanted = [service.generate(request) for request in asked()]
     found = run(lambda: RemoteService(bundled, replicas(service, deaths), (Died,), 8), *asked())
     for updates, completion in zip(found, wanted, strict=True):
-        assert tokens(updates) == completion.tokens and updates[-1].finish_reason == completion.finish_reason
+        assert (
+            tokens(updates) == completion.tokens
+            and updates[-1].finish_reason == completion.finish_reason
+        )
 
 
-def test_a_constraint_that_fails_in_a_replica_says_so(bundled: Path, service: Service, llm: LLM) -> None:
-    request = Request(tokens=llm.encode("x"), max_new_tokens=400, constraint=constraint("regex", TOO_MUCH, llm))
+def test_a_constraint_that_fails_in_a_replica_says_so(
+    bundled: Path, service: Service, llm: LLM
+) -> None:
+    request = Request(
+        tokens=llm.encode("x"), max_new_tokens=400, constraint=constraint("regex", TOO_MUCH, llm)
+    )
     (updates,) = run(lambda: RemoteService(bundled, replicas(service, []), (Died,), 8), request)
     assert updates[-1].refused and "takes too much" in str(updates[-1].error)
 
 
-def test_what_cannot_be_repeated_ends_in_one_sentence(bundled: Path, service: Service, llm: LLM) -> None:
+def test_what_cannot_be_repeated_ends_in_one_sentence(
+    bundled: Path, service: Service, llm: LLM
+) -> None:
     request = Request(
-        tokens=llm.encode("import os\n"), sampling=Sampling(temperature=1.0, method="rejection"), max_new_tokens=60
+        tokens=llm.encode("import os\n"),
+        sampling=Sampling(temperature=1.0, method="rejection"),
+        max_new_tokens=60,
     )
     (updates,) = run(lambda: RemoteService(bundled, replicas(service, [2]), (Died,), 8), request)
-    assert tokens(updates) and updates[-1].finish_reason == "error" and "cannot be repeated" in str(updates[-1].error)
+    assert (
+        tokens(updates)
+        and updates[-1].finish_reason == "error"
+        and "cannot be repeated" in str(updates[-1].error)
+    )
     (updates,) = run(lambda: RemoteService(bundled, replicas(service, [0]), (Died,), 8), request)
     assert updates[-1].finish_reason in ("stop", "length")  # nothing was sent yet
 
 
-def test_a_request_that_kills_every_replica_is_given_up(bundled: Path, service: Service, llm: LLM) -> None:
+def test_a_request_that_kills_every_replica_is_given_up(
+    bundled: Path, service: Service, llm: LLM
+) -> None:
     request = Request(tokens=llm.encode("import os\n"), max_new_tokens=60)
-    (updates,) = run(lambda: RemoteService(bundled, replicas(service, [1] * ATTEMPTS), (Died,), 8), request)
+    (updates,) = run(
+        lambda: RemoteService(bundled, replicas(service, [1] * ATTEMPTS), (Died,), 8), request
+    )
     assert updates[-1].finish_reason == "error" and f"{ATTEMPTS} times" in str(updates[-1].error)
 
 
@@ -189,7 +237,9 @@ def test_cancelling_reaches_the_replica(bundled: Path, service: Service, llm: LL
     assert service.load().running == 0
 
 
-def test_bad_requests_and_too_many_are_refused_at_once(bundled: Path, service: Service, llm: LLM) -> None:
+def test_bad_requests_and_too_many_are_refused_at_once(
+    bundled: Path, service: Service, llm: LLM
+) -> None:
     async def main() -> None:
         remote = RemoteService(bundled, replicas(service, []), (Died,), 1)
         for prompt, words in (([], "empty"), ([1 << 30], "token id"), ([1] * 5000, "5000 tokens")):
@@ -211,23 +261,63 @@ def test_bad_requests_and_too_many_are_refused_at_once(bundled: Path, service: S
 def test_options_are_those_of_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "keys").write_text("a-secret-key\n")
     arguments = {
-        "engine_dir": "plans", "num_cpus": "2.5", "max_rows": 3, "kv_memory": "1000000", "prefix_memory": 0,
-        "kv_cache_dtype": "float16", "activations": "float32", "drafter": "text", "generation_config": "none",
-        "api_key_file": str(tmp_path / "keys"), "allowed_host": ["Api.example.com"], "allowed_origin": "https://a.example *",
-        "max_n": "5", "request_timeout": "7", "metrics_open": "true", "model_name": "one two", "no_guard": True,
-    }  # fmt: skip
-    environment = {"EESD_SERVE_MAX_N": "9", "EESD_SERVE_MAX_PROMPT_TOKENS": "11", "EESD_SERVE_MAX_REPLICAS": "6", "HOME": "/"}
+        "engine_dir": "plans",
+        "num_cpus": "2.5",
+        "max_rows": 3,
+        "kv_memory": "1000000",
+        "prefix_memory": 0,
+        "kv_cache_dtype": "float16",
+        "activations": "float32",
+        "drafter": "text",
+        "generation_config": "none",
+        "api_key_file": str(tmp_path / "keys"),
+        "allowed_host": ["Api.example.com"],
+        "allowed_origin": "https://a.example *",
+        "max_n": "5",
+        "request_timeout": "7",
+        "metrics_open": "true",
+        "model_name": "one two",
+        "no_guard": True,
+    }
+    environment = {
+        "EESD_SERVE_MAX_N": "9",
+        "EESD_SERVE_MAX_PROMPT_TOKENS": "11",
+        "EESD_SERVE_MAX_REPLICAS": "6",
+        "HOME": "/",
+    }
     found = read_options(arguments, environment)
-    assert (found.engine_dir, found.scale.max_replicas, found.scale.num_cpus) == (Path("plans"), 6, 2.5)
-    assert (found.batch.max_rows, found.batch.max_queue, found.batch.kv_memory, found.batch.prefix_memory) == (3, 3, 1000000, 0)
+    assert (found.engine_dir, found.scale.max_replicas, found.scale.num_cpus) == (
+        Path("plans"),
+        6,
+        2.5,
+    )
+    assert (
+        found.batch.max_rows,
+        found.batch.max_queue,
+        found.batch.kv_memory,
+        found.batch.prefix_memory,
+    ) == (3, 3, 1000000, 0)
     assert (found.speculation.drafter, found.speculation.guard) == ("text", False)
-    assert {name: found.engine[name] for name in ("threads", "kv_cache_dtype", "activations", "generation_config")} == {
-        "threads": 2, "kv_cache_dtype": "float16", "activations": "float32", "generation_config": "none",
-    }  # fmt: skip
+    assert {
+        name: found.engine[name]
+        for name in ("threads", "kv_cache_dtype", "activations", "generation_config")
+    } == {
+        "threads": 2,
+        "kv_cache_dtype": "float16",
+        "activations": "float32",
+        "generation_config": "none",
+    }
     assert found.limits == ServeOptions(
-        model_name="one", aliases=("two",), api_keys=("a-secret-key",), allowed_hosts=("Api.example.com", *LOOPBACK),
-        allowed_origins=("https://a.example", "*"), metrics_open=True, max_prompt_tokens=11, max_n=5, request_timeout=7,
-    )  # fmt: skip
+        model_name="one",
+        aliases=("two",),
+        api_keys=("a-secret-key",),
+        allowed_hosts=("Api.example.com", *LOOPBACK),
+        allowed_origins=("https://a.example", "*"),
+        metrics_open=True,
+        max_prompt_tokens=11,
+        max_n=5,
+        request_timeout=7,
+    )
     assert "a-secret-key" not in repr(found)
     monkeypatch.setenv("EESD_API_KEY", "another-secret-key")
     plain = read_options({}, {"EESD_SERVE_ENGINE_DIR": "plans"}).limits
@@ -252,7 +342,9 @@ def test_options_are_those_of_the_server(tmp_path: Path, monkeypatch: pytest.Mon
         ({"engine_dir": "x", "request_timeout": "nan"}, {}, "request_timeout"),
     ],
 )
-def test_options_that_cannot_be_used_are_refused(arguments: Any, environment: Any, words: str) -> None:
+def test_options_that_cannot_be_used_are_refused(
+    arguments: Any, environment: Any, words: str
+) -> None:
     with pytest.raises(EESDError, match=words) as refused:
         read_options(arguments, environment)
     assert str(refused.value).endswith(".") and "\n" not in str(refused.value)
@@ -267,13 +359,20 @@ def test_the_page_names_all_arguments() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
-def test_a_text_is_as_long_as_a_replica_has_memory_for(bundled: Path, tmp_path: Path, path: str) -> None:
-    """Without a limit it is clipped, as eesd-serve does it; with a limit that is too high it is refused."""
+def test_a_text_is_as_long_as_a_replica_has_memory_for(
+    bundled: Path, tmp_path: Path, path: str
+) -> None:
+    """Without a limit it is clipped, as eesd-serve does it; with a limit that is too high it is
+    refused."""
     plans = with_turns(bundled, tmp_path / "plans")
     service = Service(load(plans, threads=1), BatchOptions(kv_memory=4 << 20))
     assert service.longest < service.llm.manifest.max_seq_len
     chat = path == "/v1/chat/completions"
-    body = {"messages" if chat else "input": [{"role": "user", "content": "x"}], "temperature": 0, "ignore_eos": True}
+    body = {
+        "messages" if chat else "input": [{"role": "user", "content": "x"}],
+        "temperature": 0,
+        "ignore_eos": True,
+    }
 
     async def main() -> tuple[httpx2.Response, httpx2.Response]:
         remote = RemoteService(plans, replicas(service, []), (Died,), 8, service.longest)

@@ -1,4 +1,5 @@
-"""How much a model should think goes to the chat template, if that reads it, and what it thinks is told apart."""
+"""How much a model should think goes to the chat template, if that reads it, and what it thinks is
+told apart."""
 
 import json
 import logging
@@ -18,8 +19,13 @@ from eesd.serve.grammar.thinking import ThinkParser
 from eesd.serve.grammar.tools import _warn_of_effort
 
 HI: Any = [{"role": "user", "content": "Hi"}]
-GRADED = "{% for m in messages %}{{ m.content }}{% endfor %}[{{ reasoning_effort | default('medium') }}]"
-SWITCHED = "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}[off]{% else %}[on]{% endif %}"
+GRADED = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}[{{ reasoning_effort | default('medium') }}]"
+)
+SWITCHED = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}{% if enable_thinking is false %}[off]{% "
+    "else %}[on]{% endif %}"
+)
 
 
 def test_the_templates_variable_is_set_as_in_transformers(tmp_path: Path) -> None:
@@ -34,12 +40,20 @@ def test_the_templates_variable_is_set_as_in_transformers(tmp_path: Path) -> Non
         )
         texts.add(codec.render(CONVERSATIONS["user"], variables={"enable_thinking": value}))
         assert expected in texts
-    assert len(texts) == 2 and codec.chat_template and "enable_thinking" in codec.chat_template.names
+    assert (
+        len(texts) == 2 and codec.chat_template and "enable_thinking" in codec.chat_template.names
+    )
 
 
 def shown(server: Served, effort: str | None, **more: Any) -> str:
     """The prompt of a chat, which is also that of a response."""
-    body = {"messages": HI, "max_tokens": 1, "return_token_ids": True, "reasoning_effort": effort, **more}
+    body = {
+        "messages": HI,
+        "max_tokens": 1,
+        "return_token_ids": True,
+        "reasoning_effort": effort,
+        **more,
+    }
     response = server.post("/v1/chat/completions", body)
     assert response.status_code == 200, response.text
     tokens = response.json()["choices"][0]["prompt_token_ids"]
@@ -50,14 +64,29 @@ def shown(server: Served, effort: str | None, **more: Any) -> str:
     return server.llm.codec.decode(tokens)
 
 
-def test_an_effort_reaches_the_template_or_is_ignored(engine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_effort_reaches_the_template_or_is_ignored(
+    engine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with served(with_new_lines(engine, tmp_path / "graded", GRADED)) as server:
-        assert [shown(server, effort) for effort in (None, "low", "none")] == ["Hi[medium]", "Hi[low]", "Hi[none]"]
+        assert [shown(server, effort) for effort in (None, "low", "none")] == [
+            "Hi[medium]",
+            "Hi[low]",
+            "Hi[none]",
+        ]
         tool = {"type": "function", "function": {"name": "f"}}
-        assert shown(server, "high", tools=[tool]).endswith("Hi[high]")  # the template reads no tools
+        # The template reads no tools.
+        assert shown(server, "high", tools=[tool]).endswith("Hi[high]")
     with served(with_new_lines(engine, tmp_path / "switched", SWITCHED)) as server:
-        assert [shown(server, effort) for effort in (None, "none", "high")] == ["Hi[on]", "Hi[off]", "Hi[on]"]
-        others: list[dict[str, Any]] = [{"think": False}, {"enable_thinking": False}, {"thinking": {"type": "disabled"}}]
+        assert [shown(server, effort) for effort in (None, "none", "high")] == [
+            "Hi[on]",
+            "Hi[off]",
+            "Hi[on]",
+        ]
+        others: list[dict[str, Any]] = [
+            {"think": False},
+            {"enable_thinking": False},
+            {"thinking": {"type": "disabled"}},
+        ]
         others += [{"chat_template_kwargs": {"enable_thinking": False, "unknown": 1}}]
         assert {shown(server, None, **more) for more in others} == {"Hi[off]"}
         assert shown(server, None, think=True) == "Hi[on]"
@@ -65,29 +94,42 @@ def test_an_effort_reaches_the_template_or_is_ignored(engine: Path, tmp_path: Pa
         assert found.status_code == 400 and "reasoning_effort 'low' is not supported" in found.text
     with served(engine) as server:
         with pytest.raises(BadRequestError, match="reasoning_effort cannot be used"):
-            server.openai.chat.completions.create(model="", messages=HI, extra_body={"reasoning_effort": "much"})
+            server.openai.chat.completions.create(
+                model="", messages=HI, extra_body={"reasoning_effort": "much"}
+            )
         _warn_of_effort.cache_clear()
         with caplog.at_level(logging.WARNING, "eesd.serve"):
             assert shown(server, "low") == shown(server, "none") == shown(server, None)
         assert len(caplog.records) == 1 and "reasoning_effort of requests is ignored" in caplog.text
 
 
-CLOSED = "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+CLOSED = (
+    "{% for m in messages %}<{{ m.content }}>{% endfor %}{% if add_generation_prompt "
+    "%}<assistant>{% endif %}"
+)
 
 
 def test_a_prompt_can_go_on_with_the_last_message(engine: Path, tmp_path: Path) -> None:
     """As in transformers: up to the end of its content, whatever the template writes behind."""
     said: Any = [*HI, {"role": "assistant", "content": " Well, "}]
     with served(with_new_lines(engine, tmp_path / "closed", CLOSED)) as server:
-        for more, text in (({}, "<Hi>< Well, ><assistant>"), ({"add_generation_prompt": False}, "<Hi>< Well, >")):
+        for more, text in (
+            ({}, "<Hi>< Well, ><assistant>"),
+            ({"add_generation_prompt": False}, "<Hi>< Well, >"),
+        ):
             found = server.post("/tokenize", {"messages": said, **more}).json()["tokens"]
             assert server.llm.codec.decode(found) == text
         body = {"messages": said, "continue_final_message": True}
         tokens = server.post("/tokenize", body).json()["tokens"]
         assert server.llm.codec.decode(tokens) == "<Hi>< Well, "
-        answer = server.post("/v1/chat/completions", {**body, "max_tokens": 5, "temperature": 0}).json()["choices"][0]
+        answer = server.post(
+            "/v1/chat/completions", {**body, "max_tokens": 5, "temperature": 0}
+        ).json()["choices"][0]
         assert answer["message"]["content"] == server.llm.generate(tokens, max_new_tokens=5).text
-        lost = server.post("/v1/chat/completions", {**body, "messages": [*HI, {"role": "assistant", "content": " "}]})
+        lost = server.post(
+            "/v1/chat/completions",
+            {**body, "messages": [*HI, {"role": "assistant", "content": " "}]},
+        )
         assert lost.status_code == 400 and "cannot go on" in lost.text
 
 
@@ -105,30 +147,56 @@ THOUGHT = [
 
 
 @pytest.mark.parametrize(("text", "begun", "wanted"), THOUGHT)
-def test_thoughts_are_told_apart_wherever_the_text_is_cut(text: str, begun: bool, wanted: tuple[str, str]) -> None:
+def test_thoughts_are_told_apart_wherever_the_text_is_cut(
+    text: str, begun: bool, wanted: tuple[str, str]
+) -> None:
     for size in (1, 2, 3, 7, 100):
-        parser, pieces = ThinkParser(begun), [text[at : at + size] for at in range(0, len(text), size)]
+        parser, pieces = (
+            ThinkParser(begun),
+            [text[at : at + size] for at in range(0, len(text), size)],
+        )
         found = [parser.push(piece, last=False) for piece in pieces] + [parser.push("", last=True)]
-        assert ("".join(thought for thought, _ in found), "".join(answer for _, answer in found)) == wanted, size
+        assert (
+            "".join(thought for thought, _ in found),
+            "".join(answer for _, answer in found),
+        ) == wanted, size
 
 
 def test_thoughts_reach_the_client(engine: Path, tmp_path: Path) -> None:
-    """The prompt opens them, and the model of this test never closes them: all that it writes is thought."""
+    """The prompt opens them, and the model of this test never closes them: all that it writes is
+    thought."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}<think>"
     with served(with_new_lines(engine, tmp_path / "thinking", template)) as server:
         expected = server.llm.generate(HI, max_new_tokens=12, ignore_eos=True).text.strip()
-        options: Any = {"model": "", "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
-        message: Any = server.openai.chat.completions.create(messages=HI, **options).choices[0].message
+        options: Any = {
+            "model": "",
+            "max_tokens": 12,
+            "temperature": 0,
+            "extra_body": {"ignore_eos": True},
+        }
+        message: Any = (
+            server.openai.chat.completions.create(messages=HI, **options).choices[0].message
+        )
         assert (message.reasoning_content, message.content) == (expected, "")
         deltas: list[Any] = [
-            c.choices[0].delta for c in server.openai.chat.completions.create(messages=HI, stream=True, **options)
+            c.choices[0].delta
+            for c in server.openai.chat.completions.create(messages=HI, stream=True, **options)
         ]
-        assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == expected
+        assert (
+            "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == expected
+        )
         options["max_output_tokens"] = options.pop("max_tokens")
         thought, said = server.openai.responses.create(input=HI, **options).output
-        assert thought.type == "reasoning" and thought.content and thought.content[0].text == expected
+        assert (
+            thought.type == "reasoning" and thought.content and thought.content[0].text == expected
+        )
         assert said.type == "message"
         events = list(server.openai.responses.create(input=HI, stream=True, **options))
-        assert "".join(event.delta for event in events if event.type == "response.reasoning_text.delta") == expected
+        assert (
+            "".join(
+                event.delta for event in events if event.type == "response.reasoning_text.delta"
+            )
+            == expected
+        )
         yes = server.post("/v1/chat/completions", {"messages": HI, "guided_choice": ["yes"]}).json()
         assert yes["choices"][0]["message"]["content"] == "yes"

@@ -11,7 +11,10 @@ from tokenizers.processors import TemplateProcessing
 
 from eesd.runtime.decoding.sampling import Sampling
 
-MESSAGES: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Hi there"}]
+MESSAGES: list[Any] = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "Hi there"},
+]
 COUNT = 24
 
 
@@ -19,15 +22,25 @@ COUNT = 24
 def test_an_answer_is_that_of_generate(server: Served, sampling: Sampling) -> None:
     expected = server.llm.generate(MESSAGES, sampling, max_new_tokens=COUNT)
     create = server.openai.chat.completions.create
-    options: dict[str, Any] = {"temperature": sampling.temperature, "seed": sampling.seed, "max_completion_tokens": COUNT}
-    options |= {"model": server.serving.model_name, "messages": MESSAGES, "extra_body": {"return_token_ids": True}}
+    options: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+        "max_completion_tokens": COUNT,
+    }
+    options |= {
+        "model": server.serving.model_name,
+        "messages": MESSAGES,
+        "extra_body": {"return_token_ids": True},
+    }
     answer = create(**options)
     choice: Any = answer.choices[0]
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.token_ids == expected.tokens and choice.finish_reason == expected.finish_reason
     assert answer.usage.prompt_tokens == len(server.llm.encode(MESSAGES))
     chunks = list(create(**options, stream=True, stream_options={"include_usage": True}))
-    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+    assert (
+        chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content == ""
+    )
     assert all(chunk.choices[0].delta.role is None for chunk in chunks[1:-1])
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == expected.text
     reasons = [chunk.choices[0].finish_reason for chunk in chunks[:-1]]
@@ -37,28 +50,47 @@ def test_an_answer_is_that_of_generate(server: Served, sampling: Sampling) -> No
 
 
 def test_the_raw_stream_begins_with_the_role_and_ends_with_done(server: Served) -> None:
-    body = {"messages": MESSAGES, "max_tokens": COUNT, "stream": True, "n": 2, "temperature": 0.8, "seed": 3}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": COUNT,
+        "stream": True,
+        "n": 2,
+        "temperature": 0.8,
+        "seed": 3,
+    }
     with server.http.stream("POST", "/v1/chat/completions", json=body) as stream:
         *chunks, done = events(stream.iter_lines())
     roles = [chunk["choices"][0] for chunk in chunks[:2]]
-    assert [(role["index"], role["delta"]) for role in roles] == [(n, {"role": "assistant", "content": ""}) for n in range(2)]
+    assert [(role["index"], role["delta"]) for role in roles] == [
+        (n, {"role": "assistant", "content": ""}) for n in range(2)
+    ]
     assert done == "[DONE]" and "metrics" in chunks[-1]
     for number in range(2):
         parts = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == number]
-        expected = server.llm.generate(MESSAGES, Sampling(temperature=0.8, seed=3).of_text(0, number), max_new_tokens=COUNT)
+        expected = server.llm.generate(
+            MESSAGES, Sampling(temperature=0.8, seed=3).of_text(0, number), max_new_tokens=COUNT
+        )
         assert "".join(part["delta"].get("content", "") for part in parts) == expected.text
         assert parts[-1]["delta"] == {} and parts[-1]["finish_reason"] == expected.finish_reason
 
 
 @pytest.mark.parametrize("content", ["Hi there", [{"type": "text", "text": "Hi there"}]])
 def test_a_content_may_have_parts(server: Served, content: Any) -> None:
-    found = server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": content, "name": None}]}).json()
+    found = server.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": content, "name": None}]}
+    ).json()
     expected = server.llm.generate([{"role": "user", "content": "Hi there"}], max_new_tokens=1000)
     assert found["choices"][0]["message"]["content"] == expected.text
 
 
 def test_log_probabilities_name_each_token_and_its_bytes(server: Served) -> None:
-    body = {"messages": MESSAGES, "max_tokens": COUNT, "logprobs": True, "top_logprobs": 2, "temperature": 0}
+    body = {
+        "messages": MESSAGES,
+        "max_tokens": COUNT,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "temperature": 0,
+    }
     whole = server.post("/v1/chat/completions", body).json()["choices"][0]
     content = whole["logprobs"]["content"]
     expected = server.llm.generate(MESSAGES, Sampling(), max_new_tokens=COUNT)
@@ -67,8 +99,14 @@ def test_log_probabilities_name_each_token_and_its_bytes(server: Served) -> None
     assert text.decode().replace("</s>", "") == whole["message"]["content"].replace("<", "")
     for item in content:
         assert len(item["top_logprobs"]) == 2 and item["top_logprobs"][0]["token"] == item["token"]
-        assert item["logprob"] == item["top_logprobs"][0]["logprob"] >= item["top_logprobs"][1]["logprob"]
-    with server.http.stream("POST", "/v1/chat/completions", json={**body, "stream": True}) as stream:
+        assert (
+            item["logprob"]
+            == item["top_logprobs"][0]["logprob"]
+            >= item["top_logprobs"][1]["logprob"]
+        )
+    with server.http.stream(
+        "POST", "/v1/chat/completions", json={**body, "stream": True}
+    ) as stream:
         *chunks, _ = events(stream.iter_lines())
     parts = [(chunk["choices"][0].get("logprobs") or {}).get("content", []) for chunk in chunks]
     assert [item for part in parts for item in part] == content
@@ -102,5 +140,11 @@ def test_special_tokens_of_the_tokenizer_can_be_left_out(engine_copy: Path) -> N
             assert server.post("/tokenize", body).json()["tokens"] == expected
             choice = server.complete(**body, return_token_ids=True, max_tokens=1)["choices"][0]
             assert choice["prompt_token_ids"] == expected
-        assert http.get("/tokenizer_info").json() == {"bos_token": "<s>", "eos_token": "</s>", "pad_token": None}
-        assert server.post("/tokenize", {"prompt": "</s>", "add_special_tokens": False}).json()["tokens"] == [2]
+        assert http.get("/tokenizer_info").json() == {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "pad_token": None,
+        }
+        assert server.post("/tokenize", {"prompt": "</s>", "add_special_tokens": False}).json()[
+            "tokens"
+        ] == [2]

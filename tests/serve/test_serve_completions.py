@@ -1,4 +1,5 @@
-"""``/v1/completions``, asked by the client of OpenAI: the tokens are those of ``llm.generate``, whatever the form."""
+"""``/v1/completions``, asked by the client of OpenAI: the tokens are those of ``llm.generate``,
+whatever the form."""
 
 import json
 from collections.abc import Sequence
@@ -23,15 +24,26 @@ COUNT = 24
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 5}
 
 
-def alone(server: Served, prompt: Any = PROMPT, sampling: Sampling | None = None, **more: Any) -> Completion:
+def alone(
+    server: Served, prompt: Any = PROMPT, sampling: Sampling | None = None, **more: Any
+) -> Completion:
     return server.llm.generate(prompt, sampling, **{"max_new_tokens": COUNT, **more})
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(1.1, 20, 0.9, 0.01, 1.2, 8)])
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(), Sampling(temperature=0.9, seed=5), Sampling(1.1, 20, 0.9, 0.01, 1.2, 8)],
+)
 @pytest.mark.parametrize("draft", [True, False])
-def test_the_tokens_are_those_of_generate(server: Served, sampling: Sampling, stream: bool, draft: bool) -> None:
-    more = {"top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": sampling.repetition_penalty}
+def test_the_tokens_are_those_of_generate(
+    server: Served, sampling: Sampling, stream: bool, draft: bool
+) -> None:
+    more = {
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+    }
     response: Any = server.openai.completions.create(
         model=server.serving.model_name,
         prompt=PROMPT,
@@ -43,20 +55,31 @@ def test_the_tokens_are_those_of_generate(server: Served, sampling: Sampling, st
         extra_body={**more, "return_token_ids": True, "draft": draft},
     )
     expected = alone(server, sampling=sampling)
-    parts: Sequence[Any] = [part.choices[0] for part in response] if stream else [response.choices[0]]
+    parts: Sequence[Any] = (
+        [part.choices[0] for part in response] if stream else [response.choices[0]]
+    )
     assert "".join(part.text for part in parts) == expected.text
     assert [token for part in parts for token in part.token_ids or ()] == expected.tokens
-    assert [part.finish_reason for part in parts] == [*[None] * (len(parts) - 1), expected.finish_reason]
+    assert [part.finish_reason for part in parts] == [
+        *[None] * (len(parts) - 1),
+        expected.finish_reason,
+    ]
     assert parts[0].prompt_token_ids == server.llm.encode(PROMPT)
 
 
 def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
     def text(**more: Any) -> Any:
-        return server.complete(PROMPT, temperature=0, **{"max_tokens": COUNT, **more})["choices"][0]["text"]
+        return server.complete(PROMPT, temperature=0, **{"max_tokens": COUNT, **more})["choices"][
+            0
+        ]["text"]
 
     whole, bias = text(), str(server.llm.encode("a")[0])
     assert text(stop="") == text(stop=[""]) == text(stop=["", "\x01"]) == whole
-    assert text(max_tokens=None, n_predict=COUNT) == text(max_tokens=None, max_new_tokens=COUNT) == whole
+    assert (
+        text(max_tokens=None, n_predict=COUNT)
+        == text(max_tokens=None, max_new_tokens=COUNT)
+        == whole
+    )
     assert text(repeat_penalty=1.3) == text(repetition_penalty=1.3) != whole
     assert text(logit_bias=[[int(bias), 50]]) == text(logit_bias={bias: 50}) != whole
     assert text(logit_bias=[[int(bias), False]]) == text(logit_bias={bias: -100})
@@ -75,8 +98,15 @@ def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
 
 @pytest.mark.parametrize("draft", [True, False])
 def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> None:
-    """Words may come neither where the text begins nor behind a space; a word of several tokens may begin."""
-    options: dict[str, Any] = {"max_tokens": 60, "temperature": 1.5, "seed": 3, "draft": draft, "ignore_eos": True}
+    """Words may come neither where the text begins nor behind a space; a word of several tokens may
+    begin."""
+    options: dict[str, Any] = {
+        "max_tokens": 60,
+        "temperature": 1.5,
+        "seed": 3,
+        "draft": draft,
+        "ignore_eos": True,
+    }
 
     def text(**more: Any) -> Any:
         return server.complete(PROMPT, **options, **more)["choices"][0]["text"]
@@ -88,7 +118,9 @@ def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> Non
     ids = server.llm.encode("abc")
     assert set(text(allowed_token_ids=ids)) == set("abc")
     assert set(text(allowed_token_ids=ids, bad_words=["b"], guided_regex="[bcd]{99}")) == {"c"}
-    none = server.post("/v1/completions", {"prompt": "a", "allowed_token_ids": ids[:1], "bad_words": ["a"]})
+    none = server.post(
+        "/v1/completions", {"prompt": "a", "allowed_token_ids": ids[:1], "bad_words": ["a"]}
+    )
     assert none.status_code == 400 and "leave no token" in none.text
 
 
@@ -102,11 +134,21 @@ def test_a_text_between_two_others(engine_copy: Path) -> None:
     file.write_text(json.dumps(tokenizer))
     edit_manifest(engine_copy, "files/tokenizer.json/size", file.stat().st_size)
     with served(engine_copy) as server:
-        first, second, last = (vocabulary[name] for name in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"))
+        first, second, last = (
+            vocabulary[name] for name in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")
+        )
         prompt = [first, *server.llm.encode("a = "), second, *server.llm.encode("b"), last]
-        found = server.complete("a = ", suffix="b", max_tokens=8, temperature=0, return_token_ids=True)["choices"][0]
-        assert found["prompt_token_ids"] == prompt and found["text"] == server.llm.generate(prompt, max_new_tokens=8).text
-        assert server.complete("a = ", suffix="", max_tokens=8, temperature=0)["choices"][0]["text"] != found["text"]
+        found = server.complete(
+            "a = ", suffix="b", max_tokens=8, temperature=0, return_token_ids=True
+        )["choices"][0]
+        assert (
+            found["prompt_token_ids"] == prompt
+            and found["text"] == server.llm.generate(prompt, max_new_tokens=8).text
+        )
+        assert (
+            server.complete("a = ", suffix="", max_tokens=8, temperature=0)["choices"][0]["text"]
+            != found["text"]
+        )
 
 
 def test_parts_of_characters_stay_apart(tmp_path: Path) -> None:
@@ -116,17 +158,26 @@ def test_parts_of_characters_stay_apart(tmp_path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<s>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    found = TokenWriter(TextCodec(tmp_path)).completion([TokenLogprob(2, -0.1, ((2, -0.1), (3, -3.0), (4, -4.0), (1, -5.0)))])
+    found = TokenWriter(TextCodec(tmp_path)).completion(
+        [TokenLogprob(2, -0.1, ((2, -0.1), (3, -3.0), (4, -4.0), (1, -5.0)))]
+    )
     assert found.tokens == ["bytes:\\xf0"] and len(found.top_logprobs[0] or ()) == 4
     assert [*(found.top_logprobs[0] or ())][3] == "a"
 
 
 def test_without_a_seed_texts_differ(server: Served) -> None:
-    texts = {server.complete(PROMPT, max_tokens=COUNT, temperature=2.0)["choices"][0]["text"] for _ in range(3)}
+    texts = {
+        server.complete(PROMPT, max_tokens=COUNT, temperature=2.0)["choices"][0]["text"]
+        for _ in range(3)
+    }
     assert len(texts) == 3
     for asked in ({"prompt": [PROMPT] * 4}, {"prompt": [PROMPT] * 2, "n": 2}):
-        choices = server.post("/v1/completions", asked | {"max_tokens": COUNT, "temperature": 2.0}).json()["choices"]
-        assert len({choice["text"] for choice in choices}) == 4, "prompts and choices of one request are independent, too"
+        choices = server.post(
+            "/v1/completions", asked | {"max_tokens": COUNT, "temperature": 2.0}
+        ).json()["choices"]
+        assert len({choice["text"] for choice in choices}) == 4, (
+            "prompts and choices of one request are independent, too"
+        )
 
 
 def test_prompts_of_every_form(server: Served) -> None:
@@ -137,17 +188,26 @@ def test_prompts_of_every_form(server: Served) -> None:
         found = server.complete(prompts, max_tokens=COUNT, temperature=0)
         assert [choice["text"] for choice in found["choices"]] == expected[:count]
     found = server.complete(texts, max_tokens=COUNT, n=2, **SAMPLED)
-    own = [(text, Sampling(**SAMPLED).of_text(number, choice)) for number, text in enumerate(texts) for choice in range(2)]
+    own = [
+        (text, Sampling(**SAMPLED).of_text(number, choice))
+        for number, text in enumerate(texts)
+        for choice in range(2)
+    ]
     sampled = [alone(server, text, sampling) for text, sampling in own]
     assert [choice["text"] for choice in found["choices"]] == [one.text for one in sampled]
     new = sum(len(one.tokens) for one in sampled)
-    assert found["usage"]["prompt_tokens"] == sum(map(len, ids)) and found["usage"]["completion_tokens"] == new
+    assert (
+        found["usage"]["prompt_tokens"] == sum(map(len, ids))
+        and found["usage"]["completion_tokens"] == new
+    )
 
 
 def test_stop_strings_and_eos(server: Served) -> None:
     text = alone(server, ignore_eos=True).text
     stop = text[5:7]
-    choice = server.complete(PROMPT, max_tokens=COUNT, temperature=0, ignore_eos=True, stop=["\x01no", stop])["choices"][0]
+    choice = server.complete(
+        PROMPT, max_tokens=COUNT, temperature=0, ignore_eos=True, stop=["\x01no", stop]
+    )["choices"][0]
     assert choice["text"] == text[: text.index(stop)]
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
     choice = server.complete(PROMPT, max_tokens=300, temperature=0, stop="\x01no")["choices"][0]
@@ -157,15 +217,22 @@ def test_stop_strings_and_eos(server: Served) -> None:
 def test_what_is_left_out_or_null_takes_the_defaults(server: Served) -> None:
     expected = alone(server, max_new_tokens=16).text
     assert server.complete(PROMPT)["choices"][0]["text"] == expected
-    nulls = dict.fromkeys(("stop", "seed", "n", "logprobs", "temperature", "stream", "logit_bias", "suffix", "user"))
-    assert server.complete(PROMPT, **nulls, something_new={"a": [1]}, top_k=-1)["choices"][0]["text"] == expected
+    nulls = dict.fromkeys(
+        ("stop", "seed", "n", "logprobs", "temperature", "stream", "logit_bias", "suffix", "user")
+    )
+    assert (
+        server.complete(PROMPT, **nulls, something_new={"a": [1]}, top_k=-1)["choices"][0]["text"]
+        == expected
+    )
     whole = server.complete(PROMPT, max_tokens=None, ignore_eos=True)
     assert whole["usage"]["total_tokens"] >= server.serving.max_model_len - 1
     assert server.complete(PROMPT, max_tokens=10**9, ignore_eos=True)["choices"] == whole["choices"]
 
 
 def test_min_tokens_keeps_a_text_going(server: Served) -> None:
-    found = server.complete(PROMPT, max_tokens=400, min_tokens=400, return_token_ids=True)["choices"][0]
+    found = server.complete(PROMPT, max_tokens=400, min_tokens=400, return_token_ids=True)[
+        "choices"
+    ][0]
     assert len(found["token_ids"]) == 400 and found["finish_reason"] == "length"
 
 
@@ -185,14 +252,26 @@ def rows(llm: LLM, prompt: Sequence[int], count: int) -> list[np.ndarray[Any, An
 
 
 def test_log_probabilities_are_those_of_the_model(server: Served) -> None:
-    choice = server.complete(PROMPT, max_tokens=COUNT, temperature=0, ignore_eos=True, logprobs=3)["choices"][0]
+    choice = server.complete(PROMPT, max_tokens=COUNT, temperature=0, ignore_eos=True, logprobs=3)[
+        "choices"
+    ][0]
     expected = alone(server, sampling=Sampling(), ignore_eos=True)
     found = choice["logprobs"]
     reference = rows(server.llm, server.llm.encode(PROMPT), COUNT)
-    assert np.allclose(found["token_logprobs"], [row[t] for row, t in zip(reference, expected.tokens, strict=True)], atol=1e-5)
+    assert np.allclose(
+        found["token_logprobs"],
+        [row[t] for row, t in zip(reference, expected.tokens, strict=True)],
+        atol=1e-5,
+    )
     for top, row in zip(found["top_logprobs"], reference, strict=True):
-        assert np.allclose(sorted(top.values()), np.sort(row)[-len(top) :], atol=1e-5) and len(top) == 3
-    assert "".join(token for token in found["tokens"] if token not in ("<s>", "</s>", "<unk>")) == choice["text"]
+        assert (
+            np.allclose(sorted(top.values()), np.sort(row)[-len(top) :], atol=1e-5)
+            and len(top) == 3
+        )
+    assert (
+        "".join(token for token in found["tokens"] if token not in ("<s>", "</s>", "<unk>"))
+        == choice["text"]
+    )
     places = zip(found["tokens"], found["text_offset"], strict=True)
     assert all(choice["text"][at:].startswith(token) for token, at in places if len(token) == 1)
 
@@ -200,7 +279,10 @@ def test_log_probabilities_are_those_of_the_model(server: Served) -> None:
 def test_sampling_does_not_change_log_probabilities(server: Served) -> None:
     """They are the model's, before temperature and filters: what lm_eval and perplexities need."""
     body = {"max_tokens": 1, "echo": True, "logprobs": 1}
-    greedy, hot = (server.complete(PROMPT, temperature=t, seed=3, **body)["choices"][0]["logprobs"] for t in (0, 5))
+    greedy, hot = (
+        server.complete(PROMPT, temperature=t, seed=3, **body)["choices"][0]["logprobs"]
+        for t in (0, 5)
+    )
     assert greedy["token_logprobs"][:-1] == hot["token_logprobs"][:-1]
 
 
@@ -211,48 +293,86 @@ def test_echo_with_log_probabilities_scores_a_prompt(server: Served, most: int) 
     found = server.complete([ids], max_tokens=most, echo=True, logprobs=1, temperature=0)
     (choice,) = found["choices"]
     logprobs = choice["logprobs"]
-    assert len(logprobs["tokens"]) == len(ids) + most and found["usage"]["completion_tokens"] == most
+    assert (
+        len(logprobs["tokens"]) == len(ids) + most and found["usage"]["completion_tokens"] == most
+    )
     assert logprobs["token_logprobs"][0] is None and logprobs["top_logprobs"][0] is None
     reference = [rows(server.llm, ids[:length], 1)[0] for length in range(1, len(ids))]
     wanted = [row[token] for row, token in zip(reference, ids[1:], strict=True)]
     assert np.allclose(logprobs["token_logprobs"][1 : len(ids)], wanted, atol=1e-5)
     for row, top, token in zip(reference, logprobs["top_logprobs"][1:], ids[1:], strict=False):
         assert np.isclose(max(top.values()), row.max(), atol=1e-5)
-        assert (max(top.values()) in [top.get(server.llm.codec.tokenizer.id_to_token(token))]) == (row.argmax() == token)
-    assert choice["text"] == server.llm.codec.decode(ids) + (alone(server, ids, max_new_tokens=1).text if most else "")
+        assert (max(top.values()) in [top.get(server.llm.codec.tokenizer.id_to_token(token))]) == (
+            row.argmax() == token
+        )
+    assert choice["text"] == server.llm.codec.decode(ids) + (
+        alone(server, ids, max_new_tokens=1).text if most else ""
+    )
 
 
 @pytest.mark.parametrize("logprobs", [None, 2])
 def test_a_stream_has_what_the_whole_answer_has(server: Served, logprobs: int | None) -> None:
-    body = {"prompt": [PROMPT, "a"], "max_tokens": COUNT, "echo": True, "logprobs": logprobs, "n": 2, **SAMPLED}
+    body = {
+        "prompt": [PROMPT, "a"],
+        "max_tokens": COUNT,
+        "echo": True,
+        "logprobs": logprobs,
+        "n": 2,
+        **SAMPLED,
+    }
     whole = server.complete(body.pop("prompt"), **body)
-    with server.http.stream("POST", "/v1/completions", json={**body, "prompt": [PROMPT, "a"], "stream": True}) as stream:
+    with server.http.stream(
+        "POST", "/v1/completions", json={**body, "prompt": [PROMPT, "a"], "stream": True}
+    ) as stream:
         *chunks, done = events(stream.iter_lines())
-    assert done == "[DONE]" and chunks[-1]["metrics"] and not any("metrics" in chunk for chunk in chunks[:-1])
+    assert (
+        done == "[DONE]"
+        and chunks[-1]["metrics"]
+        and not any("metrics" in chunk for chunk in chunks[:-1])
+    )
     assert len({chunk["id"] for chunk in chunks}) == 1
     for choice in whole["choices"]:
-        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == choice["index"]]
+        parts = [
+            part
+            for chunk in chunks
+            for part in chunk["choices"]
+            if part["index"] == choice["index"]
+        ]
         assert "".join(part["text"] for part in parts) == choice["text"]
-        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [choice["finish_reason"]]
+        assert [part["finish_reason"] for part in parts if part["finish_reason"]] == [
+            choice["finish_reason"]
+        ]
         if logprobs is not None:
             for name, values in choice["logprobs"].items():
                 assert [value for part in parts for value in part["logprobs"][name]] == values
 
 
 def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
-    """Whole and streamed, greedy and sampled, long and short, and between them clients that leave."""
+    """Whole and streamed, greedy and sampled, long and short, and between them clients that
+    leave."""
 
     def one(number: int) -> None:
         prompt, most = PROMPT[: 3 + number % 12], 10 + 17 * (number % 5)
         sampling = Sampling(temperature=0.7 * (number % 3), seed=number)
-        body = {"prompt": prompt, "max_tokens": most, "temperature": sampling.temperature, "seed": number}
+        body = {
+            "prompt": prompt,
+            "max_tokens": most,
+            "temperature": sampling.temperature,
+            "seed": number,
+        }
         if number % 4 == 3:
-            with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
+            with server.http.stream(
+                "POST", "/v1/completions", json={**body, "stream": True}
+            ) as stream:
                 next(stream.iter_lines())
             return
         if number % 4:
-            with server.http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
-                text = "".join(chunk["choices"][0]["text"] for chunk in events(stream.iter_lines())[:-1])
+            with server.http.stream(
+                "POST", "/v1/completions", json={**body, "stream": True}
+            ) as stream:
+                text = "".join(
+                    chunk["choices"][0]["text"] for chunk in events(stream.iter_lines())[:-1]
+                )
         else:
             text = server.complete(**body)["choices"][0]["text"]
         found[number] = (text, prompt, sampling, most)
@@ -269,11 +389,19 @@ def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
 def test_an_answer_says_what_drafting_did(server: Served) -> None:
     body = {"max_tokens": 200, "temperature": 0, "ignore_eos": True, "n": 2}
     found = server.complete(PROMPT, **body)["metrics"]["speculative_decoding"]
-    steps, accepted, drafted = (found[f"num_{name}"] for name in ("spec_steps", "accepted_draft_tokens", "draft_tokens"))
+    steps, accepted, drafted = (
+        found[f"num_{name}"] for name in ("spec_steps", "accepted_draft_tokens", "draft_tokens")
+    )
     histogram = found["acceptance_histogram"]
-    assert sum(histogram) == steps and sum(number * count for number, count in enumerate(histogram)) == accepted <= drafted
+    assert (
+        sum(histogram) == steps
+        and sum(number * count for number, count in enumerate(histogram)) == accepted <= drafted
+    )
     if steps:
         assert found["mean_acceptance_length"] == pytest.approx(1 + accepted / steps)
         assert found["draft_acceptance_rate"] == pytest.approx(accepted / drafted)
     plain = server.complete(PROMPT, draft=False, **body)["metrics"]["speculative_decoding"]
-    assert plain["num_spec_steps"] == plain["num_draft_tokens"] == 0 and plain["mean_acceptance_length"] == 1
+    assert (
+        plain["num_spec_steps"] == plain["num_draft_tokens"] == 0
+        and plain["mean_acceptance_length"] == 1
+    )

@@ -1,4 +1,5 @@
-"""Connections that go wrong: clients that leave, read slowly, send slowly, send too much, or never say anything."""
+"""Connections that go wrong: clients that leave, read slowly, send slowly, send too much, or never
+say anything."""
 
 import json
 import logging
@@ -36,7 +37,10 @@ def raw(server: Served, path: str, body: Any, receive_buffer: int = 0) -> socket
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(60)
     connection.connect(("127.0.0.1", server.port))
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: "
+        f"{len(content)}\r\n\r\n"
+    )
     connection.sendall(head.encode() + content)
     return connection
 
@@ -49,7 +53,11 @@ def works(server: Served) -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_who_leaves_is_cancelled(
-    server: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool, path: str
+    server: Served,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stream: bool,
+    path: str,
 ) -> None:
     caplog.set_level(logging.INFO, "eesd.serve")
     held = Held(after=2)
@@ -72,7 +80,9 @@ def test_who_leaves_is_cancelled(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_leaves_the_queue_is_forgotten(engine: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+def test_who_leaves_the_queue_is_forgotten(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
     held = Held()
     monkeypatch.setattr(params, "constraint_of", lambda *_: held)
     with served(engine, batch=BatchOptions(max_rows=1)) as server:
@@ -81,7 +91,8 @@ def test_who_leaves_the_queue_is_forgotten(engine: Path, monkeypatch: pytest.Mon
             waiting = raw(server, "/v1/completions", {**LONG, "stream": stream})
             eventually(lambda: server.metric("vllm:num_requests_waiting") == 1)
             waiting.close()
-            eventually(lambda: server.serving.active == 1)  # while the batch is held: nothing came for the one that left
+            # While the batch is held: nothing came for the one that left.
+            eventually(lambda: server.serving.active == 1)
             held.release()
             assert running.recv(1000).startswith(b"HTTP/1.1 200 ")
         server.idle()
@@ -89,33 +100,50 @@ def test_who_leaves_the_queue_is_forgotten(engine: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_does_not_read_is_cancelled(server: Served, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
-    """The answer is larger than all buffers on its way, so the server has to wait, and does so for a second. Then the
-    connection is closed: it would stay for as long as the client likes."""
-    body = {"prompt": ["abc"] * 16, "max_tokens": 250, "ignore_eos": True, "stream": stream, "logprobs": 5}
+def test_who_does_not_read_is_cancelled(
+    server: Served, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    """The answer is larger than all buffers on its way, so the server has to wait, and does so for
+    a second. Then the connection is closed: it would stay for as long as the client likes."""
+    body = {
+        "prompt": ["abc"] * 16,
+        "max_tokens": 250,
+        "ignore_eos": True,
+        "stream": stream,
+        "logprobs": 5,
+    }
     with raw(server, "/v1/completions", body, receive_buffer=4096) as connection:
         eventually(lambda: server.serving.active == 1)
         eventually(lambda: server.serving.active == 0)
         server.idle()
         sleep(1.5)
         found = everything(connection)
-    assert found.startswith(b"HTTP/1.1 200") and len(found) < 500_000 and not found.endswith((b"}", b"0\r\n\r\n"))
+    assert (
+        found.startswith(b"HTTP/1.1 200")
+        and len(found) < 500_000
+        and not found.endswith((b"}", b"0\r\n\r\n"))
+    )
     assert "ERROR" not in caplog.text
     works(server)
 
 
 def test_a_slow_body_is_a_408(server: Served) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n")
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        )
         connection.sendall(b'Content-Length: 100\r\n\r\n{"prompt"')
         answer = everything(connection)
     assert answer.startswith(b"HTTP/1.1 408 ") and b'"type": "timeout_error"' in answer
 
 
-@pytest.mark.parametrize("begun", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: 1"])
+@pytest.mark.parametrize(
+    "begun", [b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: a\r\nX-Slow: 1"]
+)
 def test_a_head_that_is_never_complete_is_dropped(server: Served, begun: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        if begun:  # behind a request that was answered: a connection that is kept has the same limit
+        # Behind a request that was answered: a connection that is kept has the same limit.
+        if begun:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
             received = b""
             while not received.endswith(b"ok"):
@@ -141,7 +169,10 @@ def test_a_giant_body_is_a_413(server: Served, size: int, declared: bool) -> Non
         for start in range(0, size, 1 << 16):
             yield b" " * min(1 << 16, size - start)
 
-    headers = {"Content-Type": "application/json", **({"Content-Length": str(size)} if declared else {})}
+    headers = {
+        "Content-Type": "application/json",
+        **({"Content-Length": str(size)} if declared else {}),
+    }
     with server.http as http:
         response = http.post("/v1/completions", content=pieces(), headers=headers)
     assert response.status_code == 413 and str(MOST) in response.json()["error"]["message"]
@@ -151,7 +182,11 @@ def test_a_giant_body_is_a_413(server: Served, size: int, declared: bool) -> Non
 def test_the_largest_body_passes(server: Served) -> None:
     content = json.dumps({"prompt": "abc", "max_tokens": 2}).encode()
     with server.http as http:
-        response = http.post("/v1/completions", content=content.ljust(MOST), headers={"Content-Type": "application/json"})
+        response = http.post(
+            "/v1/completions",
+            content=content.ljust(MOST),
+            headers={"Content-Type": "application/json"},
+        )
     assert response.status_code == 200
 
 
@@ -163,7 +198,11 @@ def test_many_idle_connections_do_not_disturb(engine: Path) -> None:
 
 
 def test_a_broken_request_line_is_a_400(server: Served) -> None:
-    for junk in (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"GET\r\n\r\n", b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n"):
+    for junk in (
+        b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST / HTTP/1.1\r\nContent-Length: -1\r\n\r\n",
+    ):
         with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
             connection.sendall(junk)
             assert everything(connection).startswith(b"HTTP/1.1 400 ")
@@ -171,13 +210,17 @@ def test_a_broken_request_line_is_a_400(server: Served) -> None:
 
 
 def test_a_stream_that_waits_says_so(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxies close a connection on which nothing comes. The head comes with the first comment, and the text is not changed."""
+    """Proxies close a connection on which nothing comes. The head comes with the first comment, and
+    the text is not changed."""
     held = Held()
     monkeypatch.setattr(params, "constraint_of", lambda *_: held)
     monkeypatch.setattr(streaming, "QUIET_SECONDS", 0.2)
     body = {"prompt": "abc", "max_tokens": 8, "stream": True, "temperature": 0}
     with served(engine, batch=BatchOptions(max_rows=1)) as server, server.http as http:
-        with raw(server, "/v1/completions", LONG), http.stream("POST", "/v1/completions", json=body) as waiting:
+        with (
+            raw(server, "/v1/completions", LONG),
+            http.stream("POST", "/v1/completions", json=body) as waiting,
+        ):
             assert waiting.status_code == 200 and held.reached.wait(30)
             lines = waiting.iter_lines()
             assert next(lines) == ": waiting"
@@ -188,7 +231,8 @@ def test_a_stream_that_waits_says_so(engine: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_deadline_gives_what_there_is(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request's time is over while the batch is held, so it ends with the tokens that it has by then."""
+    """The request's time is over while the batch is held, so it ends with the tokens that it has by
+    then."""
     held = Held(after=3)
     monkeypatch.setattr(params, "constraint_of", lambda *_: held)
     with served(engine, ServeOptions(request_timeout=3)) as server, server.http as http:
@@ -198,4 +242,8 @@ def test_a_deadline_gives_what_there_is(engine: Path, monkeypatch: pytest.Monkey
             held.release()
             lines = [line for line in stream.iter_lines() if line]
         last = json.loads(lines[-2].removeprefix("data: "))["choices"][0]
-        assert (last["finish_reason"], last["stop_reason"], lines[-1]) == ("length", "deadline", "data: [DONE]")
+        assert (last["finish_reason"], last["stop_reason"], lines[-1]) == (
+            "length",
+            "deadline",
+            "data: [DONE]",
+        )

@@ -102,10 +102,14 @@ def refused(response: Any, status: int, *words: str, param: str | None = None) -
         ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens", "not supported"),
     ],
 )
-def test_a_completion_that_cannot_be_made(server: Served, more: dict[str, Any], param: str | None, word: str) -> None:
+def test_a_completion_that_cannot_be_made(
+    server: Served, more: dict[str, Any], param: str | None, word: str
+) -> None:
     content = json.dumps({"prompt": "a", **more})
     with server.http as http:
-        response = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        response = http.post(
+            COMPLETIONS, content=content, headers={"Content-Type": "application/json"}
+        )
     refused(response, 400, word, param=param)
 
 
@@ -117,14 +121,22 @@ def test_a_completion_that_cannot_be_made(server: Served, more: dict[str, Any], 
         ({"messages": [{"content": "a"}]}, "messages", "required"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages", "string"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "text only"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, None, "text part without text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+            None,
+            "text part without text",
+        ),
         ({"messages": [{"role": "user", "content": "a" * 200}]}, None, "at most 100"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"max_tokens": 0}, "max_tokens", "greater"),
         ({"functions": [{"name": "f"}]}, "functions", "not supported"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not supported"),
         ({"add_special_tokens": True}, "add_special_tokens", "not supported"),
-        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "give one"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+            "give one",
+        ),
         ({"chat_template_kwargs": {"messages": []}}, None, "chat_template_kwargs has messages"),
         ({"chat_template_kwargs": 5}, "chat_template_kwargs", "dictionary"),
         ({"echo": True}, "echo", "not supported"),
@@ -136,7 +148,9 @@ def test_a_completion_that_cannot_be_made(server: Served, more: dict[str, Any], 
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, None, "Tool 1"),
     ],
 )
-def test_a_chat_that_cannot_be_answered(server: Served, more: dict[str, Any], param: str | None, word: str) -> None:
+def test_a_chat_that_cannot_be_answered(
+    server: Served, more: dict[str, Any], param: str | None, word: str
+) -> None:
     refused(server.post(CHAT, {"messages": MESSAGES, **more}), 400, word, param=param)
 
 
@@ -156,16 +170,25 @@ def test_a_chat_that_cannot_be_answered(server: Served, more: dict[str, Any], pa
 )
 def test_a_body_that_is_no_request(server: Served, content: bytes, word: str) -> None:
     with server.http as http:
-        response = http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        response = http.post(
+            COMPLETIONS, content=content, headers={"Content-Type": "application/json"}
+        )
     refused(response, 400, word)
 
 
 @pytest.mark.parametrize("item", ["a", 1.5, [], None])
 @pytest.mark.parametrize("good", [1, "b", [1]])
 def test_a_list_is_refused_at_its_first_wrong_item(good: Any, item: Any) -> None:
-    """A message for each item, and for each form that a prompt may have, would take seconds and gigabytes."""
+    """A message for each item, and for each form that a prompt may have, would take seconds and
+    gigabytes."""
     with pytest.raises(ValidationError) as caught:
-        CompletionBody.model_validate({"prompt": [*[good] * 1000, item] if type(good) is not type(item) else [item, {}] * 1000})
+        CompletionBody.model_validate(
+            {
+                "prompt": [*[good] * 1000, item]
+                if type(good) is not type(item)
+                else [item, {}] * 1000
+            }
+        )
     assert caught.value.error_count() <= 6
 
 
@@ -173,7 +196,9 @@ def test_only_json_is_read(server: Served) -> None:
     """A page of another site can make a browser post text, but not JSON."""
     for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data"):
         with server.http as http:
-            response = http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": kind})
+            response = http.post(
+                COMPLETIONS, content=b'{"prompt": "a"}', headers={"Content-Type": kind}
+            )
         refused(response, 400, "application/json")
         assert "access-control-allow-origin" not in response.headers
 
@@ -186,7 +211,9 @@ def test_other_paths_methods_and_models(server: Served) -> None:
         refused(http.get("/v1/models/other"), 404, "'other'", param="model")
     refused(server.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), 404, "'gpt'", param="model")
     with pytest.raises(openai.NotFoundError):
-        server.openai.chat.completions.create(model="gpt", messages=[{"role": "user", "content": "a"}])
+        server.openai.chat.completions.create(
+            model="gpt", messages=[{"role": "user", "content": "a"}]
+        )
 
 
 def test_tokens_that_do_not_exist(server: Served) -> None:
@@ -203,18 +230,38 @@ def test_an_error_in_a_stream_has_a_status(server: Served) -> None:
     refused(server.post(COMPLETIONS, {"prompt": [97], "stream": True}), 400, "97", param="prompt")
 
 
-TEXT = st.text(st.characters(), max_size=40) | st.sampled_from(["\ud800", "\x00", "\u202e\u2066", "\ufeff", "a\u0300" * 20])
+TEXT = st.text(st.characters(), max_size=40) | st.sampled_from(
+    ["\ud800", "\x00", "\u202e\u2066", "\ufeff", "a\u0300" * 20]
+)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(TEXT, TEXT, TEXT)
-def test_hostile_unicode_is_text_or_refused(server: Served, prompt: str, stop: str, other: str) -> None:
-    body = {"prompt": prompt, "stop": [stop], "max_tokens": 4, "echo": True, "logprobs": 1, "user": other, other: other}
-    chat = {"messages": [{"role": other, "content": prompt, other: stop}], "max_tokens": 4, "model": other}
+def test_hostile_unicode_is_text_or_refused(
+    server: Served, prompt: str, stop: str, other: str
+) -> None:
+    body = {
+        "prompt": prompt,
+        "stop": [stop],
+        "max_tokens": 4,
+        "echo": True,
+        "logprobs": 1,
+        "user": other,
+        other: other,
+    }
+    chat = {
+        "messages": [{"role": other, "content": prompt, other: stop}],
+        "max_tokens": 4,
+        "model": other,
+    }
     for path, value in ((COMPLETIONS, body), (CHAT, chat), ("/tokenize", {"prompt": prompt})):
         with server.http as http:
             content = json.dumps(value)
-            response = http.post(path, content=content, headers={"Content-Type": "application/json", "X-Request-Id": "a b"})
+            response = http.post(
+                path,
+                content=content,
+                headers={"Content-Type": "application/json", "X-Request-Id": "a b"},
+            )
         assert response.status_code in (200, 400, 404), response.text
         response.json()
 

@@ -10,7 +10,11 @@ from support.serving import Served
 
 from eesd.runtime.decoding.sampling import Sampling
 
-WEATHER = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 4}},
+    "required": ["city"],
+}
 TOOLS = [{"name": "weather", "input_schema": WEATHER}]
 HI: Any = [{"role": "user", "content": "Hi"}]
 PATH = "/v1/messages"
@@ -30,7 +34,11 @@ def stream(lined: Served, **body: Any) -> list[dict[str, Any]]:
 def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The answer that a client puts together from events."""
     answer: dict[str, Any] = events[0]["message"]
-    assert events[0]["type"] == "message_start" and answer["content"] == [] and events[-1]["type"] == "message_stop"
+    assert (
+        events[0]["type"] == "message_start"
+        and answer["content"] == []
+        and events[-1]["type"] == "message_stop"
+    )
     for event in events[1:-2]:
         if event["type"] == "content_block_start":
             assert event["index"] == len(answer["content"])
@@ -49,17 +57,30 @@ def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
 def test_an_answer_is_that_of_generate(lined: Served, sampling: Sampling) -> None:
     chat = [{"role": "system", "content": "be brief"}, *HI]
     expected = lined.llm.generate(chat, sampling, max_new_tokens=12)
-    body: dict[str, Any] = {"system": "be brief", "temperature": sampling.temperature, "seed": sampling.seed}
+    body: dict[str, Any] = {
+        "system": "be brief",
+        "temperature": sampling.temperature,
+        "seed": sampling.seed,
+    }
     answer = ask(lined, **body)
     assert answer["content"] == [{"type": "text", "text": expected.text}]
-    assert (answer["type"], answer["role"], answer["model"]) == ("message", "assistant", lined.serving.model_name)
+    assert (answer["type"], answer["role"], answer["model"]) == (
+        "message",
+        "assistant",
+        lined.serving.model_name,
+    )
     reasons = {"length": "max_tokens", "stop": "end_turn"}
-    assert answer["stop_reason"] == reasons[expected.finish_reason] and answer["stop_sequence"] is None
+    assert (
+        answer["stop_reason"] == reasons[expected.finish_reason] and answer["stop_sequence"] is None
+    )
     usage = answer["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == len(lined.llm.encode(chat))
     assert usage["output_tokens"] == len(expected.tokens)
     found = rebuilt(stream(lined, **body))
-    assert found["content"][0]["text"] == expected.text and found["stop_reason"] == answer["stop_reason"]
+    assert (
+        found["content"][0]["text"] == expected.text
+        and found["stop_reason"] == answer["stop_reason"]
+    )
     assert found["output"] == usage["output_tokens"]
     parts = [{"type": "text", "text": "be brief", "cache_control": {"type": "ephemeral"}}]
     assert ask(lined, **{**body, "system": parts})["content"] == answer["content"]
@@ -67,7 +88,10 @@ def test_an_answer_is_that_of_generate(lined: Served, sampling: Sampling) -> Non
 
 def test_a_stop_sequence_is_named(lined: Served) -> None:
     text = lined.llm.generate(HI, max_new_tokens=12).text
-    for answer in (ask(lined, stop_sequences=[text[5]]), rebuilt(stream(lined, stop_sequences=[text[5]]))):
+    for answer in (
+        ask(lined, stop_sequences=[text[5]]),
+        rebuilt(stream(lined, stop_sequences=[text[5]])),
+    ):
         assert (answer["stop_reason"], answer["stop_sequence"]) == ("stop_sequence", text[5])
         assert answer["content"][0]["text"] == text[: text.index(text[5])]
 
@@ -79,18 +103,37 @@ def test_a_tool_is_used_and_answered(lined: Served) -> None:
     (use,) = answer["content"]
     assert (answer["stop_reason"], use["type"], use["name"]) == ("tool_use", "tool_use", "weather")
     Draft202012Validator(WEATHER).validate(use["input"])
-    assert json.loads(rebuilt(stream(lined, tool_choice=choice, **body))["content"][0]["json"]) == use["input"]
+    assert (
+        json.loads(rebuilt(stream(lined, tool_choice=choice, **body))["content"][0]["json"])
+        == use["input"]
+    )
     several = ask(lined, tool_choice={"type": "any"}, **{**body, "max_tokens": 120})
-    assert several["content"][0]["type"] == "tool_use" and several["stop_reason"] in ("max_tokens", "tool_use")
-    result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "20"}]}
+    assert several["content"][0]["type"] == "tool_use" and several["stop_reason"] in (
+        "max_tokens",
+        "tool_use",
+    )
+    result = {
+        "type": "tool_result",
+        "tool_use_id": use["id"],
+        "content": [{"type": "text", "text": "20"}],
+    }
     turns = [
         *HI,
         {"role": "assistant", "content": [use]},
         {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
     ]
     chat: list[Any] = [*HI, {"role": "assistant", "content": ""}]
-    chat[1]["tool_calls"] = [{"id": use["id"], "type": "function", "function": {"name": "weather", "arguments": use["input"]}}]
-    chat += [{"role": "tool", "tool_call_id": use["id"], "content": "20"}, {"role": "user", "content": "So?"}]
+    chat[1]["tool_calls"] = [
+        {
+            "id": use["id"],
+            "type": "function",
+            "function": {"name": "weather", "arguments": use["input"]},
+        }
+    ]
+    chat += [
+        {"role": "tool", "tool_call_id": use["id"], "content": "20"},
+        {"role": "user", "content": "So?"},
+    ]
     tools = [{"type": "function", "function": {"name": "weather", "parameters": WEATHER}}]
     count = lined.post(f"{PATH}/count_tokens", {"messages": turns, "tools": TOOLS}).json()
     assert count == {"input_tokens": len(lined.llm.codec.encode(chat, tools))}
@@ -98,13 +141,24 @@ def test_a_tool_is_used_and_answered(lined: Served) -> None:
 
 def test_a_last_message_of_the_assistant_goes_on(lined: Served) -> None:
     said = [*HI, {"role": "assistant", "content": "Well"}]
-    found = lined.post("/v1/chat/completions", {"messages": said, "continue_final_message": True, "max_tokens": 12}).json()
-    assert ask(lined, messages=said)["content"][0]["text"] == found["choices"][0]["message"]["content"]
+    found = lined.post(
+        "/v1/chat/completions", {"messages": said, "continue_final_message": True, "max_tokens": 12}
+    ).json()
+    assert (
+        ask(lined, messages=said)["content"][0]["text"] == found["choices"][0]["message"]["content"]
+    )
 
 
 def test_a_form_of_the_output(lined: Served) -> None:
-    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "additionalProperties": False}
-    answer = ask(lined, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=40)
+    schema = {
+        "type": "object",
+        "properties": {"a": {"const": 1}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    answer = ask(
+        lined, output_config={"format": {"type": "json_schema", "schema": schema}}, max_tokens=40
+    )
     assert json.loads(answer["content"][0]["text"]) == {"a": 1}
 
 
@@ -112,9 +166,15 @@ def test_a_form_of_the_output(lined: Served) -> None:
     ("body", "words"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "text only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "text only",
+        ),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages"),
-        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]}, "no id, name or input"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]},
+            "no id, name or input",
+        ),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "not among the tools"),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
@@ -124,14 +184,21 @@ def test_a_form_of_the_output(lined: Served) -> None:
         ({"guided_regex": "("}, "unclosed group"),
     ],
 )
-def test_what_cannot_be_done_is_a_clear_400(lined: Served, body: dict[str, Any], words: str) -> None:
+def test_what_cannot_be_done_is_a_clear_400(
+    lined: Served, body: dict[str, Any], words: str
+) -> None:
     response = lined.post(PATH, {"messages": HI, "max_tokens": 4, **body})
     assert response.status_code == 400 and response.json()["type"] == "error"
-    assert words in response.json()["error"]["message"] and response.json()["error"]["type"] == "invalid_request_error"
+    assert (
+        words in response.json()["error"]["message"]
+        and response.json()["error"]["type"] == "invalid_request_error"
+    )
 
 
 def test_a_stream_that_fails_ends_with_the_error(lined: Served) -> None:
     *events, last = stream(lined, guided_regex=TOO_MUCH, max_tokens=400)
-    assert len(events) > 2 and last["type"] == "error" and "takes too much" in last["error"]["message"]
+    assert (
+        len(events) > 2 and last["type"] == "error" and "takes too much" in last["error"]["message"]
+    )
     assert last["error"]["type"] == "invalid_request_error"
     lined.idle()

@@ -1,4 +1,5 @@
-"""``eesd-serve`` as a process: start, SIGTERM, what it keeps over a restart, and bad options in one sentence."""
+"""``eesd-serve`` as a process: start, SIGTERM, what it keeps over a restart, and bad options in one
+sentence."""
 
 import gzip
 import json
@@ -25,8 +26,15 @@ from support.serving import events, eventually
 
 from eesd.serve.cli import main
 
-LONG = {"prompt": ["abc"] * 32, "max_tokens": 400, "ignore_eos": True, "stream": True, "logprobs": 5}
-"""Its stream is larger than all buffers between server and client: it cannot end before the client reads it."""
+LONG = {
+    "prompt": ["abc"] * 32,
+    "max_tokens": 400,
+    "ignore_eos": True,
+    "stream": True,
+    "logprobs": 5,
+}
+"""Its stream is larger than all buffers between server and client: it cannot end before the client
+reads it."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,12 @@ def test_sigterm_lets_running_requests_finish(engine: Path) -> None:
             assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
             *chunks, done = events(iter(rest(connection, first).splitlines()))
         assert done == "[DONE]"
-        ends = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+        ends = [
+            choice["finish_reason"]
+            for chunk in chunks
+            for choice in chunk["choices"]
+            if choice["finish_reason"]
+        ]
         assert ends == ["length"] * 32
         assert server.process.wait(30) == 0
 
@@ -138,8 +151,12 @@ def test_a_port_that_is_taken_is_one_sentence(engine: Path, tmp_path: Path) -> N
     assert_refused(run(main, "--engine-dir", tmp_path / "none", "--port", 0), "none")
 
 
-def test_without_its_packages_the_command_says_what_to_install(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("eesd.serve.") and name != "eesd.serve.cli"]:
+def test_without_its_packages_the_command_says_what_to_install(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [
+        name for name in sys.modules if name.startswith("eesd.serve.") and name != "eesd.serve.cli"
+    ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
     assert_refused(run(main, "--engine-dir", engine), "fastapi", "pip install 'eesd[serve]'")
@@ -162,8 +179,13 @@ class Collector(BaseHTTPRequestHandler):
         pass
 
 
-@pytest.mark.skipif(find_spec("opentelemetry.instrumentation") is None, reason="opentelemetry-distro is not installed")
-def test_opentelemetry_instruments_the_command_unchanged(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(
+    find_spec("opentelemetry.instrumentation") is None,
+    reason="opentelemetry-distro is not installed",
+)
+def test_opentelemetry_instruments_the_command_unchanged(
+    engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One span a request, below the client's, whatever is streamed; none for probes."""
     instrument = "from opentelemetry.instrumentation.auto_instrumentation import run; run()"
     trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -172,20 +194,29 @@ def test_opentelemetry_instruments_the_command_unchanged(engine: Path, monkeypat
     Collector.spans = []
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         threading.Thread(target=collector.serve_forever).start()
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}")
+        monkeypatch.setenv(
+            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_port}"
+        )
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
         for other in ("METRICS", "LOGS"):
             monkeypatch.setenv(f"OTEL_{other}_EXPORTER", "none")
         with started(engine, within=[sys.executable, "-c", instrument]) as server:
-            assert httpx2.post(f"{server.url}/v1/completions", json=body, headers=headers).text.endswith("[DONE]\n\n")
+            assert httpx2.post(
+                f"{server.url}/v1/completions", json=body, headers=headers
+            ).text.endswith("[DONE]\n\n")
             assert httpx2.post(f"{server.url}/v1/completions", json={}).status_code == 400
             assert server.get("/health") == 200
             server.process.terminate()
             assert server.process.wait(30) == 0
         collector.shutdown()
     assert [span.name for span in Collector.spans] == ["POST /v1/completions"] * 2
-    found, refused = ({item.key: item.value for item in span.attributes} for span in Collector.spans)
-    assert (Collector.spans[0].trace_id.hex(), Collector.spans[0].parent_span_id.hex()) == (trace, parent)
+    found, refused = (
+        {item.key: item.value for item in span.attributes} for span in Collector.spans
+    )
+    assert (Collector.spans[0].trace_id.hex(), Collector.spans[0].parent_span_id.hex()) == (
+        trace,
+        parent,
+    )
     assert found["eesd.request_id"].string_value == "mine"
     assert found["gen_ai.usage.output_tokens"].int_value == 20
     assert found["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"

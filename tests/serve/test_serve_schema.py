@@ -1,4 +1,5 @@
-"""The OpenAPI schema says what the server does: schemathesis asks what the schema allows, and what it forbids."""
+"""The OpenAPI schema says what the server does: schemathesis asks what the schema allows, and what
+it forbids."""
 
 import os
 from collections.abc import Iterator
@@ -15,7 +16,12 @@ from support.serving import Served, served
 
 from eesd.serve.http.options import ServeOptions
 
-CHECKED = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_schema_conformance")
+CHECKED = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +31,28 @@ def server(engine: Path) -> Iterator[Served]:
 
 
 OPERATIONS = [
-    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")),
+    *(
+        ("POST", path)
+        for path in (
+            "/v1/completions",
+            "/v1/chat/completions",
+            "/v1/responses",
+            "/tokenize",
+            "/detokenize",
+        )
+    ),
     *(("POST", path) for path in ("/v1/messages", "/v1/messages/count_tokens")),
-    *(("GET", path) for path in ("/v1/models", "/v1/models/{model}", "/tokenizer_info", "/health", "/ready", "/metrics")),
+    *(
+        ("GET", path)
+        for path in (
+            "/v1/models",
+            "/v1/models/{model}",
+            "/tokenizer_info",
+            "/health",
+            "/ready",
+            "/metrics",
+        )
+    ),
 ]
 PATIENCE = 300
 """Seconds for an answer: a machine may be busy."""
@@ -41,7 +66,13 @@ def ask(server: Served, method: str, path: str, examples: int) -> None:
     operation = schemathesis.openapi.from_url(f"{server.url}/openapi.json")[path][method]
     cases = st.one_of([operation.as_strategy(mode) for mode in GenerationMode])
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
     @given(cases)
     def one(case: Any) -> None:
         case.call_and_validate(checks=checks, timeout=PATIENCE)
@@ -56,14 +87,18 @@ def test_the_server_does_what_its_schema_says(server: Served, method: str, path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "path"), OPERATIONS[:7])
-def test_the_server_does_what_its_schema_says_many_times(server: Served, method: str, path: str) -> None:
+def test_the_server_does_what_its_schema_says_many_times(
+    server: Served, method: str, path: str
+) -> None:
     ask(server, method, path, THOROUGH)
 
 
 def test_every_operation_declares_its_errors(server: Served) -> None:
     with server.http as http:
         schema = http.get("/openapi.json").json()
-    found = {(method.upper(), path) for path, methods in schema["paths"].items() for method in methods}
+    found = {
+        (method.upper(), path) for path, methods in schema["paths"].items() for method in methods
+    }
     assert found == set(OPERATIONS)
     for method, path in OPERATIONS[:7]:
         responses = schema["paths"][path][method.lower()]["responses"]
@@ -76,4 +111,7 @@ def test_every_operation_declares_its_errors(server: Served) -> None:
 def test_the_batch_lives_on(server: Served) -> None:
     """What schemathesis sent has harmed nothing."""
     server.idle()
-    assert server.complete("abc", max_tokens=8)["choices"][0]["text"] == server.llm.generate("abc", max_new_tokens=8).text
+    assert (
+        server.complete("abc", max_tokens=8)["choices"][0]["text"]
+        == server.llm.generate("abc", max_new_tokens=8).text
+    )

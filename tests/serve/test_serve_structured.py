@@ -1,4 +1,5 @@
-"""Constrained output and function calling over the real batch and the real server: drafting changes no token of them."""
+"""Constrained output and function calling over the real batch and the real server: drafting changes
+no token of them."""
 
 import json
 import logging
@@ -21,30 +22,48 @@ from eesd.runtime.request import Request, Update
 
 WEATHER: dict[str, Any] = {
     "name": "weather",
-    "parameters": {"type": "object", "properties": {"city": {"type": "string", "maxLength": 4}}, "required": ["city"]},
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 4}},
+        "required": ["city"],
+    },
 }
-TOOLS: Any = [{"type": "function", "function": WEATHER}, {"type": "function", "function": {"name": "now"}}]
+TOOLS: Any = [
+    {"type": "function", "function": WEATHER},
+    {"type": "function", "function": {"name": "now"}},
+]
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 5}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
 USER: Any = [{"role": "user", "content": "Who?"}]
 
 
-SAMPLINGS = [Sampling(), Sampling(temperature=1.0, seed=5), Sampling(temperature=1.5, top_p=0.9, seed=6)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=5),
+    Sampling(temperature=1.5, top_p=0.9, seed=6),
+]
 
 
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(schema=SCHEMAS, sampling=st.sampled_from(SAMPLINGS))
-def test_drafting_changes_no_token_of_a_constrained_text(lined: Served, schema: dict[str, Any], sampling: Sampling) -> None:
+def test_drafting_changes_no_token_of_a_constrained_text(
+    lined: Served, schema: dict[str, Any], sampling: Sampling
+) -> None:
     llm, service = lined.serving.service.llm, lined.serving.service
     tokens = llm.encode("Say: ")
 
     def text(draft: bool) -> list[int]:
         made = constraint("json", schema, llm)
-        request = Request(tokens=tokens, sampling=sampling, max_new_tokens=400, draft=draft, constraint=made)
+        request = Request(
+            tokens=tokens, sampling=sampling, max_new_tokens=400, draft=draft, constraint=made
+        )
         completion = service.generate(request)
         assert completion.finish_reason == "stop"
         Draft202012Validator(schema).validate(json.loads(completion.text))
@@ -56,9 +75,12 @@ def test_drafting_changes_no_token_of_a_constrained_text(lined: Served, schema: 
 def test_forced_tokens_are_drafted_and_accepted(lined: Served) -> None:
     """What must follow costs no draft step, and nearly no round."""
     llm = lined.llm
-    service = Service(llm, BatchOptions(max_rows=1, levels=16))  # what calls cost here does not decide
+    # What calls cost here does not decide.
+    service = Service(llm, BatchOptions(max_rows=1, levels=16))
     made = constraint("choice", ["a sentence that can only go on in one way"], llm)
-    completion = service.generate(Request(tokens=llm.encode("x"), max_new_tokens=100, constraint=made))
+    completion = service.generate(
+        Request(tokens=llm.encode("x"), max_new_tokens=100, constraint=made)
+    )
     service.close()
     assert completion.text == "a sentence that can only go on in one way"
     assert completion.stats.rounds < len(completion.tokens) / 2
@@ -68,7 +90,9 @@ def test_a_constraint_goes_before_min_tokens(lined: Served) -> None:
     """A text that has come to its end is not made longer by tokens that the constraint forbids."""
     found = lined.complete("x", guided_choice=["yes"], min_tokens=10, max_tokens=20)["choices"][0]
     assert (found["text"], found["finish_reason"]) == ("yes", "stop")
-    found = lined.complete("x", guided_regex="[ab]{1,15}", min_tokens=10, max_tokens=20)["choices"][0]
+    found = lined.complete("x", guided_regex="[ab]{1,15}", min_tokens=10, max_tokens=20)["choices"][
+        0
+    ]
     assert 10 <= len(found["text"]) <= 15 and set(found["text"]) <= {"a", "b"}
 
 
@@ -79,14 +103,19 @@ def test_the_client_gets_json_that_fits_its_schema(lined: Served) -> None:
             messages=USER,
             temperature=temperature,
             seed=3,
-            response_format={"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}},
+            response_format={
+                "type": "json_schema",
+                "json_schema": {"name": "person", "schema": SCHEMA, "strict": True},
+            },
         )
         choice = found.choices[0]
         assert choice.finish_reason == "stop" and choice.message.content
         Draft202012Validator(SCHEMA).validate(json.loads(choice.message.content))
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "weather"}}]
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_reaches_the_client(lined: Served, choice: Any, stream: bool) -> None:
     """Streamed or not, the same call; its arguments fit; and it can be answered."""
@@ -119,43 +148,75 @@ def test_a_required_call_reaches_the_client(lined: Served, choice: Any, stream: 
             found.finish_reason,
         )
         answer: Any = {"role": "tool", "tool_call_id": call_made.id, "content": "20"}
-        assert create(model="", messages=[*USER, found.message, answer], max_tokens=4, tools=TOOLS).choices
+        assert create(
+            model="", messages=[*USER, found.message, answer], max_tokens=4, tools=TOOLS
+        ).choices
     assert reason == "tool_calls" and not content
     assert name in ("weather", "now")
-    Draft202012Validator(WEATHER["parameters"] if name == "weather" else {"const": {}}).validate(json.loads(arguments))
+    Draft202012Validator(WEATHER["parameters"] if name == "weather" else {"const": {}}).validate(
+        json.loads(arguments)
+    )
 
 
 def test_a_model_that_need_not_call_answers_in_words(lined: Served) -> None:
-    found = lined.openai.chat.completions.create(model="", messages=USER, tools=TOOLS, max_tokens=8).choices[0]
-    assert found.message.content and not found.message.tool_calls and found.finish_reason == "length"
+    found = lined.openai.chat.completions.create(
+        model="", messages=USER, tools=TOOLS, max_tokens=8
+    ).choices[0]
+    assert (
+        found.message.content and not found.message.tool_calls and found.finish_reason == "length"
+    )
 
 
 def test_a_text_that_no_token_can_write_is_an_error(lined: Served) -> None:
     for stream in (False, True):  # nothing has been sent yet, so a stream has a status, too
-        response = lined.post("/v1/completions", {"prompt": "a", "guided_choice": ["é"], "stream": stream})
+        response = lined.post(
+            "/v1/completions", {"prompt": "a", "guided_choice": ["é"], "stream": stream}
+        )
         assert response.status_code == 400 and "no tokens" in response.json()["error"]["message"]
 
 
 def test_a_constraint_that_takes_too_much_on_the_way_is_a_400(lined: Served) -> None:
     with pytest.raises(BadRequestError, match="takes too much") as refused:
-        lined.openai.chat.completions.create(model="", messages=USER, extra_body={"guided_regex": TOO_MUCH})
-    assert refused.value.type == "invalid_request_error" and refused.value.code == "constraint_failed"
-    assert isinstance(refused.value.body, dict) and refused.value.body.keys() == {"message", "type", "param", "code"}
+        lined.openai.chat.completions.create(
+            model="", messages=USER, extra_body={"guided_regex": TOO_MUCH}
+        )
+    assert (
+        refused.value.type == "invalid_request_error" and refused.value.code == "constraint_failed"
+    )
+    assert isinstance(refused.value.body, dict) and refused.value.body.keys() == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
     lined.idle()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_whose_constraint_takes_too_much_ends_with_the_error(lined: Served, path: str) -> None:
-    body = {"prompt": "a", "messages": USER, "guided_regex": TOO_MUCH, "max_tokens": 400, "stream": True}
+def test_a_stream_whose_constraint_takes_too_much_ends_with_the_error(
+    lined: Served, path: str
+) -> None:
+    body = {
+        "prompt": "a",
+        "messages": USER,
+        "guided_regex": TOO_MUCH,
+        "max_tokens": 400,
+        "stream": True,
+    }
     with lined.http as http, http.stream("POST", path, json=body) as response:
         *chunks, last = events(response.iter_lines())
     assert response.status_code == 200 and len(chunks) > 2
     assert all(choice["finish_reason"] is None for chunk in chunks for choice in chunk["choices"])
     assert last.keys() == {"error"} and "takes too much" in last["error"]["message"]
-    assert (last["error"]["type"], last["error"]["code"]) == ("invalid_request_error", "constraint_failed")
+    assert (last["error"]["type"], last["error"]["code"]) == (
+        "invalid_request_error",
+        "constraint_failed",
+    )
 
 
-def test_the_others_go_on_where_a_constraint_fails(lined: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_others_go_on_where_a_constraint_fails(
+    lined: Served, caplog: pytest.LogCaptureFixture
+) -> None:
     llm, service = lined.serving.service.llm, lined.serving.service
     failed, other = list[Update](), list[Update]()
     done = threading.Barrier(3)
@@ -175,4 +236,6 @@ def test_the_others_go_on_where_a_constraint_fails(lined: Served, caplog: pytest
     assert failed[-1].finish_reason == "error" and failed[-1].refused
     wanted = lined.llm.generate("b", max_new_tokens=200, ignore_eos=True).tokens
     assert [output.token for update in other for output in update.tokens] == wanted
-    assert all(record.levelno < logging.WARNING for record in caplog.records), "a client's mistake is no failure of the server"
+    assert all(record.levelno < logging.WARNING for record in caplog.records), (
+        "a client's mistake is no failure of the server"
+    )

@@ -1,4 +1,5 @@
-"""The container file, the systemd unit and the Kubernetes manifest fit ``eesd-serve``, and their own checkers accept them."""
+"""The container file, the systemd unit and the Kubernetes manifest fit ``eesd-serve``, and their
+own checkers accept them."""
 
 import re
 import shutil
@@ -13,11 +14,17 @@ from support import environments
 from eesd.serve.cli import main
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "serving"
-CONTAINER, UNIT, MANIFEST = (EXAMPLES / name for name in ("Containerfile", "eesd.service", "kubernetes.yaml"))
+CONTAINER, UNIT, MANIFEST = (
+    EXAMPLES / name for name in ("Containerfile", "eesd.service", "kubernetes.yaml")
+)
 
 
 def pod() -> dict[str, Any]:
-    deployment = next(document for document in yaml.safe_load_all(MANIFEST.read_text()) if document["kind"] == "Deployment")
+    deployment = next(
+        document
+        for document in yaml.safe_load_all(MANIFEST.read_text())
+        if document["kind"] == "Deployment"
+    )
     spec: dict[str, Any] = deployment["spec"]["template"]["spec"]
     return spec
 
@@ -34,17 +41,26 @@ def test_options_are_those_of_the_command(file: Path) -> None:
 
 def test_the_server_has_time_to_drain() -> None:
     unit = UNIT.read_text()
-    drain, stop = (int(re.search(f"{name}[= ]([0-9]+)", unit)[1]) for name in ("--drain-seconds", "TimeoutStopSec"))  # type: ignore[index]
+    drain, stop = (
+        int(re.search(f"{name}[= ]([0-9]+)", unit)[1])  # type: ignore[index]
+        for name in ("--drain-seconds", "TimeoutStopSec")
+    )
     assert drain < stop
     spec = pod()
     (container,) = spec["containers"]
     drain = int(container["args"][container["args"].index("--drain-seconds") + 1])
-    assert container["lifecycle"]["preStop"]["sleep"]["seconds"] + drain < spec["terminationGracePeriodSeconds"]
+    assert (
+        container["lifecycle"]["preStop"]["sleep"]["seconds"] + drain
+        < spec["terminationGracePeriodSeconds"]
+    )
 
 
 def test_probes_ask_for_life_and_readiness() -> None:
     (container,) = pod()["containers"]
-    paths = [container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")]
+    paths = [
+        container[f"{name}Probe"]["httpGet"]["path"]
+        for name in ("startup", "liveness", "readiness")
+    ]
     assert paths == ["/health", "/health", "/ready"]
     assert "/health" in CONTAINER.read_text()
 
@@ -52,7 +68,8 @@ def test_probes_ask_for_life_and_readiness() -> None:
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not installed")
 def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "eesd.service"
-    unit.write_text(UNIT.read_text().replace("/opt/eesd/bin/eesd-serve", "/bin/true"))  # it must exist
+    # It must exist.
+    unit.write_text(UNIT.read_text().replace("/opt/eesd/bin/eesd-serve", "/bin/true"))
     checked = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True)
     assert (checked.returncode, checked.stderr) == (0, "")
 
@@ -63,6 +80,9 @@ def test_their_checkers_accept_the_container_file_and_the_manifest() -> None:
         programs = environments.make("containers").parent
     except environments.Unavailable as reason:
         pytest.skip(f"no checkers here: {reason}")
-    for command in ([programs / "hadolint", CONTAINER], [programs / "kubernetes-validate", "--strict", MANIFEST]):
+    for command in (
+        [programs / "hadolint", CONTAINER],
+        [programs / "kubernetes-validate", "--strict", MANIFEST],
+    ):
         checked = subprocess.run([str(part) for part in command], capture_output=True, text=True)
         assert checked.returncode == 0, checked.stdout + checked.stderr

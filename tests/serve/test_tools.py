@@ -1,4 +1,5 @@
-"""Function calling: what the model is told, the calls that it must write, and the calls that are found in what it writes."""
+"""Function calling: what the model is told, the calls that it must write, and the calls that are
+found in what it writes."""
 
 import json
 from collections.abc import Sequence
@@ -31,7 +32,10 @@ WEATHER: dict[str, Any] = {
         "parameters": {
             "$defs": {"unit": {"enum": ["C", "F"]}},
             "type": "object",
-            "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"$ref": "#/$defs/unit"}},
+            "properties": {
+                "city": {"type": "string", "maxLength": 5},
+                "unit": {"$ref": "#/$defs/unit"},
+            },
             "required": ["city"],
         },
     },
@@ -39,7 +43,11 @@ WEATHER: dict[str, Any] = {
 NOW = {"type": "function", "function": {"name": "now"}}
 TOOLS = [WEATHER, NOW]
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Weather?"}]
-CALL: dict[str, Any] = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
+CALL: dict[str, Any] = {
+    "id": "abcdefghi",
+    "type": "function",
+    "function": {"name": "weather", "arguments": '{"city": "Bern"}'},
+}
 TURNS: list[dict[str, Any]] = [
     *USER,
     {"role": "assistant", "content": None, "tool_calls": [CALL]},
@@ -47,7 +55,9 @@ TURNS: list[dict[str, Any]] = [
 ]
 FORMATS = [HERMES, LLAMA, MISTRAL]
 CALL_TEXTS = {
-    HERMES: '<tool_call>\n{"name": "weather", "arguments": {"city": "}</tool_call>\\""}}\n</tool_call>',
+    HERMES: (
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "}</tool_call>\\""}}\n</tool_call>'
+    ),
     LLAMA: ' {"name": "weather", "parameters": {"city": "}</tool_call>\\""}}',
     MISTRAL: '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "}</tool_call>\\""}}]',
 }
@@ -55,14 +65,24 @@ CALL_TEXTS = {
 
 @pytest.fixture(scope="module")
 def llm(engine: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return load(with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans"), "ort", speculation=None, threads=1)
+    return load(
+        with_new_lines(engine, tmp_path_factory.mktemp("lines") / "plans"),
+        "ort",
+        speculation=None,
+        threads=1,
+    )
 
 
 def codec_of(directory: Path, template: str, special: Sequence[str] = ()) -> TextCodec:
     tokenizer = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "a": 2}, []))
     tokenizer.add_special_tokens(list(special))
     tokenizer.save(str(directory / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": template, "eos_token": "</s>", "bos_token": "<s>"}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": template,
+        "eos_token": "</s>",
+        "bos_token": "<s>",
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return TextCodec(directory)
 
@@ -90,9 +110,17 @@ def put_together(deltas: Sequence[ToolDelta]) -> tuple[str, list[tuple[str, str]
 
 
 @pytest.mark.parametrize(
-    ("template", "format"), [("qwen25", HERMES), ("llama3_tools_date", LLAMA), ("mistral_v3", MISTRAL), ("smollm2", HERMES)]
+    ("template", "format"),
+    [
+        ("qwen25", HERMES),
+        ("llama3_tools_date", LLAMA),
+        ("mistral_v3", MISTRAL),
+        ("smollm2", HERMES),
+    ],
 )
-def test_the_format_is_that_of_the_template(tmp_path: Path, template: str, format: ToolFormat) -> None:
+def test_the_format_is_that_of_the_template(
+    tmp_path: Path, template: str, format: ToolFormat
+) -> None:
     tools = tools_of({"tools": TOOLS}, codec_of(tmp_path, TEMPLATES[template]))
     assert tools is not None and tools.format is format and tools.choice == "auto"
 
@@ -105,16 +133,32 @@ def test_the_format_is_that_of_the_template(tmp_path: Path, template: str, forma
         ({"type": "auto"}, "auto", "fgh"),
         ({"type": "function", "name": "g"}, "g", "fgh"),
         ({"type": "tool", "name": "g"}, "g", "fgh"),
-        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED, FLAT]}}, "required", "gh"),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {"mode": "required", "tools": [NAMED, FLAT]},
+            },
+            "required",
+            "gh",
+        ),
         ({"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}, "auto", "g"),
         ({"type": "allowed_tools", "tools": []}, "has no tools", ""),
         ({"type": "allowed_tools", "tools": [NAMED], "mode": "never"}, "another mode", ""),
-        ({"type": "allowed_tools", "tools": [{"type": "function", "name": "x"}]}, "not among the tools", ""),
+        (
+            {"type": "allowed_tools", "tools": [{"type": "function", "name": "x"}]},
+            "not among the tools",
+            "",
+        ),
         ({"type": "custom", "name": "f"}, "give none, auto, required", ""),
     ],
 )
-def test_choices_of_tools_in_the_forms_of_others(tmp_path: Path, choice: Any, chosen: str, names: str) -> None:
-    given = {"tools": [{"type": "function", "function": {"name": name}} for name in "fgh"], "tool_choice": choice}
+def test_choices_of_tools_in_the_forms_of_others(
+    tmp_path: Path, choice: Any, chosen: str, names: str
+) -> None:
+    given = {
+        "tools": [{"type": "function", "function": {"name": name}} for name in "fgh"],
+        "tool_choice": choice,
+    }
     codec = codec_of(tmp_path, TEMPLATES["qwen25"])
     if not names:
         with pytest.raises(EESDError, match=chosen):
@@ -135,8 +179,13 @@ def test_calls_and_results_are_rendered_as_transformers_does(
     """Clients send arguments as text; templates expect them as JSON."""
     codec = codec_of(tmp_path, TEMPLATES[template])
     rendered: list[str] = []
-    monkeypatch.setattr(codec, "encode", lambda messages, tools, *_: rendered.append(codec.render(messages, tools)))
-    as_json: dict[str, Any] = {**CALL, "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    monkeypatch.setattr(
+        codec, "encode", lambda messages, tools, *_: rendered.append(codec.render(messages, tools))
+    )
+    as_json: dict[str, Any] = {
+        **CALL,
+        "function": {"name": "weather", "arguments": {"city": "Bern"}},
+    }
     reference: Any = AutoTokenizer.from_pretrained(tmp_path)
     for tools in (tools_of({"tools": TOOLS}, codec), None):
         encode_chat(TURNS, tools, codec)
@@ -160,7 +209,10 @@ def test_a_model_whose_template_has_no_tools_is_told_in_words(tmp_path: Path) ->
         {"role": "tool", "content": [{"type": "text", "text": "21"}]},
     ]
     system, user, assistant, results = _told(_in_words(turns), tools)
-    assert system["content"].startswith("Be brief.\n\n") and json.dumps(WEATHER["function"]) in system["content"]
+    assert (
+        system["content"].startswith("Be brief.\n\n")
+        and json.dumps(WEATHER["function"]) in system["content"]
+    )
     assert user == USER[0]
     written = '<tool_call>\n{"name": "weather", "arguments": {"city": "Bern"}}\n</tool_call>'
     assert assistant == {"role": "assistant", "content": f"Wait.\n{written}"}
@@ -174,18 +226,26 @@ def test_messages_without_tools_are_encoded_as_ever(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
-@pytest.mark.parametrize(("choice", "names"), [("required", {"weather", "now"}), ("weather", {"weather"})])
-def test_required_calls_fit_their_parameters(llm: LLM, format: ToolFormat, choice: str, names: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("choice", "names"), [("required", {"weather", "now"}), ("weather", {"weather"})]
+)
+def test_required_calls_fit_their_parameters(
+    llm: LLM, format: ToolFormat, choice: str, names: set[str]
+) -> None:
     tools, called = Tools(tuple(TOOLS), choice, True, format), set()
     for seed in range(12):
         made = tools.constraint(llm)
         assert made is not None
-        content, calls = answer(tools.parser(llm.codec, streaming=False), [random_text(made, llm, seed)])
+        content, calls = answer(
+            tools.parser(llm.codec, streaming=False), [random_text(made, llm, seed)]
+        )
         assert not content and calls
         assert len(calls) == 1 or (choice == "required" and format is not LLAMA)
         for name, arguments in calls:
             called.add(name)
-            parameters = tools.functions[name].get("parameters", {"type": "object", "maxProperties": 0})
+            parameters = tools.functions[name].get(
+                "parameters", {"type": "object", "maxProperties": 0}
+            )
             Draft202012Validator(parameters).validate(json.loads(arguments))
     assert called == names
 
@@ -212,24 +272,37 @@ def test_nothing_is_constrained_when_the_model_may_choose(llm: LLM) -> None:
     streaming=st.booleans(),
     before=st.sampled_from(["", "Sure.\n", "a <b> [T"]),
 )
-def test_calls_are_found_however_the_text_is_cut(data: st.DataObject, format: ToolFormat, streaming: bool, before: str) -> None:
+def test_calls_are_found_however_the_text_is_cut(
+    data: st.DataObject, format: ToolFormat, streaming: bool, before: str
+) -> None:
     before = "" if format is LLAMA else before
     text = before + CALL_TEXTS[format]
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     parser = ToolParser(format, {"weather"}, streaming=streaming)
-    assert answer(parser, pieces) == (before.rstrip(), [("weather", '{"city": "}</tool_call>\\""}')])
+    assert answer(parser, pieces) == (
+        before.rstrip(),
+        [("weather", '{"city": "}</tool_call>\\""}')],
+    )
     assert parser.calls == 1
 
 
 @pytest.mark.parametrize(
     ("format", "text", "content", "calls"),
     [
-        (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', "", [("f", '{"a": 1}')]),
+        (
+            HERMES,
+            '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>',
+            "",
+            [("f", '{"a": 1}')],
+        ),
         (HERMES, '<tool_call>{"name": "f"}</tool_call> x', " x", [("f", "{}")]),
         (
             HERMES,
-            '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+            (
+                '<tool_call>{"name": "f", "arguments": {}}</tool_call>\n<tool_call>\n{"name": '
+                '"g", "arguments": {}}\n</tool_call>'
+            ),
             "",
             [("f", "{}"), ("g", "{}")],
         ),
@@ -241,10 +314,18 @@ def test_calls_are_found_however_the_text_is_cut(data: st.DataObject, format: To
             [("f", "{}"), ("g", '{"a": []}')],
         ),
         (MISTRAL, '[TOOL_CALLS]f{"a": 1}', "", [("f", '{"a": 1}')]),
-        (MISTRAL, 'So [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}', "So", [("f", '{"a": 1}'), ("g", "{}")]),
         (
             MISTRAL,
-            '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}, "id": "x"}]',
+            'So [TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS]{}',
+            "So",
+            [("f", '{"a": 1}'), ("g", "{}")],
+        ),
+        (
+            MISTRAL,
+            (
+                '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}, '
+                '"id": "x"}]'
+            ),
             "",
             [("f", "{}"), ("g", "{}")],
         ),
@@ -255,7 +336,10 @@ def test_other_ways_to_write_calls(
     format: ToolFormat, text: str, content: str, calls: list[tuple[str, str]], streaming: bool
 ) -> None:
     for pieces in ([text], list(text)):
-        assert answer(ToolParser(format, {"f", "g"}, streaming=streaming), pieces) == (content, calls)
+        assert answer(ToolParser(format, {"f", "g"}, streaming=streaming), pieces) == (
+            content,
+            calls,
+        )
 
 
 NO_CALLS = {
@@ -289,7 +373,9 @@ def test_the_beginning_of_a_forced_call_is_no_content(pieces: list[str], streami
     assert answer(ToolParser(HERMES, {"f"}, streaming=streaming, forced=True), pieces) == ("", [])
     assert answer(ToolParser(HERMES, {"f"}, streaming=streaming), pieces) == ("".join(pieces), [])
     cut = [*pieces[:1], '<tool_call>{"name": "f", "arg'] if pieces == ["\n"] else [*pieces, '{"na']
-    assert "{" in answer(ToolParser(HERMES, {"f"}, streaming=streaming, forced=True), cut)[0], "what was written is not lost"
+    assert "{" in answer(ToolParser(HERMES, {"f"}, streaming=streaming, forced=True), cut)[0], (
+        "what was written is not lost"
+    )
 
 
 def test_a_stream_tells_arguments_as_they_come() -> None:
@@ -314,7 +400,9 @@ def test_marks_that_are_special_tokens_are_seen_and_written(tmp_path: Path) -> N
     tools = tools_of({"tools": TOOLS, "tool_choice": "required"}, codec)
     assert tools is not None and tools._grammar(codec).startswith('start: <[3]> "["')
     reader = Reader(Progress(Request(tokens=[2])), tools, codec, streaming=False)
-    deltas = reader.see(Update((TokenOutput(3, "", "verify"), TokenOutput(2, '[{"name": "now", "argu', "exit"))))
+    deltas = reader.see(
+        Update((TokenOutput(3, "", "verify"), TokenOutput(2, '[{"name": "now", "argu', "exit")))
+    )
     deltas += reader.see(Update((), held='ments": {}}]', finish_reason="stop"))
     assert put_together(deltas) == ("", [("now", "{}")])
 
@@ -336,7 +424,10 @@ def changed(**function: Any) -> list[dict[str, Any]]:
         ({"tools": [NOW, NOW]}, "same name"),
         ({"tools": [NOW] * 200}, "at most 128"),
         ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice is 'maybe'"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "names 'x'"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "names 'x'",
+        ),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),
         ({"tool_choice": "required"}, "there are no tools"),
@@ -349,23 +440,36 @@ def test_tools_that_cannot_be_used_are_refused(llm: LLM, body: dict[str, Any], w
 
 
 @pytest.mark.parametrize(
-    "body", [{}, {"tools": []}, {"tools": None, "tool_choice": "none"}, {"tools": TOOLS, "tool_choice": "none"}]
+    "body",
+    [
+        {},
+        {"tools": []},
+        {"tools": None, "tool_choice": "none"},
+        {"tools": TOOLS, "tool_choice": "none"},
+    ],
 )
 def test_requests_without_tools(llm: LLM, body: dict[str, Any]) -> None:
     assert tools_of(body, llm.codec) is None
 
 
 def test_a_named_function_must_be_called(llm: LLM) -> None:
-    tools = tools_of({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "now"}}}, llm.codec)
+    tools = tools_of(
+        {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "now"}}},
+        llm.codec,
+    )
     assert tools is not None and tools.choice == "now" and tools.most == 1
 
 
 def test_a_strict_function_may_have_no_unknown_keywords(llm: LLM) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
     for strict in (None, False):
-        Tools(tuple(changed(parameters=schema, strict=strict)), "required", True, HERMES).constraint(llm)
+        Tools(
+            tuple(changed(parameters=schema, strict=strict)), "required", True, HERMES
+        ).constraint(llm)
     with pytest.raises(EESDError, match="uniqueItems"):
-        Tools(tuple(changed(parameters=schema, strict=True)), "required", True, HERMES).constraint(llm)
+        Tools(tuple(changed(parameters=schema, strict=True)), "required", True, HERMES).constraint(
+            llm
+        )
 
 
 @pytest.mark.parametrize("calls", ["x", [5], [{"id": "x"}], [{"function": {"arguments": "{}"}}]])

@@ -29,7 +29,9 @@ class Record:
         self.logits: list[NDArray[np.float32]] = []
 
     def __call__(self, update: Update) -> None:
-        assert not self.updates or self.updates[-1].finish_reason is None, "told something behind the end"
+        assert not self.updates or self.updates[-1].finish_reason is None, (
+            "told something behind the end"
+        )
         self.updates.append(update)
 
     @property
@@ -42,11 +44,16 @@ class Record:
 
 
 def alone(llm: LLM, request: Request) -> list[int]:
-    """The request's tokens without a batch. With rejection sampling they depend on the draft lengths."""
+    """The request's tokens without a batch. With rejection sampling they depend on the draft
+    lengths."""
     rejection = request.sampling.method == "rejection" and request.draft
     other = llm.with_speculation(Speculation(guard=False, drafter="exit") if rejection else None)
     completion = other.generate(
-        request.tokens, request.sampling, max_new_tokens=request.max_new_tokens, ignore_eos=request.ignore_eos, draft=rejection
+        request.tokens,
+        request.sampling,
+        max_new_tokens=request.max_new_tokens,
+        ignore_eos=request.ignore_eos,
+        draft=rejection,
     )
     return completion.tokens
 
@@ -82,17 +89,23 @@ def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[
 
 
 def logprobs(llm: LLM, levels: int | None, rows: int, chunk: int) -> tuple[list[Any], list[Any]]:
-    """Log-probabilities of two requests' tokens, sorted, and those of their prompts, in a batch of so many rows."""
+    """Log-probabilities of two requests' tokens, sorted, and those of their prompts, in a batch of
+    so many rows."""
     base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
     given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
     options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
-    updates = [update for record in run(Scheduler(llm, options), given) for update in record.updates]
+    updates = [
+        update for record in run(Scheduler(llm, options), given) for update in record.updates
+    ]
     outputs = [output.logprob for update in updates for output in update.tokens]
-    return sorted(outputs, key=repr), [one.prompt_logprobs for one in updates if one.prompt_logprobs]
+    return sorted(outputs, key=repr), [
+        one.prompt_logprobs for one in updates if one.prompt_logprobs
+    ]
 
 
 def arrive_at_random(llm: LLM, count: int) -> list[Record]:
-    """Requests come and are cancelled at random, with little memory, so that they wait for rows and for memory.
+    """Requests come and are cancelled at random, with little memory, so that they wait for rows and
+    for memory.
 
     Each gets what it gets alone, or the beginning of it.
     """

@@ -9,7 +9,11 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Prompt, Speculation, load
 
 EXAMPLE = Path(__file__).parents[2] / "examples/pycode"
-SAMPLINGS = [Sampling(), Sampling(temperature=0.7, seed=3), Sampling(temperature=1.0, top_p=0.95, seed=4)]
+SAMPLINGS = [
+    Sampling(),
+    Sampling(temperature=0.7, seed=3),
+    Sampling(temperature=1.0, top_p=0.95, seed=4),
+]
 SPECULATIONS = [
     Speculation(controller, tree, guard=False)
     for controller in ("fixed:k=4", "calibration-ts", "cost-aware-ts")
@@ -28,14 +32,17 @@ def prompts() -> list[str]:
 
 
 def with_turns(directory: Path, copy: Path) -> Path:
-    """A copy of its engine directory with a chat template that ends turns with its special token."""
+    """A copy of its engine directory with a chat template that ends turns with its special
+    token."""
     shutil.copytree(directory, copy)
     template = "{% for m in messages %}# {{ m.role }}: {{ m.content }}<|endoftext|>{% endfor %}"
     (copy / "chat_template.jinja").write_text(template)
     return copy
 
 
-def recorded(llm: LLM, prompt: Prompt, sampling: Sampling, count: int, reference: LogitRecord | None = None) -> LogitRecord:
+def recorded(
+    llm: LLM, prompt: Prompt, sampling: Sampling, count: int, reference: LogitRecord | None = None
+) -> LogitRecord:
     """The tokens and logits of a generation; compared with the reference's."""
     llm.observer = record = LogitRecord(reference)
     llm.generate(prompt, sampling, max_new_tokens=count, ignore_eos=True)
@@ -43,7 +50,8 @@ def recorded(llm: LLM, prompt: Prompt, sampling: Sampling, count: int, reference
 
 
 def assert_lossless(directory: Path, texts: list[str], sampling: Sampling, count: int) -> None:
-    """Drafting changes no token, chains change no bit of a logit. Trees round otherwise on ONNX Runtime's own operators.
+    """Drafting changes no token, chains change no bit of a logit. Trees round otherwise on ONNX
+    Runtime's own operators.
 
     Each text is drafted with every other configuration, in turn.
     """
@@ -56,4 +64,8 @@ def assert_lossless(directory: Path, texts: list[str], sampling: Sampling, count
             found = recorded(llm, text, sampling, count, expected)
             assert found.tokens == expected.tokens, (speculation, sampling, text)
             rounding = 1e-3 if speculation.tree and not llm.engines.exact_trees else 0.0
-            assert found.result.positions == count and found.result.largest <= rounding, (speculation, sampling, text)
+            assert found.result.positions == count and found.result.largest <= rounding, (
+                speculation,
+                sampling,
+                text,
+            )

@@ -1,4 +1,5 @@
-"""Rules for calls to TensorRT and CUDA that hardware does not enforce, checked on the log of a ``fake_cuda.Machine``."""
+"""Rules for calls to TensorRT and CUDA that hardware does not enforce, checked on the log of a
+``fake_cuda.Machine``."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,14 +10,24 @@ from support.fake_cuda import Call, Machine
 CHANGES = ("profile", "shape", "address", "memory")
 """Calls that change what an execution context does."""
 FORBIDDEN = ("context", "destroy", "load", "allocate", "pin", "synchronize", *CHANGES)
-"""Calls that allocate, free or wait, which invalidates a capture, and calls that a capture would not repeat."""
+"""Calls that allocate, free or wait, which invalidates a capture, and calls that a capture would
+not repeat."""
 
 
 def violations(machine: Machine) -> list[str]:
     """What in the log breaks a rule, in words."""
-    log, found = machine.log, [f"{call.name} while work is captured" for call in machine.log if _is_forbidden(call)]
-    found += [f"{call.name} of a context while another device is current" for call in log if _is_elsewhere(machine, call)]
-    found += [f"{call.name} with the collector on" for call in log if call.capturing and call.collector]
+    log, found = (
+        machine.log,
+        [f"{call.name} while work is captured" for call in machine.log if _is_forbidden(call)],
+    )
+    found += [
+        f"{call.name} of a context while another device is current"
+        for call in log
+        if _is_elsewhere(machine, call)
+    ]
+    found += [
+        f"{call.name} with the collector on" for call in log if call.capturing and call.collector
+    ]
     return found + _out_of_order(log)
 
 
@@ -25,7 +36,8 @@ def _is_forbidden(call: Call) -> bool:
 
 
 def _is_elsewhere(machine: Machine, call: Call) -> bool:
-    """Whether a context is made or used while its engine's device is not the current one, or in a stream of another device."""
+    """Whether a context is made or used while its engine's device is not the current one, or in a
+    stream of another device."""
     if call.of < 0 or call.name == "destroy":
         return False
     stream = machine.streams[call.stream] if call.stream is not None else None
@@ -47,7 +59,8 @@ def _out_of_order(log: Sequence[Call]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """How often the host waits, and how often it launches work of an engine: as a graph, or as a call."""
+    """How often the host waits, and how often it launches work of an engine: as a graph, or as a
+    call."""
 
     waits: int
     replays: int

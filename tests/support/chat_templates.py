@@ -1,10 +1,12 @@
-"""Chat templates in the manner of published models, and conversations. Each template is there for its constructs."""
+"""Chat templates in the manner of published models, and conversations. Each template is there for
+its constructs."""
 
 from pathlib import Path
 from typing import Any
 
 TEMPLATES = {
-    path.stem: path.read_bytes().decode() for path in sorted((Path(__file__).parent.parent / "data/chat_templates").iterdir())
+    path.stem: path.read_bytes().decode()
+    for path in sorted((Path(__file__).parent.parent / "data/chat_templates").iterdir())
 }
 
 CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
@@ -15,12 +17,19 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes?"},
         {"role": "user", "content": "  More  "},
     ],
-    "wrong_order": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, {"role": "critic", "content": "c"}],
+    "wrong_order": [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": "b"},
+        {"role": "critic", "content": "c"},
+    ],
     "unicode": [{"role": "user", "content": "naïve 日本語 🙂 \u2028 <b>&'\"</b> \\n"}],
     "brackets": [{"role": "user", "content": "{{ 7*7 }} {% raw %} [INST] <|im_end|> </s> {} %s"}],
     "empty": [{"role": "user", "content": ""}],
     "parts": [
-        {"role": "user", "content": [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}]},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "first"}, {"type": "text", "text": "second"}],
+        },
         {"role": "assistant", "content": "x"},
         {"role": "user", "content": [{"type": "text", "text": "third"}]},
     ],
@@ -30,7 +39,11 @@ CONVERSATIONS: dict[str, list[dict[str, Any]]] = {
             "role": "assistant",
             "content": None,
             "tool_calls": [
-                {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"city": "Zürich <1>"}}}
+                {
+                    "id": "abcdefghi",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": "Zürich <1>"}},
+                }
             ],
         },
         {"role": "tool", "content": '{"degrees": 20}', "tool_call_id": "abcdefghi"},

@@ -1,4 +1,5 @@
-"""Random checkpoints over everything that configs and weight files of the supported families vary in."""
+"""Random checkpoints over everything that configs and weight files of the supported families vary
+in."""
 
 import json
 import random
@@ -32,12 +33,26 @@ ROPES: dict[str, dict[str, Any]] = {
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": ORIGINAL,
     },
-    "llama3-positions": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "llama3-positions": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    },
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL},
     "yarn-type": {"type": "yarn", "factor": 4, "original_max_position_embeddings": ORIGINAL},
     "yarn-positions": {"rope_type": "yarn", "factor": 2.5},
-    "yarn-ratio": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": ORIGINAL},
-    "yarn-exact": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL, "truncate": False},
+    "yarn-ratio": {
+        "rope_type": "yarn",
+        "factor": None,
+        "original_max_position_embeddings": ORIGINAL,
+    },
+    "yarn-exact": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+        "truncate": False,
+    },
     "yarn-betas": {
         "rope_type": "yarn",
         "factor": 8.0,
@@ -121,7 +136,9 @@ class Case:
         """Write the checkpoint; it is a function of the case alone."""
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(self.config))
-        tensors = {name: value.to(self.dtype).contiguous() for name, value in self._tensors().items()}
+        tensors = {
+            name: value.to(self.dtype).contiguous() for name, value in self._tensors().items()
+        }
         if self.odd_tensors:
             tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
             tensors["model.position_ids"] = torch.arange(8)
@@ -131,9 +148,17 @@ class Case:
         names = sorted(tensors)
         shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
         for file, part in shards.items():
-            changed = 1.25 if self.files != "sharded" else 1.0  # a reader of the shards gets another model
-            save_file({name: _scaled(tensors[name], changed) for name in part}, directory / file, {"format": "pt"})
-        index = {"metadata": {}, "weight_map": {name: file for file, part in shards.items() for name in part}}
+            # A reader of the shards gets another model.
+            changed = 1.25 if self.files != "sharded" else 1.0
+            save_file(
+                {name: _scaled(tensors[name], changed) for name in part},
+                directory / file,
+                {"format": "pt"},
+            )
+        index = {
+            "metadata": {},
+            "weight_map": {name: file for file, part in shards.items() for name in part},
+        }
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         if self.files != "sharded":
             save_file(tensors, directory / "model.safetensors", {"format": "pt"})
@@ -149,9 +174,15 @@ class Case:
             return mean + 0.3 * torch.randn(size, generator=generator)
 
         config = self.config
-        heads, size = config["num_attention_heads"], config.get("head_dim") or HIDDEN // config["num_attention_heads"]
+        heads, size = (
+            config["num_attention_heads"],
+            config.get("head_dim") or HIDDEN // config["num_attention_heads"],
+        )
         kv = config.get("num_key_value_heads") or heads
-        tensors = {"model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN), "model.norm.weight": vector(HIDDEN, 1)}
+        tensors = {
+            "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN),
+            "model.norm.weight": vector(HIDDEN, 1),
+        }
         shapes = {
             "self_attn.q_proj": (heads * size, HIDDEN),
             "self_attn.k_proj": (kv * size, HIDDEN),
@@ -171,7 +202,9 @@ class Case:
             if self.family == "qwen3" or self.odd_tensors:
                 for name in ("q_norm", "k_norm"):
                     tensors[f"model.layers.{layer}.self_attn.{name}.weight"] = vector(size, 1)
-        return tensors | self._head(tensors["model.embed_tokens.weight"], matrix(VOCABULARY, HIDDEN), tensors)
+        return tensors | self._head(
+            tensors["model.embed_tokens.weight"], matrix(VOCABULARY, HIDDEN), tensors
+        )
 
     def _head(self, table: Tensor, other: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         if self.tie == "tied":
@@ -189,18 +222,25 @@ class Case:
 
 
 def _scaled(tensor: Tensor, factor: float) -> Tensor:
-    return tensor if factor == 1 or not tensor.is_floating_point() else (tensor * factor).to(tensor.dtype)
+    return (
+        tensor
+        if factor == 1 or not tensor.is_floating_point()
+        else (tensor * factor).to(tensor.dtype)
+    )
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """``count`` random cases; each has a few of the variations, so that most of them can be exported."""
+    """``count`` random cases; each has a few of the variations, so that most of them can be
+    exported."""
     for number in range(count):
         yield _case(random.Random(f"{seed}-{number}"), number)
 
 
 def _case(rng: random.Random, seed: int) -> Case:
     family, tie = rng.choice(("llama", "mistral", "qwen2", "qwen3")), rng.choice(TIES)
-    heads, kv, size = rng.choice(((4, 4, None), (4, 2, None), (4, 1, None), (2, 2, 16), (4, 2, 12), (4, 2, 8), (1, 1, None)))
+    heads, kv, size = rng.choice(
+        ((4, 4, None), (4, 2, None), (4, 1, None), (2, 2, 16), (4, 2, 12), (4, 2, 8), (1, 1, None))
+    )
     config: dict[str, Any] = {
         "model_type": family,
         "architectures": [FAMILIES[family].architecture],
@@ -227,7 +267,10 @@ def _case(rng: random.Random, seed: int) -> Case:
     flags = rng.sample(list(FLAGS), rng.choice((0, 0, 1, 2, 3)))
     config |= {name: rng.choice(FLAGS[name]) for name in flags}
     files, odd = rng.choice(FILES), rng.random() < 0.2
-    described = f"{seed}: {family} {heads}/{kv}/{size} rope={rope}@{place} tie={tie} {files} odd={odd} {sorted(flags)}"
+    described = (
+        f"{seed}: {family} {heads}/{kv}/{size} rope={rope}@{place} tie={tie} {files} odd={odd} "
+        f"{sorted(flags)}"
+    )
     return Case(family, config, rng.choice(DTYPES), tie, files, odd, seed, described)
 
 
@@ -238,4 +281,6 @@ def _rope(rng: random.Random, name: str, place: str) -> dict[str, Any]:
     if place == "conflict":
         other = ROPES[rng.choice(("linear", "yarn", "llama3"))] | {"rope_theta": 777.0}
         return top | {"rope_parameters": other, "rope_scaling": values}
-    return top | dict.fromkeys(("rope_parameters", "rope_scaling") if place == "both" else (place,), values)
+    return top | dict.fromkeys(
+        ("rope_parameters", "rope_scaling") if place == "both" else (place,), values
+    )

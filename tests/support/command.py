@@ -33,8 +33,8 @@ def succeed(command: Command, *arguments: object, stdin: str | bytes = "") -> Re
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """One line on stderr that has all these words, exit code 2 (and so no traceback), and nothing on stdout but what an export
-    says before its long work."""
+    """One line on stderr that has all these words, exit code 2 (and so no traceback), and nothing
+    on stdout but what an export says before its long work."""
     assert result.exit_code == 2, (result.output, result.exception)
     assert_one_line(result.stderr, *words)
     said = result.stdout.splitlines()
@@ -42,7 +42,8 @@ def assert_refused(result: Result, *words: str) -> None:
 
 
 def notice() -> str:
-    """What commands say on stderr first where the operators are not built. Tests in this process have it in their log."""
+    """What commands say on stderr first where the operators are not built. Tests in this process
+    have it in their log."""
     return f"{operators.missing()}\n" if operators.missing() else ""
 
 
@@ -67,13 +68,16 @@ def export_engine(model: Path, output: Path, *options: object) -> Path:
 
 
 def add_tokenizer(model: Path, template: str | None = TEMPLATE) -> None:
-    """Give a model of 97 tokens a tokenizer: three special tokens and one for each character from blank to right brace."""
+    """Give a model of 97 tokens a tokenizer: three special tokens and one for each character from
+    blank to right brace."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *map(chr, range(32, 126))])}
     tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>"))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(SPECIAL)
     tokenizer.save(str(model / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": template} if template else {})
+    config = {"bos_token": "<s>", "eos_token": "</s>"} | (
+        {"chat_template": template} if template else {}
+    )
     (model / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -89,11 +93,16 @@ def exported_files(directory: Path) -> Sequence[str]:
 
 def contents(directory: Path) -> dict[str, bytes]:
     """Every file below a directory."""
-    return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
 
 
 def slow_but(cases: Sequence[Any], *quick: Any) -> list[Any]:
-    """Parameters of which only ``quick`` run in ``make test``; the others are left to ``make test-slow``."""
+    """Parameters of which only ``quick`` run in ``make test``; the others are left to
+    ``make test-slow``."""
     assert set(quick) <= set(cases)
     marked = []
     for case in cases:

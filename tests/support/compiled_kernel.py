@@ -20,19 +20,49 @@ VARIANTS = {
     "minimums": {"BITS": 4, "MIDDLE": 0, "BLOCK": 16, "zeros": None},
     "zero points": {"BITS": 4, "MIDDLE": 0, "BLOCK": 128, "minimums": None},
 }
-TYPES = {"x": "*bf16", "levels": "*i32", "scales": "*fp32", "zeros": "*u8", "minimums": "*fp32", "y": "*bf16"}
+TYPES = {
+    "x": "*bf16",
+    "levels": "*i32",
+    "scales": "*fp32",
+    "zeros": "*u8",
+    "minimums": "*fp32",
+    "y": "*bf16",
+}
 
 
 def compiled(constants: dict[str, Any], groups: int, capability: int) -> dict[str, Any]:
     """Bytes of shared memory, and the products of tensor cores by their kind."""
-    constants = constants | {"GROUPS": groups, "PANEL": PANEL, "ROWS": kernel.ROWS, "STEPS": 8, "WHOLE": True, "ASM": True}
+    constants = constants | {
+        "GROUPS": groups,
+        "PANEL": PANEL,
+        "ROWS": kernel.ROWS,
+        "STEPS": 8,
+        "WHOLE": True,
+        "ASM": True,
+    }
     constants["STEP"] = WORDS * 32 // constants["BITS"]
-    made = made_of(kernel._multiply, TYPES, constants, ("rows",), capability, num_stages=kernel.STAGES, enable_fp_fusion=False)
-    return {"shared": made.metadata.shared, "products": Counter(re.findall(r"w?g?mma\.\S+", made.asm["ptx"]))}
+    made = made_of(
+        kernel._multiply,
+        TYPES,
+        constants,
+        ("rows",),
+        capability,
+        num_stages=kernel.STAGES,
+        enable_fp_fusion=False,
+    )
+    return {
+        "shared": made.metadata.shared,
+        "products": Counter(re.findall(r"w?g?mma\.\S+", made.asm["ptx"])),
+    }
 
 
 def made_of(
-    function: Any, kinds: dict[str, str], constants: dict[str, Any], odd: tuple[str, ...], capability: int, **options: Any
+    function: Any,
+    kinds: dict[str, str],
+    constants: dict[str, Any],
+    odd: tuple[str, ...],
+    capability: int,
+    **options: Any,
 ) -> Any:
     """A kernel compiled for a GPU; ``odd``: arguments that may be no multiple of 16."""
     names = function.arg_names
@@ -47,9 +77,13 @@ def made_of(
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-NOISE = {"scores": "*fp64", "values": "*fp64", "seed": "i64"} | dict.fromkeys(("positions", "tokens", "columns"), "*i64")
+NOISE = {"scores": "*fp64", "values": "*fp64", "seed": "i64"} | dict.fromkeys(
+    ("positions", "tokens", "columns"), "*i64"
+)
 FUSED = {"scale": "fp32"} | dict.fromkeys(("q", "keys", "values", "logits"), "*bf16")
-FUSED |= dict.fromkeys(("sums", "peaks", "best"), "*fp32") | dict.fromkeys(("write_indices", "below", "tree", "tokens"), "*i64")
+FUSED |= dict.fromkeys(("sums", "peaks", "best"), "*fp32") | dict.fromkeys(
+    ("write_indices", "below", "tree", "tokens"), "*i64"
+)
 SIZES = {"KV_HEADS": 8, "GROUP": 4, "SIZE": 128, "WIDTH": 128, "ROWS": fused.ROWS, "SPLIT": 128}
 WIDEST = SIZES | {"SIZE": fused.WIDEST_HEAD, "WIDTH": fused.WIDEST_HEAD}
 OTHERS: tuple[tuple[Any, dict[str, str], dict[str, Any], tuple[str, ...]], ...] = (
@@ -59,12 +93,19 @@ OTHERS: tuple[tuple[Any, dict[str, str], dict[str, Any], tuple[str, ...]], ...] 
     (fused._attend, FUSED, WIDEST, ("count", "columns", "scale")),
     (fused._attend, FUSED, SIZES | {"below": None, "tree": None}, ("count", "columns", "scale")),
     (fused._best_of_part, FUSED | {"keys": "*i64"}, {"COUNT": 8, "WIDTH": fused.PART}, ("size",)),
-    (fused._join_best, FUSED | {"keys": "*i64"}, {"COUNT": 8, "PARTS": 32, "KEYS": 256}, ("parts",)),
+    (
+        fused._join_best,
+        FUSED | {"keys": "*i64"},
+        {"COUNT": 8, "PARTS": 32, "KEYS": 256},
+        ("parts",),
+    ),
 )
 
 
 if __name__ == "__main__":
     chosen = {"int4": (2, 100), "int8": (1, 90), "minimums": (3, 90), "zero points": (4, 80)}
     found = {name: compiled(VARIANTS[name], *of) for name, of in chosen.items()}
-    others = [int(made_of(*one, gpu, num_stages=2).metadata.shared) for one in OTHERS for gpu in (80, 90)]
+    others = [
+        int(made_of(*one, gpu, num_stages=2).metadata.shared) for one in OTHERS for gpu in (80, 90)
+    ]
     print(json.dumps({"others": others, "products": found}))

@@ -1,4 +1,5 @@
-"""A model whose tokens can write JSON, calls of functions and several lines, and random texts that a constraint allows."""
+"""A model whose tokens can write JSON, calls of functions and several lines, and random texts that
+a constraint allows."""
 
 import json
 import random
@@ -16,18 +17,35 @@ from support.engine_dirs import edit_manifest
 NAMES = st.text("abc", min_size=1, max_size=3)
 LEAVES = st.one_of(
     st.builds(
-        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more}, st.integers(-30, 30), st.integers(0, 40)
+        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
+        st.integers(-30, 30),
+        st.integers(0, 40),
     ),
     st.builds(
-        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more}, st.integers(0, 3), st.integers(0, 3)
+        lambda low, more: {"type": "string", "minLength": low, "maxLength": low + more},
+        st.integers(0, 3),
+        st.integers(0, 3),
     ),
-    st.sampled_from([{"type": "boolean"}, {"type": "null"}, {"const": 'a"b\\'}, {"type": "string", "pattern": "^[ab]{1,3}$"}]),
-    st.lists(st.sampled_from(["x", 1, None, True, 2.5]), min_size=1, max_size=3).map(lambda values: {"enum": values}),
+    st.sampled_from(
+        [
+            {"type": "boolean"},
+            {"type": "null"},
+            {"const": 'a"b\\'},
+            {"type": "string", "pattern": "^[ab]{1,3}$"},
+        ]
+    ),
+    st.lists(st.sampled_from(["x", 1, None, True, 2.5]), min_size=1, max_size=3).map(
+        lambda values: {"enum": values}
+    ),
 )
 SCHEMAS = st.recursive(
     LEAVES,
     lambda inner: st.one_of(
-        st.builds(lambda item, most: {"type": "array", "items": item, "maxItems": most}, inner, st.integers(0, 3)),
+        st.builds(
+            lambda item, most: {"type": "array", "items": item, "maxItems": most},
+            inner,
+            st.integers(0, 3),
+        ),
         st.lists(inner, min_size=1, max_size=2).map(lambda schemas: {"anyOf": schemas}),
         st.builds(
             lambda properties, required: {
@@ -44,18 +62,22 @@ SCHEMAS = st.recursive(
 )
 """Small JSON schemas."""
 TOO_MUCH = "((([ab]{1,9}b?){1,7}a?){1,8}b?[ab]{3,8}){50,60}"
-"""An expression that llguidance accepts, and that takes more than it may after some dozens of letters, whichever they are."""
+"""An expression that llguidance accepts, and that takes more than it may after some dozens of
+letters, whichever they are."""
 
 SHORT_TEMPLATE = (
-    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ call.function.arguments.city }}{% endfor %}"
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages "
+    "%}<{{ m.role }}>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}{{ "
+    "call.function.arguments.city }}{% endfor %}"
     "{% endfor %}<assistant>"
 )
 """Each letter is a token of the test model, so what it is told of tools must be short."""
 
 
 def with_new_lines(engine: Path, directory: Path, template: str | None = None) -> Path:
-    """A copy of the text model's engines with a token for the end of a line, in place of that for a backtick."""
+    """A copy of the text model's engines with a token for the end of a line, in place of that for a
+    backtick."""
     shutil.copytree(engine, directory)
     file = directory / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

@@ -18,12 +18,18 @@ from support.imports import PACKAGE, closure, graph, modules
 
 STARTS = ("runtime.llm", "runtime.batch.service")
 DEVICES = (
-    *(f"runtime.engines.{name}" for name in ("ort_engine", "torch_engine", "trt_engine", "trt_plans")),
+    *(
+        f"runtime.engines.{name}"
+        for name in ("ort_engine", "torch_engine", "trt_engine", "trt_plans")
+    ),
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_noise")),
 )
 """Where the code for devices, and for ONNX Runtime's own operators, begins."""
-CPU = tuple(f"runtime.engines.{name}" for name in ("cpu_build", "cpu_cache", "cpu_engine", "operators"))
-"""The CPU backend's Python in the runtime. Its operators are in C++; ``export/cpu`` builds for them."""
+CPU = tuple(
+    f"runtime.engines.{name}" for name in ("cpu_build", "cpu_cache", "cpu_engine", "operators")
+)
+"""The CPU backend's Python in the runtime. Its operators are in C++; ``export/cpu`` builds for
+them."""
 TESTS = Path(__file__).parent.parent
 BUDGETS = {
     "core": (4204, 42),
@@ -33,7 +39,10 @@ BUDGETS = {
     "tests": (22592, 200),
 }
 """Most statements and files."""
-NOT_CODE = re.compile(r"""//[^\n]* | /\*.*?\*/ | (?<![0-9a-fA-F])'(?:\\.|[^'\\])+' | "(?:\\.|[^"\\])*" """, re.S | re.X)
+NOT_CODE = re.compile(
+    r"""//[^\n]* | /\*.*?\*/ | (?<![0-9a-fA-F])'(?:\\.|[^'\\])+' | "(?:\\.|[^"\\])*" """,
+    re.S | re.X,
+)
 """Comments, characters and strings of C++. A quote after a digit separates digits."""
 
 
@@ -45,10 +54,14 @@ def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
         found = set[str]().union(*(closure(edges, start, without) for start in STARTS))
         return [files[name] for name in found]
 
-    operators = [path for path in (package / "runtime/operators").iterdir() if path.suffix in (".cpp", ".h")]
+    operators = [
+        path for path in (package / "runtime/operators").iterdir() if path.suffix in (".cpp", ".h")
+    ]
     return {
         "core": _size(reached((*DEVICES, *CPU))),
-        "CPU backend": _size([*(files[name] for name in CPU), *operators, *(package / "export/cpu").glob("*.py")]),
+        "CPU backend": _size(
+            [*(files[name] for name in CPU), *operators, *(package / "export/cpu").glob("*.py")]
+        ),
         "core with all devices": _size(reached(())),
         "Python outside tests": _size(files.values()),
         "tests": _size(TESTS.rglob("*.py")),
@@ -61,7 +74,8 @@ def _size(paths: Iterable[Path]) -> tuple[int, int]:
 
 
 def statements(path: Path) -> int:
-    """Statements of a file. C++ counts by its semicolons outside parentheses, Python without docstrings."""
+    """Statements of a file. C++ counts by its semicolons outside parentheses, Python without
+    docstrings."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":
         found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
@@ -84,7 +98,13 @@ def main() -> int:
     for name, (count, files) in found.items():
         most_count, most_files = BUDGETS[name]
         print(f"{name:22} {count:10} {most_count:6} {files:6} {most_files:5}")
-    return int(any(size > most for name in found for size, most in zip(found[name], BUDGETS[name], strict=True)))
+    return int(
+        any(
+            size > most
+            for name in found
+            for size, most in zip(found[name], BUDGETS[name], strict=True)
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,14 @@
-"""Tensors on the devices of ``fake_cuda.py``: torch's operations on them are put into the current stream and done later.
+"""Tensors on the devices of ``fake_cuda.py``: torch's operations on them are put into the current
+stream and done later.
 
-An operation's shape is computed at once and its values when its turn comes, on the CPU, in memory of the device's arena. So a
-tensor that a stream has not computed yet holds garbage. Views are made at once, because they compute nothing.
+An operation's shape is computed at once and its values when its turn comes, on the CPU, in memory
+of the device's arena. So a tensor that a stream has not computed yet holds garbage. Views are made
+at once, because they compute nothing.
 
-Copies follow CUDA. From pinned memory the host's values are read when the copy is done, from other host memory at once. A copy
-to the host that does not block leaves garbage until the host has waited. A copy between devices makes both streams wait, as
-torch's does. What a GPU refuses is an error: operands on two devices, and reading a device's tensor as an array.
+Copies follow CUDA. From pinned memory the host's values are read when the copy is done, from other
+host memory at once. A copy to the host that does not block leaves garbage until the host has
+waited. A copy between devices makes both streams wait, as torch's does. What a GPU refuses is an
+error: operands on two devices, and reading a device's tensor as an array.
 """
 
 from collections.abc import Iterator
@@ -25,7 +28,8 @@ ATEN = torch.ops.aten
 
 
 class DeviceTensor(Tensor):
-    """A tensor on a device. ``memory`` is its memory as a tensor of the CPU, ``block`` keeps the memory."""
+    """A tensor on a device. ``memory`` is its memory as a tensor of the CPU, ``block`` keeps the
+    memory."""
 
     memory: Tensor
     block: Block
@@ -35,7 +39,12 @@ class DeviceTensor(Tensor):
     def __new__(cls, inner: Tensor, index: int, block: Block) -> "DeviceTensor":
         offset = inner.storage_offset() - block.offset // inner.itemsize
         made: DeviceTensor = Tensor._make_wrapper_subclass(
-            cls, inner.size(), strides=inner.stride(), storage_offset=offset, dtype=inner.dtype, device=torch.device("cpu")
+            cls,
+            inner.size(),
+            strides=inner.stride(),
+            storage_offset=offset,
+            dtype=inner.dtype,
+            device=torch.device("cpu"),
         )
         made.memory, made.block, made._index = inner, block, index
         return made
@@ -78,7 +87,9 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"):
             with self:
                 return func.decompose(*args, **kwargs)
-        on = {one._index for one in tree_flatten((args, kwargs))[0] if isinstance(one, DeviceTensor)}
+        on = {
+            one._index for one in tree_flatten((args, kwargs))[0] if isinstance(one, DeviceTensor)
+        }
         wanted = kwargs.get("device")
         if not on and (wanted is None or torch.device(wanted).type == "cpu"):
             return self._on_host(func, args, kwargs)
@@ -88,7 +99,9 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._transfer(*args, **kwargs)
         if wanted is not None:
             on = {torch.device(wanted).index or 0}
-        if len(on) > 1 or (not wanted and any(_is_host(one) for one in tree_flatten((args, kwargs))[0])):
+        if len(on) > 1 or (
+            not wanted and any(_is_host(one) for one in tree_flatten((args, kwargs))[0])
+        ):
             raise RuntimeError(f"{func}: expected all tensors to be on the same device")
         return self._on_device(func, args, kwargs, on.pop())
 
@@ -111,9 +124,13 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if returned is not None:
             views = func(*inner, **options)
-            with torch.inference_mode(args[0].is_inference()):  # torch requires that a view is of its tensor's kind
+            # Torch requires that a view is of its tensor's kind.
+            with torch.inference_mode(args[0].is_inference()):
                 return tree_map(lambda view: DeviceTensor(view, index, args[0].block), views)
-        shapes = func(*tree_map(_meta, inner), **(options | {"device": "meta"} if "device" in options else options))
+        shapes = func(
+            *tree_map(_meta, inner),
+            **(options | {"device": "meta"} if "device" in options else options),
+        )
         result = tree_map(lambda shape: self.empty(shape, index), shapes)
         if "empty" not in func.name():
             outs = [out.memory for out in tree_flatten(result)[0]]
@@ -124,13 +141,23 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """A tensor of another one's shape and type, whose values are garbage."""
         block = self.machine.allocate(index, like.nbytes)
         return DeviceTensor(
-            self.machine.memory.view(block.offset, like.shape, like.contiguous().stride(), like.dtype), index, block
+            self.machine.memory.view(
+                block.offset, like.shape, like.contiguous().stride(), like.dtype
+            ),
+            index,
+            block,
         )
 
-    def _transfer(self, source: Tensor, *, device: Any, non_blocking: bool = False, **options: Any) -> Tensor:
+    def _transfer(
+        self, source: Tensor, *, device: Any, non_blocking: bool = False, **options: Any
+    ) -> Tensor:
         target = torch.device(device)
         like = torch.empty(source.shape, dtype=options.get("dtype") or source.dtype, device="meta")
-        result = torch.empty_like(like, device="cpu") if target.type == "cpu" else self.empty(like, target.index or 0)
+        result = (
+            torch.empty_like(like, device="cpu")
+            if target.type == "cpu"
+            else self.empty(like, target.index or 0)
+        )
         self._copy(result, source, non_blocking)
         return result
 
@@ -140,7 +167,9 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copy_between(target, source)
         elif isinstance(target, DeviceTensor):
             stream, out = machine.own.current[target._index], target.memory
-            host = self._host(stream, source if machine.is_pinned(source) or stream.graph else source.clone())
+            host = self._host(
+                stream, source if machine.is_pinned(source) or stream.graph else source.clone()
+            )
             machine.enqueue(stream, lambda: out.copy_(host))
             self._wait(stream, non_blocking)
         else:
@@ -152,7 +181,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _copy_between(self, target: DeviceTensor, source: DeviceTensor) -> None:
-        """The copy runs in the current stream of the source's device. It waits for the target's, which waits for the copy."""
+        """The copy runs in the current stream of the source's device. It waits for the target's,
+        which waits for the copy."""
         machine, out, values = self.machine, target.memory, source.memory
         ours, theirs = machine.own.current[source._index], machine.own.current[target._index]
         machine.join(ours, theirs)
@@ -170,8 +200,9 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class PinnedTensors(TorchFunctionMode):
     """Answers ``torch.tensor(..., pin_memory=True)``, which asks the driver and not the dispatcher.
 
-    The function stays in its place: at the first ``with torch.device(...)`` torch remembers for the whole process which
-    functions make tensors, and would not know its own ``torch.tensor`` in later tests.
+    The function stays in its place: at the first ``with torch.device(...)`` torch remembers for the
+    whole process which functions make tensors, and would not know its own ``torch.tensor`` in later
+    tests.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -181,7 +212,8 @@ class PinnedTensors(TorchFunctionMode):
         if func is not torch.tensor or not (kwargs or {}).get("pin_memory"):
             return func(*args, **(kwargs or {}))
         if isinstance(args[0], np.ndarray):
-            raise RuntimeError("Can't pin tensor constructed from numpy")  # seen on an H200 with torch 2.11
+            # Seen on an H200 with torch 2.11.
+            raise RuntimeError("Can't pin tensor constructed from numpy")
         return self.machine.pin(func(*args, **{**kwargs, "pin_memory": False}))
 
 
@@ -206,4 +238,8 @@ def _inner(one: Any) -> Any:
 
 
 def _meta(one: Any) -> Any:
-    return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta") if isinstance(one, Tensor) else one
+    return (
+        torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+        if isinstance(one, Tensor)
+        else one
+    )

@@ -15,17 +15,42 @@ from support import tiny_models
 from support.command import add_tokenizer, succeed
 
 LENGTH = 24
-SMALL: tuple[object, ...] = ("--length", LENGTH, "--batch", 4, "--precision", "float32", "--top-k", 16, "--log-every", 1)
-SMALL += ("--eval-every", 100, "--save-every", 5, "--validation-prompts", 16, "--validation-tokens", 24, "--prompt-tokens", 6)
+SMALL: tuple[object, ...] = (
+    "--length",
+    LENGTH,
+    "--batch",
+    4,
+    "--precision",
+    "float32",
+    "--top-k",
+    16,
+    "--log-every",
+    1,
+)
+SMALL += (
+    "--eval-every",
+    100,
+    "--save-every",
+    5,
+    "--validation-prompts",
+    16,
+    "--validation-tokens",
+    24,
+    "--prompt-tokens",
+    6,
+)
 
 
 def build(directory: Path) -> tuple[Path, Path]:
-    """Build a model whose untrained head is mostly wrong, and 256 rows that it generated, half of them greedily."""
+    """Build a model whose untrained head is mostly wrong, and 256 rows that it generated, half of
+    them greedily."""
     model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
     writer, temperatures = TorchWriter(Checkpoint(model).decoder()), [0, 0.7] * 128
-    texts = continue_prompts(writer, Writing(prompts, [LENGTH + 1] * 256, temperatures, np.random.default_rng, (2,)))
+    texts = continue_prompts(
+        writer, Writing(prompts, [LENGTH + 1] * 256, temperatures, np.random.default_rng, (2,))
+    )
     tokens, _ = padded(texts, LENGTH + 1)
     np.save(directory / "own.npy", tokens.numpy().astype(np.uint16))
     return model, directory / "own.npy"
@@ -33,7 +58,9 @@ def build(directory: Path) -> tuple[Path, Path]:
 
 def distill(model: Path, rows: Path, output: Path, *options: object) -> Result:
     """Train a head after the first layer; later options override the small ones."""
-    return succeed(main, "--model", model, "--exit-layer", 1, "--data", rows, "-o", output, *SMALL, *options)
+    return succeed(
+        main, "--model", model, "--exit-layer", 1, "--data", rows, "-o", output, *SMALL, *options
+    )
 
 
 def read_metrics(output: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,8 @@
-"""EAGLE-3 heads with random weights in the layouts in which they are published, and what they compute, from the paper's text.
+"""EAGLE-3 heads with random weights in the layouts in which they are published, and what they
+compute, from the paper's text.
 
-The reference shares no code with the project: it recomputes everything of a text at every step, without caches.
+The reference shares no code with the project: it recomputes everything of a text at every step,
+without caches.
 """
 
 import json
@@ -13,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LAYOUTS = ("safeailab", "specforge", "speculators", "eagle-3.1")
-"""The last one is as Speculators writes it, with a norm for each state; the third one has a norm of all."""
+"""The last one is as Speculators writes it, with a norm for each state; the third one has a norm of
+all."""
 
 
 def write_head(
@@ -25,15 +28,31 @@ def write_head(
     embeddings: Tensor | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a random head for a model with this ``config.json``; ``changes`` are fields of the block's sizes."""
+    """Write a random head for a model with this ``config.json``; ``changes`` are fields of the
+    block's sizes."""
     hidden, vocab = model["hidden_size"], model["vocab_size"]
     speculators = layout in LAYOUTS[2:]
-    sizes: dict[str, Any] = {name: model[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")}
-    sizes |= {"num_key_value_heads": model["num_key_value_heads"], "head_dim": model["head_dim"], "rms_norm_eps": 1e-5}
-    sizes |= {"intermediate_size": 80, "num_hidden_layers": 1, "hidden_act": "silu", "max_position_embeddings": 256}
+    sizes: dict[str, Any] = {
+        name: model[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")
+    }
+    sizes |= {
+        "num_key_value_heads": model["num_key_value_heads"],
+        "head_dim": model["head_dim"],
+        "rms_norm_eps": 1e-5,
+    }
+    sizes |= {
+        "intermediate_size": 80,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "max_position_embeddings": 256,
+    }
     sizes |= {"model_type": "llama", "rope_theta": 5000.0, "attention_bias": False} | changes
     columns = draft_vocab or vocab
-    heads, kv, size = sizes["num_attention_heads"] * sizes["head_dim"], sizes["num_key_value_heads"] * sizes["head_dim"], 80
+    heads, kv, size = (
+        sizes["num_attention_heads"] * sizes["head_dim"],
+        sizes["num_key_value_heads"] * sizes["head_dim"],
+        80,
+    )
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, inputs: int) -> Tensor:
@@ -55,9 +74,15 @@ def write_head(
         f"{block}mlp.gate_proj.weight": matrix(size, hidden),
         f"{block}mlp.up_proj.weight": matrix(size, hidden),
         f"{block}mlp.down_proj.weight": matrix(hidden, size),
-        **{f"{block}{name}.weight": norm() for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        **{
+            f"{block}{name}.weight": norm()
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        },
     }
-    norms = {"speculators": ["input_norm"], "eagle-3.1": ["fc_norm.0", "fc_norm.1", "fc_norm.2"]}.get(layout, [])
+    norms = {
+        "speculators": ["input_norm"],
+        "eagle-3.1": ["fc_norm.0", "fc_norm.1", "fc_norm.2"],
+    }.get(layout, [])
     tensors |= {f"{name}.weight": norm(3 // len(norms)) for name in norms}
     chosen = np.sort(np.random.default_rng(seed).choice(vocab, columns, replace=False))
     if draft_vocab:
@@ -67,36 +92,70 @@ def write_head(
         tensors["embed_tokens.weight"] = embeddings
     config: dict[str, Any] = {"draft_vocab_size": columns}
     if speculators:
-        config |= {"architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3", "transformer_layer_config": sizes}
-        config |= {"norm_before_residual": layout == "speculators", "eagle_aux_hidden_state_layer_ids": [1, 2, 4]}
-        config |= {"norm_before_fc": layout == "speculators", "fc_norm": layout == "eagle-3.1", "norm_output": True}
+        config |= {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "transformer_layer_config": sizes,
+        }
+        config |= {
+            "norm_before_residual": layout == "speculators",
+            "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+        }
+        config |= {
+            "norm_before_fc": layout == "speculators",
+            "fc_norm": layout == "eagle-3.1",
+            "norm_output": True,
+        }
     elif layout == "specforge":
         config |= {"architectures": ["LlamaForCausalLMEagle3"], **sizes}
-        config |= {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 3], "use_aux_hidden_state": True}}
+        config |= {
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [0, 1, 3],
+                "use_aux_hidden_state": True,
+            }
+        }
     else:
         config |= {"architectures": ["LlamaForCausalLM"], **sizes}
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
-    save_file({name: value.contiguous() for name, value in tensors.items()}, directory / "model.safetensors")
+    save_file(
+        {name: value.contiguous() for name, value in tensors.items()},
+        directory / "model.safetensors",
+    )
     return directory
 
 
 class Reference:
     """What a head predicts, by the paper and its appendix, in float32."""
 
-    def __init__(self, tensors: dict[str, Tensor], config: dict[str, Any], embeddings: Tensor, layers: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        config: dict[str, Any],
+        embeddings: Tensor,
+        layers: tuple[int, ...],
+    ) -> None:
         """``layers``: the layers of the model whose states it reads, counted from 1."""
-        self.weights = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
-        self.sizes, self.embeddings, self.layers = config.get("transformer_layer_config", config), embeddings, layers
+        self.weights = {
+            name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()
+        }
+        self.sizes, self.embeddings, self.layers = (
+            config.get("transformer_layer_config", config),
+            embeddings,
+            layers,
+        )
         self.normed_residual = bool(config.get("norm_before_residual"))
-        self.fuse_norms = sorted(name[:-7] for name in tensors if name.startswith(("input_norm", "fc_norm")))
+        self.fuse_norms = sorted(
+            name[:-7] for name in tensors if name.startswith(("input_norm", "fc_norm"))
+        )
         self.normed_output = bool(config.get("norm_output"))
 
     def drafted(self, states: list[Tensor], tokens: list[int], known: int) -> Tensor:
-        """Logits [Vd] behind the last of the tokens, of which the model's states are known for the first ``known`` ones.
+        """Logits [Vd] behind the last of the tokens, of which the model's states are known for the
+        first ``known`` ones.
 
-        Token i + 1 goes with the feature of token i: the fused states of the model, or behind those the head's own output. So
-        the head's sequence begins with the second token.
+        Token i + 1 goes with the feature of token i: the fused states of the model, or behind those
+        the head's own output. So the head's sequence begins with the second token.
 
         Args:
             states: Hidden states behind each layer, [tokens, hidden]; 0: the embeddings.
@@ -113,18 +172,28 @@ class Reference:
             if len(features) == len(tokens) - 1:
                 logits: Tensor = self._norm(output[-1], "norm") @ self.weights["lm_head.weight"].T
                 return logits
-            features = torch.cat([features, self._norm(output[-1:], "norm") if self.normed_output else output[-1:]])
+            features = torch.cat(
+                [features, self._norm(output[-1:], "norm") if self.normed_output else output[-1:]]
+            )
 
     def _block(self, tokens: Tensor, features: Tensor) -> Tensor:
         sizes, count = self.sizes, len(tokens)
-        heads, kv, width = sizes["num_attention_heads"], sizes["num_key_value_heads"], sizes["head_dim"]
+        heads, kv, width = (
+            sizes["num_attention_heads"],
+            sizes["num_key_value_heads"],
+            sizes["head_dim"],
+        )
         embedded, normed = (
             self._norm(self.embeddings[tokens], "midlayer.input_layernorm"),
             self._norm(features, "midlayer.hidden_norm"),
         )
         read = torch.cat([embedded, normed], -1)
-        q, k, v = (read @ self.weights[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv")
-        angles = torch.arange(count)[:, None] / sizes["rope_theta"] ** (torch.arange(0, width, 2) / width)
+        q, k, v = (
+            read @ self.weights[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv"
+        )
+        angles = torch.arange(count)[:, None] / sizes["rope_theta"] ** (
+            torch.arange(0, width, 2) / width
+        )
 
         def turned(x: Tensor, number: int) -> Tensor:
             first, second = x.view(count, number, width).chunk(2, -1)
@@ -138,10 +207,14 @@ class Reference:
             scores = q[:, head] @ k[:, own].T / width**0.5
             scores = scores.masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
             attended.append(scores.softmax(-1) @ v[:, own])
-        x = (normed if self.normed_residual else features) + torch.cat(attended, -1) @ self._matrix("self_attn.o_proj")
+        x = (normed if self.normed_residual else features) + torch.cat(attended, -1) @ self._matrix(
+            "self_attn.o_proj"
+        )
         y = self._norm(x, "midlayer.post_attention_layernorm")
         gate = y @ self._matrix("mlp.gate_proj")
-        found: Tensor = x + (torch.sigmoid(gate) * gate * (y @ self._matrix("mlp.up_proj"))) @ self._matrix("mlp.down_proj")
+        found: Tensor = x + (
+            torch.sigmoid(gate) * gate * (y @ self._matrix("mlp.up_proj"))
+        ) @ self._matrix("mlp.down_proj")
         return found
 
     def _matrix(self, name: str) -> Tensor:
@@ -149,14 +222,18 @@ class Reference:
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         found: Tensor = (
-            x / (x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).sqrt() * self.weights[f"{name}.weight"]
+            x
+            / (x.pow(2).mean(-1, keepdim=True) + self.sizes["rms_norm_eps"]).sqrt()
+            * self.weights[f"{name}.weight"]
         )
         return found
 
 
-def train(directory: Path, model: Any, layers: tuple[int, ...], steps: int, length: int = 20) -> None:
-    """Train a head in place on the model's own greedy texts: cross-entropy on its most likely tokens, from its states, and once
-    more from the head's own outputs (training-time test).
+def train(
+    directory: Path, model: Any, layers: tuple[int, ...], steps: int, length: int = 20
+) -> None:
+    """Train a head in place on the model's own greedy texts: cross-entropy on its most likely
+    tokens, from its states, and once more from the head's own outputs (training-time test).
 
     Args:
         directory: The head's.
@@ -167,26 +244,37 @@ def train(directory: Path, model: Any, layers: tuple[int, ...], steps: int, leng
     """
     file = directory / "model.safetensors"
     tensors, config = load_file(file), json.loads((directory / "config.json").read_text())
-    trained = {name: value.requires_grad_() for name, value in tensors.items() if value.is_floating_point()}
+    trained = {
+        name: value.requires_grad_() for name, value in tensors.items() if value.is_floating_point()
+    }
     made = Reference(tensors, config, model.model.embed_tokens.weight.detach(), layers)
     adam, random = torch.optim.Adam(list(trained.values()), 4e-3), torch.Generator().manual_seed(0)
     columns = torch.arange(len(tensors["lm_head.weight"])) + tensors.get("d2t", 0)
-    column_of = torch.full((config.get("vocab_size") or config["transformer_layer_config"]["vocab_size"],), -100)
+    column_of = torch.full(
+        (config.get("vocab_size") or config["transformer_layer_config"]["vocab_size"],), -100
+    )
     column_of[columns] = torch.arange(len(columns))
     texts = torch.randint(3, len(column_of), (4 * steps, 3), generator=random)
     with torch.no_grad():
-        texts = model.generate(texts, max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0)
+        texts = model.generate(
+            texts, max_length=length, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
     for step in range(steps):
         with torch.no_grad():
             found = model(texts[4 * step : 4 * step + 4], output_hidden_states=True)
-        fused = torch.cat([found.hidden_states[layer] for layer in layers], -1) @ tensors["fc.weight"].T
+        fused = (
+            torch.cat([found.hidden_states[layer] for layer in layers], -1) @ tensors["fc.weight"].T
+        )
         wanted, loss = column_of[found.logits.argmax(-1)], torch.zeros(())
         for text, features, targets in zip(texts[4 * step :], fused, wanted, strict=False):
             first = made._block(text[1:], features[:-1])
             second = made._block(text[1:], torch.cat([features[:1], first[:-1]]))
             for output in (first, second):
                 logits = made._norm(output, "norm") @ tensors["lm_head.weight"].T
-                loss = loss + torch.nn.functional.cross_entropy(logits, targets[1:], ignore_index=-100) / 8
+                loss = (
+                    loss
+                    + torch.nn.functional.cross_entropy(logits, targets[1:], ignore_index=-100) / 8
+                )
         adam.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         adam.step()

@@ -25,7 +25,9 @@ Damage = Callable[[Path], object]
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 
 
-def trained_head(model: Path, directory: Path, blocks: int, own_lm_head: bool, layer: int = 1) -> Path:
+def trained_head(
+    model: Path, directory: Path, blocks: int, own_lm_head: bool, layer: int = 1
+) -> Path:
     """Write a random exit head for the model, marked as trained."""
     checkpoint = Checkpoint(model)
     config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
@@ -41,38 +43,57 @@ def graph_of(directory: Path, name: str) -> ModelProto:
 
 
 def tensor_locations(model: ModelProto) -> dict[str, tuple[int, int]]:
-    """(offset, length) of every tensor in ``weights.bin``, and of the draft vocabulary in its file."""
-    external = [tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL]
+    """(offset, length) of every tensor in ``weights.bin``, and of the draft vocabulary in its
+    file."""
+    external = [
+        tensor for tensor in model.graph.initializer if tensor.data_location == TensorProto.EXTERNAL
+    ]
     found = {}
     for tensor in external:
         entries = {entry.key: entry.value for entry in tensor.external_data}
-        assert entries["location"] == (DRAFT_VOCAB_FILE if tensor.name == "exit_head.draft_vocab" else WEIGHTS_FILE)
+        assert entries["location"] == (
+            DRAFT_VOCAB_FILE if tensor.name == "exit_head.draft_vocab" else WEIGHTS_FILE
+        )
         found[tensor.name] = (int(entries["offset"]), int(entries["length"]))
     return found
 
 
 def assert_weights_match_manifest(directory: Path) -> None:
-    """The manifest's bytes of weights, in all and shared by draft and verify, are the bytes that the graphs refer to."""
+    """The manifest's bytes of weights, in all and shared by draft and verify, are the bytes that
+    the graphs refer to."""
     manifest = load_manifest(directory)
     stored = [tensor_locations(graph_of(directory, graph.file)) for graph in manifest.graphs]
     for graph, weights in zip(manifest.graphs, stored, strict=True):
         assert weight_bytes(manifest, graph) == sum(length for _, length in weights.values())
         tensors = [weight.tensors for weight in weights_of(manifest, graph).values()]
-        assert {name: size for group in tensors for name, size in group.items()} == {n: s for n, (_, s) in weights.items()}
+        assert {name: size for group in tensors for name, size in group.items()} == {
+            n: s for n, (_, s) in weights.items()
+        }
     first, *others = estimate_memory(manifest, 1)
-    assert first.shared_weights == sum(stored[0][name][1] for name in stored[0].keys() & stored[1].keys())
+    assert first.shared_weights == sum(
+        stored[0][name][1] for name in stored[0].keys() & stored[1].keys()
+    )
     assert first.shared_weights < first.draft_weights
     assert not any(device.draft_weights or device.shared_weights for device in others)
 
 
-def logits_of(directory: Path, backend: str, activations: str | None = None) -> list[NDArray[np.float32]]:
+def logits_of(
+    directory: Path, backend: str, activations: str | None = None
+) -> list[NDArray[np.float32]]:
     """The logits of a prompt, of a verify pass over one token, and of a draft step."""
-    engines = open_engines(directory, load_manifest(directory), EngineOptions(backend, 1, draft=True, activations=activations))
+    engines = open_engines(
+        directory,
+        load_manifest(directory),
+        EngineOptions(backend, 1, draft=True, activations=activations),
+    )
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_caches()[0]
     verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)
     calls = ((verify, PROMPT, 0), (verify, [7], len(PROMPT)), (draft, [9], len(PROMPT) + 1))
-    return [binding.forward(tokens, range(w, w + len(tokens)), w).logits.copy() for binding, tokens, w in calls]
+    return [
+        binding.forward(tokens, range(w, w + len(tokens)), w).logits.copy()
+        for binding, tokens, w in calls
+    ]
 
 
 def edit_manifest(directory: Path, path: str, value: Any) -> None:

@@ -1,7 +1,9 @@
-"""Environments for what cannot be installed beside this project: ``python tests/support/environments.py NAME`` makes one.
+"""Environments for what cannot be installed beside this project:
+``python tests/support/environments.py NAME`` makes one.
 
-Each is a virtual environment ``build/environments/NAME`` with the packages of ``tests/environments/NAME.txt``. It runs the
-code of this checkout, by a ``.pth`` file: Triton's stub does not read ``PYTHONPATH``.
+Each is a virtual environment ``build/environments/NAME`` with the packages of
+``tests/environments/NAME.txt``. It runs the code of this checkout, by a ``.pth`` file: Triton's
+stub does not read ``PYTHONPATH``.
 """
 
 import os
@@ -20,7 +22,8 @@ class Unavailable(Exception):
 
 
 def make(name: str) -> Path:
-    """The Python of an environment, which is made if need be, and again if its list of packages has changed.
+    """The Python of an environment, which is made if need be, and again if its list of packages has
+    changed.
 
     Raises:
         Unavailable: Its packages cannot be installed.
@@ -34,7 +37,17 @@ def make(name: str) -> Path:
             return python
         shutil.rmtree(directory, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", directory], check=True)
-        install = [str(python), "-m", "pip", "install", "--quiet", "--only-binary", ":all:", "-r", str(packages)]
+        install = [
+            str(python),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--only-binary",
+            ":all:",
+            "-r",
+            str(packages),
+        ]
         _install(install, packages)
         (site_packages(python) / "eesd.pth").write_text(f"{ROOT / 'src'}\n")
         shutil.copy(packages, done)
@@ -42,7 +55,8 @@ def make(name: str) -> Path:
 
 
 def make_npm(name: str) -> Path:
-    """The directory with the packages of npm that ``tests/environments/NAME/package-lock.json`` lists, and no others.
+    """The directory with the packages of npm that ``tests/environments/NAME/package-lock.json``
+    lists, and no others.
 
     Raises:
         Unavailable: They cannot be installed.
@@ -51,7 +65,10 @@ def make_npm(name: str) -> Path:
     directory = ROOT / "build" / "environments" / f"{name}-npm"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{directory}.lock"):
-        done, wanted = directory / "node_modules" / ".done", (lists / "package-lock.json").read_text()
+        done, wanted = (
+            directory / "node_modules" / ".done",
+            (lists / "package-lock.json").read_text(),
+        )
         if done.exists() and done.read_text() == wanted:
             return directory
         shutil.copytree(lists, directory, dirs_exist_ok=True)
@@ -62,11 +79,14 @@ def make_npm(name: str) -> Path:
 
 
 def _install(command: list[str], listed: Path, directory: Path | None = None) -> None:
-    """Run a command, in a directory, that installs the ``listed`` packages. Raises :class:`Unavailable` if it fails."""
+    """Run a command, in a directory, that installs the ``listed`` packages. Raises
+    :class:`Unavailable` if it fails."""
     result = subprocess.run(command, capture_output=True, text=True, cwd=directory)
     if result.returncode:
         reason = result.stderr.strip().splitlines()[-1:] or [f"{Path(command[0]).name} failed"]
-        raise Unavailable(f"the packages of {listed.relative_to(ROOT)} cannot be installed: {reason[0]}")
+        raise Unavailable(
+            f"the packages of {listed.relative_to(ROOT)} cannot be installed: {reason[0]}"
+        )
 
 
 def site_packages(python: Path) -> Path:
@@ -75,9 +95,17 @@ def site_packages(python: Path) -> Path:
 
 
 def variables(python: Path, **more: str) -> dict[str, str]:
-    """Environment variables with which a process, and Python inside it, uses an environment and nothing of this one."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    return kept | {"PATH": os.pathsep.join([str(python.parent), kept.get("PATH", os.defpath)]), **more}
+    """Environment variables with which a process, and Python inside it, uses an environment and
+    nothing of this one."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+    return kept | {
+        "PATH": os.pathsep.join([str(python.parent), kept.get("PATH", os.defpath)]),
+        **more,
+    }
 
 
 if __name__ == "__main__":

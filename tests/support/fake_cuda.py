@@ -1,19 +1,24 @@
-"""A machine with GPUs that exists only in tests: streams that run late, CUDA graphs, and memory that is reused.
+"""A machine with GPUs that exists only in tests: streams that run late, CUDA graphs, and memory
+that is reused.
 
-What the runtime asks of ``torch.cuda`` is answered here, so the code that is tested is the code that runs on a GPU.
+What the runtime asks of ``torch.cuda`` is answered here, so the code that is tested is the code
+that runs on a GPU.
 
-* A stream is a queue. Its work is done some time later, in its order, in between the work of other streams, as a seed decides.
+* A stream is a queue. Its work is done some time later, in its order, in between the work of other
+  streams, as a seed decides.
 * A host that reads results before it has waited for them reads garbage.
 * A CUDA graph repeats what was captured, at the addresses of then.
-* Device memory begins as garbage. What is freed is overwritten in the order of its stream, because from then on torch's
-  allocator may hand it out again.
+* Device memory begins as garbage. What is freed is overwritten in the order of its stream, because
+  from then on torch's allocator may hand it out again.
 
-Tensors on the devices are in ``device_tensors.py``. Calls are written to a log, which ``call_rules.py`` judges.
+Tensors on the devices are in ``device_tensors.py``. Calls are written to a log, which
+``call_rules.py`` judges.
 
-Threads take turns (``turns.py``): each has its own current device and streams, and a capture of its own.
+Threads take turns (``turns.py``): each has its own current device and streams, and a capture of its
+own.
 
-Not covered: captures that several streams join, the order of kernels within one pass of an engine, and that CUDA's default
-stream waits for some others: here it is a stream like all others.
+Not covered: captures that several streams join, the order of kernels within one pass of an engine,
+and that CUDA's default stream waits for some others: here it is a stream like all others.
 """
 
 import gc
@@ -68,7 +73,8 @@ class Call(NamedTuple):
 
 @dataclass
 class Event:
-    """Marks a place in a stream. The work before the last mark is done when ``reached`` equals ``recorded``."""
+    """Marks a place in a stream. The work before the last mark is done when ``reached`` equals
+    ``recorded``."""
 
     recorded: int = 0
     reached: int = 0
@@ -108,7 +114,8 @@ class Stream:
 
 @dataclass(eq=False)
 class Graph:
-    """A ``torch.cuda.CUDAGraph``: the captured work, with the host memory that each piece writes."""
+    """A ``torch.cuda.CUDAGraph``: the captured work, with the host memory that each piece
+    writes."""
 
     machine: "Machine"
     number: int
@@ -119,14 +126,17 @@ class Graph:
         machine, stream = self.machine, self.machine.own.current[self.machine.own.device]
         machine.write("replay", stream.cuda_stream, self.number)
         if stream.graph is not None or machine.own.device != self.device:
-            raise RuntimeError("a CUDA graph is replayed while another is captured, or on another device")
+            raise RuntimeError(
+                "a CUDA graph is replayed while another is captured, or on another device"
+            )
         for _, host in self.body:
             spoil(host)
         machine.enqueue(stream, lambda: [work() for work, _ in self.body])
 
 
 class Block:
-    """Memory of a device. It is free as soon as nothing refers to the block, whatever still waits in queues."""
+    """Memory of a device. It is free as soon as nothing refers to the block, whatever still waits
+    in queues."""
 
     def __init__(self, machine: "Machine", offset: int, size: int, owner: Any) -> None:
         self.machine, self.offset, self.size, self.owner = machine, offset, size, owner
@@ -136,7 +146,8 @@ class Block:
 
 
 class Arena:
-    """Addresses that are never given back to the system, so that a mistake reads garbage and does not end the process."""
+    """Addresses that are never given back to the system, so that a mistake reads garbage and does
+    not end the process."""
 
     def __init__(self, size: int) -> None:
         self.bytes = torch.full((size,), GARBAGE, dtype=torch.uint8)
@@ -165,7 +176,8 @@ class Arena:
 
 
 class _Thread(threading.local):
-    """What each thread has for itself: its device, the stream of each device, and what it captures."""
+    """What each thread has for itself: its device, the stream of each device, and what it
+    captures."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self.device, self.current = 0, [*streams]
@@ -180,7 +192,8 @@ class Machine:
         captures: Captures of all threads that have begun and not ended.
         turns: Lets another thread go on at every call; None: there is one thread.
         log: All calls, in their order.
-        eagerness: Chance that a call of the host finds a queue a step further; 0: work is done when the host waits for it.
+        eagerness: Chance that a call of the host finds a queue a step further; 0: work is done when
+            the host waits for it.
         loyalty: Chance that a stream which the host waits for goes on before others, if it can.
         breaking: Pieces of work in captures after which one fails; None: none does.
     """
@@ -209,7 +222,17 @@ class Machine:
     def write(self, name: str, stream: int | None = None, subject: int = 0, of: int = -1) -> None:
         if self.turns is not None:
             self.turns.pass_on()
-        self.log.append(Call(name, self.own.device, stream, self.own.capturing is not None, gc.isenabled(), subject, of))
+        self.log.append(
+            Call(
+                name,
+                self.own.device,
+                stream,
+                self.own.capturing is not None,
+                gc.isenabled(),
+                subject,
+                of,
+            )
+        )
 
     def number(self) -> int:
         """A number for something that the log names."""
@@ -233,15 +256,24 @@ class Machine:
         finally:
             self.own.device, self.own.current[stream.device_index] = before
 
-    def enqueue(self, stream: Stream, work: Work, ready: Callable[[], bool] | None = None, host: Tensor | None = None) -> None:
-        """Append work to a stream, or to what it captures. ``host`` is the host memory that the work writes."""
+    def enqueue(
+        self,
+        stream: Stream,
+        work: Work,
+        ready: Callable[[], bool] | None = None,
+        host: Tensor | None = None,
+    ) -> None:
+        """Append work to a stream, or to what it captures. ``host`` is the host memory that the
+        work writes."""
         if stream.graph is not None:
             if ready is not None:
                 raise RuntimeError("a capture cannot wait for work outside of it")
             if self.breaking is not None:
                 self.breaking -= 1
                 if self.breaking < 0:
-                    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+                    raise RuntimeError(
+                        "CUDA error: operation not permitted when stream is capturing"
+                    )
             stream.graph.body.append((work, host))
             return
         spoil(host)
@@ -250,7 +282,8 @@ class Machine:
             pass
 
     def step(self, streams: Sequence[Stream] | None = None) -> bool:
-        """Do the next piece of work of one of the streams, or of any. Returns whether there was some."""
+        """Do the next piece of work of one of the streams, or of any. Returns whether there was
+        some."""
         streams = [*self.streams.values()] if streams is None else streams
         found = [stream for stream in streams if stream.queue and stream.queue[0].ready()]
         if not found:
@@ -275,8 +308,11 @@ class Machine:
     # CUDA graphs
 
     @contextmanager
-    def capture(self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str = "global") -> Iterator[None]:
-        """As ``torch.cuda.graph``: work that fails ends the capture, and its pool is lost for others."""
+    def capture(
+        self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str = "global"
+    ) -> Iterator[None]:
+        """As ``torch.cuda.graph``: work that fails ends the capture, and its pool is lost for
+        others."""
         assert capture_error_mode == "thread_local"
         if self.captures:  # torch waits for the whole GPU before it captures
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
@@ -285,7 +321,11 @@ class Machine:
         for other in self.streams.values():
             self.finish(other)
         with self.activate(stream):
-            self.own.capturing, stream.graph, graph.device = (stream, pool), graph, stream.device_index
+            self.own.capturing, stream.graph, graph.device = (
+                (stream, pool),
+                graph,
+                stream.device_index,
+            )
             self.captures += 1
             self.write("capture", stream.cuda_stream, graph.number)
             try:
@@ -293,7 +333,9 @@ class Machine:
             except RuntimeError as error:
                 self.breaking = None
                 self._stuck.add(id(pool))
-                raise RuntimeError("CUDA error: operation failed due to a previous error during capture") from error
+                raise RuntimeError(
+                    "CUDA error: operation failed due to a previous error during capture"
+                ) from error
             finally:
                 self.own.capturing, stream.graph = None, None
                 self.captures -= 1
@@ -301,7 +343,8 @@ class Machine:
     # Memory
 
     def allocate(self, device: int, size: int) -> Block:
-        """Memory of a device, from what its current stream or the pool of the capture has given back."""
+        """Memory of a device, from what its current stream or the pool of the capture has given
+        back."""
         owner: Any = self.own.current[device]
         if self.own.capturing is not None and self.own.capturing[0] is owner:
             owner = self.own.capturing[1]
@@ -311,7 +354,8 @@ class Machine:
 
     def release(self, block: Block) -> None:
         self.memory.give(block.offset, block.size, block.owner)
-        if isinstance(block.owner, Stream):  # never captured: what the next owner writes is no part of a graph
+        # Never captured: what the next owner writes is no part of a graph.
+        if isinstance(block.owner, Stream):
             address, size = self.memory.bytes.data_ptr() + block.offset, block.size
             block.owner.queue.append(Item(lambda: memset(address, GARBAGE, size)))
 
@@ -356,7 +400,8 @@ def installed() -> Machine | None:
 
 @contextmanager
 def install(machine: Machine) -> Iterator[Machine]:
-    """Give the process a machine: ``torch.cuda`` answers for it, and tensors can be on its devices."""
+    """Give the process a machine: ``torch.cuda`` answers for it, and tensors can be on its
+    devices."""
     from support.device_tensors import on_devices
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,9 +1,11 @@
-"""A fake of TensorRT's Python API for machines without a GPU. Its plans name ONNX graphs, which ONNX Runtime runs.
+"""A fake of TensorRT's Python API for machines without a GPU. Its plans name ONNX graphs, which
+ONNX Runtime runs.
 
-Names and calls are those of a real version (``trt_api.py``); anything else is refused. Tensors are at addresses in host memory.
-Mistakes that the real API may ignore are errors here: shapes outside the profile, addresses that are not set, a cache whose
-output address differs from its input address, too little scratch memory, and new shapes for a context that has run. A call
-overwrites its scratch memory and its results before it computes anything.
+Names and calls are those of a real version (``trt_api.py``); anything else is refused. Tensors are
+at addresses in host memory. Mistakes that the real API may ignore are errors here: shapes outside
+the profile, addresses that are not set, a cache whose output address differs from its input
+address, too little scratch memory, and new shapes for a context that has run. A call overwrites its
+scratch memory and its results before it computes anything.
 """
 
 import json
@@ -39,21 +41,35 @@ SCRATCH = {"draft.onnx": 300, "verify.onnx": 4096}
 
 
 def write_plans(
-    directory: Path, flavour: str = "tensorrt", chunk: int = 16, capabilities: tuple[str, ...] = (), batch: int = 1,
+    directory: Path,
+    flavour: str = "tensorrt",
+    chunk: int = 16,
+    capabilities: tuple[str, ...] = (),
+    batch: int = 1,
     stripped: bool = False,
-) -> Manifest:  # fmt: skip
-    """Write a fake plan for each graph of a directory, and record the plans in its manifest, which is returned.
+) -> Manifest:
+    """Write a fake plan for each graph of a directory, and record the plans in its manifest, which
+    is returned.
 
-    A call takes at most ``chunk`` tokens of the prompt, or decodes ``batch`` sequences. The plans are for GPUs of these compute
-    ``capabilities``; empty: any. With ``stripped`` they have no weights, and their graphs beside them.
+    A call takes at most ``chunk`` tokens of the prompt, or decodes ``batch`` sequences. The plans
+    are for GPUs of these compute ``capabilities``; empty: any. With ``stripped`` they have no
+    weights, and their graphs beside them.
     """
     manifest, plans = load_manifest(directory), {}
     for graph in manifest.graphs:
         decoding = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
         profiles = ((1, 1, 1),) if graph == manifest.draft else decoding
         path = directory / Path(graph.file).with_suffix(".plan").name
-        plan: dict[str, Any] = {"path": str(_as_built(directory, manifest, graph)), "profiles": profiles, "name": graph.file}
-        plan |= {"slots": manifest.gpu_slots, "least": attended_slots(manifest, graph)[0], "batch": batch}
+        plan: dict[str, Any] = {
+            "path": str(_as_built(directory, manifest, graph)),
+            "profiles": profiles,
+            "name": graph.file,
+        }
+        plan |= {
+            "slots": manifest.gpu_slots,
+            "least": attended_slots(manifest, graph)[0],
+            "batch": batch,
+        }
         if stripped:
             plan["stripped"] = True
             graph_read(path).write_bytes(plan_graph(directory, manifest, graph, batch, True))
@@ -61,7 +77,18 @@ def write_plans(
         size, fused = path.stat().st_size, len(graph.caches)
         refit = refit_digest(graph_read(path), manifest) if stripped else ""
         plans[graph.file] = PlanInfo(
-            path.name, size, sha256_of(path), flavour, VERSION, capabilities, "", batch, profiles, fused, 2 * fused, refit
+            path.name,
+            size,
+            sha256_of(path),
+            flavour,
+            VERSION,
+            capabilities,
+            "",
+            batch,
+            profiles,
+            fused,
+            2 * fused,
+            refit,
         )
     manifest = replace(manifest, plans=plans)
     (directory / MANIFEST_FILE).write_text(manifest.to_json())
@@ -69,7 +96,8 @@ def write_plans(
 
 
 def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
-    """The graph that a plan computes: attention may read the first slots only. It lies beside the weights."""
+    """The graph that a plan computes: attention may read the first slots only. It lies beside the
+    weights."""
     if len(attended_slots(manifest, graph)) == 1:
         return directory / graph.file
     model = onnx.load(directory / graph.file, load_external_data=False)
@@ -81,8 +109,9 @@ def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
 
 
 class Fake:
-    """An object of a class of the real API. It has the public names that the class has in its version, and takes the calls that
-    pybind11 would take. What tests look at has names with an underscore.
+    """An object of a class of the real API. It has the public names that the class has in its
+    version, and takes the calls that pybind11 would take. What tests look at has names with an
+    underscore.
 
     Attributes:
         _trt: The module that the object is of.
@@ -109,7 +138,9 @@ class Fake:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_") and not self._api.is_settable(self._class(), name):
-            raise AttributeError(f"{self._class()} of {self._api.version} has no {name} that can be set")
+            raise AttributeError(
+                f"{self._class()} of {self._api.version} has no {name} that can be set"
+            )
         object.__setattr__(self, name, value)
 
     def _call(self, name: str, method: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -143,15 +174,28 @@ class Runtime(Fake):
 
 
 class ICudaEngine(Fake):
-    """``_contexts`` lists the execution contexts that were made of it, ``_copied`` the caches that the builder failed to update
-    in place."""
+    """``_contexts`` lists the execution contexts that were made of it, ``_copied`` the caches that
+    the builder failed to update in place."""
 
     def __init__(
-        self, path: str, profiles: list[list[int]], name: str, slots: int, least: int, batch: int = 1, stripped: bool = False
+        self,
+        path: str,
+        profiles: list[list[int]],
+        name: str,
+        slots: int,
+        least: int,
+        batch: int = 1,
+        stripped: bool = False,
     ) -> None:
         self._read(path)
         self._refittable, self._has_weights = stripped, not stripped
-        self._profiles, self._graph, self._slots, self._least, self._batch = profiles, name, slots, least, batch
+        self._profiles, self._graph, self._slots, self._least, self._batch = (
+            profiles,
+            name,
+            slots,
+            least,
+            batch,
+        )
         self._inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
         self._outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
         self._names: list[str] = [*self._inputs, *self._outputs]
@@ -178,7 +222,9 @@ class ICudaEngine(Fake):
 
     def get_aliased_input_tensor(self, name: str) -> str | None:
         cache = name.removesuffix("_out")
-        return cache if cache != name and cache in self._inputs and cache not in self._copied else None
+        return (
+            cache if cache != name and cache in self._inputs and cache not in self._copied else None
+        )
 
     def get_tensor_name(self, index: int) -> str:
         return self._names[index]
@@ -186,7 +232,9 @@ class ICudaEngine(Fake):
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         fixed = {"S": self._slots}
         tensor = (self._inputs | self._outputs)[name]
-        return tuple(size if isinstance(size, int) else fixed.get(size, -1) for size in tensor.shape)
+        return tuple(
+            size if isinstance(size, int) else fixed.get(size, -1) for size in tensor.shape
+        )
 
     def get_tensor_profile_shape(self, name: str, profile_index: int) -> list[tuple[int, int]]:
         assert name == "position_ids"
@@ -195,7 +243,9 @@ class ICudaEngine(Fake):
 
     def create_execution_context(self, how: Any) -> "IExecutionContext":
         config = how if isinstance(how, IRuntimeConfig) else None
-        assert (config._strategy if config else how) is self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
+        assert (
+            config._strategy if config else how
+        ) is self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         self._contexts.append(self._trt.IExecutionContext(self, config))
         return self._contexts[-1]
 
@@ -239,12 +289,18 @@ class IExecutionContext(Fake):
         if name == "position_ids" and not least <= shape[1] <= most:
             return False
         first = most if name == "logit_rows" else self._engine._batch
-        if not 1 <= shape[0] <= (1 if self._profile else first):  # a prefill computes logits of one node
+        # A prefill computes logits of one node.
+        if not 1 <= shape[0] <= (1 if self._profile else first):
             return False
         if name == "attn_mask" and not self._engine._least <= shape[3] <= self._engine._slots:
             return False
-        given = [self._engine._slots if size == "S" else size for size in self._engine._inputs[name].shape]
-        fits = len(given) == len(shape) and all(a == b for a, b in zip(given, shape, strict=True) if isinstance(a, int))
+        given = [
+            self._engine._slots if size == "S" else size
+            for size in self._engine._inputs[name].shape
+        ]
+        fits = len(given) == len(shape) and all(
+            a == b for a, b in zip(given, shape, strict=True) if isinstance(a, int)
+        )
         self._shapes[name] = shape
         return fits
 
@@ -265,7 +321,9 @@ class IExecutionContext(Fake):
 
     def execute_async_v3(self, stream_handle: int) -> bool:
         engine = self._engine
-        if self._scratch_size < engine.device_memory_size_v2 or self._addresses.keys() != set(engine._names):
+        if self._scratch_size < engine.device_memory_size_v2 or self._addresses.keys() != set(
+            engine._names
+        ):
             return False
         if any(self._addresses[f"{name}_out"] != self._addresses[name] for name in self._caches()):
             return False
@@ -283,12 +341,24 @@ class IExecutionContext(Fake):
         return [name for name in self._engine._inputs if name.startswith(("key_", "value_"))]
 
     def _work(self) -> Callable[[], None]:
-        """What a call does with the shapes and addresses that the context has now. Results and scratch memory lose what they
-        held."""
+        """What a call does with the shapes and addresses that the context has now. Results and
+        scratch memory lose what they held."""
         engine, addresses, shapes = self._engine, dict(self._addresses), dict(self._shapes)
-        sizes = {"n": self._count, "B": shapes["position_ids"][0], "S": engine._slots, "R": shapes.get("logit_rows", (0,))[0]}
-        results = {name: [sizes.get(dim, dim) for dim in tensor.shape] for name, tensor in engine._outputs.items()}
-        scratch, size, caches = self._scratch, engine.device_memory_size_v2, {f"{name}_out" for name in self._caches()}
+        sizes = {
+            "n": self._count,
+            "B": shapes["position_ids"][0],
+            "S": engine._slots,
+            "R": shapes.get("logit_rows", (0,))[0],
+        }
+        results = {
+            name: [sizes.get(dim, dim) for dim in tensor.shape]
+            for name, tensor in engine._outputs.items()
+        }
+        scratch, size, caches = (
+            self._scratch,
+            engine.device_memory_size_v2,
+            {f"{name}_out" for name in self._caches()},
+        )
 
         def work() -> None:
             memset(scratch, GARBAGE, size)
@@ -297,7 +367,11 @@ class IExecutionContext(Fake):
                 io.bind_input(name, "cpu", 0, _type(tensor), shapes[name], addresses[name])
             for name, tensor in engine._outputs.items():
                 if name not in caches:
-                    memset(addresses[name], GARBAGE, prod(results[name]) * np.dtype(_type(tensor)).itemsize)
+                    memset(
+                        addresses[name],
+                        GARBAGE,
+                        prod(results[name]) * np.dtype(_type(tensor)).itemsize,
+                    )
                 io.bind_output(name, "cpu", 0, _type(tensor), results[name], addresses[name])
             if engine._has_weights:  # else results are garbage
                 engine._session.run_with_iobinding(io)
@@ -306,7 +380,9 @@ class IExecutionContext(Fake):
 
 
 def _type(tensor: Any) -> type:
-    return {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}[tensor.type]
+    return {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}[
+        tensor.type
+    ]
 
 
 class IRuntimeCache(Fake):
@@ -326,7 +402,9 @@ class IRuntimeCache(Fake):
         return True
 
     def serialize(self) -> "IHostMemory":
-        memory: IHostMemory = self._trt.IHostMemory(json.dumps([self._gpu, sorted(self._kernels)]).encode())
+        memory: IHostMemory = self._trt.IHostMemory(
+            json.dumps([self._gpu, sorted(self._kernels)]).encode()
+        )
         return memory
 
 
@@ -398,10 +476,18 @@ NAMES = {cls.__name__ for cls in CLASSES}
 def host_of(directory: Path, stream: Any = None) -> Host:
     """A service with its own engines and scratch memory. On the CPU there is no stream."""
     manifest, trt = load_manifest(directory), module("tensorrt")
-    runtime, strategy = trt.Runtime(trt.ILogger()), trt.ExecutionContextAllocationStrategy.USER_MANAGED
+    runtime, strategy = (
+        trt.Runtime(trt.ILogger()),
+        trt.ExecutionContextAllocationStrategy.USER_MANAGED,
+    )
     plans = {file: (directory / plan.file).read_bytes() for file, plan in manifest.plans.items()}
-    engines = {graph.file: runtime.deserialize_cuda_engine(plans[graph.file]) for graph in manifest.graphs}
-    verify, scratch = [engines[stage.file] for stage in manifest.verify], torch.zeros(5000, dtype=torch.uint8)
+    engines = {
+        graph.file: runtime.deserialize_cuda_engine(plans[graph.file]) for graph in manifest.graphs
+    }
+    verify, scratch = (
+        [engines[stage.file] for stage in manifest.verify],
+        torch.zeros(5000, dtype=torch.uint8),
+    )
     contexts = lambda engine: engine.create_execution_context(strategy)  # noqa: E731
     return Host(verify, engines[manifest.draft.file], contexts, stream, scratch=scratch)
 
@@ -416,7 +502,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module(flavour: str, version: str = "") -> Any:
-    """The module that importing a flavour gives, in a version of :data:`~support.trt_api.VERSIONS`; empty: the newest."""
+    """The module that importing a flavour gives, in a version of :data:`~support.trt_api.VERSIONS`;
+    empty: the newest."""
     api = load(version or VERSIONS[flavour][-1])
     made: Any = ModuleType(flavour.replace("-", "_"))
     made.__spec__ = SimpleNamespace(name=made.__name__)

@@ -1,4 +1,5 @@
-"""Random small checkpoints of the families that have parts of their own, written by transformers' classes for them."""
+"""Random small checkpoints of the families that have parts of their own, written by transformers'
+classes for them."""
 
 import random
 from collections.abc import Callable
@@ -24,7 +25,8 @@ SMALL: Options = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Sizes of one small model, for tests of what a family has of its own; ``intermediate_size`` is theirs."""
+"""Sizes of one small model, for tests of what a family has of its own; ``intermediate_size`` is
+theirs."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,9 @@ class FamilyCase:
             for name, parameter in model.named_parameters():
                 parameter.data -= float(name.endswith("norm.weight"))
         dtype = random.Random(self.seed).choice((torch.float32, torch.bfloat16, torch.float16))
-        model.to(dtype).save_pretrained(directory, max_shard_size=random.Random(-self.seed).choice(("1GB", "20KB")))
+        model.to(dtype).save_pretrained(
+            directory, max_shard_size=random.Random(-self.seed).choice(("1GB", "20KB"))
+        )
         return directory
 
 
@@ -60,7 +64,9 @@ def family_cases(model_type: str, count: int, seed: int) -> list[FamilyCase]:
 
 
 def _sizes(rng: random.Random) -> Options:
-    heads, kv, size = rng.choice(((4, 4, 8), (4, 2, 8), (4, 1, 8), (2, 2, 16), (3, 1, 12), (1, 1, 32), (6, 3, 6)))
+    heads, kv, size = rng.choice(
+        ((4, 4, 8), (4, 2, 8), (4, 1, 8), (2, 2, 16), (3, 1, 12), (1, 1, 32), (6, 3, 6))
+    )
     layers = rng.choice((2, 3, 5))
     return {
         "vocab_size": VOCABULARY,
@@ -97,34 +103,50 @@ def _rope(rng: random.Random) -> Options:
 def _phi3(rng: random.Random, sizes: Options) -> Options:
     size = sizes["hidden_size"] // sizes["num_attention_heads"]
     part = rng.choice([part for part in (1.0, 0.75, 0.5) if int(size * part) % 2 == 0])
-    rope: Options = {"rope_type": "default", "partial_rotary_factor": part, "rope_theta": rng.choice((10000.0, 500.0))}
+    rope: Options = {
+        "rope_type": "default",
+        "partial_rotary_factor": part,
+        "rope_theta": rng.choice((10000.0, 500.0)),
+    }
     options: Options = {"sliding_window": rng.choice((None, None, 50))}
     if rng.random() < 0.5:
         factors = [[1.0 + rng.random() for _ in range(int(size * part) // 2)] for _ in range(2)]
-        rope |= {"rope_type": "longrope", "short_factor": factors[0], "long_factor": [4 * one for one in factors[1]]}
+        rope |= {
+            "rope_type": "longrope",
+            "short_factor": factors[0],
+            "long_factor": [4 * one for one in factors[1]],
+        }
         options["original_max_position_embeddings"] = ORIGINAL
     return options | {"rope_parameters": rope}
 
 
 def _granite(rng: random.Random, _: Options) -> Options:
-    return _rope(rng) | _biases(rng, "attention_bias", "mlp_bias") | {
-        "embedding_multiplier": rng.choice((1.0, 12.0, 0.3)),
-        "attention_multiplier": rng.choice((1.0, 0.0625, 0.3)),
-        "residual_multiplier": rng.choice((1.0, 0.22, 0.5)),
-        "logits_scaling": rng.choice((1.0, 8.0, 3.0)),
-    }  # fmt: skip
+    return (
+        _rope(rng)
+        | _biases(rng, "attention_bias", "mlp_bias")
+        | {
+            "embedding_multiplier": rng.choice((1.0, 12.0, 0.3)),
+            "attention_multiplier": rng.choice((1.0, 0.0625, 0.3)),
+            "residual_multiplier": rng.choice((1.0, 0.22, 0.5)),
+            "logits_scaling": rng.choice((1.0, 8.0, 3.0)),
+        }
+    )
 
 
 def _smollm3(rng: random.Random, sizes: Options) -> Options:
     layers = sizes["num_hidden_layers"]
     rotates = rng.choice((None, [rng.randrange(2) for _ in range(layers)], [1] * layers))
     window = rng.choice((None, None, 30))
-    return _rope(rng) | _biases(rng, "attention_bias", "mlp_bias") | {
-        "no_rope_layers": rotates,
-        "no_rope_layer_interval": rng.choice((2, 3, 4)),
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-    }  # fmt: skip
+    return (
+        _rope(rng)
+        | _biases(rng, "attention_bias", "mlp_bias")
+        | {
+            "no_rope_layers": rotates,
+            "no_rope_layer_interval": rng.choice((2, 3, 4)),
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+        }
+    )
 
 
 def _olmo2(rng: random.Random, _: Options) -> Options:
@@ -132,15 +154,24 @@ def _olmo2(rng: random.Random, _: Options) -> Options:
 
 
 def _olmo3(rng: random.Random, sizes: Options) -> Options:
-    kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(sizes["num_hidden_layers"])]
+    kinds = [
+        rng.choice(("full_attention", "sliding_attention"))
+        for _ in range(sizes["num_hidden_layers"])
+    ]
     full = _rope(rng)["rope_parameters"]
-    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": rng.choice((500.0, 5e5))}}
+    ropes = {
+        "full_attention": full,
+        "sliding_attention": {"rope_type": "default", "rope_theta": rng.choice((500.0, 5e5))},
+    }
     window = {"sliding_window": rng.choice((9, 30)), "layer_types": rng.choice((None, kinds))}
     return {"rope_parameters": rng.choice((ropes, None))} | window | _biases(rng, "attention_bias")
 
 
 def _gemma(rng: random.Random, sizes: Options) -> Options:
-    kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(sizes["num_hidden_layers"])]
+    kinds = [
+        rng.choice(("full_attention", "sliding_attention"))
+        for _ in range(sizes["num_hidden_layers"])
+    ]
     return _biases(rng, "attention_bias") | {
         "head_dim": rng.choice((8, 16)),
         "query_pre_attn_scalar": rng.choice((8, 16, 50)),
@@ -179,20 +210,30 @@ def _mixtral(rng: random.Random, _: Options) -> Options:
 def _qwen3_moe(rng: random.Random, sizes: Options) -> Options:
     (count, used), layers = _experts(rng), sizes["num_hidden_layers"]
     window = rng.choice((None, 50))
-    return _rope(rng) | _biases(rng, "attention_bias", "norm_topk_prob") | {
-        "num_local_experts": rng.choice((count, count, 0)),
-        "num_experts_per_tok": used,
-        "moe_intermediate_size": rng.choice((8, 13, 32)),
-        "decoder_sparse_step": rng.choice((1, 1, 2)),
-        "mlp_only_layers": rng.choice((None, [], [0], [layers - 1, 7])),
-        "use_sliding_window": window is not None,
-        "sliding_window": window,
-        "head_dim": rng.choice((6, 16)),
-    }  # fmt: skip
+    return (
+        _rope(rng)
+        | _biases(rng, "attention_bias", "norm_topk_prob")
+        | {
+            "num_local_experts": rng.choice((count, count, 0)),
+            "num_experts_per_tok": used,
+            "moe_intermediate_size": rng.choice((8, 13, 32)),
+            "decoder_sparse_step": rng.choice((1, 1, 2)),
+            "mlp_only_layers": rng.choice((None, [], [0], [layers - 1, 7])),
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
+            "head_dim": rng.choice((6, 16)),
+        }
+    )
 
 
 def _hunyuan(rng: random.Random, sizes: Options) -> Options:
-    larger = {"rope_type": "dynamic", "alpha": rng.choice((2.0, 1000.0)), "factor": 1.0, "beta_fast": 32, "rope_theta": 500.0}
+    larger = {
+        "rope_type": "dynamic",
+        "alpha": rng.choice((2.0, 1000.0)),
+        "factor": 1.0,
+        "beta_fast": 32,
+        "rope_theta": 500.0,
+    }
     size = sizes["hidden_size"] // sizes["num_attention_heads"]
     rope = {"rope_parameters": larger} if rng.random() < 0.5 else _rope(rng)
     return rope | _biases(rng, "attention_bias") | {"head_dim": rng.choice((size, 16))}

@@ -1,7 +1,8 @@
-"""One of several processes that share a model's weights, with the kernels of GPUs in Triton's interpreter.
+"""One of several processes that share a model's weights, with the kernels of GPUs in Triton's
+interpreter.
 
-``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON how far its logits are from those
-of torch's operators in one process.
+``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON how
+far its logits are from those of torch's operators in one process.
 """
 
 import json
@@ -29,7 +30,8 @@ def layers_of(engine: TeamEngine) -> list[nn.Module]:
 
 
 def memory_of(block: Any) -> int:
-    """Where the joined weights of queries, keys and values are; of a block that has none, a number of its own."""
+    """Where the joined weights of queries, keys and values are; of a block that has none, a number
+    of its own."""
     if not isinstance(block, FusedBlock):
         return id(block)
     joined = block.qkv_proj
@@ -46,11 +48,16 @@ def main(directory: Path) -> None:
     found = logits_of(verify, draft)
     expected = logits_of(*open_torch(directory, manifest, 1, True, "cpu", kernels=False))
     made = {
-        "difference": [float(abs(one - other).max()) for one, other in zip(found, expected, strict=True)],
+        "difference": [
+            float(abs(one - other).max()) for one, other in zip(found, expected, strict=True)
+        ],
         "deviation": [float(one.std()) for one in expected],
         "fused": [sum(isinstance(block, FusedBlock) for block in blocks) for blocks in layers],
         "shared": [memory_of(one) == memory_of(other) for one, other in zip(*layers, strict=True)],
-        "levels": {name: list(weight.scales.shape) for name, weight in levels_of(verify.own.stages[0]).items()},
+        "levels": {
+            name: list(weight.scales.shape)
+            for name, weight in levels_of(verify.own.stages[0]).items()
+        },
     }
     print(json.dumps(made))
 

@@ -1,4 +1,5 @@
-"""GGUF files of tiny models, written with the ``gguf`` library as llama.cpp's converter writes them."""
+"""GGUF files of tiny models, written with the ``gguf`` library as llama.cpp's converter writes
+them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from tokenizers import pre_tokenizers
 from support.command import TEMPLATE
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, EXPERTS, EXPERT = 256, 512, 4, 2, 3, 3, 768
-"""Sizes whose products consist of whole blocks of 256. transformers reads experts of no other size."""
+"""Sizes whose products consist of whole blocks of 256. transformers reads experts of no other
+size."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Offsets of the float16 scales in a block, for the types that the library cannot quantize to."""
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -34,7 +36,8 @@ class Spec:
         tied: Whether there is no ``output.weight``.
         biases: Whether q, k and v have biases; o too, except in qwen2.
         head_dim: Values of a head.
-        experts: Of llama: ``together`` for experts whose tensors are one, ``apart`` for those of old files; empty for none.
+        experts: Of llama: ``together`` for experts whose tensors are one, ``apart`` for those of
+            old files; empty for none.
         types: Types of single tensors.
         metadata: Keys to add or, with None, to leave out.
         tensors: Tensors to add or, with None, to leave out.
@@ -61,7 +64,10 @@ def write(path: Path, spec: Spec, seed: int = 0) -> Path:
     random = np.random.default_rng(seed)
     for name, shape in _shapes(spec).items():
         matrix = len(shape) >= 2 and "gate_inp" not in name
-        kind = spec.types.get(name, (spec.table if name == "token_embd.weight" else spec.matrices) if matrix else "F32")
+        kind = spec.types.get(
+            name,
+            (spec.table if name == "token_embd.weight" else spec.matrices) if matrix else "F32",
+        )
         data, raw = stored(random, name, shape, kind)
         if name not in spec.tensors:
             writer.add_tensor(name, data, raw_dtype=raw)
@@ -75,9 +81,13 @@ def write(path: Path, spec: Spec, seed: int = 0) -> Path:
     return path
 
 
-def stored(random: np.random.Generator, name: str, shape: tuple[int, ...], kind: str) -> tuple[NDArray[Any], Any]:
+def stored(
+    random: np.random.Generator, name: str, shape: tuple[int, ...], kind: str
+) -> tuple[NDArray[Any], Any]:
     """A tensor with random values as it is stored, and its type."""
-    values = random.normal("norm" in name, 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]), shape).astype(np.float32)
+    values = random.normal(
+        "norm" in name, 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]), shape
+    ).astype(np.float32)
     if kind in _RANDOM_BLOCKS:
         _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
         blocks = random.integers(0, 256, (*shape[:-1], shape[-1] // 256, size), dtype=np.uint8)
@@ -125,7 +135,12 @@ def _metadata(spec: Spec) -> dict[str, Any]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    kinds: dict[type, Any] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
     kinds.get(type(value), writer.add_array)(key, value)
 
 
@@ -148,10 +163,17 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     if spec.architecture == "phi3":
         for part in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
             del block[f"{part}.weight"]
-        block |= {"attn_qkv.weight": (queries + 2 * keys, HIDDEN), "ffn_up.weight": (2 * INNER, HIDDEN)}
+        block |= {
+            "attn_qkv.weight": (queries + 2 * keys, HIDDEN),
+            "ffn_up.weight": (2 * INNER, HIDDEN),
+        }
     if spec.experts or spec.architecture == "qwen3moe":
         inner = INNER if spec.experts else EXPERT
-        for part, shape in (("gate", (inner, HIDDEN)), ("up", (inner, HIDDEN)), ("down", (HIDDEN, inner))):
+        for part, shape in (
+            ("gate", (inner, HIDDEN)),
+            ("up", (inner, HIDDEN)),
+            ("down", (HIDDEN, inner)),
+        ):
             del block[f"ffn_{part}.weight"]
             if spec.experts == "apart":
                 block |= {f"ffn_{part}.{expert}.weight": shape for expert in range(EXPERTS)}
@@ -164,6 +186,11 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         block |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
         block |= {"attn_output.bias": (HIDDEN,)} if spec.architecture != "qwen2" else {}
     table = (len(VOCABULARY), HIDDEN)
-    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": table, "output_norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "token_embd.weight": table,
+        "output_norm.weight": (HIDDEN,),
+    }
     shapes |= {} if spec.tied else {"output.weight": table}
-    return shapes | {f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in block.items()}
+    return shapes | {
+        f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in block.items()
+    }

@@ -1,7 +1,9 @@
-"""Odd texts, and vocabularies that show where a text is cut: what the tokenizers of GGUF files are tested with.
+"""Odd texts, and vocabularies that show where a text is cut: what the tokenizers of GGUF files are
+tested with.
 
-With llama-cpp-python at hand, this file compares every rule with llama.cpp over thousands of texts. ``--write`` writes what
-``tests/text/test_gguf_tokenizer.py`` expects: hashes of llama.cpp's token ids.
+With llama-cpp-python at hand, this file compares every rule with llama.cpp over thousands of texts.
+``--write`` writes what ``tests/text/test_gguf_tokenizer.py`` expects: hashes of llama.cpp's token
+ids.
 
     python tests/support/gguf_tokenizers.py [--texts 2000] [--vocabulary MODEL.gguf] [--write]
 """
@@ -28,7 +30,15 @@ from eesd.model.gguf_pre_tokenizers import PRE_TOKENIZERS
 from eesd.model.gguf_tokenizer import gguf_tokenizer
 
 DATA = Path(__file__).parent.parent / "data" / "gguf_tokenizers.json"
-SPECIAL = {"<unk>": 2, "<s>": 3, "</s>": 3, "<|im_start|>": 3, "<|endoftext|>": 1, "<|user|>": 4, "  <<x>>": 4}
+SPECIAL = {
+    "<unk>": 2,
+    "<s>": 3,
+    "</s>": 3,
+    "<|im_start|>": 3,
+    "<|endoftext|>": 1,
+    "<|user|>": 4,
+    "  <<x>>": 4,
+}
 """Types by token. llama.cpp takes ``<|endoftext|>`` for a control token, whatever its type is."""
 FLAGS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [
@@ -47,9 +57,11 @@ FLAGS: dict[str, list[dict[str, Any]]] = {
 
 
 def odd_texts(data: dict[str, Any], count: int) -> list[str]:
-    """The texts of the test, and random ones: pieces that rules tell apart, and characters of many scripts.
+    """The texts of the test, and random ones: pieces that rules tell apart, and characters of many
+    scripts.
 
-    Which characters are letters is a question of Unicode's version, so Python must know each character.
+    Which characters are letters is a question of Unicode's version, so Python must know each
+    character.
     """
     chance = random.Random(0)
 
@@ -60,7 +72,10 @@ def odd_texts(data: dict[str, Any], count: int) -> list[str]:
         found = (chr(chance.randint(low, high)) for _ in range(chance.randint(1, 4)))
         return "".join(one for one in found if unicodedata.category(one) not in ("Cn", "Cs"))
 
-    more = ("".join(piece() for _ in range(chance.randint(1, 24))) for _ in range(count - len(data["texts"])))
+    more = (
+        "".join(piece() for _ in range(chance.randint(1, 24)))
+        for _ in range(count - len(data["texts"]))
+    )
     return [*data["texts"], *more]
 
 
@@ -71,15 +86,33 @@ def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     else:
         texts = [text.replace(" ", "\u2581") for text in texts]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet()) if kind == "gpt2" else [f"<0x{byte:02X}>" for byte in range(256)]
+    alphabet = (
+        sorted(pre_tokenizers.ByteLevel.alphabet())
+        if kind == "gpt2"
+        else [f"<0x{byte:02X}>" for byte in range(256)]
+    )
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False))
     made = json.loads(tokenizer.to_str())["model"]
-    tokens = [token for token in dict.fromkeys((*SPECIAL, *alphabet, *made["vocab"])) if "\0" not in token]  # ends C's strings
-    types = [SPECIAL.get(token, 6 if kind == "llama" and token in alphabet else 1) for token in tokens]
-    found: dict[str, Any] = {"model": kind, "tokens": tokens, "token_type": types, "bos_token_id": 1, "eos_token_id": 2}
+    # Ends C's strings.
+    tokens = [
+        token for token in dict.fromkeys((*SPECIAL, *alphabet, *made["vocab"])) if "\0" not in token
+    ]
+    types = [
+        SPECIAL.get(token, 6 if kind == "llama" and token in alphabet else 1) for token in tokens
+    ]
+    found: dict[str, Any] = {
+        "model": kind,
+        "tokens": tokens,
+        "token_type": types,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
     if kind == "gpt2":
         return found | {"merges": [" ".join(merge) for merge in made["merges"]]}
-    return found | {"scores": [-float(index) for index in range(len(tokens))], "unknown_token_id": 0}
+    return found | {
+        "scores": [-float(index) for index in range(len(tokens))],
+        "unknown_token_id": 0,
+    }
 
 
 def write(path: Path, metadata: dict[str, Any]) -> Path:
@@ -87,7 +120,9 @@ def write(path: Path, metadata: dict[str, Any]) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for key, value in metadata.items():
-        kinds.get(type(value), writer.add_array)(key if "." in key else f"tokenizer.ggml.{key}", value)
+        kinds.get(type(value), writer.add_array)(
+            key if "." in key else f"tokenizer.ggml.{key}", value
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -114,7 +149,9 @@ def llama_cpp(path: Path) -> Iterator[Callable[[str], list[int]]]:
     def read(text: str) -> list[int]:
         data = text.encode()
         room = (ctypes.c_int32 * (len(data) + 16))()
-        return list(room[: library.llama_tokenize(words, data, len(data), room, len(room), True, True)])
+        return list(
+            room[: library.llama_tokenize(words, data, len(data), room, len(room), True, True)]
+        )
 
     yield read
     library.llama_model_free(model)
@@ -124,21 +161,28 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--texts", type=int, default=2000)
     parser.add_argument(
-        "--vocabulary", type=Path, help="a GGUF file whose vocabulary is used; default: some that are learned here"
+        "--vocabulary",
+        type=Path,
+        help="a GGUF file whose vocabulary is used; default: some that are learned here",
     )
     parser.add_argument("--write", action="store_true", help="write what the test expects")
     options = parser.parse_args()
     data = json.loads(DATA.read_text("utf-8"))
     texts = data["texts"] if options.write else odd_texts(data, options.texts)
     if options.vocabulary:
-        given = {name.removeprefix("tokenizer.ggml."): value for name, value in read_gguf(options.vocabulary).metadata.items()}
+        given = {
+            name.removeprefix("tokenizer.ggml."): value
+            for name, value in read_gguf(options.vocabulary).metadata.items()
+        }
         made = {given["model"]: {name: value for name, value in given.items() if "." not in name}}
     else:
         made = {kind: learned(texts, kind, 900 if options.write else 12000) for kind in FLAGS}
     found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     different = 0
     for kind, vocabulary in made.items():
-        for flags in ([{"pre": name} for name in PRE_TOKENIZERS] if kind == "gpt2" else []) + FLAGS[kind]:
+        for flags in ([{"pre": name} for name in PRE_TOKENIZERS] if kind == "gpt2" else []) + FLAGS[
+            kind
+        ]:
             with TemporaryDirectory() as directory:
                 path = write(Path(directory) / "model.gguf", vocabulary | flags)
                 tokenizer, _ = gguf_tokenizer(read_gguf(path))
@@ -146,7 +190,13 @@ def main() -> int:
                     triples = [(text, tokenizer.encode(text).ids, read(text)) for text in texts]
             wrong = [triple for triple in triples if triple[1] != triple[2]]
             different += len(wrong)
-            print(f"{kind} {flags}: {len(texts) - len(wrong)} of {len(texts)} texts have llama.cpp's token ids", flush=True)
+            print(
+                (
+                    f"{kind} {flags}: {len(texts) - len(wrong)} of {len(texts)} texts have "
+                    "llama.cpp's token ids"
+                ),
+                flush=True,
+            )
             for text, own, right in wrong[:4]:
                 spelled = ([tokenizer.id_to_token(token) for token in ids] for ids in (own, right))
                 print(f"    {text!a}", *spelled, sep="\n    ")

@@ -1,4 +1,5 @@
-"""Both engines of a directory, put together by hand, so that a test can wrap, break or time every part of a session."""
+"""Both engines of a directory, put together by hand, so that a test can wrap, break or time every
+part of a session."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,33 +41,46 @@ class Workspace:
 
     def drafted(self, tokens: Sequence[int], slot: int) -> StepOutputs:
         """The outputs of a draft call over consecutive tokens from a slot on."""
-        return OnCache(self.draft, self.kv_cache).forward(tokens, range(slot, slot + len(tokens)), slot)
+        return OnCache(self.draft, self.kv_cache).forward(
+            tokens, range(slot, slot + len(tokens)), slot
+        )
 
 
 class Harness:
-    """Sessions share one cache, one after another, as those of ``eesd.LLM`` do: what is stale in it must not show.
+    """Sessions share one cache, one after another, as those of ``eesd.LLM`` do: what is stale in it
+    must not show.
 
     Attributes:
         exact_trees: Whether a tree's nodes have the bits of their path as a chain.
     """
 
     def __init__(self, directory: Path, standard: bool = True) -> None:
-        """Open a directory with ONNX Runtime's own operators, or else with the engine that users get by default."""
+        """Open a directory with ONNX Runtime's own operators, or else with the engine that users
+        get by default."""
         self.directory = directory
         self.manifest = load_manifest(directory)
         self.exact_trees = False
         if standard:
-            self._verify: Engine = OrtEngine(directory, self.manifest, self.manifest.verify, threads=1)
-            self._draft: Engine = OrtEngine(directory, self.manifest, [self.manifest.draft], threads=1)
+            self._verify: Engine = OrtEngine(
+                directory, self.manifest, self.manifest.verify, threads=1
+            )
+            self._draft: Engine = OrtEngine(
+                directory, self.manifest, [self.manifest.draft], threads=1
+            )
         else:
             engines = open_engines(directory, self.manifest, EngineOptions("ort", threads=1))
             assert engines.draft is not None
-            self._verify, self._draft, self.exact_trees = engines.verify, engines.draft, engines.exact_trees
+            self._verify, self._draft, self.exact_trees = (
+                engines.verify,
+                engines.draft,
+                engines.exact_trees,
+            )
         self.columns = DraftColumns(load_draft_vocab(directory, self.manifest))
         self._shared = self.workspace(self.manifest.max_seq_len)
 
     def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:
-        """A cache and the engines. Of ONNX Runtime's own operators, the cache begins with so many slots."""
+        """A cache and the engines. Of ONNX Runtime's own operators, the cache begins with so many
+        slots."""
         own = isinstance(self._verify, OrtEngine)
         kv_cache = HostKVCache(self.manifest, slots) if own else self._verify.new_kv_caches()[0]
         return Workspace(kv_cache, self._verify, self._draft)
@@ -87,12 +101,22 @@ class Harness:
         text: TextRule | None = None,
         in_place: bool = False,
     ) -> Session:
-        """A session that drafts with the exit head if there is a controller, and from the text if there is a ``text``."""
+        """A session that drafts with the exit head if there is a controller, and from the text if
+        there is a ``text``."""
         parts, sampling = workspace or self._shared, sampling or Sampling()
-        drafter = Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
+        drafter = (
+            Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
+        )
         drafting = Drafting(drafter, text, guard, _shared(controller, budget, text))
-        sampling = replace(sampling, seed=sampling.seed or 0)  # sessions are compared: none may draw its own
-        request = Request(tokens=prompt, sampling=sampling, max_new_tokens=new_tokens, stop_token_ids=eos, ignore_eos=True)
+        # Sessions are compared: none may draw its own.
+        sampling = replace(sampling, seed=sampling.seed or 0)
+        request = Request(
+            tokens=prompt,
+            sampling=sampling,
+            max_new_tokens=new_tokens,
+            stop_token_ids=eos,
+            ignore_eos=True,
+        )
         engines = Engines(parts.verify, parts.draft, in_place=in_place)
         return Session(Generation(request), parts.kv_cache, engines, drafting, observer=observer)
 
@@ -103,9 +127,13 @@ class Harness:
         return workspace
 
 
-def _shared(controller: Controller | None, budget: TreeBudget | None, text: TextRule | None) -> RoundValue:
+def _shared(
+    controller: Controller | None, budget: TreeBudget | None, text: TextRule | None
+) -> RoundValue:
     """What rounds are worth, shared by all that decide, as those of an LLM share it."""
-    rules = [rule for rule in (budget, text, controller) if rule is not None and rule.value is not None]
+    rules = [
+        rule for rule in (budget, text, controller) if rule is not None and rule.value is not None
+    ]
     value = rules[0].value if rules else None
     for rule in rules:
         rule.value = value
@@ -169,7 +197,8 @@ class PauseUntil(Guard):
 
 
 class Wrapped:
-    """An engine with something done before and after each of its calls. After a prefill there are logits that nobody reads."""
+    """An engine with something done before and after each of its calls. After a prefill there are
+    logits that nobody reads."""
 
     chooses, draft_chain = False, None
 
@@ -177,7 +206,9 @@ class Wrapped:
         self,
         inner: Engine,
         before: Callable[[Sequence[int], int], None] = lambda tokens, slot: None,
-        after: Callable[[Sequence[int], int, StepOutputs], None] = lambda tokens, slot, outputs: None,
+        after: Callable[[Sequence[int], int, StepOutputs], None] = lambda tokens, slot, outputs: (
+            None
+        ),
     ) -> None:
         self._inner, self._before, self._after = inner, before, after
         self.manifest, self.prefill_chunk = inner.manifest, inner.prefill_chunk
@@ -211,15 +242,27 @@ def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray
     return replace(workspace, draft=Wrapped(workspace.draft, after=note)), logits
 
 
-def timed(monkeypatch: pytest.MonkeyPatch, workspace: Workspace, draft_step: float = 0.0, node: float = 0.0) -> Workspace:
-    """Engines with a clock that only they move: a draft call by ``draft_step``, verify by 1, and by ``node`` for each further
-    node."""
+def timed(
+    monkeypatch: pytest.MonkeyPatch,
+    workspace: Workspace,
+    draft_step: float = 0.0,
+    node: float = 0.0,
+) -> Workspace:
+    """Engines with a clock that only they move: a draft call by ``draft_step``, verify by 1, and by
+    ``node`` for each further node."""
     clock = SimpleNamespace(now=0.0)
     stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
     for part in ("decoding.round", "session"):
         monkeypatch.setattr(f"eesd.runtime.{part}.time", stands)
 
     def passing(engine: Engine, seconds: float, more: float) -> Wrapped:
-        return Wrapped(engine, lambda tokens, _: setattr(clock, "now", clock.now + seconds + more * (len(tokens) - 1)))
+        return Wrapped(
+            engine,
+            lambda tokens, _: setattr(clock, "now", clock.now + seconds + more * (len(tokens) - 1)),
+        )
 
-    return replace(workspace, verify=passing(workspace.verify, 1, node), draft=passing(workspace.draft, draft_step, 0))
+    return replace(
+        workspace,
+        verify=passing(workspace.verify, 1, node),
+        draft=passing(workspace.draft, draft_step, 0),
+    )

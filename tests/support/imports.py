@@ -19,8 +19,8 @@ def modules(package: Path = PACKAGE) -> Iterator[tuple[str, Path]]:
 
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """The modules that a file imports, and whether it does so when it is loaded, and not in a function. Imports for types alone
-    are left out."""
+    """The modules that a file imports, and whether it does so when it is loaded, and not in a
+    function. Imports for types alone are left out."""
     return list(_imports(path))
 
 
@@ -34,19 +34,27 @@ def _imports(path: Path) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, id(node) not in lazy) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "eesd" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "eesd"
+                else [node.module]
+            )
             yield from ((name, id(node) not in lazy) for name in names)
 
 
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
     """For each module the modules of the package that it imports, also inside functions."""
     files = dict(modules(package))
-    found = {name: {imported.removeprefix("eesd.") for imported, _ in imports(path)} for name, path in files.items()}
+    found = {
+        name: {imported.removeprefix("eesd.") for imported, _ in imports(path)}
+        for name, path in files.items()
+    }
     return {name: (imported & files.keys()) - {name} for name, imported in found.items()}
 
 
 def closure(edges: dict[str, set[str]], start: str, without: Sequence[str] = ()) -> set[str]:
-    """A module and everything that it imports, directly or through others, but not through modules ``without``."""
+    """A module and everything that it imports, directly or through others, but not through modules
+    ``without``."""
     found, waiting = set[str](), [start]
     while waiting:
         name = waiting.pop()

@@ -1,6 +1,8 @@
-"""Run quantized products and engines on the CPU in Triton's interpreter: ``python tests/support/interpreted.py DIR ...``
+"""Run quantized products and engines on the CPU in Triton's interpreter:
+``python tests/support/interpreted.py DIR ...``
 
-Prints JSON. It is a process of its own: Triton reads ``TRITON_INTERPRET`` when it is imported, and torch imports Triton.
+Prints JSON. It is a process of its own: Triton reads ``TRITON_INTERPRET`` when it is imported, and
+torch imports Triton.
 """
 
 import json
@@ -30,7 +32,8 @@ torch_fused.MOST_NODES = 8  # the interpreter is slow
 
 
 def engines(directory: Path) -> dict[str, Any]:
-    """Logits with kernels against those with torch's operators, and which weights are kept and shared."""
+    """Logits with kernels against those with torch's operators, and which weights are kept and
+    shared."""
     logits, kept = [], []
     for kernels in (False, True):
         found = open_torch(directory, load_manifest(directory), 1, True, "cpu", kernels=kernels)
@@ -43,12 +46,15 @@ def engines(directory: Path) -> dict[str, Any]:
         "dequantized": [len(one) for one in kept[0]],
         "verify": sorted(verify),
         "draft": sorted(draft),
-        "shared": sorted(name for name in verify.keys() & draft.keys() if verify[name] is draft[name]),
+        "shared": sorted(
+            name for name in verify.keys() & draft.keys() if verify[name] is draft[name]
+        ),
     }
 
 
 def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]:
-    """Of both engines: of a prompt that torch's attention reads, and of a chain, a tree and a token in two rows behind it."""
+    """Of both engines: of a prompt that torch's attention reads, and of a chain, a tree and a token
+    in two rows behind it."""
     assert draft is not None
     caches, found = verify.new_kv_caches(2), list[NDArray[np.float32]]()
     for row, kv_cache in enumerate(caches):
@@ -68,10 +74,14 @@ def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]
 
 
 def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> float:
-    """Compare with torch. Returns the sum of the differences of log-probabilities, or infinity if a token differs. Of equal
-    logits the first must win. NaN must come before all numbers."""
+    """Compare with torch. Returns the sum of the differences of log-probabilities, or infinity if a
+    token differs. Of equal logits the first must win. NaN must come before all numbers."""
     logits = (4 * torch.randn((*rows, size))).to(dtype)
-    logits[..., 1::5], logits[..., 2::5], logits[..., 3::4] = 0, -0.0, logits.amax() if size % 2 else -torch.inf
+    logits[..., 1::5], logits[..., 2::5], logits[..., 3::4] = (
+        0,
+        -0.0,
+        logits.amax() if size % 2 else -torch.inf,
+    )
     logits[..., torch_fused.PART : 2 * torch_fused.PART] = -torch.inf
     logits[0, -1, -2:] = -1 if count else torch.nan
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[..., : max(count, 1)]
@@ -85,8 +95,17 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
 def all_best() -> list[float]:
     """Of one and of many parts, full and not, one row and many."""
     narrow, wide, part = torch.bfloat16, torch.float32, torch_fused.PART
-    some = [best(narrow, (1, 1), 97, 4), best(wide, (2, 3), 2 * part + 1, 5), best(narrow, (1, 5), 5 * part - 2, 8)]
-    return [*some, best(wide, (3, 1), part, 1), best(torch.float16, (1, 33), 1001, 0), best(narrow, (2, 1), 2 * part + 6, 0)]
+    some = [
+        best(narrow, (1, 1), 97, 4),
+        best(wide, (2, 3), 2 * part + 1, 5),
+        best(narrow, (1, 5), 5 * part - 2, 8),
+    ]
+    return [
+        *some,
+        best(wide, (3, 1), part, 1),
+        best(torch.float16, (1, 33), 1001, 0),
+        best(narrow, (2, 1), 2 * part + 6, 0),
+    ]
 
 
 def levels_of(stage: Any) -> dict[str, Any]:
@@ -97,12 +116,15 @@ def levels_of(stage: Any) -> dict[str, Any]:
 
 
 def equal_bits(directory: Path) -> bool | None:
-    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None: verify does not compute by rows."""
+    """Whether calls of any number of nodes, padded as on a GPU, have equal bits. None: verify does
+    not compute by rows."""
     manifest = replace(load_manifest(directory), max_tree_nodes=torch_fused.MOST_NODES - 1)
     verify, _ = open_torch(directory, manifest, 1, False, "cpu", kernels=True)
     if not torch_fused.computes_by_rows(verify.stages[0].module):  # type: ignore[attr-defined]
         return None
-    found, _ = make_engines(manifest, verify.stages, None, verify.make_memory, pad=True, exact=True, by_rows=True)
+    found, _ = make_engines(
+        manifest, verify.stages, None, verify.make_memory, pad=True, exact=True, by_rows=True
+    )
     return found.buckets[:2] == (1, 2) and has_equal_rows(found)
 
 
@@ -110,7 +132,11 @@ def main() -> None:
     torch.set_num_threads(1)
     directories = [Path(name) for name in sys.argv[1:]]
     bits = [equal_bits(directory) for directory in directories]
-    found = {"products": all_checked("cpu"), "engines": [engines(path) for path in directories], "bits": bits}
+    found = {
+        "products": all_checked("cpu"),
+        "engines": [engines(path) for path in directories],
+        "bits": bits,
+    }
     print(json.dumps(found | {"best": all_best()}))
 
 

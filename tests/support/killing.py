@@ -1,4 +1,5 @@
-"""Processes that kill themselves with SIGKILL inside a function, and nothing else of which survives."""
+"""Processes that kill themselves with SIGKILL inside a function, and nothing else of which
+survives."""
 
 import os
 import signal
@@ -14,14 +15,18 @@ _KILL = "import os, signal; kill = lambda *_, **__: os.kill(os.getpid(), signal.
 
 
 def kill_command(module: str, arrange: str, *arguments: object) -> None:
-    """Run a command in a process. ``arrange`` puts the function ``kill`` where the process is to die."""
+    """Run a command in a process. ``arrange`` puts the function ``kill`` where the process is to
+    die."""
     code = f"{_KILL}; {arrange}; from {module} import main; main()"
-    done = subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
 
 
 def killed_at_line(number: int, file: str, action: Callable[[], object]) -> bool:
-    """Call a function in a process that dies at the given line, counted as they run, of a module. False: it ended before."""
+    """Call a function in a process that dies at the given line, counted as they run, of a
+    module. False: it ended before."""
     child = os.fork()
     if child == 0:
         left = number
@@ -55,7 +60,8 @@ def hold(path: Path) -> "subprocess.Popen[str]":
     code = (
         "import sys; from pathlib import Path; from eesd.common.files import written_whole\n"
         "with written_whole(Path(sys.argv[1])) as temporary:\n"
-        "    temporary.write_text('half'); print('writing', flush=True); sys.stdin.read(); temporary.write_text('whole')"
+        "    temporary.write_text('half'); print('writing', flush=True); sys.stdin.read(); "
+        "temporary.write_text('whole')"
     )
     command = [sys.executable, "-c", code, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

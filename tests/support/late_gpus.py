@@ -20,16 +20,21 @@ from support import fake_tensorrt, tiny_models
 from support.deep_heads import deep_head
 from support.fake_cuda import Machine, install
 
-PROMPTS = ([5, 9, 3], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12], [token % 97 for token in range(3, 50)])
+PROMPTS = (
+    [5, 9, 3],
+    [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12],
+    [token % 97 for token in range(3, 50)],
+)
 SAMPLINGS = (Sampling(), Sampling(temperature=0.9, top_p=0.9, seed=4))
 TOKENS = 12
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says; with ``few_slots`` attention
-    may read the first slots only; with ``deep`` the exit head reads deep states; with ``whole`` the draft is the whole model in
-    4 bits. ``flavour``: of the plans, or ``torch``. ``exact``: as in ``eesd.load``."""
+    """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says;
+    with ``few_slots`` attention may read the first slots only; with ``deep`` the exit head reads
+    deep states; with ``whole`` the draft is the whole model in 4 bits. ``flavour``: of the plans,
+    or ``torch``. ``exact``: as in ``eesd.load``."""
 
     stages: int
     devices: int
@@ -56,10 +61,14 @@ SETTINGS = {
     "tree of a head with deep layers": Setting(1, 1, TREE, "tensorrt-rtx", deep=True),
     "chain of the whole model": Setting(1, 1, CHAIN, "tensorrt-rtx", whole=True),
     "chain by torch": Setting(1, 1, CHAIN, "torch"),
-    "chain of the whole model by torch": Setting(1, 1, Speculation(guard=False), "torch", whole=True),
+    "chain of the whole model by torch": Setting(
+        1, 1, Speculation(guard=False), "torch", whole=True
+    ),
     "tree of the whole model by torch": Setting(1, 1, TREE, "torch", whole=True),
     "tree in 3 stages on 2 GPUs by torch": Setting(3, 2, TREE, "torch"),
-    "tree of a head with deep layers by torch, without CUDA graphs": Setting(1, 1, TREE, "torch", cuda_graphs=False, deep=True),
+    "tree of a head with deep layers by torch, without CUDA graphs": Setting(
+        1, 1, TREE, "torch", cuda_graphs=False, deep=True
+    ),
 }
 
 QUICK = (
@@ -72,7 +81,8 @@ QUICK = (
     "tree of the whole model by torch",
     "tree in 3 stages on 2 GPUs by torch",
 )
-"""Settings of ``make test``: each field of a setting, with plans and by torch. The others combine the same fields."""
+"""Settings of ``make test``: each field of a setting, with plans and by torch. The others combine
+the same fields."""
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 """The fixture ``shared``."""
@@ -82,12 +92,16 @@ Planned = Callable[[Setting], Path]
 
 def directory(shared: Shared, setting: Setting) -> Path:
     """The engine directory of a setting."""
-    name = f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}-{setting.deep}-{setting.whole}"
+    name = (
+        f"late-{setting.stages}-{setting.flavour}-{setting.few_slots}"
+        f"-{setting.deep}-{setting.whole}"
+    )
     return shared(name, partial(build, setting=setting)) / "plans"
 
 
 def allow_few_slots(patch: pytest.MonkeyPatch) -> None:
-    """Let attention of verify and of the draft read the first 16, 48 or 112 slots, where 96 are those of a text."""
+    """Let attention of verify and of the draft read the first 16, 48 or 112 slots, where 96 are
+    those of a text."""
     patch.setattr(trt_plans, "FEWEST_SLOTS", 16)
     patch.setattr(trt_plans, "LONG_CACHE", 0)
 
@@ -101,7 +115,9 @@ def build(path: Path, setting: Setting) -> None:
         options = ExportOptions("float32", 96, 12, 4)
         build_for_cpu(path / "plans", export(Checkpoint(model), head, options, path / "plans"))
     else:
-        tiny_models.export_tiny(model, path / "plans", slots=96, stages=setting.stages, whole=setting.whole)
+        tiny_models.export_tiny(
+            model, path / "plans", slots=96, stages=setting.stages, whole=setting.whole
+        )
     if setting.flavour == "torch":
         return
     with pytest.MonkeyPatch.context() as patch:
@@ -129,7 +145,9 @@ def expected(directory: Path) -> dict[tuple[int, int], list[int]]:
     """The tokens of plain decoding with ONNX Runtime, by the numbers of prompt and sampling."""
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     return {
-        (number, rule): plain.generate(prompt, sampling, max_new_tokens=TOKENS, ignore_eos=True).tokens
+        (number, rule): plain.generate(
+            prompt, sampling, max_new_tokens=TOKENS, ignore_eos=True
+        ).tokens
         for number, prompt in enumerate(PROMPTS)
         for rule, sampling in enumerate(SAMPLINGS)
     }
@@ -141,7 +159,9 @@ def wrong(directory: Path, machine: Machine, llm: LLM, seeds: range) -> list[int
     for seed in seeds:
         machine.reseed(seed)
         number, rule = seed % len(PROMPTS), seed % len(SAMPLINGS)
-        made = llm.generate(PROMPTS[number], SAMPLINGS[rule], max_new_tokens=TOKENS, ignore_eos=True)
+        made = llm.generate(
+            PROMPTS[number], SAMPLINGS[rule], max_new_tokens=TOKENS, ignore_eos=True
+        )
         if made.tokens != expected(directory)[number, rule]:
             found.append(seed)
     return found

@@ -1,4 +1,5 @@
-"""A server in a thread, on a real socket; and its clients, a process of their own, which take nothing of the server's Python.
+"""A server in a thread, on a real socket; and its clients, a process of their own, which take
+nothing of the server's Python.
 
 It needs no packages besides the server's: a GPU that is at hand for minutes has few.
 """
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def listening(service: "Service", options: "ServeOptions") -> Iterator[tuple[str, "Serving"]]:
-    """Serve on a free port: the address, and what the routes share. At the end running requests finish."""
+    """Serve on a free port: the address, and what the routes share. At the end running requests
+    finish."""
     from eesd.serve.app import make_app
     from eesd.serve.http.run import address_of, bind, serve
 
@@ -40,13 +42,18 @@ def listening(service: "Service", options: "ServeOptions") -> Iterator[tuple[str
 
 
 def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]:
-    """What clients see who ask for a completion at once, and must get the same tokens. Tokens a second are those of all."""
+    """What clients see who ask for a completion at once, and must get the same tokens. Tokens a
+    second are those of all."""
     command = [sys.executable, __file__, address.partition("//")[2], str(clients), json.dumps(body)]
-    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    )
     return found
 
 
-def _ask(address: str, body: dict[str, Any], together: threading.Barrier) -> tuple[float, float, float, list[int]]:
+def _ask(
+    address: str, body: dict[str, Any], together: threading.Barrier
+) -> tuple[float, float, float, list[int]]:
     """When a request began, brought its first token, and ended; and its tokens."""
     connection, tokens, first = HTTPConnection(address, timeout=120), list[int](), 0.0
     connection.connect()
@@ -58,19 +65,35 @@ def _ask(address: str, body: dict[str, Any], together: threading.Barrier) -> tup
     assert response.status == 200, response.read()
     for line in response:
         if line.startswith(b"data: {"):
-            tokens += [token for choice in json.loads(line[6:])["choices"] for token in choice.get("token_ids") or ()]
+            tokens += [
+                token
+                for choice in json.loads(line[6:])["choices"]
+                for token in choice.get("token_ids") or ()
+            ]
             first = first or (time.perf_counter() if tokens else 0.0)
     return began, first, time.perf_counter(), tokens
 
 
 def main(address: str, clients: int, body: dict[str, Any]) -> None:
     with ThreadPoolExecutor(clients) as pool:
-        asked = list(pool.map(partial(_ask, address, body), [threading.Barrier(clients, timeout=60)] * clients))
+        asked = list(
+            pool.map(
+                partial(_ask, address, body), [threading.Barrier(clients, timeout=60)] * clients
+            )
+        )
     began, first, ended, texts = zip(*asked, strict=True)
     assert all(text == texts[0] for text in texts), "clients got different tokens"
     waits = [brought - start for brought, start in zip(first, began, strict=True)]
     speed = sum(map(len, texts)) / (max(ended) - min(began))
-    print(json.dumps({"tokens a second": speed, "seconds to the first token": median(waits), "tokens": texts[0]}))
+    print(
+        json.dumps(
+            {
+                "tokens a second": speed,
+                "seconds to the first token": median(waits),
+                "tokens": texts[0],
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

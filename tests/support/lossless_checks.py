@@ -1,6 +1,8 @@
-"""What 'lossless' means, as functions. The tests call them on the runtime, the mutation tests on a broken one.
+"""What 'lossless' means, as functions. The tests call them on the runtime, the mutation tests on a
+broken one.
 
-The expected distributions come from code of this file's own, plain and slow, that shares nothing with the runtime's.
+The expected distributions come from code of this file's own, plain and slow, that shares nothing
+with the runtime's.
 """
 
 import sys
@@ -44,7 +46,11 @@ HEADS_DRAFT = [
     Speculation(),
 ]
 """Ways in which a head drafts."""
-PROMPTS = [[5, 9, 3], [1], [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12, 13, 14, 15, 16, 17, 18, 96, 0]]
+PROMPTS = [
+    [5, 9, 3],
+    [1],
+    [60, 2, 44, 44, 17, 8, 90, 31, 5, 5, 71, 12, 13, 14, 15, 16, 17, 18, 96, 0],
+]
 
 GREEDY = Sampling()
 
@@ -63,8 +69,11 @@ P_VALUE = 1e-3
 TOLERANCE = 1e-4
 
 
-def reference_probabilities(logits: NDArray[np.float32], sampling: Sampling, seen: Iterable[int] = ()) -> Vector:
-    """Penalty, temperature, top-k, top-p, min-p, in this order, straight from their definitions (no ties assumed)."""
+def reference_probabilities(
+    logits: NDArray[np.float32], sampling: Sampling, seen: Iterable[int] = ()
+) -> Vector:
+    """Penalty, temperature, top-k, top-p, min-p, in this order, straight from their definitions (no
+    ties assumed)."""
     scores = logits.astype(np.float64)
     for token in set(seen):
         factor = sampling.repetition_penalty
@@ -85,7 +94,8 @@ def reference_probabilities(logits: NDArray[np.float32], sampling: Sampling, see
 
 
 def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
-    """p-value of the counts under the expected distribution; 0 if anything impossible was seen. Rare cells are pooled."""
+    """p-value of the counts under the expected distribution; 0 if anything impossible was seen.
+    Rare cells are pooled."""
     draws = sum(counts.values())
     if any(expected.get(outcome, 0) == 0 for outcome in counts):
         return 0.0
@@ -100,14 +110,17 @@ def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
 
 
 def exact_joint(harness: Harness, prompt: Sequence[int], sampling: Sampling) -> Joint:
-    """The probability of every continuation of LENGTH tokens, from the verifier run plainly over each prefix."""
+    """The probability of every continuation of LENGTH tokens, from the verifier run plainly over
+    each prefix."""
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
         for outcome, probability in joint.items():
             tokens = [*prompt, *outcome]
             p = reference_probabilities(harness.session(tokens).peek(), sampling, tokens)
-            longer.update({(*outcome, int(token)): probability * p[token] for token in np.flatnonzero(p)})
+            longer.update(
+                {(*outcome, int(token)): probability * p[token] for token in np.flatnonzero(p)}
+            )
         joint = longer
     return joint
 
@@ -122,28 +135,40 @@ def check_joint(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> None:
-    """Sampled sequences are distributed as the verifier alone says, and drafting had its part in them."""
+    """Sampled sequences are distributed as the verifier alone says, and drafting had its part in
+    them."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = judged = 0
     for seed in range(draws):
         session = harness.session(
-            prompt, replace(sampling, seed=seed), controller, width, new_tokens=LENGTH, budget=budget, text=text
+            prompt,
+            replace(sampling, seed=seed),
+            controller,
+            width,
+            new_tokens=LENGTH,
+            budget=budget,
+            text=text,
         )
         counts[tuple(generated(session))] += 1
         accepted += session.stats.accepted_tokens
         judged += sum(session.stats.verified_at_depth)
     assert 0.1 * judged < accepted < 0.95 * judged, "acceptance and rejection must both occur"
     p_value = g_test(counts, exact_joint(harness, prompt, sampling))
-    assert p_value > P_VALUE, f"the samples do not follow the verifier's distribution (p = {p_value:.1e})"
+    assert p_value > P_VALUE, (
+        f"the samples do not follow the verifier's distribution (p = {p_value:.1e})"
+    )
 
 
 class MadeUp:
-    """Distributions made up for every context of at most LENGTH - 1 tokens: the verifier's p and the draft's q."""
+    """Distributions made up for every context of at most LENGTH - 1 tokens: the verifier's p and
+    the draft's q."""
 
     def __init__(self, vocab_size: int, seed: int, draft_vocab: Sequence[int] = ()) -> None:
         self.draft_vocab = np.array(draft_vocab or range(vocab_size))
         random = np.random.default_rng(seed)
-        contexts = [context for n in range(LENGTH) for context in product(range(vocab_size), repeat=n)]
+        contexts = [
+            context for n in range(LENGTH) for context in product(range(vocab_size), repeat=n)
+        ]
         self.p = {context: random.dirichlet(np.ones(vocab_size)) for context in contexts}
         self.q = {context: random.dirichlet(self.p[context] * 4 + 0.2) for context in contexts}
         self.vocab_size = vocab_size
@@ -152,9 +177,13 @@ class MadeUp:
         outcomes = product(range(self.vocab_size), repeat=LENGTH)
         return {o: float(np.prod([self.p[o[:n]][o[n]] for n in range(LENGTH)])) for o in outcomes}
 
-    def rows(self, table: Mapping[tuple[int, ...], Vector], nodes: Iterable[Node]) -> NDArray[np.float32]:
+    def rows(
+        self, table: Mapping[tuple[int, ...], Vector], nodes: Iterable[Node]
+    ) -> NDArray[np.float32]:
         """The logits [nodes, V] after some nodes."""
-        return np.log(np.stack([table[tuple(node.path())] for node in nodes]) + 1e-30).astype(np.float32)
+        return np.log(np.stack([table[tuple(node.path())] for node in nodes]) + 1e-30).astype(
+            np.float32
+        )
 
     def round(self, seed: int, width: int) -> list[int]:
         """One round of the sampler alone, two levels deep: no engine, no session."""
@@ -164,13 +193,21 @@ class MadeUp:
         sampler.begin_round([0])
         for _ in range(LENGTH - 1):
             outputs = StepOutputs(self.rows(self.q, tree.frontier)[:, self.draft_vocab])
-            tree.grow([sampler.propose(node, outputs, row, width) for row, node in enumerate(tree.frontier)])
+            tree.grow(
+                [
+                    sampler.propose(node, outputs, row, width)
+                    for row, node in enumerate(tree.frontier)
+                ]
+            )
         path, bonus = sampler.accept(tree.root, StepOutputs(self.rows(self.p, tree.prune())))
         return [*(node.token for node in path), bonus]
 
 
-def check_sampler(width: int, vocab_size: int = 4, draws: int = 6000, draft_vocab: Sequence[int] = ()) -> None:
-    """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint distribution."""
+def check_sampler(
+    width: int, vocab_size: int = 4, draws: int = 6000, draft_vocab: Sequence[int] = ()
+) -> None:
+    """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint
+    distribution."""
     made_up, random = MadeUp(vocab_size, width, draft_vocab), np.random.default_rng(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
@@ -187,9 +224,12 @@ DRAFT_VOCAB = np.array([token for token in range(97) if token % 5])
 
 
 def check_reduced_proposals(sampling: Sampling, count: int) -> None:
-    """A draft vocabulary proposes what the whole vocabulary does where the logits of all other tokens are -inf."""
+    """A draft vocabulary proposes what the whole vocabulary does where the logits of all other
+    tokens are -inf."""
     random, seen, node = np.random.default_rng(0), [5, 9, 3, 60, 61, 62, 63], Node(3)
-    samplers = [make_sampler(sampling, 97, columns) for columns in (DraftColumns(DRAFT_VOCAB), WHOLE)]
+    samplers = [
+        make_sampler(sampling, 97, columns) for columns in (DraftColumns(DRAFT_VOCAB), WHOLE)
+    ]
     for _ in range(20):
         reduced = 3 * random.standard_normal((1, len(DRAFT_VOCAB))).astype(np.float32)
         whole = np.full((1, 97), -np.inf, np.float32)
@@ -198,8 +238,12 @@ def check_reduced_proposals(sampling: Sampling, count: int) -> None:
         for sampler, logits in zip(samplers, (reduced, whole), strict=True):
             sampler.begin_round(seen)
             proposals.append(sampler.propose(node, StepOutputs(logits), 0, count))
-        assert proposals[0] and not np.isin([p.token for p in proposals[0]], np.arange(0, 97, 5)).any()
-        np.testing.assert_allclose(np.array(proposals[0]), np.array(proposals[1]), rtol=0, atol=1e-9)
+        assert (
+            proposals[0] and not np.isin([p.token for p in proposals[0]], np.arange(0, 97, 5)).any()
+        )
+        np.testing.assert_allclose(
+            np.array(proposals[0]), np.array(proposals[1]), rtol=0, atol=1e-9
+        )
         seen = [*seen, proposals[0][0].token]
 
 
@@ -223,8 +267,8 @@ def check_same_tokens(
 ) -> Stats:
     """Drafting changes nothing, while the cache grows under it; what the drafting run did.
 
-    The logits behind every committed token are compared, too: chains change no bit of them, trees no more than rounding does,
-    and on the default engine no bit, either.
+    The logits behind every committed token are compared, too: chains change no bit of them, trees
+    no more than rounding does, and on the default engine no bit, either.
     """
     expected = LogitRecord()
     found = LogitRecord(expected)
@@ -242,11 +286,15 @@ def check_same_tokens(
         observer=found,
         text=text,
     )
-    assert generated(drafting) == generated(plain), f"drafting changed the tokens ({sampling}, width {width})"
+    assert generated(drafting) == generated(plain), (
+        f"drafting changed the tokens ({sampling}, width {width})"
+    )
     logits = found.result
     assert logits.positions == plain.stats.new_tokens
     rounds = (width > 1 or budget) and not harness.exact_trees
-    assert logits.largest < TOLERANCE if rounds else logits.differing == 0, f"drafting changed the logits: {logits}"
+    assert logits.largest < TOLERANCE if rounds else logits.differing == 0, (
+        f"drafting changed the logits: {logits}"
+    )
     assert drafting.finish_reason == plain.finish_reason
     return drafting.stats
 
@@ -264,13 +312,25 @@ def check_cache(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> None:
-    """After each round, all L + E caches hold what a prefill of the same tokens would have put there."""
+    """After each round, all L + E caches hold what a prefill of the same tokens would have put
+    there."""
     workspace = harness.workspace()
-    session = harness.session(prompt, sampling, controller, width, new_tokens=24, workspace=workspace, budget=budget, text=text)
+    session = harness.session(
+        prompt,
+        sampling,
+        controller,
+        width,
+        new_tokens=24,
+        workspace=workspace,
+        budget=budget,
+        text=text,
+    )
     while session.finish_reason is None:
         session.step()
         expected = cache_of(harness.fresh_prefill(session.tokens), session.tokens)
-        np.testing.assert_allclose(cache_of(workspace, session.tokens), expected, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(
+            cache_of(workspace, session.tokens), expected, rtol=0, atol=TOLERANCE
+        )
     assert session.stats.accepted_tokens
 
 
@@ -284,7 +344,9 @@ def drafted(
 ) -> DraftTree:
     """The tree that the first round drafts, greedily."""
     parts = workspace or harness.workspace()
-    session = harness.session(prompt, controller=controller, width=width, workspace=parts, budget=budget)
+    session = harness.session(
+        prompt, controller=controller, width=width, workspace=parts, budget=budget
+    )
     current = Round(session, session.drafting)
     current.begin()
     draft([current], ALONE)
@@ -301,7 +363,8 @@ def drafted_logits(
 
 
 def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> None:
-    """The draft's logits at every node of a tree are those after the node's path as a plain chain."""
+    """The draft's logits at every node of a tree are those after the node's path as a plain
+    chain."""
     tree, logits = drafted_logits(harness, prompt, make_controller("fixed:k=4"), width)
     assert not is_chain(tree.nodes) and len(logits) == 1 + 3 * width
     for index, actual in logits.items():
@@ -312,8 +375,12 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
-    """Call ``step`` and interrupt it at the line-th line that session.py and round.py run; whether it got so far."""
-    left, files = line, {part.__code__.co_filename for part in (Session.step, Round.commit, run_round)}
+    """Call ``step`` and interrupt it at the line-th line that session.py and round.py run; whether
+    it got so far."""
+    left, files = (
+        line,
+        {part.__code__.co_filename for part in (Session.step, Round.commit, run_round)},
+    )
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
@@ -337,7 +404,8 @@ def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
 
 
 def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
-    """A step may be interrupted at every line: the session still counts its tokens right and ends with the same ones."""
+    """A step may be interrupted at every line: the session still counts its tokens right and ends
+    with the same ones."""
     expected, line = generated(make()), 1
     while True:
         session = make()
@@ -346,7 +414,9 @@ def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
         if not interrupt_at_line(session.step, line):
             return line
         counted = session.stats.prompt_tokens + session.stats.new_tokens
-        assert len(session.tokens) == counted, f"an interrupt at line {line} of the step miscounted the tokens"
+        assert len(session.tokens) == counted, (
+            f"an interrupt at line {line} of the step miscounted the tokens"
+        )
         finish(session)
         assert session.tokens[session.stats.prompt_tokens :] == expected
         line += 1
@@ -357,30 +427,40 @@ def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[in
     accepted = 0
     for prompt, sampling in product(prompts, (Sampling(), Sampling(temperature=0.8, seed=3))):
         both = (llm.with_speculation(way) for way in (None, speculation))
-        plain, found = (one.generate(prompt, sampling, max_new_tokens=40, ignore_eos=True) for one in both)
+        plain, found = (
+            one.generate(prompt, sampling, max_new_tokens=40, ignore_eos=True) for one in both
+        )
         assert found.tokens == plain.tokens
         accepted += found.stats.accepted_tokens
     return accepted
 
 
 def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:
-    """Behind kept prefixes the same is drafted, and as much of it accepted, as without: solo and served, whatever token comes
-    behind the kept ones, be they a prompt's or generated. Returns the number of draft tokens."""
+    """Behind kept prefixes the same is drafted, and as much of it accepted, as without: solo and
+    served, whatever token comes behind the kept ones, be they a prompt's or generated. Returns the
+    number of draft tokens."""
     speculation = Speculation("fixed:k=3", tree=2, guard=False, drafter="exit")
     kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
     alone = load(directory, backend, threads=1, speculation=speculation)
     kept.budget = alone.budget = None  # what a budget leaves out depends on the clock
-    services = [Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)]
+    services = [
+        Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)
+    ]
     options: Options = {"max_new_tokens": 12, "ignore_eos": True}
     first, drafts = alone.generate(text, **options).tokens, 0
     others = [[*text[:BLOCK], 3 + token, *text[:2]] for token in range(3)]
     for prompt in (text, text, *others, [*text, *first[:-1]], [*text, *first[:4], 7, 8]):
         request = alone.request(prompt, **options)
-        rounds = [[(update.tokens, update.rejected) for update in llm.run(request)] for llm in (kept, alone)]
+        rounds = [
+            [(update.tokens, update.rejected) for update in llm.run(request)]
+            for llm in (kept, alone)
+        ]
         assert rounds[0] == rounds[1]
         found, expected = (service.generate(request) for service in services)
         assert found.tokens == expected.tokens and bool(found.cached_tokens) == (drafts > 0)
-        counts = [(one.stats.draft_tokens, one.stats.accepted_at_depth) for one in (found, expected)]
+        counts = [
+            (one.stats.draft_tokens, one.stats.accepted_at_depth) for one in (found, expected)
+        ]
         assert counts[0] == counts[1]
         drafts += counts[0][0]
     for service in services:

@@ -11,7 +11,9 @@ import pytest
 def mutant(function: Callable[..., Any], old: str, new: str) -> Callable[..., Any]:
     """The function with ``old`` replaced by ``new`` in its source."""
     source = textwrap.dedent(inspect.getsource(function))
-    assert source.count(old) == 1, f"{function.__qualname__} no longer holds {old!r} once: rewrite the mutation"
+    assert source.count(old) == 1, (
+        f"{function.__qualname__} no longer holds {old!r} once: rewrite the mutation"
+    )
     namespace: dict[str, Any] = dict(function.__globals__)
     exec(source.replace(old, new), namespace)
     made: Callable[..., Any] = namespace[function.__name__]
@@ -22,7 +24,11 @@ def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new
     monkeypatch.setattr(owner, name, mutant(getattr(owner, name), old, new))
 
 
-def then(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[Any], object]) -> None:
+def then(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[Any], object]
+) -> None:
     """Let a method without a result end with an action on its object."""
     original = getattr(owner, name)
-    monkeypatch.setattr(owner, name, lambda self, *arguments: (original(self, *arguments), action(self))[0])
+    monkeypatch.setattr(
+        owner, name, lambda self, *arguments: (original(self, *arguments), action(self))[0]
+    )

@@ -4,7 +4,10 @@ BLOCK = """
 import sys
 
 class Blocker:
-    blocked = {"torch", "transformers", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub", "onnx", "ml_dtypes"}
+    blocked = {
+        "torch", "transformers", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub", "onnx",
+        "ml_dtypes",
+    }
 
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]

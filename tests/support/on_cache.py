@@ -23,10 +23,14 @@ class OnCache:
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
-        return self._engine.forward([Call(self._kv_cache, tokens, positions, slot, context_len, tree_mask)])[0]
+        return self._engine.forward(
+            [Call(self._kv_cache, tokens, positions, slot, context_len, tree_mask)]
+        )[0]
 
     def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        self._engine.forward([Call(self._kv_cache, tokens, range(slot, slot + len(tokens)), slot, logits=False)])
+        self._engine.forward(
+            [Call(self._kv_cache, tokens, range(slot, slot + len(tokens)), slot, logits=False)]
+        )
 
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
         assert self._engine.draft_chain is not None
@@ -34,8 +38,11 @@ class OnCache:
 
 
 def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:
-    """The verify and the draft engine of a directory over one cache of so many slots, and the cache."""
-    engines = open_engines(directory, load_manifest(directory), EngineOptions(backend, 1, draft=True))
+    """The verify and the draft engine of a directory over one cache of so many slots, and the
+    cache."""
+    engines = open_engines(
+        directory, load_manifest(directory), EngineOptions(backend, 1, draft=True)
+    )
     assert engines.draft is not None
     [cache] = engines.verify.new_kv_caches()
     cache.reserve(slots)

@@ -39,7 +39,11 @@ Input = tuple[str, Array | int]
 
 
 def one_node(
-    path: Path, kind: str, inputs: Sequence[Input], outputs: Sequence[int] = (TensorProto.FLOAT,), **attributes: Any
+    path: Path,
+    kind: str,
+    inputs: Sequence[Input],
+    outputs: Sequence[int] = (TensorProto.FLOAT,),
+    **attributes: Any,
 ) -> Path:
     """Write a model of one node. Outputs are types."""
     given, constants = [], []
@@ -49,11 +53,17 @@ def one_node(
         else:
             given.append(helper.make_tensor_value_info(name, value, None))
     names = [name for name, _ in inputs]
-    found = [helper.make_tensor_value_info(f"y{number}", of, None) for number, of in enumerate(outputs)]
-    node = helper.make_node(kind, names, [value.name for value in found], domain=operators.DOMAIN, **attributes)
+    found = [
+        helper.make_tensor_value_info(f"y{number}", of, None) for number, of in enumerate(outputs)
+    ]
+    node = helper.make_node(
+        kind, names, [value.name for value in found], domain=operators.DOMAIN, **attributes
+    )
     graph = helper.make_graph([node], "one", given, found, constants)
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid(operators.DOMAIN, 1)]
-    path.write_bytes(helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString())
+    path.write_bytes(
+        helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    )
     return path
 
 
@@ -69,7 +79,9 @@ def bits(values: Floats) -> NDArray[np.uint32]:
 def assert_same(found: Floats, expected: Floats, what: object = "") -> None:
     assert found.shape == expected.shape, what
     differ = bits(found) != bits(expected)
-    assert not differ.any(), f"{what}: {differ.sum()} of {differ.size} values have other bits, e.g. {found[differ][0]!r}"
+    assert not differ.any(), (
+        f"{what}: {differ.sum()} of {differ.size} values have other bits, e.g. {found[differ][0]!r}"
+    )
 
 
 def random_weight(
@@ -103,11 +115,19 @@ def random_weight(
     if kind == NARROW:
         scales, found = scales.astype(np.float16), found.astype(np.float16)
     zero = size // 2 if signed and not minimums else 0
-    return Weight(form, None, levels, zero, scales.astype(np.float32), found.astype(np.float32) if minimums else None)
+    return Weight(
+        form,
+        None,
+        levels,
+        zero,
+        scales.astype(np.float32),
+        found.astype(np.float32) if minimums else None,
+    )
 
 
 def split(random: np.random.Generator, values: Array, rows: int) -> Array:
-    """Integers of 6 or 8 bits, whichever have no common divisor, times a float16 for so many rows, of about these values."""
+    """Integers of 6 or 8 bits, whichever have no common divisor, times a float16 for so many rows,
+    of about these values."""
     most = int(random.choice([63, 127]))
     integers = random.integers(-most, most + 1, values.shape)
     integers[::rows], integers[1::rows] = most, most - 1
@@ -118,9 +138,15 @@ def split(random: np.random.Generator, values: Array, rows: int) -> Array:
 
 def pack(weight: Weight) -> Packed:
     if weight.values is None:
-        levels = Levels((weight.levels - weight.zero).astype(np.int16), weight.scales, None, weight.minimums)
+        levels = Levels(
+            (weight.levels - weight.zero).astype(np.int16), weight.scales, None, weight.minimums
+        )
         packed = pack_levels(levels, planes=weight.form in PLANES_OF)
-        return replace(packed, numbers=(UPPER, *packed.numbers[1:])) if weight.form == "upper" else packed
+        return (
+            replace(packed, numbers=(UPPER, *packed.numbers[1:]))
+            if weight.form == "upper"
+            else packed
+        )
     if weight.form == "float32":
         return pack_floats(weight.values, FLOAT32)
     if weight.form == "float16":
@@ -144,12 +170,18 @@ class Product:
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
-        inputs, outputs = self.parts[0].shape[0], sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1)
-        # Blocks differ in size, so that a scale of another block is noticed; one is 0, one far below all others.
+        inputs, outputs = (
+            self.parts[0].shape[0],
+            sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1),
+        )
+        # Blocks differ in size, so that a scale of another block is noticed; one is 0, one far
+        # below all others.
         sizes = random.uniform(0.05, 3, (MOST, inputs // BLOCK + 1, 1))
         sizes[3, 0], sizes[4, -2:] = 0, 1e-38
         self.x = (
-            (random.normal(0, 1, (MOST, inputs // BLOCK + 1, BLOCK)) * sizes).reshape(MOST, -1)[:, :inputs].astype(np.float32)
+            (random.normal(0, 1, (MOST, inputs // BLOCK + 1, BLOCK)) * sizes)
+            .reshape(MOST, -1)[:, :inputs]
+            .astype(np.float32)
         )
         self.added = random.normal(0, 1, (MOST, outputs)).astype(np.float32)
 
@@ -176,16 +208,25 @@ class Product:
     def specified(self, int8: bool) -> Floats:
         residual = self.added if self.residual else None
         with np.errstate(over="ignore"):
-            return specification.product(self.x, self.parts, int8, self.norm, self.epsilon, self.bias, residual, self.gating)
+            return specification.product(
+                self.x, self.parts, int8, self.norm, self.epsilon, self.bias, residual, self.gating
+            )
 
     def in_float64(self, int8: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """The result, and what its error is measured by: the sum of the absolute products."""
         x = self.x.astype(np.float64)
         if self.norm is not None:
             x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
-        rounded = specification.round_blocks(x.astype(np.float32)).dequantized() if len(x[0]) % BLOCK == 0 and int8 else x
+        rounded = (
+            specification.round_blocks(x.astype(np.float32)).dequantized()
+            if len(x[0]) % BLOCK == 0 and int8
+            else x
+        )
         inputs = [rounded if part.values is None else x for part in self.parts]
-        each = [(own, part.dequantized().astype(np.float64)) for own, part in zip(inputs, self.parts, strict=True)]
+        each = [
+            (own, part.dequantized().astype(np.float64))
+            for own, part in zip(inputs, self.parts, strict=True)
+        ]
         y = np.concatenate([own @ w for own, w in each], 1)
         size = np.concatenate([np.abs(own) @ np.abs(w) for own, w in each], 1) + 1e-30
         if self.bias is not None:
@@ -193,34 +234,52 @@ class Product:
             size += np.abs(self.bias)
         if self.gating:
             (gate, up), (g, u) = np.split(y, 2, 1), np.split(size, 2, 1)
-            inner = gate if self.gating == 1 else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            inner = (
+                gate if self.gating == 1 else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+            )
             with np.errstate(over="ignore"):
                 y, size = gate / (1 + np.exp(-inner)) * up, g * u + g + u
         return (y + self.added, size + np.abs(self.added)) if self.residual else (y, size)
 
 
-def check_product(product: Product, path: Path, int8: bool, names: Sequence[str], threads: Sequence[int] = (1, 2, 3)) -> None:
-    """All kernels, numbers of rows and threads give the bits of the specification, which are near those of float64."""
+def check_product(
+    product: Product,
+    path: Path,
+    int8: bool,
+    names: Sequence[str],
+    threads: Sequence[int] = (1, 2, 3),
+) -> None:
+    """All kernels, numbers of rows and threads give the bits of the specification, which are near
+    those of float64."""
     product.write(path)
     expected = product.specified(int8)
     exact, size = product.in_float64(int8)
     # Norm and rounding to 8 bits in float32: a level on the edge may become its neighbour.
     tolerance = 1e-2 if int8 and product.norm is not None else 3e-6
-    assert (np.abs(expected - exact) <= tolerance * size).all(), f"off by {(np.abs(expected - exact) / size).max()}"
+    assert (np.abs(expected - exact) <= tolerance * size).all(), (
+        f"off by {(np.abs(expected - exact) / size).max()}"
+    )
     for name in names:
         session = operators.make_session(path, 1, int8, name)
         for rows in ROWS:
             first = (MOST - rows) * 2 // 3
-            assert_same(product.run(session, first, first + rows), expected[first : first + rows], f"{name}, {rows} rows")
+            assert_same(
+                product.run(session, first, first + rows),
+                expected[first : first + rows],
+                f"{name}, {rows} rows",
+            )
     for count in threads[1:]:
         session = operators.make_session(path, count, int8, names[0])
         for rows in (1, 5, 17, 70, MOST):
-            assert_same(product.run(session, 0, rows), expected[:rows], f"{count} threads, {rows} rows")
+            assert_same(
+                product.run(session, 0, rows), expected[:rows], f"{count} threads, {rows} rows"
+            )
 
 
 @dataclass
 class Mixture:
-    """A mixture of experts, each of them gate, up and down, with random inputs of :data:`MOST` rows."""
+    """A mixture of experts, each of them gate, up and down, with random inputs of :data:`MOST`
+    rows."""
 
     experts: list[list[Weight]]
     used: int
@@ -249,8 +308,18 @@ class Mixture:
         ]
 
     def attributes(self) -> dict[str, Any]:
-        numbers = [number for expert in self.experts for weight in expert for number in pack(weight).numbers]
-        own = {"epsilon": self.epsilon, "gating": self.gating, "used": self.used, "normed": int(self.normed)}
+        numbers = [
+            number
+            for expert in self.experts
+            for weight in expert
+            for number in pack(weight).numbers
+        ]
+        own = {
+            "epsilon": self.epsilon,
+            "gating": self.gating,
+            "used": self.used,
+            "normed": int(self.normed),
+        }
         return own | {"matrices": numbers}
 
     def write(self, path: Path) -> Path:
@@ -263,7 +332,16 @@ class Mixture:
     def specified(self, int8: bool) -> Floats:
         residual = self.added if self.residual else None
         return specification.mixture(
-            self.x, self.experts, self.logits, self.used, self.normed, int8, self.norm, self.epsilon, residual, self.gating
+            self.x,
+            self.experts,
+            self.logits,
+            self.used,
+            self.normed,
+            int8,
+            self.norm,
+            self.epsilon,
+            residual,
+            self.gating,
         )
 
     def in_float64(self) -> NDArray[np.float64]:
@@ -284,7 +362,8 @@ class Mixture:
 
 
 def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]) -> None:
-    """All kernels, numbers of rows and threads give the bits of the specification, which are near those of float64."""
+    """All kernels, numbers of rows and threads give the bits of the specification, which are near
+    those of float64."""
     mixture.write(path)
     expected = mixture.specified(int8)
     levels = int8 and mixture.experts[0][0].values is None
@@ -294,7 +373,11 @@ def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]
         session = operators.make_session(path, threads, int8, name)
         for rows in (1, 2, 5, 9, 33, MOST):
             first = (MOST - rows) * 2 // 3
-            assert_same(mixture.run(session, first, first + rows), expected[first : first + rows], f"{name}, {rows} rows")
+            assert_same(
+                mixture.run(session, first, first + rows),
+                expected[first : first + rows],
+                f"{name}, {rows} rows",
+            )
 
 
 UNWRITTEN = -1
@@ -302,9 +385,12 @@ UNWRITTEN = -1
 
 
 class Cache:
-    """Caches of layers as the operators take them, filled with numbers that nothing may read: an unwritten slot shows."""
+    """Caches of layers as the operators take them, filled with numbers that nothing may read: an
+    unwritten slot shows."""
 
-    def __init__(self, layers: int, kv_heads: int, slots: int, head_dim: int, dtype: str = "float32") -> None:
+    def __init__(
+        self, layers: int, kv_heads: int, slots: int, head_dim: int, dtype: str = "float32"
+    ) -> None:
         self.width = -(-head_dim // 16) * 16
         size = layers * 2 * kv_heads * slots * (self.width + 4 * (dtype == "int8"))
         memory = np.full(size + 64, UNWRITTEN, dtype)
@@ -312,13 +398,18 @@ class Cache:
         shape = layers, 2, kv_heads, slots // 16
         if dtype == "int8":
             tiles = self.array.reshape(*shape, -1)
-            self.keys: Array = tiles[:, 0, ..., : 16 * self.width].reshape(layers, kv_heads, -1, self.width // 2, 16, 2)
-            self.values: Array = tiles[:, 1, ..., : 16 * self.width].reshape(layers, kv_heads, -1, 8, self.width, 2)
+            self.keys: Array = tiles[:, 0, ..., : 16 * self.width].reshape(
+                layers, kv_heads, -1, self.width // 2, 16, 2
+            )
+            self.values: Array = tiles[:, 1, ..., : 16 * self.width].reshape(
+                layers, kv_heads, -1, 8, self.width, 2
+            )
             self.scales = tiles[..., 16 * self.width :].view(np.float32)
             return
         self.keys = self.array.reshape(*shape, self.width, 16)[:, 0]
         self.values = self.array.reshape(layers, 2, kv_heads, slots, self.width)[:, 1]
-        # What is beside a head's values is multiplied but not used, so it must not be a NaN's neighbour.
+        # What is beside a head's values is multiplied but not used, so it must not be a NaN's
+        # neighbour.
         self.keys[..., head_dim:, :], self.values[..., head_dim:] = 0, 0
 
     @property
@@ -333,7 +424,10 @@ class Cache:
             values = self.values[layer, :, tile, row // 2, :head_dim, row % 2]
             scales = self.scales[layer, :, :, tile, row, None]
             return keys * scales[0], values * scales[1]
-        keys, values = self.keys[layer, :, tile, :head_dim, row], self.values[layer, :, slot, :head_dim]
+        keys, values = (
+            self.keys[layer, :, tile, :head_dim, row],
+            self.values[layer, :, slot, :head_dim],
+        )
         return keys.astype(np.float32), values.astype(np.float32)
 
 
@@ -426,18 +520,27 @@ class Attention:
         }
 
     def text(self, nodes: int, parents: Sequence[int] = ()) -> Text:
-        """A text of so many tokens in a chain, and behind them nodes with these parents (numbers of tokens)."""
+        """A text of so many tokens in a chain, and behind them nodes with these parents (numbers of
+        tokens)."""
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         qkv = self.random.normal(0, 1.2, (nodes + len(parents), width)).astype(np.float32)
         paths = [list(range(node + 1)) for node in range(nodes)]
         for node, parent in enumerate(parents, start=nodes):
             paths.append([*paths[parent], node])
-        return Text(qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim, self.dtype))
+        return Text(
+            qkv, paths, Cache(self.layers, self.kv_heads, self.slots, self.head_dim, self.dtype)
+        )
 
     def specified(self, text: Text, nodes: Sequence[int]) -> Floats:
         """[nodes, H D]."""
         q, k, v = self.spec.split(text.qkv)
-        keys = np.stack([self.spec.turned(k[i], len(path) - 1, self.spec.k_norm) for i, path in enumerate(text.paths)], 1)
+        keys = np.stack(
+            [
+                self.spec.turned(k[i], len(path) - 1, self.spec.k_norm)
+                for i, path in enumerate(text.paths)
+            ],
+            1,
+        )
         values = v.transpose(1, 0, 2)
         found = []
         for node in nodes:
@@ -449,9 +552,15 @@ class Attention:
     def in_float64(self, text: Text, nodes: Sequence[int]) -> NDArray[np.float64]:
         q, k, v = (part.astype(np.float64) for part in self.spec.split(text.qkv))
 
-        def turned(x: NDArray[np.float64], position: int, norm: Floats | None) -> NDArray[np.float64]:
+        def turned(
+            x: NDArray[np.float64], position: int, norm: Floats | None
+        ) -> NDArray[np.float64]:
             if norm is not None:  # whose mean square a rotation keeps
-                x = x / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.epsilon) * (1 if self.norms_last else norm)
+                x = (
+                    x
+                    / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.epsilon)
+                    * (1 if self.norms_last else norm)
+                )
             if self.rotates:
                 angle = self.spec.cos[position] + 1j * self.spec.sin[position].astype(np.float64)
                 half = self.head_dim // 2
@@ -463,7 +572,9 @@ class Attention:
         for node in nodes:
             path = text.paths[node]
             keys = np.stack([turned(k[i], j, self.spec.k_norm) for j, i in enumerate(path)], 1)
-            query = turned(q[node], len(path) - 1, self.spec.q_norm).reshape(self.kv_heads, -1, self.head_dim)
+            query = turned(q[node], len(path) - 1, self.spec.q_norm).reshape(
+                self.kv_heads, -1, self.head_dim
+            )
             keys, path = keys[:, -self.window :], path[-self.window :]
             scores = np.einsum("ghd,gsd->ghs", query, keys) * self.spec.scale
             scores = self.cap * np.tanh(scores / self.cap) if self.cap else scores
@@ -476,15 +587,21 @@ class Attention:
 
 
 def chain(text: Text, first: int, last: int) -> tuple[Floats, Array, list[list[int]]]:
-    """A call over consecutive tokens of a text, which lie in the slots of their numbers: qkv, tokens, paths."""
+    """A call over consecutive tokens of a text, which lie in the slots of their numbers: qkv,
+    tokens, paths."""
     tokens = [(text.cache.address, t, t, t + 1, 0) for t in range(first, last)]
     return text.qkv[first:last], np.array(tokens, np.int64).reshape(-1, 5), [[] for _ in tokens]
 
 
-def tree(text: Text, first: int, last: int, slot: int | None = None) -> tuple[Floats, Array, list[list[int]]]:
-    """A call over the nodes from ``first`` on, behind a context of all tokens before them, in the slots from ``slot`` on."""
+def tree(
+    text: Text, first: int, last: int, slot: int | None = None
+) -> tuple[Floats, Array, list[list[int]]]:
+    """A call over the nodes from ``first`` on, behind a context of all tokens before them, in the
+    slots from ``slot`` on."""
     shift = 0 if slot is None else slot - first
-    own = [[node + shift for node in text.paths[node] if node >= first] for node in range(first, last)]
+    own = [
+        [node + shift for node in text.paths[node] if node >= first] for node in range(first, last)
+    ]
     tokens = [
         (text.cache.address, len(text.paths[node]) - 1, node + shift, first, len(path))
         for node, path in zip(range(first, last), own, strict=True)
@@ -501,7 +618,10 @@ def attend(session: Any, *calls: tuple[Floats, Array, list[list[int]]]) -> list[
         for path in call[2]:
             paths[row, : len(path)] = path
             row += 1
-    qkv, tokens = np.concatenate([call[0] for call in calls]), np.concatenate([call[1] for call in calls])
+    qkv, tokens = (
+        np.concatenate([call[0] for call in calls]),
+        np.concatenate([call[1] for call in calls]),
+    )
     y = run(session, qkv=qkv, tokens=tokens, paths=paths)
     return np.split(y, np.cumsum([len(call[0]) for call in calls])[:-1])
 
@@ -517,11 +637,36 @@ def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 
 
 
 def check_float16(path: Path, names: Sequence[str]) -> None:
-    """Ties go to even, subnormal numbers are kept, and what is out of range becomes the largest number."""
-    edges = [0.0, -0.0, 65504, 65519.9, 65520, -7e4, 3e38, 2**-14, 2**-24, 2**-25, 1.5 * 2**-24, 3 * 2**-25, 5 * 2**-25, 1e-40]
-    edges += [1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-11 + 2**-20, 2047.5 * 2**-25, 2**-14 - 2**-26, -(1 + 2**-12)]
+    """Ties go to even, subnormal numbers are kept, and what is out of range becomes the largest
+    number."""
+    edges = [
+        0.0,
+        -0.0,
+        65504,
+        65519.9,
+        65520,
+        -7e4,
+        3e38,
+        2**-14,
+        2**-24,
+        2**-25,
+        1.5 * 2**-24,
+        3 * 2**-25,
+        5 * 2**-25,
+        1e-40,
+    ]
+    edges += [
+        1 + 2**-11,
+        1 + 3 * 2**-11,
+        1 + 2**-11 + 2**-20,
+        2047.5 * 2**-25,
+        2**-14 - 2**-26,
+        -(1 + 2**-12),
+    ]
     random = np.random.default_rng(0).normal(0, 1, 300).astype(np.float32)
-    numbers = np.concatenate([np.array(edges, np.float32), random, random * np.float32(1e-6), random * np.float32(3e4)])
+    numbers = np.concatenate(
+        [np.array(edges, np.float32), random, random * np.float32(1e-6), random * np.float32(3e4)]
+    )
     values = numbers[: len(numbers) // 64 * 64].reshape(-1, 64)
     layer = Attention(heads=0, kv_heads=1, head_dim=64, layers=1, layer=0, dtype="float16")
     text, count = layer.text(len(values)), len(values)
@@ -529,9 +674,16 @@ def check_float16(path: Path, names: Sequence[str]) -> None:
     qkv[:, 64:] = values
     for name in names:
         session = layer.session(layer.write(path), 1, name)
-        assert run(session, qkv=qkv, tokens=tokens, paths=np.zeros((count, 0), np.int32)).shape == (count, 0)
-        assert_same(text.cache.values[0, 0, :count].astype(np.float32), layer.spec.cached(values), name)
-        keys = text.cache.keys[0, 0, np.arange(count) // 16, :, np.arange(count) % 16].astype(np.float32)
+        assert run(session, qkv=qkv, tokens=tokens, paths=np.zeros((count, 0), np.int32)).shape == (
+            count,
+            0,
+        )
+        assert_same(
+            text.cache.values[0, 0, :count].astype(np.float32), layer.spec.cached(values), name
+        )
+        keys = text.cache.keys[0, 0, np.arange(count) // 16, :, np.arange(count) % 16].astype(
+            np.float32
+        )
         turned = [layer.spec.turned(qkv[slot, :64], slot, None) for slot in range(count)]
         assert_same(keys, layer.spec.cached(np.stack(turned)), name)
 
@@ -540,7 +692,9 @@ def top(path: Path, k: int, ids: Array = NOTHING, threads: int = 1, kernels: str
     """A session of the operator that finds the k largest logits of each row."""
     given: list[tuple[str, Array | int]] = [("logits", TensorProto.FLOAT), ("ids", ids)]
     outputs = (TensorProto.INT64, TensorProto.FLOAT)
-    return operators.make_session(one_node(path, "TopK", given, outputs, k=k), threads, True, kernels)
+    return operators.make_session(
+        one_node(path, "TopK", given, outputs, k=k), threads, True, kernels
+    )
 
 
 def load(library: Path, monkeypatch: Any) -> None:

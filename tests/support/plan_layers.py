@@ -1,4 +1,5 @@
-"""The layers of plans, from the builder's log: TensorRT-RTX lists the kernels of a plan and their tensors without a GPU."""
+"""The layers of plans, from the builder's log: TensorRT-RTX lists the kernels of a plan and their
+tensors without a GPU."""
 
 import logging
 import re
@@ -10,8 +11,19 @@ from eesd.common.manifest import Manifest, load_manifest
 from eesd.export.build import main as build_main
 from support.command import succeed
 
-_BITS = {"Half": 16, "BFloat16": 16, "Float": 32, "Int8": 8, "Int4": 4, "Int32": 32, "Int64": 64, "Bool": 8}
-_LAYER = re.compile(r"Name: (.*?), LayerType: (\w+), Inputs: (.*?), Constants: (.*?), Outputs: (.*?), TacticName: ")
+_BITS = {
+    "Half": 16,
+    "BFloat16": 16,
+    "Float": 32,
+    "Int8": 8,
+    "Int4": 4,
+    "Int32": 32,
+    "Int64": 64,
+    "Bool": 8,
+}
+_LAYER = re.compile(
+    r"Name: (.*?), LayerType: (\w+), Inputs: (.*?), Constants: (.*?), Outputs: (.*?), TacticName: "
+)
 _TENSOR = re.compile(r"\{ Name: ([^,]+), Dimensions: \[([-\d,]*)\].*?Datatype: (\w+)")
 
 
@@ -32,7 +44,8 @@ class Tensor(NamedTuple):
 
     @property
     def is_cache(self) -> bool:
-        """Whether it is a cache of the engine: a call has it at one address, as input and as output."""
+        """Whether it is a cache of the engine: a call has it at one address, as input and as
+        output."""
         return self.name.startswith(("key_", "value_"))
 
 
@@ -51,14 +64,21 @@ class Layer(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The caches of which it copies the first slots: as many as the mask has columns. The log has -1 for both."""
-        caches = [tensor for tensor in self.inputs if tensor.is_cache and tensor not in self.outputs]
-        return caches if all(-1 in tensor.shape for tensor in self.outputs) and not self.is_attention else []
+        """The caches of which it copies the first slots: as many as the mask has columns. The log
+        has -1 for both."""
+        caches = [
+            tensor for tensor in self.inputs if tensor.is_cache and tensor not in self.outputs
+        ]
+        return (
+            caches
+            if all(-1 in tensor.shape for tensor in self.outputs) and not self.is_attention
+            else []
+        )
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a call reads and writes. A cache that is updated, and a table, are touched at a few rows only. What
-        depends on the slots that attention reads is not counted."""
+        """Bytes that a call reads and writes. A cache that is updated, and a table, are touched at
+        a few rows only. What depends on the slots that attention reads is not counted."""
         read = [tensor for tensor in self.inputs if tensor not in (*self.outputs, *self.parts)]
         written = [tensor for tensor in self.outputs if not tensor.is_cache]
         tables = () if "Gath" in self.name else self.constants
@@ -66,7 +86,8 @@ class Layer(NamedTuple):
 
 
 def build_layers(directory: Path, *options: object) -> tuple[Manifest, dict[str, list[Layer]]]:
-    """Build the plans of an engine directory. Returns its manifest and the layers of each graph's plan."""
+    """Build the plans of an engine directory. Returns its manifest and the layers of each graph's
+    plan."""
     lists: list[str] = []
 
     class Recorder(logging.Handler):
@@ -86,11 +107,14 @@ def build_layers(directory: Path, *options: object) -> tuple[Manifest, dict[str,
         logger.setLevel(before[0])
         logger.propagate = before[1]
     manifest = load_manifest(directory)
-    return manifest, {graph.file: parse(text) for graph, text in zip(manifest.graphs, lists, strict=True)}
+    return manifest, {
+        graph.file: parse(text) for graph, text in zip(manifest.graphs, lists, strict=True)
+    }
 
 
 def parse(text: str) -> list[Layer]:
-    """The layers of a list in the builder's log. What does not look like a layer is an error: the format has changed."""
+    """The layers of a list in the builder's log. What does not look like a layer is an error: the
+    format has changed."""
     lines = [line for line in text.splitlines() if line.startswith("Name: ")]
     assert lines, text[:200]
     return [_layer(line) for line in lines]
@@ -108,7 +132,11 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
     found = _TENSOR.findall(text)
     assert len(found) == text.count("{ Name: "), text
     return tuple(
-        Tensor(re.sub(r" \[profile \d+\]$", "", name), tuple(int(size) for size in shape.split(",") if size), dtype)
+        Tensor(
+            re.sub(r" \[profile \d+\]$", "", name),
+            tuple(int(size) for size in shape.split(",") if size),
+            dtype,
+        )
         for name, shape, dtype in found
     )
 
@@ -122,11 +150,18 @@ def parts(layers: Sequence[Layer]) -> list[Tensor]:
 
 
 def traffic(layers: Sequence[Layer], slots: int) -> int:
-    """Bytes that a call reads and writes in all, if its attention reads so many of the first slots."""
+    """Bytes that a call reads and writes in all, if its attention reads so many of the first
+    slots."""
     part = sum(cache.nbytes * slots // cache.shape[2] for cache in parts(layers))
     return sum(layer.nbytes for layer in layers) + 3 * part  # read, written, and read by attention
 
 
 def copies(layers: Sequence[Layer], least: int) -> list[Tensor]:
-    """What kernels write that has a fixed size of at least ``least`` bytes, caches of the engine apart."""
-    return [tensor for layer in layers for tensor in layer.outputs if tensor.nbytes >= least and not tensor.is_cache]
+    """What kernels write that has a fixed size of at least ``least`` bytes, caches of the engine
+    apart."""
+    return [
+        tensor
+        for layer in layers
+        for tensor in layer.outputs
+        if tensor.nbytes >= least and not tensor.is_cache
+    ]

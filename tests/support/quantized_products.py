@@ -37,7 +37,8 @@ CASES = (
     Case(Quantization("uint4", 128), 256, 37),
     Case(Quantization("uint4", 64), 64, 24),
 )
-"""Every type of levels with each of its companions; numbers of outputs that are odd and that are no multiple of a panel."""
+"""Every type of levels with each of its companions; numbers of outputs that are odd and that are no
+multiple of a panel."""
 
 
 def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: str) -> Quantized:
@@ -45,31 +46,48 @@ def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: 
     kind, shape = quantization.weights, (inputs // quantization.block, outputs)
     size = 2.0 ** (1 - BITS[kind]) * inputs**-0.5
     scales = (size * (0.5 + torch.rand(shape))).to(getattr(torch, quantization.scales or dtype))
-    zeros = torch.randint(256, ((scales.numel() + 1) // 2,), dtype=torch.uint8) if quantization.zero_points else None
+    zeros = (
+        torch.randint(256, ((scales.numel() + 1) // 2,), dtype=torch.uint8)
+        if quantization.zero_points
+        else None
+    )
     minimums = (-8 * size * torch.rand(shape)).to(scales.dtype) if quantization.minimums else None
-    return Quantized(torch.randint(256, (inputs * outputs * BITS[kind] // 8,), dtype=torch.uint8), scales, zeros, minimums)
+    return Quantized(
+        torch.randint(256, (inputs * outputs * BITS[kind] // 8,), dtype=torch.uint8),
+        scales,
+        zeros,
+        minimums,
+    )
 
 
 def all_checked(device: str) -> dict[str, dict[str, Any]]:
-    """What :func:`checked` finds. The CPU's interpreter does not round to bfloat16, and multiplies its bits as integers."""
+    """What :func:`checked` finds. The CPU's interpreter does not round to bfloat16, and multiplies
+    its bits as integers."""
     dtypes = ("float16",) if device == "cpu" else ("float16", "bfloat16")
     return {f"{dtype}: {case}": checked(case, dtype, device) for dtype in dtypes for case in CASES}
 
 
 def checked(case: Case, of: str, device: str) -> dict[str, Any]:
-    """How far products are from exact ones with the dequantized weights, and whether rows depend on each other.
+    """How far products are from exact ones with the dequantized weights, and whether rows depend on
+    each other.
 
-    ``error`` is the largest difference, in units of what rounding once to the type of the activations, and float32 sums, allow.
+    ``error`` is the largest difference, in units of what rounding once to the type of the
+    activations, and float32 sums, allow.
     """
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, of)
     stored = random_weight(case.quantization, case.inputs, case.outputs, of)
-    weight, x = arranged(stored, case.quantization, torch.device(device)), torch.randn(ROWS[-1], case.inputs).to(dtype)
+    weight, x = (
+        arranged(stored, case.quantization, torch.device(device)),
+        torch.randn(ROWS[-1], case.inputs).to(dtype),
+    )
     found = {rows: product(x[:rows].to(device), weight).cpu() for rows in ROWS}
     factors = dequantize(stored, case.quantization.weights).to(dtype).double()
     exact, every = x.double() @ factors, found[ROWS[-1]]
     allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5 * (x.double().abs() @ factors.abs())
     return {
         "error": float(((every.double() - exact).abs() / allowed).max()),
-        "rows do not depend on each other": all(torch.equal(found[rows], every[:rows]) for rows in ROWS),
+        "rows do not depend on each other": all(
+            torch.equal(found[rows], every[:rows]) for rows in ROWS
+        ),
     }

@@ -26,7 +26,8 @@ SOON = {"RAY_metrics_report_interval_ms": "500"}
 
 @dataclass(frozen=True)
 class RayCluster:
-    """Applications that are ready. ``url`` is that of Serve, ``metrics`` that of Ray's own metrics."""
+    """Applications that are ready. ``url`` is that of Serve, ``metrics`` that of Ray's own
+    metrics."""
 
     url: str
     metrics: str
@@ -50,12 +51,24 @@ def ray_cluster(python: Path, applications: Sequence[dict[str, Any]]) -> Iterato
     # Not pytest's directory: paths of Unix sockets must be short.
     scratch = Path(tempfile.mkdtemp(prefix="eesd-ray-", dir="/tmp"))
     ray, client, agent, http, metrics = free_ports(5)
-    config = {"http_options": {"host": "127.0.0.1", "port": http}, "applications": list(applications)}
+    config = {
+        "http_options": {"host": "127.0.0.1", "port": http},
+        "applications": list(applications),
+    }
     (scratch / "serve.yaml").write_text(json.dumps(config))  # JSON is YAML
-    start = f"--head --block --num-cpus=2 --object-store-memory={80 << 20} --include-dashboard=false --disable-usage-stats"
-    start += f" --node-ip-address=127.0.0.1 --port={ray} --ray-client-server-port={client} --temp-dir={scratch / 'ray'}"
+    start = (
+        f"--head --block --num-cpus=2 --object-store-memory={80 << 20} --include-dashboard=false "
+        "--disable-usage-stats"
+    )
+    start += (
+        f" --node-ip-address=127.0.0.1 --port={ray} --ray-client-server-port={client} "
+        f"--temp-dir={scratch / 'ray'}"
+    )
     start += f" --dashboard-agent-listen-port={agent} --metrics-export-port={metrics}"
-    programs = [["ray", "start", *start.split()], ["serve", "run", f"--address=127.0.0.1:{ray}", str(scratch / "serve.yaml")]]
+    programs = [
+        ["ray", "start", *start.split()],
+        ["serve", "run", f"--address=127.0.0.1:{ray}", str(scratch / "serve.yaml")],
+    ]
     log = scratch / "log.txt"
     running: list[subprocess.Popen[bytes]] = []
     try:
@@ -65,13 +78,19 @@ def ray_cluster(python: Path, applications: Sequence[dict[str, Any]]) -> Iterato
                     _wait(running[0], log, f"127.0.0.1:{ray}")
                 command = [str(python.parent / name), *options]
                 process = subprocess.Popen(
-                    command, env=variables(python, **LOOPBACK, **SOON), stdout=file, stderr=file, start_new_session=True
+                    command,
+                    env=variables(python, **LOOPBACK, **SOON),
+                    stdout=file,
+                    stderr=file,
+                    start_new_session=True,
                 )
                 running.append(process)
         url = f"http://127.0.0.1:{http}"
         for application in applications:
             _wait(running[1], log, url + application["route_prefix"].rstrip("/"))
-        yield RayCluster(url, f"http://127.0.0.1:{metrics}/metrics", running[0].pid, scratch / "ray")
+        yield RayCluster(
+            url, f"http://127.0.0.1:{metrics}/metrics", running[0].pid, scratch / "ray"
+        )
     finally:
         for process in reversed(running):
             end_session(process)

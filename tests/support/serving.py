@@ -40,7 +40,8 @@ class Served:
 
     @property
     def http(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=60, verify=False)  # without certificates, which take long to read
+        # Without certificates, which take long to read.
+        return httpx2.Client(base_url=self.url, timeout=60, verify=False)
 
     @property
     def openai(self) -> OpenAI:
@@ -91,7 +92,10 @@ class Served:
 
 @contextmanager
 def served(
-    engine: Path, options: ServeOptions = OPTIONS, batch: BatchOptions = BATCH, plain_content: bool = False
+    engine: Path,
+    options: ServeOptions = OPTIONS,
+    batch: BatchOptions = BATCH,
+    plain_content: bool = False,
 ) -> Iterator[Served]:
     """Serve an engine directory on a free port."""
     service = Service(eesd.load(engine, plain_content=plain_content), batch)
@@ -104,7 +108,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     spent, last = 0.0, monotonic()
     while not condition():
         now = monotonic()
-        spent, last = spent + min(now - last, 1.0), now  # for a process that was stopped for long no more time has passed
+        # For a process that was stopped for long no more time has passed.
+        spent, last = spent + min(now - last, 1.0), now
         assert spent < seconds, "it did not happen"
         sleep(0.01)
 
@@ -121,7 +126,8 @@ def events(lines: Iterator[str]) -> list[Any]:
 
 
 class Held:
-    """A constraint that allows everything, and holds the batch after some tokens until it is released."""
+    """A constraint that allows everything, and holds the batch after some tokens until it is
+    released."""
 
     def __init__(self, after: int = 1) -> None:
         self._after, self._released = after, threading.Event()

@@ -1,7 +1,8 @@
-"""What the operators of this project compute, in NumPy: ``runtime/operators/SPECIFICATION.md`` a second time, bit for bit.
+"""What the operators of this project compute, in NumPy: ``runtime/operators/SPECIFICATION.md`` a
+second time, bit for bit.
 
-Everything is float32, rounded once in each step. Arrays have a column or a head in each lane, so an operation here is one of a
-sum's steps for all of them.
+Everything is float32, rounded once in each step. Arrays have a column or a head in each lane, so an
+operation here is one of a sum's steps for all of them.
 """
 
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ BITS = {"bits4": 4, "bits5": 5, "bits6": 6, "bits8": 8, "planes": 8, "upper": 8}
 def fma(a: Any, b: Any, c: Any) -> Floats:
     """a b + c, rounded once.
 
-    The product of two float32 is exact in float64. The sum is rounded to odd there, so that rounding it to float32 rounds as if
-    it had been exact (Boldo and Melquiond, 2008).
+    The product of two float32 is exact in float64. The sum is rounded to odd there, so that
+    rounding it to float32 rounds as if it had been exact (Boldo and Melquiond, 2008).
     """
     product = np.float64(a) * np.float64(b)
     other = np.float64(c)
@@ -130,8 +131,11 @@ class Weight:
 
     @property
     def read(self) -> Floats:
-        """The levels as products read them: of an upper plane, what the upper 4 bits of each stand for."""
-        return (self.levels - self.levels % 16 + 7.5 if self.form == "upper" else self.levels).astype(np.float32)
+        """The levels as products read them: of an upper plane, what the upper 4 bits of each stand
+        for."""
+        return (
+            self.levels - self.levels % 16 + 7.5 if self.form == "upper" else self.levels
+        ).astype(np.float32)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -218,7 +222,11 @@ def product(
     y = y if bias is None else y + bias
     if gating:
         gate, up = np.split(y, 2, 1)
-        inner = gate if gating == 1 else gate * fma(gate * gate, np.float32(0.0713548163), np.float32(1.59576912))
+        inner = (
+            gate
+            if gating == 1
+            else gate * fma(gate * gate, np.float32(0.0713548163), np.float32(1.59576912))
+        )
         y = gate / (np.float32(1) + exponential(np.float32(0) - inner)) * up
     return y if residual is None else y + residual
 
@@ -282,12 +290,20 @@ class Heads:
     def cached(self, x: Floats) -> Floats:
         """Keys or values as a cache of floats holds them."""
         limit = np.float32(65504)
-        return x if self.dtype == "float32" else np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
+        return (
+            x
+            if self.dtype == "float32"
+            else np.clip(x, -limit, limit).astype(np.float16).astype(np.float32)
+        )
 
     def split(self, qkv: Floats) -> tuple[Floats, Floats, Floats]:
         """Queries, keys and values [T, heads, D] of qkv."""
         every = qkv.reshape(len(qkv), -1, self.head_dim)
-        return every[:, : self.heads], every[:, self.heads : self.heads + self.kv_heads], every[:, self.heads + self.kv_heads :]
+        return (
+            every[:, : self.heads],
+            every[:, self.heads : self.heads + self.kv_heads],
+            every[:, self.heads + self.kv_heads :],
+        )
 
     def turned(self, x: Floats, position: int, norm: Floats | None) -> Floats:
         """Heads [..., D] normalized, then rotated; or the other way round."""
@@ -301,14 +317,17 @@ class Heads:
         return x if norm is None or not self.norms_last else normalize(x, norm, self.epsilon)
 
     def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
-        """A token's rotated queries [heads, D] over keys and values [KV, positions, D] in the order of positions."""
+        """A token's rotated queries [heads, D] over keys and values [KV, positions, D] in the order
+        of positions."""
         group, seen = self.heads // self.kv_heads, keys.shape[1]
         keys, values = np.repeat(keys, group, 0), np.repeat(values, group, 0)
         scores: Floats = np.zeros((self.heads, seen), np.float32)
         scale = np.float32(self.scale)
         if self.dtype == "int8":
             (levels, scales), (own, factor) = round_rows(keys, 127), round_rows(query, 32767)
-            scores = np.einsum("hsd,hd->hs", levels, own).astype(np.float32) * (scales * (factor * scale)[:, None])
+            scores = np.einsum("hsd,hd->hs", levels, own).astype(np.float32) * (
+                scales * (factor * scale)[:, None]
+            )
         else:
             keys, values = self.cached(keys), self.cached(values)
             for d in range(self.head_dim):
@@ -329,8 +348,8 @@ class Heads:
 
 
 def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floats]:
-    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most 128 positions, the first of
-    which are absent."""
+    """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most
+    128 positions, the first of which are absent."""
     most = scores[:, max(absent, 0) :].max(1)
     weights = exponential(np.minimum(scores - most[:, None], 0))
     weights[:, : max(absent, 0)] = 0
@@ -341,7 +360,11 @@ def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floa
     if int8:
         levels, scales = round_rows(values, 127)
         factors, scale = round_rows(weights * scales, 32767)
-        return [most, add_lanes(sums), np.einsum("hs,hsd->hd", factors, levels).astype(np.float32) * scale[:, None]]
+        return [
+            most,
+            add_lanes(sums),
+            np.einsum("hs,hsd->hd", factors, levels).astype(np.float32) * scale[:, None],
+        ]
     out = np.zeros((len(scores), values.shape[2]), np.float32)
     for j in range(scores.shape[1]):
         out = fma(weights[:, j, None], values[:, j], out)
@@ -351,4 +374,8 @@ def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floa
 def _merge(total: list[Floats], part: list[Floats]) -> list[Floats]:
     most = np.maximum(total[0], part[0])
     old, new = exponential(total[0] - most), exponential(part[0] - most)
-    return [most, fma(total[1], old, part[1] * new), fma(total[2], old[:, None], part[2] * new[:, None])]
+    return [
+        most,
+        fma(total[1], old, part[1] * new),
+        fma(total[2], old[:, None], part[2] * new[:, None]),
+    ]

@@ -1,4 +1,5 @@
-"""A command in a process for each rank, as torchrun starts them, but without torchrun: the exit code of each rank is known."""
+"""A command in a process for each rank, as torchrun starts them, but without torchrun: the exit
+code of each rank is known."""
 
 import os
 import signal
@@ -12,18 +13,37 @@ from support.ports import free_ports
 
 
 @contextmanager
-def started(folder: Path, *arguments: object, ranks: int = 2) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Start ``python ARGUMENTS``. What rank i prints is in ``i.out`` and ``i.err`` in ``folder``."""
+def started(
+    folder: Path, *arguments: object, ranks: int = 2
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """Start ``python ARGUMENTS``. What rank i prints is in ``i.out`` and ``i.err`` in
+    ``folder``."""
     [port] = free_ports(1)
-    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common = {
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     processes = []
     try:
         for rank in range(ranks):
-            own = {name: str(value) for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-            with (folder / f"{rank}.out").open("wb") as out, (folder / f"{rank}.err").open("wb") as err:
+            own = {
+                name: str(value)
+                for name, value in (common | {"RANK": rank, "LOCAL_RANK": rank}).items()
+            }
+            with (
+                (folder / f"{rank}.out").open("wb") as out,
+                (folder / f"{rank}.err").open("wb") as err,
+            ):
                 command = [sys.executable, *map(str, arguments)]
-                env = os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}  # scripts import from tests, too
-                processes.append(subprocess.Popen(command, stdout=out, stderr=err, env=env, preexec_fn=_hear_interrupts))
+                # Scripts import from tests, too.
+                env = os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}
+                processes.append(
+                    subprocess.Popen(
+                        command, stdout=out, stderr=err, env=env, preexec_fn=_hear_interrupts
+                    )
+                )
         yield processes
     finally:
         for process in processes:
@@ -32,7 +52,8 @@ def started(folder: Path, *arguments: object, ranks: int = 2) -> Iterator[list["
 
 
 def _hear_interrupts() -> None:
-    """A shell starts what runs in the background with interrupts ignored, and its children inherit that."""
+    """A shell starts what runs in the background with interrupts ignored, and its children inherit
+    that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

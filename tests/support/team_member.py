@@ -1,4 +1,5 @@
-"""One of several processes that share a model's weights: generates with and without drafting, and rank 0 writes what it got.
+"""One of several processes that share a model's weights: generates with and without drafting, and
+rank 0 writes what it got.
 
 torchrun --nproc-per-node K team_member.py DIRECTORY OUTPUT
 """
@@ -17,8 +18,14 @@ from eesd.runtime.llm import LLM, Speculation
 PROMPTS = ([5, 9, 3], [token % 97 for token in range(3, 50)])
 WAYS = {
     "chain": (Speculation("fixed:k=4", guard=False, drafter="exit"), Sampling()),
-    "tree": (Speculation("calibration-ts", 2, guard=False, drafter="exit"), Sampling(temperature=0.9, seed=4)),
-    "rejection": (Speculation("fixed:k=3", guard=False, drafter="exit"), Sampling(temperature=0.9, seed=4, method="rejection")),
+    "tree": (
+        Speculation("calibration-ts", 2, guard=False, drafter="exit"),
+        Sampling(temperature=0.9, seed=4),
+    ),
+    "rejection": (
+        Speculation("fixed:k=3", guard=False, drafter="exit"),
+        Sampling(temperature=0.9, seed=4, method="rejection"),
+    ),
 }
 """How drafts are made, and how tokens are chosen."""
 
@@ -26,14 +33,20 @@ WAYS = {
 def main(directory: Path, output: Path) -> None:
     found: dict[str, object] = {}
     manifest = load_manifest(directory)
-    engines = open_engines(directory, manifest, EngineOptions("torch", 1, True))  # of the other ranks none returns
+    # Of the other ranks none returns.
+    engines = open_engines(directory, manifest, EngineOptions("torch", 1, True))
     for name, (speculation, sampling) in WAYS.items():
         llm = LLM(directory, manifest, engines, speculation, prefix_memory=1 << 20)
-        made = [llm.generate(prompt, sampling, max_new_tokens=24, ignore_eos=True) for prompt in PROMPTS]
-        again = llm.generate(PROMPTS[1], sampling, max_new_tokens=24, ignore_eos=True)  # behind keys and values that were kept
+        made = [
+            llm.generate(prompt, sampling, max_new_tokens=24, ignore_eos=True) for prompt in PROMPTS
+        ]
+        # Behind keys and values that were kept.
+        again = llm.generate(PROMPTS[1], sampling, max_new_tokens=24, ignore_eos=True)
         found[name] = [one.tokens for one in (*made, again)]
         if not speculation.tree:  # a tree's budget goes by times
-            found[f"{name}, tokens a round"] = sum(24 for _ in made) / sum(one.stats.rounds for one in made)
+            found[f"{name}, tokens a round"] = sum(24 for _ in made) / sum(
+                one.stats.rounds for one in made
+            )
     compared = compare(llm, PROMPTS[0], Sampling(), 16, ignore_eos=True)
     found["drafting differs"] = compared.logits.differing + (compared.divergence is not None)
     with llm.session(PROMPTS[1], max_new_tokens=1) as session:

@@ -40,14 +40,20 @@ LLAMA3_SCALING = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # a short test exceeds them, and the fastest rotary frequency stays unscaled
+    # A short test exceeds them, and the fastest rotary frequency stays unscaled.
+    "original_max_position_embeddings": 64,
 }
 
 FAMILIES = {
     family.name: family
     for family in (
         Family("llama2", "llama", {"num_key_value_heads": 4}, dtype=torch.float16),
-        Family("llama3", "llama", {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING}, dtype=torch.bfloat16),
+        Family(
+            "llama3",
+            "llama",
+            {"rope_theta": 500000.0, "rope_scaling": LLAMA3_SCALING},
+            dtype=torch.bfloat16,
+        ),
         Family("llama-linear", "llama", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
         Family("codellama", "llama", {"rope_theta": 1e6, "vocab_size": 128}, shard_size="100KB"),
         Family("llama-tied", "llama", {"tie_word_embeddings": True}),
@@ -56,7 +62,11 @@ FAMILIES = {
         Family("mistral", "mistral", {"sliding_window": None, "num_key_value_heads": 1}),
         Family("mistral-window", "mistral", {"sliding_window": 32}),
         Family("qwen2", "qwen2", {"rope_theta": 1e6}),
-        Family("qwen2.5-tied", "qwen2", {"rope_theta": 1e6, "tie_word_embeddings": True, "num_hidden_layers": 4}),
+        Family(
+            "qwen2.5-tied",
+            "qwen2",
+            {"rope_theta": 1e6, "tie_word_embeddings": True, "num_hidden_layers": 4},
+        ),
         Family("qwen3", "qwen3", {"rope_theta": 1e6, "head_dim": 32, "tie_word_embeddings": True}),
         Family("qwen3-bias", "qwen3", {"head_dim": 16, "attention_bias": True}),
     )
@@ -64,7 +74,8 @@ FAMILIES = {
 
 
 def build(family: Family, directory: Path, seed: int = 0) -> Path:
-    """Write a checkpoint of the family with random weights. The same seed gives the same weights."""
+    """Write a checkpoint of the family with random weights. The same seed gives the same
+    weights."""
     config = AutoConfig.for_model(family.model_type, **(GEOMETRY | family.options))
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
     randomise(model, seed)
@@ -75,7 +86,8 @@ def build(family: Family, directory: Path, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
-    """Set all parameters to random values. Norms of one and biases of zero would hide that they are not applied."""
+    """Set all parameters to random values. Norms of one and biases of zero would hide that they are
+    not applied."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:

@@ -1,4 +1,5 @@
-"""Tiny seeded Llama models whose untrained draft is often but not always right, and their engines."""
+"""Tiny seeded Llama models whose untrained draft is often but not always right, and their
+engines."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,8 +31,8 @@ def build(
 ) -> Path:
     """Write a random Llama.
 
-    The draft consists of layer 0 and a copy of the last layers. The outputs of layer 1, which it skips, are multiplied by
-    ``damping``: a small value makes the draft right more often.
+    The draft consists of layer 0 and a copy of the last layers. The outputs of layer 1, which it
+    skips, are multiplied by ``damping``: a small value makes the draft right more often.
     """
     config = LlamaConfig(
         vocab_size=vocab_size,
@@ -70,18 +71,23 @@ def export_tiny(
     draft_vocab: Sequence[int] = (),
     whole: bool = False,
 ) -> Path:
-    """Export a model with an exit head that copies its last layers. An own LM head is the model's, multiplied by two.
+    """Export a model with an exit head that copies its last layers. An own LM head is the model's,
+    multiplied by two.
 
     ``whole``: the draft is the whole model in 4 bits, instead of a head.
     """
     checkpoint, quantization = Checkpoint(model), UNQUANTIZED
     if whole:
         head = whole_model(checkpoint)
-        quantization = Quantizations(draft=SEARCHED_INT4 if dtype == "float32" else Quantization("int4", BLOCK))
+        quantization = Quantizations(
+            draft=SEARCHED_INT4 if dtype == "float32" else Quantization("int4", BLOCK)
+        )
     elif blocks == 1 and not own_lm_head and not draft_vocab:
         head = untrained_head(checkpoint, layer)
     else:
-        config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), draft_vocab=len(draft_vocab))
+        config = ExitConfig(
+            layer, blocks, own_lm_head, checkpoint.fingerprint(), draft_vocab=len(draft_vocab)
+        )
         ids = torch.tensor(draft_vocab) if draft_vocab else None
         made = checkpoint.initial_head(config, ids).requires_grad_(False)
         if made.lm_head is not None:

@@ -1,8 +1,10 @@
-"""Streams requests to Triton over gRPC: ``python triton_client.py ADDRESS MODEL SECONDS < REQUESTS``, with Triton's own client.
+"""Streams requests to Triton over gRPC:
+``python triton_client.py ADDRESS MODEL SECONDS < REQUESTS``, with Triton's own client.
 
-REQUESTS is a JSON list; each entry has the ``inputs`` by name, and may have ``cancel_after``, a number of responses, and
-``timeout`` in microseconds. All are sent at once, each in a stream of its own. Each response is a JSON line;
-``final`` marks a request's last one. A request that hears nothing for SECONDS ends with the error "timeout".
+REQUESTS is a JSON list; each entry has the ``inputs`` by name, and may have ``cancel_after``, a
+number of responses, and ``timeout`` in microseconds. All are sent at once, each in a stream of its
+own. Each response is a JSON line; ``final`` marks a request's last one. A request that hears
+nothing for SECONDS ends with the error "timeout".
 """
 
 import json
@@ -15,20 +17,40 @@ import numpy as np
 import tritonclient.grpc as grpc
 
 KINDS = {
-    "text_input": "BYTES", "messages": "BYTES", "stop_words": "BYTES", "stream": "BOOL", "ignore_eos": "BOOL",
+    "text_input": "BYTES",
+    "messages": "BYTES",
+    "stop_words": "BYTES",
+    "stream": "BOOL",
+    "ignore_eos": "BOOL",
     "exclude_input_in_output": "BOOL",
-    "temperature": "FP32", "top_p": "FP32", "min_p": "FP32", "repetition_penalty": "FP32", "seed": "UINT64",
-    "random_seed": "UINT64", "presence_penalty": "FP32", "frequency_penalty": "FP32", "return_log_probs": "BOOL",
-    "guided_decoding_guide_type": "BYTES", "guided_decoding_guide": "BYTES",
-}  # fmt: skip
-TYPES = {"BYTES": np.object_, "BOOL": np.bool_, "FP32": np.float32, "UINT64": np.uint64, "INT32": np.int32}
+    "temperature": "FP32",
+    "top_p": "FP32",
+    "min_p": "FP32",
+    "repetition_penalty": "FP32",
+    "seed": "UINT64",
+    "random_seed": "UINT64",
+    "presence_penalty": "FP32",
+    "frequency_penalty": "FP32",
+    "return_log_probs": "BOOL",
+    "guided_decoding_guide_type": "BYTES",
+    "guided_decoding_guide": "BYTES",
+}
+TYPES = {
+    "BYTES": np.object_,
+    "BOOL": np.bool_,
+    "FP32": np.float32,
+    "UINT64": np.uint64,
+    "INT32": np.int32,
+}
 PRINTING = threading.Lock()
 
 
 def tensor(name: str, value: Any) -> Any:
     values = value if isinstance(value, list) else [value]
     kind = KINDS.get(name, "INT32")
-    array: Any = np.array([v.encode() if isinstance(v, str) else v for v in values], dtype=TYPES[kind])
+    array: Any = np.array(
+        [v.encode() if isinstance(v, str) else v for v in values], dtype=TYPES[kind]
+    )
     made = grpc.InferInput(name, [len(values)], kind)
     made.set_data_from_numpy(array)
     return made
@@ -44,7 +66,9 @@ def stream(address: str, model: str, seconds: float, number: int, asked: dict[st
     client = grpc.InferenceServerClient(address)
     client.start_stream(lambda result, error: answers.put((result, error)))
     inputs = [tensor(name, value) for name, value in asked["inputs"].items()]
-    client.async_stream_infer(model, inputs, enable_empty_final_response=True, timeout=asked.get("timeout"))
+    client.async_stream_infer(
+        model, inputs, enable_empty_final_response=True, timeout=asked.get("timeout")
+    )
     count = 0
     while True:
         try:
@@ -56,10 +80,19 @@ def stream(address: str, model: str, seconds: float, number: int, asked: dict[st
             show(number, error=str(error.message()), status=str(error.status()), final=True)
             break
         final = result.get_response().parameters["triton_final_response"].bool_param
-        text, reason = (result.as_numpy(name)[0].decode() for name in ("text_output", "finish_reason"))
+        text, reason = (
+            result.as_numpy(name)[0].decode() for name in ("text_output", "finish_reason")
+        )
         logprobs, total = (result.as_numpy(name) for name in ("output_log_probs", "cum_log_probs"))
         more = {} if logprobs is None else {"logprobs": logprobs.tolist(), "total": float(total[0])}
-        show(number, **more, text=text, ids=result.as_numpy("output_ids").tolist(), reason=reason, final=final)
+        show(
+            number,
+            **more,
+            text=text,
+            ids=result.as_numpy("output_ids").tolist(),
+            reason=reason,
+            final=final,
+        )
         count += 1
         if final:
             break

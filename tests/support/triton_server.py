@@ -20,7 +20,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class TritonServer:
-    """A server that runs. ``grpc``, ``http`` and ``metrics`` are addresses of the form HOST:PORT."""
+    """A server that runs. ``grpc``, ``http`` and ``metrics`` are addresses of the form
+    HOST:PORT."""
 
     process: "subprocess.Popen[bytes]"
     log: Path
@@ -34,7 +35,9 @@ class TritonServer:
         return self.post(path, None, address)
 
     def post(self, path: str, body: bytes | None, address: str = "") -> str:
-        with urlopen(Request(f"http://{address or self.http}{path}", data=body), timeout=30) as response:
+        with urlopen(
+            Request(f"http://{address or self.http}{path}", data=body), timeout=30
+        ) as response:
             return str(response.read().decode())
 
     def ready(self, path: str = "/v2/health/ready", address: str = "") -> bool:
@@ -45,7 +48,11 @@ class TritonServer:
 
     def stubs(self) -> list[int]:
         """Processes of the Python backend that run."""
-        return [pid for pid, command in processes(self.process.pid) if "triton_python_backend_stub" in command]
+        return [
+            pid
+            for pid, command in processes(self.process.pid)
+            if "triton_python_backend_stub" in command
+        ]
 
     def shared_memory(self) -> list[Path]:
         return sorted(SHARED_MEMORY.glob(f"{self.prefix}*"))
@@ -53,13 +60,21 @@ class TritonServer:
 
 @contextmanager
 def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[TritonServer]:
-    """Start a server, wait until it is ready, and leave nothing of it behind: no stub, no shared memory."""
+    """Start a server, wait until it is ready, and leave nothing of it behind: no stub, no shared
+    memory."""
     packages = site_packages(python)
-    found, version = packages / "pytriton" / "tritonserver", packages.parent.name.removeprefix("python")
-    # The backend looks for its stub and its helper beside itself, and for its libraries beside its real file: links, no copies.
+    found, version = (
+        packages / "pytriton" / "tritonserver",
+        packages.parent.name.removeprefix("python"),
+    )
+    # The backend looks for its stub and its helper beside itself, and for its libraries beside its
+    # real file: links, no copies.
     backend = scratch / "backends" / "python"
     backend.mkdir(parents=True)
-    parts = [*(found / "backends/python").glob("*.*"), found / "python_backend_stubs" / version / "triton_python_backend_stub"]
+    parts = [
+        *(found / "backends/python").glob("*.*"),
+        found / "python_backend_stubs" / version / "triton_python_backend_stub",
+    ]
     for part in parts:
         (backend / part.name).symlink_to(part)
     http, grpc, metrics = free_ports(3)
@@ -74,13 +89,20 @@ def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[Tri
         "--load-model=*",
         "--exit-timeout-secs=5",
         *(f"--{name}-address=127.0.0.1" for name in ("http", "grpc", "metrics")),
-        *(f"--{name}-port={port}" for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics))),
+        *(
+            f"--{name}-port={port}"
+            for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics))
+        ),
     ]
     library = str(sysconfig.get_config_var("LIBDIR"))  # the stub is linked with libpython
     log = scratch / "triton.log"
     with log.open("wb") as file:
         process = subprocess.Popen(
-            command, env=variables(python, LD_LIBRARY_PATH=library), stdout=file, stderr=file, start_new_session=True
+            command,
+            env=variables(python, LD_LIBRARY_PATH=library),
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
         )
     addresses = [f"127.0.0.1:{port}" for port in (http, grpc, metrics)]
     server = TritonServer(process, log, prefix, *addresses)

@@ -1,4 +1,5 @@
-"""What the real TensorRT modules offer, read from the files that ``trt_signatures.py`` wrote, and whether a call fits it."""
+"""What the real TensorRT modules offer, read from the files that ``trt_signatures.py`` wrote, and
+whether a call fits it."""
 
 import json
 from dataclasses import dataclass
@@ -9,13 +10,17 @@ from typing import Any
 
 from support.trt_signatures import DATA
 
-VERSIONS = {"tensorrt": ("tensorrt-10.15.1.29", "tensorrt-11.4.0.106"), "tensorrt-rtx": ("rtx-1.7.1.116",)}
+VERSIONS = {
+    "tensorrt": ("tensorrt-10.15.1.29", "tensorrt-11.4.0.106"),
+    "tensorrt-rtx": ("rtx-1.7.1.116",),
+}
 """The files of each flavour, from the oldest version to the newest."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a method: its name, its type as pybind11 writes it, and whether it may be left out."""
+    """A parameter of a method: its name, its type as pybind11 writes it, and whether it may be left
+    out."""
 
     name: str
     type: str
@@ -29,7 +34,9 @@ class Api:
         raw = json.loads(path.read_text())
         self.version: str = raw["version"]
         self.classes: dict[str, dict[str, list[str]]] = raw["classes"]
-        self.enums: dict[str, list[str]] = {name: members.split() for name, members in raw["enums"].items()}
+        self.enums: dict[str, list[str]] = {
+            name: members.split() for name, members in raw["enums"].items()
+        }
 
     def has(self, cls: str, member: str) -> bool:
         return member in self.classes.get(cls, {})
@@ -40,12 +47,15 @@ class Api:
     def is_settable(self, cls: str, member: str) -> bool:
         return self.has(cls, member) and self.classes[cls][member][0].startswith("settable ")
 
-    def check_call(self, cls: str, member: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def check_call(
+        self, cls: str, member: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         """Raise TypeError, as pybind11 does, unless an overload takes these arguments."""
         overloads = self.classes[cls][member]
         if not any(_accepts(parameters(text), args, kwargs) for text in overloads):
             raise TypeError(
-                f"{cls}.{member}() of {self.version} is {' or '.join(overloads)}; it was called with {args} {kwargs}"
+                f"{cls}.{member}() of {self.version} is {' or '.join(overloads)}; it was "
+                f"called with {args} {kwargs}"
             )
 
 
@@ -101,4 +111,6 @@ def _fits(value: Any, wanted: Parameter) -> bool:
         return isinstance(value, tuple | list)
     if kind in ("str", "bool", "tuple", "list"):
         return any(base.__name__ == kind for base in type(value).__mro__)
-    return any(base.__name__ == kind.rpartition(".")[2] for base in type(value).__mro__) or (value is None and wanted.optional)
+    return any(base.__name__ == kind.rpartition(".")[2] for base in type(value).__mro__) or (
+        value is None and wanted.optional
+    )

@@ -24,13 +24,47 @@ from typing import Any
 
 DATA = Path(__file__).parents[1] / "data" / "tensorrt_api"
 CLASSES = (
-    *("ILogger", "Runtime", "ICudaEngine", "IExecutionContext", "IRuntimeConfig", "IRuntimeCache", "IHostMemory"),
-    *("EngineInspector", "Builder", "IBuilderConfig", "IOptimizationProfile", "INetworkDefinition", "ILayer", "OnnxParser"),
-    *("ITimingCache", "IStreamWriter", "IProgressMonitor", "IGpuAllocator", "Refitter", "OnnxParserRefitter"),
+    *(
+        "ILogger",
+        "Runtime",
+        "ICudaEngine",
+        "IExecutionContext",
+        "IRuntimeConfig",
+        "IRuntimeCache",
+        "IHostMemory",
+    ),
+    *(
+        "EngineInspector",
+        "Builder",
+        "IBuilderConfig",
+        "IOptimizationProfile",
+        "INetworkDefinition",
+        "ILayer",
+        "OnnxParser",
+    ),
+    *(
+        "ITimingCache",
+        "IStreamWriter",
+        "IProgressMonitor",
+        "IGpuAllocator",
+        "Refitter",
+        "OnnxParserRefitter",
+    ),
 )
 ENUMS = (
-    *("ILogger.Severity", "ExecutionContextAllocationStrategy", "LayerInformationFormat", "ProfilingVerbosity", "BuilderFlag"),
-    *("DynamicShapesKernelSpecializationStrategy", "NetworkDefinitionCreationFlag", "LayerType", "ComputeCapability"),
+    *(
+        "ILogger.Severity",
+        "ExecutionContextAllocationStrategy",
+        "LayerInformationFormat",
+        "ProfilingVerbosity",
+        "BuilderFlag",
+    ),
+    *(
+        "DynamicShapesKernelSpecializationStrategy",
+        "NetworkDefinitionCreationFlag",
+        "LayerType",
+        "ComputeCapability",
+    ),
 )
 SPECIAL = ("__init__", "__enter__", "__exit__")
 """Members with underscores that are part of the API."""
@@ -45,9 +79,12 @@ def signatures(module: ModuleType) -> Api:
 
 
 def _members(cls: type) -> dict[str, list[str]]:
-    """The signatures of each method, one for each overload, or that of a property. Methods that add a layer are left out."""
+    """The signatures of each method, one for each overload, or that of a property. Methods that add
+    a layer are left out."""
     names = {name for base in cls.__mro__ if base.__module__ != "builtins" for name in vars(base)}
-    public = [name for name in sorted(names) if name in SPECIAL or not name.startswith(("_", "add_"))]
+    public = [
+        name for name in sorted(names) if name in SPECIAL or not name.startswith(("_", "add_"))
+    ]
     found = {name: _signatures(cls, name) for name in public}
     return {name: described for name, described in found.items() if described}
 
@@ -56,18 +93,30 @@ def _signatures(cls: type, name: str) -> list[str]:
     member = inspect.getattr_static(cls, name)
     if isinstance(member, property):
         kind = "property" if member.fset is None else "settable property"
-        return [f"{kind} -> {_plain(member.fget.__doc__ or '').rpartition('-> ')[2].strip() or 'object'}"]
+        return [
+            (
+                f"{kind} -> "
+                f"{_plain(member.fget.__doc__ or '').rpartition('-> ')[2].strip() or 'object'}"
+            )
+        ]
     if inspect.isfunction(member):  # the wheel's own Python code
         return [f"({', '.join(inspect.signature(member).parameters)}) -> object"]
     if not callable(getattr(cls, name)):
         return []  # the members of a nested enum are on the class too
-    lines = [line.partition(". ")[2] if line[:1].isdigit() else line for line in _plain(member.__doc__ or "").splitlines()]
+    lines = [
+        line.partition(". ")[2] if line[:1].isdigit() else line
+        for line in _plain(member.__doc__ or "").splitlines()
+    ]
     return [line.removeprefix(name) for line in lines if line.startswith(f"{name}(self")]
 
 
 def _plain(doc: str) -> str:
     """A docstring without the names of modules."""
-    return re.sub(r"\b(?:typing|typing_extensions|nvinfer1|collections\.abc|(?:\w+\.)?tensorrt\w*)(?:\.|::)", "", doc)
+    return re.sub(
+        r"\b(?:typing|typing_extensions|nvinfer1|collections\.abc|(?:\w+\.)?tensorrt\w*)(?:\.|::)",
+        "",
+        doc,
+    )
 
 
 def _enum(module: ModuleType, name: str) -> str:

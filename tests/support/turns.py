@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 
 class Turns:
-    """Runs some functions, each in a thread of its own. One of them goes on at a time; ``pass_on`` may choose another."""
+    """Runs some functions, each in a thread of its own. One of them goes on at a time; ``pass_on``
+    may choose another."""
 
     def __init__(self, seed: int) -> None:
         self._random, self._changed = random.Random(seed), threading.Condition()
@@ -17,7 +18,10 @@ class Turns:
     def run(self, *functions: Callable[[], object]) -> None:
         """Run them to their ends. Raises what one of them raised."""
         self._waiting = [*range(len(functions))]
-        threads = [threading.Thread(target=self._run, args=(number, one)) for number, one in enumerate(functions)]
+        threads = [
+            threading.Thread(target=self._run, args=(number, one))
+            for number, one in enumerate(functions)
+        ]
         for thread in threads:
             thread.start()
         self._choose()

@@ -1,4 +1,5 @@
-"""Tests with and without the library of operators, which is not built where there is no C++ compiler."""
+"""Tests with and without the library of operators, which is not built where there is no C++
+compiler."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ def without_operators() -> Iterator[None]:
 
 
 def float32_activations(backend: str) -> str | None:
-    """The argument ``activations`` for products with float32, where there is a choice; without one they are with float32."""
+    """The argument ``activations`` for products with float32, where there is a choice; without one
+    they are with float32."""
     return "float32" if backend == "ort" and not operators.missing() else None
 
 

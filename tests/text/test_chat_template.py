@@ -1,4 +1,5 @@
-"""Chat prompts are those of transformers, and a template can neither hang nor fill nor leave the process."""
+"""Chat prompts are those of transformers, and a template can neither hang nor fill nor leave the
+process."""
 
 import json
 import threading
@@ -19,7 +20,9 @@ from eesd.runtime.text import TextCodec
 
 PROMPT: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
 USER = [{"role": "user", "content": "Hi"}]
-PARTS = [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}]
+PARTS = [
+    {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
+]
 READ_PARTS = {"gemma3", "llama3_vision", "mistral_small", "qwen3_vl", "parts_filter", "parts_only"}
 """The templates that read the parts of a content. The others get one text."""
 
@@ -44,7 +47,11 @@ def outcome(action: Callable[[], str], refusal: type[Exception]) -> str | None:
 
 def as_text(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
-    return message | {"content": "\n".join(part["text"] for part in content)} if isinstance(content, list) else message
+    return (
+        message | {"content": "\n".join(part["text"] for part in content)}
+        if isinstance(content, list)
+        else message
+    )
 
 
 TOOLS: list[Any] = [
@@ -53,7 +60,11 @@ TOOLS: list[Any] = [
         "function": {
             "name": "weather",
             "description": 'Weather in a city — now, "exactly" <b>',
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}},
+                "required": ["city"],
+            },
         },
     },
     {"type": "function", "function": {"name": "now", "parameters": {}}},
@@ -62,19 +73,36 @@ TOOLS: list[Any] = [
 
 @pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize(
-    "tokens", [{"bos_token": "<s>", "eos_token": "</s>"}, {"eos_token": {"__type": "AddedToken", "content": "</s>"}}]
+    "tokens",
+    [
+        {"bos_token": "<s>", "eos_token": "</s>"},
+        {"eos_token": {"__type": "AddedToken", "content": "</s>"}},
+    ],
 )
-def test_prompts_and_tools_are_those_of_transformers(tmp_path: Path, name: str, tokens: dict[str, Any]) -> None:
+def test_prompts_and_tools_are_those_of_transformers(
+    tmp_path: Path, name: str, tokens: dict[str, Any]
+) -> None:
     """The same text, or refused by both."""
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES[name], **tokens}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": TEMPLATES[name],
+        **tokens,
+    }
     directory = write_tokenizer(tmp_path, config)
     reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
     cases = [(messages, None) for messages in CONVERSATIONS.values()]
-    for messages, tools in (*cases, *((CONVERSATIONS[kind], TOOLS) for kind in ("user", "system", "tools"))):
+    for messages, tools in (
+        *cases,
+        *((CONVERSATIONS[kind], TOOLS) for kind in ("user", "system", "tools")),
+    ):
         given = messages if name in READ_PARTS else [as_text(message) for message in messages]
 
-        def both(messages: Any = messages, tools: Any = tools, given: Any = given) -> tuple[str | None, str | None]:
-            expected = outcome(lambda: str(reference.apply_chat_template(given, tools=tools, **PROMPT)), Exception)
+        def both(
+            messages: Any = messages, tools: Any = tools, given: Any = given
+        ) -> tuple[str | None, str | None]:
+            expected = outcome(
+                lambda: str(reference.apply_chat_template(given, tools=tools, **PROMPT)), Exception
+            )
             return expected, outcome(lambda: codec.render(messages, tools), EESDError)
 
         expected, rendered = both()
@@ -84,7 +112,11 @@ def test_prompts_and_tools_are_those_of_transformers(tmp_path: Path, name: str, 
 
 
 def test_a_template_tells_whether_it_reads_tools() -> None:
-    reads = {name for name, source in TEMPLATES.items() if _parses(source) and ChatTemplate(source, {}).reads_tools}
+    reads = {
+        name
+        for name, source in TEMPLATES.items()
+        if _parses(source) and ChatTemplate(source, {}).reads_tools
+    }
     assert {"qwen25", "llama3_tools_date", "mistral_v3", "granite"} <= reads
     assert not reads & {"smollm2", "chatml", "llama2", "llama3", "zephyr"}
 
@@ -94,11 +126,21 @@ def _parses(source: str) -> bool:
 
 
 def test_the_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) -> None:
-    named = [{"name": "tool_use", "template": "{{ tools | length }} tools"}, {"name": "default", "template": "default"}]
-    directory = write_tokenizer(tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named})
+    named = [
+        {"name": "tool_use", "template": "{{ tools | length }} tools"},
+        {"name": "default", "template": "default"},
+    ]
+    directory = write_tokenizer(
+        tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named}
+    )
     reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
-    for tools, text in ((TOOLS, "2 tools"), (None, "default")):  # of several templates, two are used
-        assert codec.render(USER, tools) == reference.apply_chat_template(USER, tools=tools, tokenize=False) == text
+    # Of several templates, two are used.
+    for tools, text in ((TOOLS, "2 tools"), (None, "default")):
+        assert (
+            codec.render(USER, tools)
+            == reference.apply_chat_template(USER, tools=tools, tokenize=False)
+            == text
+        )
 
 
 def test_tools_that_are_no_plain_data_are_refused() -> None:
@@ -109,10 +151,20 @@ def test_tools_that_are_no_plain_data_are_refused() -> None:
 def test_parts_become_lines_for_templates_of_text() -> None:
     assert render("{% for m in messages %}{{ m.content }}{% endfor %}", PARTS) == "one\ntwo"
     assert render(
-        "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}<{{ p.text }}>{% endfor %}{% endfor %}", PARTS
+        (
+            "{% for m in messages %}{% set c = m['content'] %}{% for p in c %}<{{ p.text }}>{% "
+            "endfor %}{% endfor %}"
+        ),
+        PARTS,
     ) == ("<one><two>")
     assert (
-        render("{% for m in messages %}{% for word in m.content.split() %}<{{ word }}>{% endfor %}{% endfor %}", PARTS)
+        render(
+            (
+                "{% for m in messages %}{% for word in m.content.split() %}<{{ word }}>{% endfor "
+                "%}{% endfor %}"
+            ),
+            PARTS,
+        )
         == "<one><two>"
     )
 
@@ -134,11 +186,17 @@ class Text(str):
         ([{"role": "user", "content": 1}], "content of message 1 is int"),
         ([{"role": "user", "content": {"text": "x"}}], "is dict"),
         ([{"role": "user", "content": ["x"]}], "part without a type"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}], "part of type 'image_url'"),
+        (
+            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
+            "part of type 'image_url'",
+        ),
         ([{"role": "user", "content": [{"type": "text"}]}], "without text"),
         ([{"role": "user", "content": "x", "data": b"x"}], "holds bytes"),
         ([{"role": "user", "content": "x", "data": {1: 2}}], "keys that are not text"),
-        ([{"role": "user", "content": "x", "data": json.loads("[" * 80 + "]" * 80)}], "nested too deeply"),
+        (
+            [{"role": "user", "content": "x", "data": json.loads("[" * 80 + "]" * 80)}],
+            "nested too deeply",
+        ),
     ],
 )
 def test_messages_that_are_no_messages_are_refused(messages: Any, words: str) -> None:
@@ -147,7 +205,14 @@ def test_messages_that_are_no_messages_are_refused(messages: Any, words: str) ->
 
 
 def test_a_template_sees_copies_of_plain_data() -> None:
-    message = {"role": Text("user"), "content": "x", "n": True, "f": 1.5, "list": (1, 2), "none": [None]}
+    message = {
+        "role": Text("user"),
+        "content": "x",
+        "n": True,
+        "f": 1.5,
+        "list": (1, 2),
+        "none": [None],
+    }
     assert render("{{ messages[0] }}", [message]) == (
         "{'role': 'user', 'content': 'x', 'n': True, 'f': 1.5, 'list': [1, 2], 'none': [None]}"
     )
@@ -155,17 +220,30 @@ def test_a_template_sees_copies_of_plain_data() -> None:
         render("{{ messages[0].role.open() }}", [message])
 
 
-NESTED = "{% macro f(n) %}{% if n %}{{ f(n - 1, GIVEN) }}{% else %}{{ LAST }}{% endif %}{% endmacro %}{{ f(60) }}"
-LONG = "{% set n = namespace(x=START) %}{% for i in range(20) %}{% set n.x = n.x + n.x %}{% endfor %}"
-DOUBLE = "{% set n = namespace(x='ab', d=[]) %}{% for i in range(90) %}BODY{% endfor %}{{ n.x == n.d }}{{ n.d }}"
+NESTED = (
+    "{% macro f(n) %}{% if n %}{{ f(n - 1, GIVEN) }}{% else %}{{ LAST }}{% endif %}{% endmacro "
+    "%}{{ f(60) }}"
+)
+LONG = (
+    "{% set n = namespace(x=START) %}{% for i in range(20) %}{% set n.x = n.x + n.x %}{% endfor %}"
+)
+DOUBLE = (
+    "{% set n = namespace(x='ab', d=[]) %}{% for i in range(90) %}BODY{% endfor %}{{ n.x == n.d "
+    "}}{{ n.d }}"
+)
 TOO_MUCH = {
     "loops": "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
-    "loops that show nothing": "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
+    ("loops that show nothing"): (
+        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}"
+    ),
     "a macro that calls itself": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "product": "{{ 'a' * 10**9 }}",
     "product of a list": "{{ ([0] * 10**8) | length }}",
     "power": "{{ 10 ** (10 ** 9) }}",
-    "product of numbers": "{% set n = namespace(x=2**16000) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    ("product of numbers"): (
+        "{% set n = namespace(x=2**16000) %}{% for i in range(40) %}{% set n.x = n.x * n.x %}{% "
+        "endfor %}"
+    ),
     "ljust": "{{ 'a'.ljust(10**9) }}",
     "ljust of escaped text": "{{ ('a' | safe).ljust(10**9) }}",
     "center": "{{ ['a'] | map('center', 10**9) | list }}",
@@ -180,7 +258,9 @@ TOO_MUCH = {
     "replace filter": "{{ ('a' * 1000000) | replace('a', 'b' * 1000000) }}",
     "join": "{{ ('a' * 1000000).join(range(99999) | map('string')) }}",
     "join filter": "{{ range(99999) | join('a' * 1000000) }}",
-    "join by attribute": "{% set n = namespace(x='a' * 1000000) %}{{ ([n] * 99999) | join(attribute='x') }}",
+    ("join by attribute"): (
+        "{% set n = namespace(x='a' * 1000000) %}{{ ([n] * 99999) | join(attribute='x') }}"
+    ),
     "list": "{{ ('a' * 16000000) | list | length }}",
     "split": "{{ ('a ' * 8000000).split() | length }}",
     "title": "{{ ('a ' * 8000000) | title }}",
@@ -195,17 +275,27 @@ TOO_MUCH = {
     "doubled by ~": DOUBLE.replace("BODY", "{% set n.x = n.x ~ n.x %}"),
     "doubled by %": DOUBLE.replace("BODY", "{% set n.x = '%s%s' % (n.x, n.x) %}"),
     "doubled by format": DOUBLE.replace("BODY", "{% set n.x = '{0}{0}'.format(n.x) %}"),
-    "doubled by a block": DOUBLE.replace("BODY", "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}"),
+    "doubled by a block": DOUBLE.replace(
+        "BODY", "{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}"
+    ),
     "lists of lists": DOUBLE.replace("BODY", "{% set n.d = [n.d, n.d] %}"),
     "mappings of mappings": DOUBLE.replace("BODY", "{% set n.d = dict(a=n.d, b=n.d) %}"),
     "tuples as keys": DOUBLE.replace("BODY", "{% set n.d = (n.d, n.d) %}") + "{{ {n.d: 1} }}",
     "tuples of arguments": "{% macro f(d) %}{{ f(d, varargs, varargs) }}{% endmacro %}{{ f(1) }}",
-    "nested lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor %}{{ n.x }}",
+    ("nested lists"): (
+        "{% set n = namespace(x=[]) %}{% for i in range(9999) %}{% set n.x = [n.x] %}{% endfor "
+        "%}{{ n.x }}"
+    ),
     "kept slices": "{% macro f(s) %}{{ f(s[1:]) }}{% endmacro %}{{ f('abc' * 5000000) }}",
     "kept objects": "{% set n = namespace(x=0) %}{% for i in range(99999) %}"
     "{% set n.x = namespace(p=n.x, s='abc' * 1000000) %}{% endfor %}",
-    "shown text": "{% set s = 'a' * 9000000 %}{% set x %}{% for i in range(99999) %}{{ s }}{% endfor %}{% endset %}",
-    "own text": "{% set x %}{% for i in range(99999) %}" + "x" * 100_000 + "{% endfor %}{% endset %}",
+    ("shown text"): (
+        "{% set s = 'a' * 9000000 %}{% set x %}{% for i in range(99999) %}{{ s }}{% endfor %}{% "
+        "endset %}"
+    ),
+    "own text": "{% set x %}{% for i in range(99999) %}"
+    + "x" * 100_000
+    + "{% endfor %}{% endset %}",
     "a long format": LONG.replace("START", "'{0:9999}'") + "{{ n.x.format(1) | length }}",
     "a format of a long text": LONG.replace("START", "'{0}'") + "{{ n.x.format(n.x) | length }}",
     "parts in a format": LONG.replace("START", "'{0.x}'") + "{{ n.x.format(n) | length }}",
@@ -213,12 +303,17 @@ TOO_MUCH = {
     "join by an attribute of a cycler": LONG.replace("START", "'a'")
     + "{% set c = cycler(n.x) %}{{ ([c] * 999) | join(attribute='items') | length }}",
     "join by an attribute without its name": "{{ messages | join('', 'role') }}",
-    "a wide indent": LONG.replace("START", "'\\n'") + "{{ n.x | indent(9999, true, true) | length }}",
+    "a wide indent": LONG.replace("START", "'\\n'")
+    + "{{ n.x | indent(9999, true, true) | length }}",
     "translate": LONG.replace("START", "'a'") + "{{ n.x.translate({97: n.x}) | length }}",
     "bytes": "{{ 'a'.encode().ljust(10**9) | length }}",
-    "replace by names": LONG.replace("START", "'a'") + "{{ n.x | replace(new=n.x, old='a') | length }}",
-    "sum of lists by attribute": LONG.replace("20", "16").replace("START", "[1]") + "{{ ([n] * 999) | sum('x', []) | length }}",
-    "items of items": DOUBLE.replace("BODY", "{% set n.d = {1: dict(a=n.d).items(), 2: dict(a=n.d).items()} %}"),
+    "replace by names": LONG.replace("START", "'a'")
+    + "{{ n.x | replace(new=n.x, old='a') | length }}",
+    "sum of lists by attribute": LONG.replace("20", "16").replace("START", "[1]")
+    + "{{ ([n] * 999) | sum('x', []) | length }}",
+    "items of items": DOUBLE.replace(
+        "BODY", "{% set n.d = {1: dict(a=n.d).items(), 2: dict(a=n.d).items()} %}"
+    ),
     "varargs": NESTED.replace("GIVEN", "varargs, varargs").replace("LAST", "varargs"),
     "kwargs": NESTED.replace("GIVEN", "a=kwargs, b=kwargs").replace("LAST", "kwargs"),
     "nested brackets": "{{ " + "(" * 60_000 + ")" * 60_000 + " }}",
@@ -237,20 +332,36 @@ def test_a_template_that_is_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     """Each item is compared with 99,999 others, and none is found."""
     monkeypatch.setattr("eesd.runtime.template_limits.MAX_SECONDS", 0.3)
     with pytest.raises(EESDError, match="takes too long"):
-        render("{% set a = range(99999) | list %}{{ a | map('string') | list | select('in', a) | list }}")
+        render(
+            "{% set a = range(99999) | list %}{{ a | map('string') | list | select('in', a) | "
+            "list }}"
+        )
 
 
 def test_a_namespace_shows_nothing_of_what_it_holds() -> None:
     """Its text would double with each namespace in it, and no count would see that."""
-    doubled = "{% set n = namespace(x=0) %}{% for i in range(90) %}{% set n.x = namespace(a=n.x, b=n.x) %}{% endfor %}{{ n.x }}"
+    doubled = (
+        "{% set n = namespace(x=0) %}{% for i in range(90) %}{% set n.x = namespace(a=n.x, b=n.x) "
+        "%}{% endfor %}{{ n.x }}"
+    )
     assert render(doubled) == "<Namespace>"
 
 
 def test_limits_hold_in_other_threads_and_between_renderings() -> None:
-    """Each rendering has its own budget: a template may be rendered again and again, and at the same time."""
-    template = ChatTemplate("{% for i in range(6000) %}{% set x = 'a' * 3000 ~ i %}{% endfor %}{{ messages[0].content }}", {})
+    """Each rendering has its own budget: a template may be rendered again and again, and at the
+    same time."""
+    template = ChatTemplate(
+        (
+            "{% for i in range(6000) %}{% set x = 'a' * 3000 ~ i %}{% endfor %}{{ "
+            "messages[0].content }}"
+        ),
+        {},
+    )
     results: list[str] = []
-    threads = [threading.Thread(target=lambda: results.extend(template.render(USER) for _ in range(3))) for _ in range(3)]
+    threads = [
+        threading.Thread(target=lambda: results.extend(template.render(USER) for _ in range(3)))
+        for _ in range(3)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -259,7 +370,9 @@ def test_limits_hold_in_other_threads_and_between_renderings() -> None:
 
 
 def test_a_long_conversation_is_no_problem() -> None:
-    messages = [{"role": ("user", "assistant")[i % 2], "content": "word " * 600} for i in range(999)]
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": "word " * 600} for i in range(999)
+    ]
     for name in ("llama3", "llama3_tools_date", "mistral_small", "qwen25", "qwen3", "deepseek"):
         template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"})
         assert len(template.render(messages)) > 2_900_000
@@ -315,20 +428,37 @@ def test_a_template_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=8,
 )
-WORDS = """{% for m in messages %}|{% endfor %}|{{ m.content }}|{{ |}}|{% if |m|.content|[|]|0|'a'| %}|{% endif %}| join|tojson
-|(|) | *|~|{% set x = |{#|x|{% break %}|{% macro f() %}"""
+WORDS = (
+    "{% for m in messages %}|{% endfor %}|{{ m.content }}|{{ |}}|{% if |m|.content|[|]|0|'a'| %}"
+    "|{% endif %}| join|tojson\n|(|) | *|~|{% set x = |{#|x|{% break %}|{% macro f() %}"
+)
 TEMPLATE = st.lists(st.sampled_from([*WORDS.split("|"), "|"]), max_size=12).map("".join)
 
 
-@settings(derandomize=True, deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    config=JSON | st.fixed_dictionaries({}, optional={"bos_token": JSON, "eos_token": JSON, "chat_template": JSON | TEMPLATE}),
-    messages=JSON | st.lists(st.fixed_dictionaries({"role": JSON | st.just("user"), "content": JSON}), max_size=2),
+@settings(
+    derandomize=True,
+    deadline=None,
+    max_examples=200,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-def test_any_configuration_and_messages_work_or_are_refused(tmp_path: Path, config: Any, messages: Any) -> None:
+@given(
+    config=JSON
+    | st.fixed_dictionaries(
+        {}, optional={"bos_token": JSON, "eos_token": JSON, "chat_template": JSON | TEMPLATE}
+    ),
+    messages=JSON
+    | st.lists(
+        st.fixed_dictionaries({"role": JSON | st.just("user"), "content": JSON}), max_size=2
+    ),
+)
+def test_any_configuration_and_messages_work_or_are_refused(
+    tmp_path: Path, config: Any, messages: Any
+) -> None:
     try:
         codec = TextCodec(write_tokenizer(tmp_path, config))
         assert isinstance(codec.render(messages), str)

@@ -1,6 +1,7 @@
 """The tokenizer of a GGUF file gives the token ids of llama.cpp, or is refused by name.
 
-The expected hashes of token ids are llama.cpp's own: ``support/gguf_tokenizers.py`` wrote them, and compares many more texts.
+The expected hashes of token ids are llama.cpp's own: ``support/gguf_tokenizers.py`` wrote them, and
+compares many more texts.
 """
 
 import json
@@ -25,36 +26,62 @@ EXPECTED = json.loads(DATA.read_text("utf-8"))
 PRE = "tokenizer.ggml.pre"
 
 
-@pytest.mark.parametrize("case", EXPECTED["cases"], ids=lambda case: f"{case['kind']}-{case['flags'][0]}")
+@pytest.mark.parametrize(
+    "case", EXPECTED["cases"], ids=lambda case: f"{case['kind']}-{case['flags'][0]}"
+)
 def test_token_ids_are_those_of_llama_cpp(tmp_path: Path, case: dict[str, Any]) -> None:
     for flags in case["flags"]:
         path = write(tmp_path / "model.gguf", EXPECTED["vocabularies"][case["kind"]] | flags)
         tokenizer, _ = gguf_tokenizer(read_gguf(path))
         found = [tokenizer.encode(text) for text in EXPECTED["texts"]]
-        right = [digest(one.ids) == expected for one, expected in zip(found, case["ids"].split(), strict=True)]
-        wrong = [text for text, is_right in zip(EXPECTED["texts"], right, strict=True) if not is_right]
+        right = [
+            digest(one.ids) == expected
+            for one, expected in zip(found, case["ids"].split(), strict=True)
+        ]
+        wrong = [
+            text for text, is_right in zip(EXPECTED["texts"], right, strict=True) if not is_right
+        ]
         assert not wrong, flags
-        for text in EXPECTED["texts"] if case["kind"] == "gpt2" and "general.name" not in flags else ():
-            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+        for text in (
+            EXPECTED["texts"] if case["kind"] == "gpt2" and "general.name" not in flags else ()
+        ):
+            assert (
+                tokenizer.decode(
+                    tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False
+                )
+                == text
+            )
 
 
 def test_every_rule_is_compared() -> None:
-    compared = {flags.get("pre") for case in EXPECTED["cases"] for flags in case["flags"] if case["kind"] == "gpt2"}
-    assert compared == PRE_TOKENIZERS.keys() and len(EXPECTED["cases"]) > 20, "rules with the same ids stand together"
+    compared = {
+        flags.get("pre")
+        for case in EXPECTED["cases"]
+        for flags in case["flags"]
+        if case["kind"] == "gpt2"
+    }
+    assert compared == PRE_TOKENIZERS.keys() and len(EXPECTED["cases"]) > 20, (
+        "rules with the same ids stand together"
+    )
 
 
 def test_digits_and_empty_lines_of_an_export(tmp_path: Path) -> None:
     """transformers does not know ``smollm``, and takes another rule in silence."""
     tokens, merges = [*VOCABULARY[:-1], "ĊĊ"], [*MERGES[:-1], "Ċ Ċ"]
     metadata = {PRE: "smollm", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
-    directory = export_engine(gguf_files.write(tmp_path / "model.gguf", Spec(metadata=metadata)), tmp_path / "plans")
+    directory = export_engine(
+        gguf_files.write(tmp_path / "model.gguf", Spec(metadata=metadata)), tmp_path / "plans"
+    )
     codec = TextCodec(directory)
     assert codec.encode("x\n\n1") == [tokens.index(one) for one in ("x", "ĊĊ", "1")]
     assert codec.decode(codec.encode("x\n\n1")) == "x\n\n1"
 
 
 def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
-    path = write(tmp_path / "model.gguf", EXPECTED["vocabularies"]["llama"] | {"tokenizer.chat_template": "{{ bos_token }}x"})
+    path = write(
+        tmp_path / "model.gguf",
+        EXPECTED["vocabularies"]["llama"] | {"tokenizer.chat_template": "{{ bos_token }}x"},
+    )
     files = resolved_tokenizer(path)
     expected = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
     assert json.loads(files["tokenizer_config.json"]).items() >= expected.items()
@@ -90,7 +117,12 @@ def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
 def test_unknown_and_damaged_tokenizers_are_refused(
     tmp_path: Path, kind: str, damage: dict[str, Any], words: tuple[str, ...]
 ) -> None:
-    metadata: dict[str, Any] = {"model": kind, "pre": "qwen2", "bos_token_id": 0, "tokens": ["a", "b", "c", "ab"]}
+    metadata: dict[str, Any] = {
+        "model": kind,
+        "pre": "qwen2",
+        "bos_token_id": 0,
+        "tokens": ["a", "b", "c", "ab"],
+    }
     metadata |= {"merges": ["a b"], "scores": [0.5, 0.25, 0.0, 1.0]}
     path = write(tmp_path / "model.gguf", metadata)
     assert "tokenizer.json" in resolved_tokenizer(path)
@@ -98,7 +130,9 @@ def test_unknown_and_damaged_tokenizers_are_refused(
     with pytest.raises(EESDError) as caught:
         resolved_tokenizer(path)
     message = str(caught.value)
-    assert "model.gguf" in message and "\n" not in message and all(word in message for word in words), message
+    assert (
+        "model.gguf" in message and "\n" not in message and all(word in message for word in words)
+    ), message
 
 
 def test_an_export_with_an_unknown_rule_is_refused_before_the_work(tmp_path: Path) -> None:

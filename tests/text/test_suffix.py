@@ -23,7 +23,10 @@ def made(text: Sequence[int]) -> SuffixAutomaton:
 def texts(count: int = 150, longest: int = 30) -> list[Text]:
     """Random texts over alphabets of all sizes, the smallest of which repeat a lot."""
     random = np.random.default_rng(0)
-    return [tuple(random.integers(1 + n % 6, size=random.integers(longest)).tolist()) for n in range(count)]
+    return [
+        tuple(random.integers(1 + n % 6, size=random.integers(longest)).tolist())
+        for n in range(count)
+    ]
 
 
 def ends(text: Text, part: Text) -> list[int]:
@@ -85,5 +88,8 @@ def test_a_token_costs_a_bounded_number_of_states(period: int) -> None:
     """Two states a token at most; and a repetition is continued without end."""
     automaton = made([i % period for i in range(2000)])
     assert len(automaton._next) <= 2 * 2000
-    path = [step.token for _, step in zip(range(3000), automaton.continuations(automaton.repeated()), strict=False)]
+    path = [
+        step.token
+        for _, step in zip(range(3000), automaton.continuations(automaton.repeated()), strict=False)
+    ]
     assert path == [(2000 + i) % period for i in range(3000)]

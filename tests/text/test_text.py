@@ -34,13 +34,17 @@ TEXTS = st.text(CHARACTERS, max_size=30)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer that knows little: most characters beyond ASCII are several tokens."""
+    """A byte-level BPE tokenizer that knows little: most characters beyond ASCII are several
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
-    with pytest.MonkeyPatch.context() as patch:  # so little text needs no pool of threads, and a full machine may refuse one
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    # So little text needs no pool of threads, and a full machine may refuse one.
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
@@ -59,9 +63,16 @@ def raw(codec: TextCodec, text: str) -> list[int]:
 
 
 @settings(derandomize=True, deadline=None, max_examples=300)
-@given(text=TEXTS, stops=st.lists(st.text(CHARACTERS, min_size=1, max_size=6), min_size=1, max_size=3), data=st.data())
-def test_text_ends_before_a_stop_string(codec: TextCodec, text: str, stops: list[str], data: st.DataObject) -> None:
-    """Cut before the stop string that completes first, wherever the tokens' borders are; all of the text without one."""
+@given(
+    text=TEXTS,
+    stops=st.lists(st.text(CHARACTERS, min_size=1, max_size=6), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_text_ends_before_a_stop_string(
+    codec: TextCodec, text: str, stops: list[str], data: st.DataObject
+) -> None:
+    """Cut before the stop string that completes first, wherever the tokens' borders are; all of the
+    text without one."""
     at = data.draw(st.integers(0, len(text)))
     text = text[:at] + data.draw(st.sampled_from(["", *stops])) + text[at:]
     tokens, stream, shown = raw(codec, text), TextStream(codec, [], stops), ""
@@ -74,7 +85,9 @@ def test_text_ends_before_a_stop_string(codec: TextCodec, text: str, stops: list
             assert shown == so_far[:found]
             assert stream.push(token) == stream.finish() == ""
             return
-        held = max((n for stop in stops for n in range(len(stop)) if so_far.endswith(stop[:n])), default=0)
+        held = max(
+            (n for stop in stops for n in range(len(stop)) if so_far.endswith(stop[:n])), default=0
+        )
         assert shown == so_far[: len(so_far) - held]
     assert shown + stream.finish() == text
 
@@ -90,7 +103,11 @@ def chat(directory: Path, target: Path, config: dict[str, object] | None) -> Tex
 
 
 def test_a_model_without_template_is_refused(directory: Path, tmp_path: Path) -> None:
-    configs: list[dict[str, object] | None] = [None, {}, {"chat_template": [{"name": "rag", "template": "x"}]}]
+    configs: list[dict[str, object] | None] = [
+        None,
+        {},
+        {"chat_template": [{"name": "rag", "template": "x"}]},
+    ]
     for config in configs:
         with pytest.raises(EESDError, match="no chat template; give a plain prompt"):
             chat(directory, tmp_path, config).encode(MESSAGES)
@@ -109,9 +126,15 @@ def test_damaged_files_are_refused(directory: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_template_of_tokens_that_names_an_unlisted_one_is_refused(tmp_path: Path, sequence: bool) -> None:
+def test_a_template_of_tokens_that_names_an_unlisted_one_is_refused(
+    tmp_path: Path, sequence: bool
+) -> None:
     """The library would panic when it encodes a text."""
-    step: dict[str, Any] = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}], "pair": []}
+    step: dict[str, Any] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],
+        "pair": [],
+    }
     step |= {"special_tokens": {}}
     processor = {"type": "Sequence", "processors": [step]} if sequence else step
     Tokenizer(models.BPE({"<s>": 0, "a": 1}, [])).save(str(tmp_path / "tokenizer.json"))

@@ -7,8 +7,23 @@ from pathlib import Path
 import pytest
 from support import tiny_models
 from support.command import export_engine, slow_but
-from support.harness import Harness, PauseUntil, SometimesCopies, Workspace, Wrapped, finish, generated, timed
-from support.lossless_checks import SAMPLINGS, check_cache, check_interrupted_anywhere, check_joint, check_same_tokens
+from support.harness import (
+    Harness,
+    PauseUntil,
+    SometimesCopies,
+    Workspace,
+    Wrapped,
+    finish,
+    generated,
+    timed,
+)
+from support.lossless_checks import (
+    SAMPLINGS,
+    check_cache,
+    check_interrupted_anywhere,
+    check_joint,
+    check_same_tokens,
+)
 
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller, TextStep, make_controller
@@ -38,15 +53,30 @@ def head(drafter: str) -> Controller | None:
 @pytest.mark.parametrize(("width", "budget"), [(1, False), (3, False), (1, True), (2, True)])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_the_tokens_are_those_of_plain_decoding(
-    harness: Harness, name: str, width: int, budget: bool, drafter: str, monkeypatch: pytest.MonkeyPatch
+    harness: Harness,
+    name: str,
+    width: int,
+    budget: bool,
+    drafter: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In every bit of the logits, with chains. The text is right, wrong, and mixed with the exit head's drafts."""
+    """In every bit of the logits, with chains. The text is right, wrong, and mixed with the exit
+    head's drafts."""
     plain = generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=40))
     monkeypatch.setattr(TextIndex, "propose", knowing([*REPEATING, *plain]))
     share = 1.0 if drafter == "text" else 0.5
-    chosen, text = TreeBudget() if budget and drafter == "both" else None, SometimesCopies(share=share)
+    chosen, text = (
+        TreeBudget() if budget and drafter == "both" else None,
+        SometimesCopies(share=share),
+    )
     stats = check_same_tokens(
-        harness, REPEATING, SAMPLINGS[name], head(drafter), width if drafter == "both" else 1, budget=chosen, text=text
+        harness,
+        REPEATING,
+        SAMPLINGS[name],
+        head(drafter),
+        width if drafter == "both" else 1,
+        budget=chosen,
+        text=text,
     )
     assert stats.text_rounds and 0 < stats.accepted_text_tokens < stats.draft_tokens
 
@@ -54,11 +84,18 @@ def test_the_tokens_are_those_of_plain_decoding(
 def knowing(text: Sequence[int]) -> Callable[..., TextProposal]:
     """Proposes the next five tokens of a text that is to come; every seventh is wrong."""
 
-    def propose(_: TextIndex, tokens: Sequence[int], most: int, _rule: TextRule, drafted: Sequence[int] = ()) -> TextProposal:
+    def propose(
+        _: TextIndex, tokens: Sequence[int], most: int, _rule: TextRule, drafted: Sequence[int] = ()
+    ) -> TextProposal:
         start = len(tokens) + len(drafted)
-        found = [text[at] if at % 7 else (text[at] + 1) % 97 for at in range(start, min(start + min(most, 5), len(text)))]
+        found = [
+            text[at] if at % 7 else (text[at] + 1) % 97
+            for at in range(start, min(start + min(most, 5), len(text)))
+        ]
         steps, chances = [TextStep(3, 1, 1)] * len(found), [0.8] * len(found)
-        return TextProposal(found, steps, chances, [0.8**level for level in range(1, len(found) + 1)])
+        return TextProposal(
+            found, steps, chances, [0.8**level for level in range(1, len(found) + 1)]
+        )
 
     return propose
 
@@ -69,7 +106,12 @@ def test_a_temperature_near_0_gives_the_greedy_tokens(harness: Harness, method: 
     sampling = Sampling(temperature=0.001, method=method)
     expected = generated(harness.session(REPEATING, new_tokens=60))
     drafting = harness.session(
-        REPEATING, sampling, controller=head("both"), budget=TreeBudget(), text=SometimesCopies(share=0.5), new_tokens=60
+        REPEATING,
+        sampling,
+        controller=head("both"),
+        budget=TreeBudget(),
+        text=SometimesCopies(share=0.5),
+        new_tokens=60,
     )
     assert generated(drafting) == expected
 
@@ -89,27 +131,52 @@ def test_a_verified_node_follows_its_parent() -> None:
     tree.join_text(tree.root, [2, 7, 8, 9], [0.9, 0.9, 0.9, 0.9])
     nodes = tree.prune()
     assert sorted(node.path() for node in nodes[1:]) == [
-        [1], [1, 4], [1, 5], [1, 6], [2], [2, 7], [2, 7, 8], [2, 7, 8, 9], [3],
-    ]  # fmt: skip
+        [1],
+        [1, 4],
+        [1, 5],
+        [1, 6],
+        [2],
+        [2, 7],
+        [2, 7, 8],
+        [2, 7, 8, 9],
+        [3],
+    ]
     assert all(node.parent in nodes[: node.index] for node in nodes[1:])
-    assert [node.token for node in nodes[1:5]] == [2, 7, 8, 9], "the best path has the slots of a chain"
+    assert [node.token for node in nodes[1:5]] == [2, 7, 8, 9], (
+        "the best path has the slots of a chain"
+    )
 
 
 @pytest.mark.parametrize("budget", [False, True])
 def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, budget: bool) -> None:
     controller, chosen = make_controller("fixed:k=3"), TreeBudget() if budget else None
-    check_cache(harness, REPEATING, SAMPLINGS["greedy"], controller, 1, chosen, SometimesCopies(share=0.5))
+    check_cache(
+        harness, REPEATING, SAMPLINGS["greedy"], controller, 1, chosen, SometimesCopies(share=0.5)
+    )
 
 
 @pytest.mark.parametrize(
     ("drafter", "budget", "share"),
-    slow_but([("text", False, 1.0), ("both", False, 0.5), ("both", True, 0.3)], ("both", True, 0.3)),
+    slow_but(
+        [("text", False, 1.0), ("both", False, 0.5), ("both", True, 0.3)], ("both", True, 0.3)
+    ),
     ids=str,
 )
-def test_rejection_sampling_follows_the_verifier(five_token_harness: Harness, drafter: str, budget: bool, share: float) -> None:
+def test_rejection_sampling_follows_the_verifier(
+    five_token_harness: Harness, drafter: str, budget: bool, share: float
+) -> None:
     """Where the exit head's drafts and the text's are siblings, too."""
     chosen = TreeBudget() if budget else None
-    check_joint(five_token_harness, JOINT_PROMPT, REJECTION, head(drafter), 1, 2500, chosen, SometimesCopies(share=share))
+    check_joint(
+        five_token_harness,
+        JOINT_PROMPT,
+        REJECTION,
+        head(drafter),
+        1,
+        2500,
+        chosen,
+        SometimesCopies(share=share),
+    )
 
 
 def following(workspace: Workspace, successor: Sequence[int]) -> Workspace:
@@ -119,16 +186,24 @@ def following(workspace: Workspace, successor: Sequence[int]) -> Workspace:
         for row, token in enumerate(tokens[: len(outputs.logits)]):
             outputs.logits[row, successor[token]] = 100.0
 
-    return replace(workspace, verify=Wrapped(workspace.verify, after=say), draft=Wrapped(workspace.draft, after=say))
+    return replace(
+        workspace,
+        verify=Wrapped(workspace.verify, after=say),
+        draft=Wrapped(workspace.draft, after=say),
+    )
 
 
 CYCLE = [(token + 1) % 7 for token in range(97)]
 LINE = [(token + 1) % 97 for token in range(97)]
 
 
-def test_a_repeating_text_commits_many_tokens_a_round(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repeating_text_commits_many_tokens_a_round(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     workspace = timed(monkeypatch, following(harness.workspace(), CYCLE), node=0.05)
-    session = harness.session([0], new_tokens=150, text=TextRule(), guard=Guard(), workspace=workspace)
+    session = harness.session(
+        [0], new_tokens=150, text=TextRule(), guard=Guard(), workspace=workspace
+    )
     longest = max(len(result.tokens) for result in finish(session))
     assert session.tokens == [i % 7 for i in range(151)]
     assert session.stats.tokens_per_round > 3 and longest >= 9
@@ -137,7 +212,9 @@ def test_a_repeating_text_commits_many_tokens_a_round(harness: Harness, monkeypa
 
 def test_nothing_is_verified_where_nothing_repeats(harness: Harness) -> None:
     workspace = following(harness.workspace(), LINE)
-    session = harness.session([0], new_tokens=90, text=TextRule(), guard=Guard(), workspace=workspace)
+    session = harness.session(
+        [0], new_tokens=90, text=TextRule(), guard=Guard(), workspace=workspace
+    )
     assert generated(session) == [*range(1, 91)]
     assert session.stats.draft_tokens == 0 and session.stats.rounds == 90
 
@@ -145,7 +222,11 @@ def test_nothing_is_verified_where_nothing_repeats(harness: Harness) -> None:
 def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
     workspace, controller = following(harness.workspace(), LINE), make_controller("fixed:k=2")
     session = harness.session(
-        [*range(40), 1], controller=controller, new_tokens=30, workspace=workspace, text=SometimesCopies()
+        [*range(40), 1],
+        controller=controller,
+        new_tokens=30,
+        workspace=workspace,
+        text=SometimesCopies(),
     )
     session.step()
     assert len(session.tokens) > 41 + 10 and session.stats.draft_steps == 0
@@ -153,39 +234,53 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
 
 @pytest.mark.parametrize("budget", [False, True])
 def test_the_text_goes_on_behind_a_draft(harness: Harness, budget: bool) -> None:
-    """Also one that the text alone would not have proposed: here the end of the text has not occurred before."""
+    """Also one that the text alone would not have proposed: here the end of the text has not
+    occurred before."""
     workspace, controller = following(harness.workspace(), LINE), make_controller("fixed:k=2")
     chosen, text = Everything() if budget else None, SometimesCopies(share=0.0)
     text.count_behind = lambda values, nodes: len(values)  # type: ignore[method-assign]
-    sampling = Sampling(temperature=0.5)  # greedy drafts are the engine's top tokens, whatever its logits are
-    session = harness.session([*range(10, 40), 8], sampling, controller, workspace=workspace, text=text, budget=chosen)
+    # Greedy drafts are the engine's top tokens, whatever its logits are.
+    sampling = Sampling(temperature=0.5)
+    session = harness.session(
+        [*range(10, 40), 8], sampling, controller, workspace=workspace, text=text, budget=chosen
+    )
     assert len(session.step().tokens) > 10
     assert session.stats.draft_steps == 2 and session.stats.accepted_text_tokens > 7
 
 
 def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> None:
     rule, workspace = SometimesCopies(), following(harness.workspace(), CYCLE)
-    session = harness.session([0], new_tokens=40, text=rule, guard=PauseUntil(20, TEXT), workspace=workspace)
+    session = harness.session(
+        [0], new_tokens=40, text=rule, guard=PauseUntil(20, TEXT), workspace=workspace
+    )
     for _ in range(20):
         session.step()
-    assert session.stats.draft_tokens == 0 and rule.chance(TextStep(2, 1, 1)) > TextRule().chance(TextStep(2, 1, 1))
+    assert session.stats.draft_tokens == 0 and rule.chance(TextStep(2, 1, 1)) > TextRule().chance(
+        TextStep(2, 1, 1)
+    )
     assert len(session.step().tokens) > 3
 
 
 def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
     """Each drafter has its own account, and a round counts in one of them."""
     guard, text = PauseUntil(100, TEXT), SometimesCopies()
-    session = harness.session(REPEATING, controller=make_controller("fixed:k=2"), guard=guard, text=text)
+    session = harness.session(
+        REPEATING, controller=make_controller("fixed:k=2"), guard=guard, text=text
+    )
     for _ in range(5):
         session.step()
     assert session.stats.draft_steps and not session.stats.text_rounds
 
 
-def test_both_drafters_wait_while_plain_decoding_is_measured(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_drafters_wait_while_plain_decoding_is_measured(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     guard, text = Guard(), SometimesCopies()
     workspace = timed(monkeypatch, harness.workspace(), node=0.05)
     controller = make_controller("fixed:k=2")
-    session = harness.session(REPEATING, controller=controller, guard=guard, text=text, workspace=workspace)
+    session = harness.session(
+        REPEATING, controller=controller, guard=guard, text=text, workspace=workspace
+    )
     while not guard.allows(EXIT_HEAD):
         assert not guard.allows(TEXT)
         session.step()
@@ -198,7 +293,9 @@ def test_int8_activations_stay_exact_with_a_budget(tmp_path: Path) -> None:
     """Only the best path is verified, in the slots of a chain."""
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     directory = export_engine(model, tmp_path / "plans", "--quantize", "int8", "--max-seq-len", 256)
-    llm = load(directory, "ort", threads=1, speculation=Speculation("fixed:k=4", guard=False, tree=1))
+    llm = load(
+        directory, "ort", threads=1, speculation=Speculation("fixed:k=4", guard=False, tree=1)
+    )
     for sampling in (Sampling(), Sampling(temperature=1.0, seed=2)):
         found = compare(llm, REPEATING, sampling, 60, ignore_eos=True)
         assert found.divergence is None and found.logits.differing == 0
@@ -206,7 +303,9 @@ def test_int8_activations_stay_exact_with_a_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("calls", range(1, 36, 5))
-def test_an_interrupted_index_is_made_anew(harness: Harness, monkeypatch: pytest.MonkeyPatch, calls: int) -> None:
+def test_an_interrupted_index_is_made_anew(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
     expected = generated(harness.session(REPEATING, new_tokens=30))
     left, count = [calls], SuffixAutomaton._count_occurrence
 

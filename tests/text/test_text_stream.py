@@ -1,4 +1,5 @@
-"""Streaming gives the right text from any cut between prompt and generation, with every kind of decoder."""
+"""Streaming gives the right text from any cut between prompt and generation, with every kind of
+decoder."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,16 +15,24 @@ pytestmark = pytest.mark.fast
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 CHARACTERS = ["é", "€", "日", "🙂", "\u0301", "\u200d", HALF]
-# Bytes that begin, continue or break characters. A space is not among them: at the very beginning of a text some decoders strip
-# it even where it is a byte, and streams show it. Nor is 0xED, the beginning of surrogates, which has its own test.
+# Bytes that begin, continue or break characters. A space is not among them: at the very beginning
+# of a text some decoders strip it even where it is a byte, and streams show it. Nor is 0xED, the
+# beginning of surrogates, which has its own test.
 BYTES = [0x41, 0x0A, 0x80, 0x9F, 0xA0, 0xBF, 0xC0, 0xC3, 0xE0, 0xE2, 0xF0, 0xF4, 0xF5, 0xFF]
 
 
 def byte_level_characters() -> dict[int, str]:
     """How the library's own pre-tokenizer writes each byte that text can hold."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
-    characters = [chr(code) for code in (*range(0x800), *range(0x800, 0xD800, 64), *range(0xE000, 0x110000, 4096))]
-    written = {byte: sign for c in characters for byte, sign in zip(c.encode(), split(c)[0][0], strict=True)}
+    characters = [
+        chr(code)
+        for code in (*range(0x800), *range(0x800, 0xD800, 64), *range(0xE000, 0x110000, 4096))
+    ]
+    written = {
+        byte: sign
+        for c in characters
+        for byte, sign in zip(c.encode(), split(c)[0][0], strict=True)
+    }
     unused = sorted(set(pre_tokenizers.ByteLevel.alphabet()) - set(written.values()))
     return written | dict(zip(sorted(set(range(256)) - set(written)), unused, strict=True))
 
@@ -40,13 +49,16 @@ PIECES: dict[str, list[str]] = {
     "none": ["a", "é", ".", HALF],
     # pieces with the end of one character and the beginning of the next
     "byte-level": [
-        "".join(BYTE_LEVEL[byte] for byte in data) for data in (b" a", b"a\xf0\x9f", b"\x99\x82b", b"\x82\xac\xe2", b"\xc3")
+        "".join(BYTE_LEVEL[byte] for byte in data)
+        for data in (b" a", b"a\xf0\x9f", b"\x99\x82b", b"\x82\xac\xe2", b"\xc3")
     ],
 }
 PIECES["byte-level-in-sequence"] = PIECES["byte-level"]
 REPLACE, FALLBACK = decoders.Replace("▁", " "), decoders.ByteFallback()
 DECODERS: dict[str, Callable[[], Any]] = {
-    "llama": lambda: decoders.Sequence([REPLACE, FALLBACK, decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    "llama": lambda: decoders.Sequence(
+        [REPLACE, FALLBACK, decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
     "gemma": lambda: decoders.Sequence([REPLACE, FALLBACK, decoders.Fuse()]),
     "metaspace-bytes": lambda: decoders.Sequence([FALLBACK, decoders.Metaspace()]),
     "metaspace": decoders.Metaspace,
@@ -64,16 +76,25 @@ class Kind:
 
     def __init__(self, name: str, codec: TextCodec) -> None:
         self.name, self.codec = name, codec
-        self.of_bytes = [self.id(BYTE_LEVEL[byte]) for byte in range(256)] if name.startswith("byte-level") else []
+        self.of_bytes = (
+            [self.id(BYTE_LEVEL[byte]) for byte in range(256)]
+            if name.startswith("byte-level")
+            else []
+        )
         self.fallback = [self.id(token) for token in BYTE_TOKENS] if name in FALLBACKS else []
         byte_tokens = self.of_bytes or self.fallback
         units = [[self.id(piece)] for piece in PIECES[name]]
         units += [[self.id(token)] for token in ("<s>", "</s>", "<tool call>", "Ġé")]
-        units += [[codec.tokenizer.get_vocab_size() + 5]]  # the vocabulary of a model may be larger than its tokenizer's
+        # The vocabulary of a model may be larger than its tokenizer's.
+        units += [[codec.tokenizer.get_vocab_size() + 5]]
         if byte_tokens:
             units += [[byte_tokens[byte]] for byte in BYTES]
-            units += 2 * [[byte_tokens[byte] for byte in character.encode()] for character in CHARACTERS]
-        self.tokens = st.lists(st.sampled_from(units), max_size=14).map(lambda drawn: [t for unit in drawn for t in unit])
+            units += 2 * [
+                [byte_tokens[byte] for byte in character.encode()] for character in CHARACTERS
+            ]
+        self.tokens = st.lists(st.sampled_from(units), max_size=14).map(
+            lambda drawn: [t for unit in drawn for t in unit]
+        )
 
     def id(self, token: str) -> int:
         found = self.codec.tokenizer.token_to_id(token)
@@ -81,7 +102,8 @@ class Kind:
         return int(found)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What is to be shown of all tokens: whole characters, and U+FFFD only for bytes that can belong to none."""
+        """What is to be shown of all tokens: whole characters, and U+FFFD only for bytes that can
+        belong to none."""
         if self.fallback:
             return self.codec.decode(self._mended(tokens))
         text = self.codec.decode(tokens)
@@ -96,12 +118,17 @@ class Kind:
         return data
 
     def _mended(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens with the bytes of U+FFFD for each broken byte, and without half a character at the end.
+        """The tokens with the bytes of U+FFFD for each broken byte, and without half a character at
+        the end.
 
         What the decoder makes of them is the text: it gives up no run of bytes, as all are valid.
         """
         silent = (None, "<s>", "</s>")
-        names = [name for token in tokens if (name := self.codec.tokenizer.id_to_token(token)) not in silent]
+        names = [
+            name
+            for token in tokens
+            if (name := self.codec.tokenizer.id_to_token(token)) not in silent
+        ]
         mended: list[int] = []
         while names:
             data = b""
@@ -141,7 +168,11 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     names = ["<unk>", *(BYTE_TOKENS if request.param in FALLBACKS else []), *PIECES[request.param]]
     if request.param.startswith("byte-level"):
         names += BYTE_LEVEL.values()
-    tokenizer = Tokenizer(models.BPE({name: at for at, name in enumerate(dict.fromkeys(names))}, [], unk_token="<unk>"))
+    tokenizer = Tokenizer(
+        models.BPE(
+            {name: at for at, name in enumerate(dict.fromkeys(names))}, [], unk_token="<unk>"
+        )
+    )
     tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.add_tokens([AddedToken("<tool call>"), AddedToken("Ġé")])
     if (decoder := DECODERS[request.param]()) is not None:
@@ -154,7 +185,8 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(data=st.data())
 def test_a_cut_anywhere_changes_no_text(kind: Kind, data: st.DataObject) -> None:
-    """After each token all that is certain is shown, and never changes: broken bytes, special tokens and spaces included."""
+    """After each token all that is certain is shown, and never changes: broken bytes, special
+    tokens and spaces included."""
     tokens = data.draw(kind.tokens)
     cut = data.draw(st.integers(0, len(tokens)))
     stream, shown = TextStream(kind.codec, tokens[:cut], []), kind.text(tokens[:cut])
@@ -166,16 +198,20 @@ def test_a_cut_anywhere_changes_no_text(kind: Kind, data: st.DataObject) -> None
 
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(data=st.data())
-def test_text_without_broken_bytes_is_what_the_decoder_writes(kind: Kind, data: st.DataObject) -> None:
+def test_text_without_broken_bytes_is_what_the_decoder_writes(
+    kind: Kind, data: st.DataObject
+) -> None:
     tokens = data.draw(kind.tokens)
     stream = TextStream(kind.codec, [], [])
     shown, whole = "".join(stream.push(token) for token in tokens), kind.codec.decode(tokens)
     if not kind.fallback or HALF not in whole:
-        assert whole in (shown, shown + HALF)  # the end of a text may be half a character, which is not shown
+        # The end of a text may be half a character, which is not shown.
+        assert whole in (shown, shown + HALF)
 
 
 def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with the prompt nor with the tokens since, whatever they are: a token is decoded with the one before."""
+    """Neither with the prompt nor with the tokens since, whatever they are: a token is decoded with
+    the one before."""
     sizes, decode = [0], kind.codec.decode
 
     def counted(tokens: Sequence[int]) -> str:
@@ -192,7 +228,11 @@ def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.Monke
 
 def test_a_character_of_the_prompt_comes_with_its_last_byte(kind: Kind) -> None:
     """And nothing of the prompt is repeated, nor does the cut break the bytes that follow."""
-    euro = [byte_tokens[byte] for byte in "€".encode()] if (byte_tokens := kind.of_bytes or kind.fallback) else []
+    euro = (
+        [byte_tokens[byte] for byte in "€".encode()]
+        if (byte_tokens := kind.of_bytes or kind.fallback)
+        else []
+    )
     for cut in range(1, len(euro)):
         stream = TextStream(kind.codec, [*euro, *euro[:cut]], [])
         assert "".join(stream.push(token) for token in [*euro[cut:], *euro, *euro]) == "€€€"
@@ -211,6 +251,11 @@ def test_a_space_between_prompt_and_text_is_kept(kind: Kind) -> None:
     if "▁a" in PIECES[kind.name]:
         word, special = kind.id("▁a"), kind.id("<s>")
         first = " a" if kind.name == "gemma" else "a"
-        for prompt, shown in (([], first), ([special], first), ([word], " a"), ([word, *5 * [special]], " a")):
+        for prompt, shown in (
+            ([], first),
+            ([special], first),
+            ([word], " a"),
+            ([word, *5 * [special]], " a"),
+        ):
             stream = TextStream(kind.codec, prompt, [])
             assert stream.push(special) + stream.push(word) == shown

@@ -1,4 +1,5 @@
-"""An engine directory's tokenizer gives the token ids of transformers, whatever transformers makes of the model's files."""
+"""An engine directory's tokenizer gives the token ids of transformers, whatever transformers makes
+of the model's files."""
 
 import json
 from pathlib import Path
@@ -7,7 +8,15 @@ from typing import Any
 import pytest
 from support import tiny_models
 from support.command import assert_refused, run
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoTokenizer
 
 from eesd.common.errors import EESDError
@@ -16,7 +25,14 @@ from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.text import TextCodec
 
 CLASSES = [
-    *(None, "LlamaTokenizer", "LlamaTokenizerFast", "CodeLlamaTokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast"),
+    *(
+        None,
+        "LlamaTokenizer",
+        "LlamaTokenizerFast",
+        "CodeLlamaTokenizer",
+        "Qwen2Tokenizer",
+        "Qwen2TokenizerFast",
+    ),
     *("GPT2Tokenizer", "PreTrainedTokenizerFast", "TokenizersBackend"),
 ]
 OPTIONS: list[dict[str, Any]] = [
@@ -33,9 +49,22 @@ OPTIONS: list[dict[str, Any]] = [
 TEXTS = [
     *("", " ", "  two", "the quick fox", " the", "x ", "a\nb\n\nc", "\t tab", "the\u00a0x"),
     *("12345 67", "It's we'll", "naïve 日本語 🙂"),
-    *("e\u0301 ﬁ", "the </s> end", "<s>the", "</s>  x", "The<|im_start|>x<|end|> y", "<unk>", "▁x", "<0x41>", "<pad>x"),
+    *(
+        "e\u0301 ﬁ",
+        "the </s> end",
+        "<s>the",
+        "</s>  x",
+        "The<|im_start|>x<|end|> y",
+        "<unk>",
+        "▁x",
+        "<0x41>",
+        "<pad>x",
+    ),
 ]
-TEMPLATE = "{% for m in messages %}{{ bos_token }}[{{ m.role }}] {{ m.content }}{{ eos_token }}{{ pad_token }}{% endfor %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ bos_token }}[{{ m.role }}] {{ m.content }}{{ eos_token }}{{ "
+    "pad_token }}{% endfor %}"
+)
 MESSAGES = [{"role": "user", "content": "the x"}]
 
 
@@ -46,12 +75,18 @@ def byte_level(begin: bool) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     special = ["<s>", "</s>", "<|im_start|>", "<|end|>"]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     with pytest.MonkeyPatch.context() as patch:  # a full machine may refuse a pool of threads
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
-        tokenizer.train_from_iterator(["the quick fox", "naïve 日本語", "It's we'll 123"] * 3, trainer)
+        tokenizer.train_from_iterator(
+            ["the quick fox", "naïve 日本語", "It's we'll 123"] * 3, trainer
+        )
     if begin:
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 0)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 0)]
+        )
     return tokenizer
 
 
@@ -61,13 +96,24 @@ def sentencepiece(begin: bool) -> Tokenizer:
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("▁", "t"), ("t", "h"), ("▁t", "h"), ("h", "e"), ("▁th", "e")]
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     tokenizer.decoder = decoders.Sequence(steps)
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     if begin:
-        tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+        tokenizer.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", 1)]
+        )
     return tokenizer
 
 
@@ -79,7 +125,9 @@ BACKENDS = {
 }
 
 
-def write_model(directory: Path, backend: Tokenizer, config: Any, model_type: str | None = "llama") -> Path:
+def write_model(
+    directory: Path, backend: Tokenizer, config: Any, model_type: str | None = "llama"
+) -> Path:
     directory.mkdir(exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
@@ -96,7 +144,8 @@ def resolved(model: Path, output: Path) -> TextCodec:
 
 
 def attempt(action: Any) -> Any:
-    """What it returns; None if it refuses, as some tokenizers do for text that their vocabulary cannot express."""
+    """What it returns; None if it refuses, as some tokenizers do for text that their vocabulary
+    cannot express."""
     try:
         return action()
     except Exception:
@@ -109,38 +158,59 @@ def assert_same(reference: Any, codec: TextCodec) -> None:
         expected = attempt(lambda text=text: reference(text)["input_ids"])
         assert attempt(lambda text=text: codec.encode(text)) == expected, text
         if expected is not None:
-            assert codec.decode(expected) == reference.decode(expected, skip_special_tokens=True), text
-    prompt = attempt(lambda: reference.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"])
+            assert codec.decode(expected) == reference.decode(expected, skip_special_tokens=True), (
+                text
+            )
+    prompt = attempt(
+        lambda: reference.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    )
     assert attempt(lambda: codec.encode(MESSAGES)) == prompt
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CLASSES)
-def test_token_ids_are_those_of_transformers(tmp_path: Path, name: str | None, backend: str) -> None:
+def test_token_ids_are_those_of_transformers(
+    tmp_path: Path, name: str | None, backend: str
+) -> None:
     for model_type in ("llama", "mistral", "qwen2", "qwen3", None):
         for options in OPTIONS if model_type in ("llama", "qwen2") else OPTIONS[:2]:
             config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE, **options}
             config |= {"tokenizer_class": name} if name else {}
             model = write_model(tmp_path / "model", BACKENDS[backend], config, model_type)
-            assert_same(AutoTokenizer.from_pretrained(model, local_files_only=True), resolved(model, tmp_path / "engine"))
+            assert_same(
+                AutoTokenizer.from_pretrained(model, local_files_only=True),
+                resolved(model, tmp_path / "engine"),
+            )
             (model / "config.json").unlink(missing_ok=True)
 
 
 def test_transformers_reads_the_same_from_the_engine_directory(tmp_path: Path) -> None:
-    config = {"tokenizer_class": "LlamaTokenizer", "chat_template": TEMPLATE, "split_special_tokens": False}
+    config = {
+        "tokenizer_class": "LlamaTokenizer",
+        "chat_template": TEMPLATE,
+        "split_special_tokens": False,
+    }
     model = write_model(tmp_path / "model", BACKENDS["sentencepiece"], config)
     codec = resolved(model, tmp_path / "engine")
     assert_same(AutoTokenizer.from_pretrained(tmp_path / "engine"), codec)
-    assert codec.render(MESSAGES) == "<s>[user] the x</s>"  # the class has these tokens, the configuration has none
+    # The class has these tokens, the configuration has none.
+    assert codec.render(MESSAGES) == "<s>[user] the x</s>"
 
 
 def test_files_that_overrule_others(tmp_path: Path) -> None:
-    """Templates in files of their own, special tokens in a map, truncation and padding that apply only on request."""
+    """Templates in files of their own, special tokens in a map, truncation and padding that apply
+    only on request."""
     backend = byte_level(True)
     backend.enable_truncation(4)
     backend.enable_padding(length=50)
-    model = write_model(tmp_path / "model", backend, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "old"})
-    (model / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"}))
+    model = write_model(
+        tmp_path / "model",
+        backend,
+        {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "old"},
+    )
+    (model / "special_tokens_map.json").write_text(
+        json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "</s>"})
+    )
     (model / "chat_template.jinja").write_text(TEMPLATE)
     (model / "additional_chat_templates").mkdir()
     (model / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
@@ -152,7 +222,9 @@ def test_files_that_overrule_others(tmp_path: Path) -> None:
 
 
 def test_the_files_are_the_same_each_time(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model", BACKENDS["sentencepiece"], {"tokenizer_class": "LlamaTokenizer"})
+    model = write_model(
+        tmp_path / "model", BACKENDS["sentencepiece"], {"tokenizer_class": "LlamaTokenizer"}
+    )
     assert resolved_tokenizer(model) == resolved_tokenizer(model)
 
 
@@ -171,12 +243,19 @@ def test_a_model_without_tokenizer_has_no_files(tmp_path: Path) -> None:
         ("tokenizer_config.json", '{"chat_template": 5}'),
         ("tokenizer_config.json", '{"chat_template": {"default": 5}}'),
         ("tokenizer_config.json", '{"chat_template": [{"name": "default"}]}'),
-        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["own.Slow", "own.Fast"]}, "tokenizer_class": "Own"}'),
+        (
+            "tokenizer_config.json",
+            '{"auto_map": {"AutoTokenizer": ["own.Slow", "own.Fast"]}, "tokenizer_class": "Own"}',
+        ),
         ("chat_template.jinja", b"\xff"),
     ],
 )
-def test_a_tokenizer_that_transformers_cannot_load_is_refused(tmp_path: Path, name: str, content: str | bytes) -> None:
-    model = write_model(tmp_path / "model", BACKENDS["byte level"], {"tokenizer_class": "TokenizersBackend"})
+def test_a_tokenizer_that_transformers_cannot_load_is_refused(
+    tmp_path: Path, name: str, content: str | bytes
+) -> None:
+    model = write_model(
+        tmp_path / "model", BACKENDS["byte level"], {"tokenizer_class": "TokenizersBackend"}
+    )
     (model / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(EESDError, match="transformers cannot load the tokenizer in"):
         resolved_tokenizer(model)

@@ -1,7 +1,8 @@
-"""Many requests at once: throughput and latency of batches by concurrency, EESD beside other runtimes that batch.
+"""Many requests at once: throughput and latency of batches by concurrency, EESD beside other
+runtimes that batch.
 
-Each contestant is a process of its own and waits while another runs. For each concurrency, so many clients ask for one text
-after another; all contestants in turn, then again.
+Each contestant is a process of its own and waits while another runs. For each concurrency, so many
+clients ask for one text after another; all contestants in turn, then again.
 """
 
 import statistics
@@ -20,7 +21,11 @@ from eesd.common.markdown import table
 from eesd.runtime.llm import load
 
 KIND = "batches"
-BATCH_WORKERS = {EESD: "eesd_peer.py", LLAMA_CPP: "llama_cpp_server.py", "OpenVINO": "openvino_peer.py"}
+BATCH_WORKERS = {
+    EESD: "eesd_peer.py",
+    LLAMA_CPP: "llama_cpp_server.py",
+    "OpenVINO": "openvino_peer.py",
+}
 """Runtimes that batch. llama.cpp's server is the one that the package xllamacpp carries."""
 MODES = ("automatic", "always", "never")
 """When EESD's batch drafts."""
@@ -34,7 +39,8 @@ class Options:
 
     Attributes:
         concurrency: Clients, in turn.
-        new_tokens, shortest: Of the longest text and of the shortest; the others have lengths between them.
+        new_tokens, shortest: Of the longest text and of the shortest; the others have lengths
+            between them.
         prompt_tokens: Most tokens of a prompt.
         rounds: Repetitions.
         levels: Levels that EESD drafts where it always drafts.
@@ -51,7 +57,8 @@ class Options:
 
 
 def entries(contestants: Sequence[Contestant]) -> dict[str, tuple[Contestant, str]]:
-    """By name, who takes part and how: EESD in three modes, and the other plain contestants that batch."""
+    """By name, who takes part and how: EESD in three modes, and the other plain contestants that
+    batch."""
     found = {}
     for one in contestants:
         if one.is_plain and one.peer in BATCH_WORKERS:
@@ -61,10 +68,15 @@ def entries(contestants: Sequence[Contestant]) -> dict[str, tuple[Contestant, st
 
 
 def measure(
-    contestants: Sequence[Contestant], prompts: list[list[int]], options: Options, pythons: dict[str, str], seconds: float,
+    contestants: Sequence[Contestant],
+    prompts: list[list[int]],
+    options: Options,
+    pythons: dict[str, str],
+    seconds: float,
     report: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """Measure all contestants; a contestant that cannot be loaded is left out. Returns what the JSON file holds.
+) -> dict[str, Any]:
+    """Measure all contestants; a contestant that cannot be loaded is left out. Returns what the
+    JSON file holds.
 
     Args:
         contestants: Those of one group.
@@ -75,27 +87,52 @@ def measure(
         report: Called with a line for each measurement.
     """
     who, count = entries(contestants), options.new_tokens
-    settings = {"threads": options.threads, "rows": ROWS, "slots": 2 * options.prompt_tokens + count, "levels": options.levels}
+    settings = {
+        "threads": options.threads,
+        "rows": ROWS,
+        "slots": 2 * options.prompt_tokens + count,
+        "levels": options.levels,
+    }
     samples: dict[str, dict[int, list[dict[str, Any]]]] = {}
     skipped, packages = dict[str, str](), dict[str, str]()
-    counts = [options.shortest + 37 * number % (count + 1 - options.shortest) for number in range(len(prompts))]
+    counts = [
+        options.shortest + 37 * number % (count + 1 - options.shortest)
+        for number in range(len(prompts))
+    ]
     lengths = count if options.shortest == count else f"{options.shortest} to {count}"
     with ExitStack() as stack:
         processes: dict[str, Process] = {}
         for name, (one, mode) in who.items():
             worker = WORKERS / BATCH_WORKERS[one.peer]
-            process = stack.enter_context(closing(Process(pythons[one.peer], worker, options.threads, seconds)))
+            process = stack.enter_context(
+                closing(Process(pythons[one.peer], worker, options.threads, seconds))
+            )
             try:
                 packages[one.peer] = process.package()
-                process.ask("load", path=one.path, options={**settings, "mode": mode, "variant": one.variant})
-                # Memory that a process touches first costs time: each has touched what it needs before anything is measured.
-                process.ask("serve", prompts=prompts, counts=[min(8, n) for n in counts], concurrency=max(options.concurrency))
+                process.ask(
+                    "load",
+                    path=one.path,
+                    options={**settings, "mode": mode, "variant": one.variant},
+                )
+                # Memory that a process touches first costs time: each has touched what it needs
+                # before anything is measured.
+                process.ask(
+                    "serve",
+                    prompts=prompts,
+                    counts=[min(8, n) for n in counts],
+                    concurrency=max(options.concurrency),
+                )
             except PeerError as error:
                 skipped[name] = str(error)
                 report(f"{name}: {error}")
             else:
-                processes[name], samples[name] = process, {clients: [] for clients in options.concurrency}
-        for clients, (name, process) in product(options.concurrency * options.rounds, processes.items()):
+                processes[name], samples[name] = (
+                    process,
+                    {clients: [] for clients in options.concurrency},
+                )
+        for clients, (name, process) in product(
+            options.concurrency * options.rounds, processes.items()
+        ):
             found = process.ask("serve", prompts=prompts, counts=counts, concurrency=clients)
             samples[name][clients].append(found)
             report(f"{name}, {clients} at a time: {_rate(found):.1f} tokens/s")
@@ -103,10 +140,18 @@ def measure(
         "kind": KIND,
         "machine": describe_machine(),
         "packages": packages,
-        "options": {**settings, "prompts": len(prompts), "max_new_tokens": lengths, "rounds": options.rounds},
+        "options": {
+            **settings,
+            "prompts": len(prompts),
+            "max_new_tokens": lengths,
+            "rounds": options.rounds,
+        },
         "group": contestants[0].group,
         "prompt_tokens": sum(map(len, prompts)),
-        "results": {name: {str(clients): _summary(found) for clients, found in by.items()} for name, by in samples.items()},
+        "results": {
+            name: {str(clients): _summary(found) for clients, found in by.items()}
+            for name, by in samples.items()
+        },
         "tokens_equal": _agreement(samples),
         "skipped": skipped,
     }
@@ -117,13 +162,18 @@ def is_batches(raw: Any) -> bool:
     return isinstance(raw, dict) and raw.get("kind") == KIND
 
 
-def choose_prompts(engine_dir: Path, tasks: Sequence[str], count: int, most: int) -> list[list[int]]:
-    """Token ids of prompts, spread evenly over the tasks; as chats where the model has a template."""
+def choose_prompts(
+    engine_dir: Path, tasks: Sequence[str], count: int, most: int
+) -> list[list[int]]:
+    """Token ids of prompts, spread evenly over the tasks; as chats where the model has a
+    template."""
     llm = load(engine_dir, "ort", speculation=None)
     texts = [task.text for task in load_tasks(tasks)]
     chosen = [texts[i * len(texts) // count] for i in range(min(count, len(texts)))]
     chat = llm.codec.chat_template is not None
-    return [llm.encode([{"role": "user", "content": text}] if chat else text)[:most] for text in chosen]
+    return [
+        llm.encode([{"role": "user", "content": text}] if chat else text)[:most] for text in chosen
+    ]
 
 
 def _rate(found: dict[str, Any]) -> float:
@@ -135,7 +185,11 @@ def _summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the repetitions of the rate; percentiles of latencies over all requests."""
     requests = [request for one in found for request in one["requests"]]
     first = sorted(request["times"][0] for request in requests)
-    between = sorted((times[-1] - times[0]) / (len(times) - 1) for request in requests if (times := request["times"]))
+    between = sorted(
+        (times[-1] - times[0]) / (len(times) - 1)
+        for request in requests
+        if (times := request["times"])
+    )
     return {
         "tokens_per_second": statistics.median(map(_rate, found)),
         "each": [round(_rate(one), 2) for one in found],
@@ -149,7 +203,8 @@ def _percentile(values: Sequence[float], share: float) -> float:
 
 
 def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str, float]:
-    """By contestant, the share of texts that equal those of EESD's plain decoding with one client."""
+    """By contestant, the share of texts that equal those of EESD's plain decoding with one
+    client."""
     never = samples.get(f"{EESD}, {MODES[2]}")
     if never is None:
         return {}
@@ -169,13 +224,20 @@ def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str,
 
 
 def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
-    """Lines: tokens a second, and times to the first token and between tokens, by contestant and number of clients."""
+    """Lines: tokens a second, and times to the first token and between tokens, by contestant and
+    number of clients."""
     by, options = results["results"], results["options"]
     counts = list(next(iter(by.values())))
     rows = []
     for name, found in by.items():
         equal = results["tokens_equal"].get(name)
-        rows.append([name, *(_cell(found[count]) for count in counts), "" if equal is None else f"{equal:.0%}"])
+        rows.append(
+            [
+                name,
+                *(_cell(found[count]) for count in counts),
+                "" if equal is None else f"{equal:.0%}",
+            ]
+        )
     return [
         f"{level} Batches: {results['group']}",
         "",
@@ -190,7 +252,8 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
                 "rounds": options["rounds"],
             }.items(),
         ),
-        "Tokens a second of all clients together, with the times to the first token and between tokens: medians. Same texts: "
+        "Tokens a second of all clients together, with the times to the first token and "
+        "between tokens: medians. Same texts: "
         "texts that equal EESD's plain decoding of one text at a time.",
         "",
         *table(["", *(f"{count} at a time" for count in counts), "same texts"], rows),

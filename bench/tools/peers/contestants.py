@@ -1,4 +1,5 @@
-"""Who takes part: runtimes, the forms of a model that each reads, and the ways in which each decodes."""
+"""Who takes part: runtimes, the forms of a model that each reads, and the ways in which each
+decodes."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,11 +9,25 @@ from pathlib import Path
 from eesd.common.errors import EESDError
 
 F32, GGUF = "F32", "gguf"
-TYPES = ("Q4_0", "Q4_1", "Q4_K_M", "Q5_K_M", "Q6_K", "Q2_K", "Q3_K_M", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16")
+TYPES = (
+    "Q4_0",
+    "Q4_1",
+    "Q4_K_M",
+    "Q5_K_M",
+    "Q6_K",
+    "Q2_K",
+    "Q3_K_M",
+    "Q5_0",
+    "Q5_1",
+    "Q8_0",
+    "F16",
+    "BF16",
+)
 """Types of GGUF files that llama.cpp's quantizer writes."""
 GROUPS = (GGUF, *TYPES, F32)
-"""Forms of a model, each a file; ``gguf`` is the file that was given. Contestants of a group read one file, or the nearest form
-of it. They run side by side, and are compared with EESD's plain decoding in that group."""
+"""Forms of a model, each a file; ``gguf`` is the file that was given. Contestants of a group read
+one file, or the nearest form of it. They run side by side, and are compared with EESD's plain
+decoding in that group."""
 EESD, LLAMA_CPP, IK_LLAMA_CPP = "EESD", "llama.cpp", "ik_llama.cpp"
 WORKERS = Path(__file__).parent / "workers"
 
@@ -49,7 +64,8 @@ class Contestant:
     Attributes:
         peer: Key of :data:`PEERS`.
         variant: Form of the model; of EESD the name of an engine directory.
-        mode: ``plain``, or a mode of the peer; of EESD also the name of CPU kernels, with which it decodes plainly.
+        mode: ``plain``, or a mode of the peer; of EESD also the name of CPU kernels, with which it
+            decodes plainly.
         group: Of :data:`GROUPS`.
         path: What the worker loads.
     """
@@ -74,16 +90,21 @@ class Contestant:
 
 
 def of_variant(peer: str, variant: str, group: str, path: Path) -> list[Contestant]:
-    """The contestants of one form of the model: plain first. The made types are only decoded plainly."""
+    """The contestants of one form of the model: plain first. The made types are only decoded
+    plainly."""
     modes = PEERS[peer].modes if group in (F32, GGUF) else ()
     return [Contestant(peer, variant, mode, group, str(path)) for mode in ("plain", *modes)]
 
 
 def group_of(variant: str) -> str:
-    """The group of an engine directory's name, which begins with it. Raises :class:`EESDError` for other names."""
+    """The group of an engine directory's name, which begins with it. Raises :class:`EESDError` for
+    other names."""
     group = variant.partition("-")[0]
     if group not in GROUPS:
-        raise EESDError(f"--eesd {variant!r} begins with no group; name it {', '.join(GROUPS)}, or such as Q4_0-small.")
+        raise EESDError(
+            f"--eesd {variant!r} begins with no group; name it {', '.join(GROUPS)}, or such "
+            "as Q4_0-small."
+        )
     return group
 
 
@@ -94,9 +115,16 @@ def chosen(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
         EESDError: A pattern matches nothing.
     """
     names, patterns = [*names], [*patterns]
-    if unknown := next((pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)), None):
+    if unknown := next(
+        (pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)),
+        None,
+    ):
         raise EESDError(f"--only {unknown!r} matches none of: {'; '.join(names)}.")
-    return {name for name in names if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return {
+        name
+        for name in names
+        if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+    }
 
 
 def anchors(contestants: Iterable[Contestant]) -> dict[str, Contestant]:

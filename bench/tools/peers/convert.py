@@ -1,4 +1,5 @@
-"""One model in the forms that the peers read, in a work directory, with a record of what was made and what was not."""
+"""One model in the forms that the peers read, in a work directory, with a record of what was made
+and what was not."""
 
 import json
 import subprocess
@@ -10,7 +11,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Self
 
-from eesd.bench.tools.peers.contestants import EESD, F32, GGUF, LLAMA_CPP, PEERS, WORKERS, Contestant, group_of, of_variant
+from eesd.bench.tools.peers.contestants import (
+    EESD,
+    F32,
+    GGUF,
+    LLAMA_CPP,
+    PEERS,
+    WORKERS,
+    Contestant,
+    group_of,
+    of_variant,
+)
 from eesd.bench.tools.peers.process import PeerError, Process, one_line
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, written_whole
@@ -45,7 +56,9 @@ class Work:
         try:
             return cls(**raw)
         except TypeError:
-            raise EESDError(f"{directory / RECORD} is damaged (a value is missing or unknown); {REMEDY}.") from None
+            raise EESDError(
+                f"{directory / RECORD} is damaged (a value is missing or unknown); {REMEDY}."
+            ) from None
 
     def save(self, directory: Path) -> None:
         with written_whole(directory / RECORD) as temporary:
@@ -59,11 +72,19 @@ class Work:
             engines: Engine directories of EESD by name; none for those in the work directory.
         """
         made = [tuple(name.split(" ")) for name in self.made]
-        own = engines or {variant: variant_dir(directory, EESD, variant) for peer, variant in made if peer == EESD}
-        found = [c for variant, path in own.items() for c in of_variant(EESD, variant, group_of(variant), path)]
+        own = engines or {
+            variant: variant_dir(directory, EESD, variant) for peer, variant in made if peer == EESD
+        }
+        found = [
+            c
+            for variant, path in own.items()
+            for c in of_variant(EESD, variant, group_of(variant), path)
+        ]
         for peer, variant in made:
             if peer != EESD:
-                found += of_variant(peer, variant, group_of(variant), variant_dir(directory, peer, variant))
+                found += of_variant(
+                    peer, variant, group_of(variant), variant_dir(directory, peer, variant)
+                )
         return found
 
 
@@ -78,10 +99,16 @@ def directory_bytes(directory: Path) -> int:
 
 
 def variants(types: Sequence[str]) -> list[str]:
-    """All conversions of a model, in order: float32, which judges the quality; the file itself; files of other types."""
+    """All conversions of a model, in order: float32, which judges the quality; the file itself;
+    files of other types."""
     groups = [F32, GGUF, *types]
     found = [f"{name} {group}" for group in groups for name in PEERS]
-    return found + [f"{name} {extra}" for name, peer in PEERS.items() for extra, of in peer.extra.items() if of in groups]
+    return found + [
+        f"{name} {extra}"
+        for name, peer in PEERS.items()
+        for extra, of in peer.extra.items()
+        if of in groups
+    ]
 
 
 def exit_layer(given: int | None, exit_head: Path | None) -> tuple[int, list[str]]:
@@ -90,16 +117,23 @@ def exit_layer(given: int | None, exit_head: Path | None) -> tuple[int, list[str
         return given, ["--exit-layer", str(given)]
     if exit_head is None:
         raise EESDError("The file has no exit head; give --exit-head or --exit-layer.")
-    return int(read_json_object(exit_head / "exit_head.json", "train the exit head again")["layer"]), [
+    return int(
+        read_json_object(exit_head / "exit_head.json", "train the exit head again")["layer"]
+    ), [
         "--exit-head",
         str(exit_head),
     ]
 
 
 def convert(
-    work: Work, directory: Path, head: list[str], sizes: list[str], wanted: Sequence[str], seconds: float,
+    work: Work,
+    directory: Path,
+    head: list[str],
+    sizes: list[str],
+    wanted: Sequence[str],
+    seconds: float,
     report: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Make every wanted variant that is not there, and keep the record.
 
     Args:
@@ -123,7 +157,9 @@ def convert(
             if peer == EESD:
                 _export(work, directory, variant, head, sizes, seconds)
             else:
-                source = Path(work.model) if peer == LLAMA_CPP else file_of(work, directory, variant)
+                source = (
+                    Path(work.model) if peer == LLAMA_CPP else file_of(work, directory, variant)
+                )
                 _convert(source, output, peer, variant, work.python, seconds)
         except PeerError as error:
             work.skipped[name] = str(error)
@@ -145,16 +181,26 @@ def file_of(work: Work, directory: Path, variant: str) -> Path:
     return path.absolute()
 
 
-def _convert(source: Path, output: Path, peer: str, variant: str, python: str, seconds: float) -> None:
-    made = directory_written_whole(output, lambda _: "")  # what is there is of a run that was stopped before it said so
-    with closing(Process(python, WORKERS / PEERS[peer].worker, 1, seconds)) as process, made as temporary:
+def _convert(
+    source: Path, output: Path, peer: str, variant: str, python: str, seconds: float
+) -> None:
+    # What is there comes from a run that was stopped before it said so.
+    made = directory_written_whole(output, lambda _: "")
+    with (
+        closing(Process(python, WORKERS / PEERS[peer].worker, 1, seconds)) as process,
+        made as temporary,
+    ):
         process.ask("convert", model=str(source), output=str(temporary), variant=variant)
 
 
-def _export(work: Work, directory: Path, variant: str, head: list[str], sizes: list[str], seconds: float) -> None:
-    """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes packed weights.
+def _export(
+    work: Work, directory: Path, variant: str, head: list[str], sizes: list[str], seconds: float
+) -> None:
+    """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes
+    packed weights.
 
-    The given exit head fits the file as it is, and its values in float32; other types get an untrained one.
+    The given exit head fits the file as it is, and its values in float32; other types get an
+    untrained one.
     """
     output = variant_dir(directory, EESD, variant)
     if variant == F32:
@@ -162,11 +208,25 @@ def _export(work: Work, directory: Path, variant: str, head: list[str], sizes: l
     elif variant == GGUF:
         source, options = work.model, head
     else:
-        source, options = str(file_of(work, directory, variant)), ["--exit-layer", str(work.exit_layer)]
-    # The export of a whole model is checked, those of its quantizations are not: that takes as long again.
+        source, options = (
+            str(file_of(work, directory, variant)),
+            ["--exit-layer", str(work.exit_layer)],
+        )
+    # The export of a whole model is checked, those of its quantizations are not: that takes as long
+    # again.
     if group_of(variant) not in (F32, GGUF):
         sizes = [*sizes, "--no-check"]
-    command = [sys.executable, "-m", "eesd.export.cli", "--model", source, "--output", str(output), *options, *sizes]
+    command = [
+        sys.executable,
+        "-m",
+        "eesd.export.cli",
+        "--model",
+        source,
+        "--output",
+        str(output),
+        *options,
+        *sizes,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise PeerError(f"eesd-export: {one_line(done.stderr)}")

@@ -1,4 +1,5 @@
-"""The comparison: all contestants of a group wait side by side, and decode each prompt one after another."""
+"""The comparison: all contestants of a group wait side by side, and decode each prompt one after
+another."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,8 @@ REST_SECONDS = 0.2
 """Pause before each run: threads of the contestant before may still spin."""
 WARM_UP_TOKENS = 4
 COUNTED_SECONDS = 1.0
-"""Processor time from which the threads are counted; the system counts in hundredths of a second."""
+"""Processor time from which the threads are counted; the system counts in hundredths of a
+second."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,19 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON values."""
-        return {name: [*value] if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {
+            name: [*value] if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+        }
 
     @property
     def slots(self) -> int:
         """Most tokens of a prompt and its text."""
-        lengths = [length + self.new_tokens for count, length in (self.short, self.long, self.longest) if count]
+        lengths = [
+            length + self.new_tokens
+            for count, length in (self.short, self.long, self.longest)
+            if count
+        ]
         return max(*lengths, self.window, WARM_UP_TOKENS) + 1
 
 
@@ -81,20 +90,30 @@ class Comparison:
 
         One of ``others`` can be the reference of the quality without taking part.
         """
-        for name in [name for name in self.result.skipped if name in {c.name for c in self.result.contestants}]:
+        for name in [
+            name
+            for name in self.result.skipped
+            if name in {c.name for c in self.result.contestants}
+        ]:
             del self.result.skipped[name]  # a contestant that failed gets another chance
         for process in range(self.options.processes):
             for group, members in grouped(self.result.contestants).items():
                 self._measure_group(process, group, members)
         if windows:
             self._measure_quality(windows, others)
-        self.result.complete = not any(c.name in self.result.skipped for c in self.result.contestants)
+        self.result.complete = not any(
+            c.name in self.result.skipped for c in self.result.contestants
+        )
         self.result.save(self.path)
 
     def _measure_group(self, process: int, group: str, members: list[Contestant]) -> None:
         """Run all prompts that are missing in one process of each contestant."""
         names = {c.name for c in members}
-        missing = [p for p in self.result.prompts if not self.result.has_round(process, p.id, names - {*self.result.skipped})]
+        missing = [
+            p
+            for p in self.result.prompts
+            if not self.result.has_round(process, p.id, names - {*self.result.skipped})
+        ]
         if not missing:
             return
         with ExitStack() as stack:
@@ -113,19 +132,34 @@ class Comparison:
                 self._replace_load(load)
             for prompt in missing:
                 self._measure_round(process, group, prompt, running)
-                for load in [load for load in self.result.loads if load.process == process and load.contestant in running]:
+                for load in [
+                    load
+                    for load in self.result.loads
+                    if load.process == process and load.contestant in running
+                ]:
                     member = running[load.contestant]
                     try:
-                        threads = self._count_threads(before[load.contestant], member.thread_seconds())
+                        threads = self._count_threads(
+                            before[load.contestant], member.thread_seconds()
+                        )
                     except PeerError as error:
                         self._exclude(load.contestant, str(error))
                         del running[load.contestant]
                         continue
-                    self._replace_load(Load(load.contestant, process, load.seconds, **member.memory(), threads=threads))
+                    self._replace_load(
+                        Load(
+                            load.contestant,
+                            process,
+                            load.seconds,
+                            **member.memory(),
+                            threads=threads,
+                        )
+                    )
                 self.result.save(self.path)
 
     def _count_threads(self, before: dict[str, float], now: dict[str, float]) -> int | None:
-        """Threads that computed since ``before``; None if too little was computed to tell, or where the system does not say.
+        """Threads that computed since ``before``; None if too little was computed to tell, or where
+        the system does not say.
 
         Raises:
             PeerError: They are not as many as were asked for.
@@ -142,10 +176,16 @@ class Comparison:
         process = stack.enter_context(self._started(contestant))
         seconds = self._ask_load(process, contestant)
         for kind in {prompt.kind: prompt for prompt in self.result.prompts}.values():
-            process.ask("generate", prompt=kind.tokens[::-1], count=min(WARM_UP_TOKENS, self.options.new_tokens))
+            process.ask(
+                "generate",
+                prompt=kind.tokens[::-1],
+                count=min(WARM_UP_TOKENS, self.options.new_tokens),
+            )
         return process, Load(contestant.name, number, seconds)
 
-    def _measure_round(self, process: int, group: str, prompt: Prompt, running: dict[str, Process]) -> None:
+    def _measure_round(
+        self, process: int, group: str, prompt: Prompt, running: dict[str, Process]
+    ) -> None:
         """Let everybody decode one prompt, in an order that rotates from prompt to prompt."""
         names = [*running]
         turn = process * len(self.result.prompts) + self.result.prompts.index(prompt)
@@ -153,7 +193,9 @@ class Comparison:
         for name in rotated(names, turn):
             time.sleep(REST_SECONDS)
             try:
-                answer = running[name].ask("generate", prompt=prompt.tokens, count=self.options.new_tokens)
+                answer = running[name].ask(
+                    "generate", prompt=prompt.tokens, count=self.options.new_tokens
+                )
             except PeerError as error:
                 self._skip(name, str(error))
                 del running[name]
@@ -161,7 +203,9 @@ class Comparison:
             first, last = answer["seconds"][0], answer["seconds"][-1]
             found.append(Run(name, process, prompt.id, first, last - first, answer["tokens"]))
         self.result.runs = [
-            r for r in self.result.runs if (r.process, r.prompt) != (process, prompt.id) or r.contestant not in running
+            r
+            for r in self.result.runs
+            if (r.process, r.prompt) != (process, prompt.id) or r.contestant not in running
         ]
         self.result.runs += found
         rates = ", ".join(f"{run.contestant} {run.rate:.0f}" for run in found)
@@ -178,7 +222,9 @@ class Comparison:
                 self._skip(name, f"quality: {found}")
                 return
             self.result.qualities.append(found)
-            self.report(f"quality, {name}: KL {found.divergence:.4g}, same top token {found.agreement:.1%}")
+            self.report(
+                f"quality, {name}: KL {found.divergence:.4g}, same top token {found.agreement:.1%}"
+            )
             self.result.save(self.path)
 
         done = {quality.contestant for quality in self.result.qualities}
@@ -193,7 +239,9 @@ class Comparison:
     @contextmanager
     def _started(self, contestant: Contestant) -> Iterator[Process]:
         python = self.pythons[contestant.peer]
-        with closing(Process(python, contestant.worker, self.options.threads, self.seconds)) as process:
+        with closing(
+            Process(python, contestant.worker, self.options.threads, self.seconds)
+        ) as process:
             self.result.packages[contestant.peer] = process.package()
             yield process
 
@@ -203,9 +251,12 @@ class Comparison:
         return float(process.ask("load", path=contestant.path, options=settings)["seconds"])
 
     def _replace_load(self, load: Load) -> None:
-        """Put in one load of a contestant and process. A resumed process keeps the larger peak of its two runs."""
+        """Put in one load of a contestant and process. A resumed process keeps the larger peak of
+        its two runs."""
         key = (load.contestant, load.process)
-        self.result.loads = [old for old in self.result.loads if (old.contestant, old.process) != key] + [load]
+        self.result.loads = [
+            old for old in self.result.loads if (old.contestant, old.process) != key
+        ] + [load]
 
     def _exclude(self, name: str, reason: str) -> None:
         """Go on without a contestant whose measurements are worth nothing."""

@@ -1,4 +1,5 @@
-"""Single passes side by side: one or several tokens after a filled cache, whole prompts, and the peaks of the same run."""
+"""Single passes side by side: one or several tokens after a filled cache, whole prompts, and the
+peaks of the same run."""
 
 import json
 import subprocess
@@ -44,7 +45,8 @@ class Pass:
         contestant, group: Its name and group; the name is :data:`MEMORY` for reading alone.
         threads: CPU threads.
         behind: Tokens in the cache.
-        rows: Tokens of a pass, each with its logits; after none, the tokens of a prompt, the last of which has logits.
+        rows: Tokens of a pass, each with its logits; after none, the tokens of a prompt, the last
+            of which has logits.
         seconds: Of each pass.
         bytes: Weights, keys and values that a pass reads.
     """
@@ -67,7 +69,8 @@ class Passes(Saved):
         options: What was measured.
         sizes: What :func:`tensor_sizes` gave of each group's file.
         machine, packages: Where, and with what.
-        peaks: By number of threads and kernels, products of 8-bit integers in a second: the most of a run.
+        peaks: By number of threads and kernels, products of 8-bit integers in a second: the most of
+            a run.
         passes: The measurements.
     """
 
@@ -85,7 +88,8 @@ class Passes(Saved):
 
 
 def tensor_sizes(file: Path) -> list[int]:
-    """Of a GGUF file, the bytes of the tensors that a pass reads, and the elements of the layers' matrices.
+    """Of a GGUF file, the bytes of the tensors that a pass reads, and the elements of the layers'
+    matrices.
 
     An embedding table is read only if it is the LM head as well.
     """
@@ -94,41 +98,73 @@ def tensor_sizes(file: Path) -> list[int]:
     tensors = dict(read_gguf(file).tensors)
     if "output.weight" in tensors:
         tensors.pop("token_embd.weight")
-    matrices = (tensor for name, tensor in tensors.items() if name.startswith("blk.") and len(tensor.shape) == 2)
-    return [sum(tensor.nbytes for tensor in tensors.values()), sum(prod(tensor.shape) for tensor in matrices)]
+    matrices = (
+        tensor
+        for name, tensor in tensors.items()
+        if name.startswith("blk.") and len(tensor.shape) == 2
+    )
+    return [
+        sum(tensor.nbytes for tensor in tensors.values()),
+        sum(prod(tensor.shape) for tensor in matrices),
+    ]
 
 
 def takers(contestants: Iterable[Contestant], kernels: Sequence[str]) -> list[Contestant]:
-    """Those whose passes can be timed: EESD once for each of these kernels, or with the fastest ones."""
+    """Those whose passes can be timed: EESD once for each of these kernels, or with the fastest
+    ones."""
     able = [one for one in contestants if one.peer in TAKERS and one.mode in WAYS]
-    return [replace(one, mode=mode) for one in able for mode in (kernels if one.peer == EESD and kernels else [one.mode])]
+    return [
+        replace(one, mode=mode)
+        for one in able
+        for mode in (kernels if one.peer == EESD and kernels else [one.mode])
+    ]
 
 
 def measure(
-    result: Passes, members: Sequence[Contestant], pythons: dict[str, str], seconds: float, path: Path,
+    result: Passes,
+    members: Sequence[Contestant],
+    pythons: dict[str, str],
+    seconds: float,
+    path: Path,
     report: Callable[[str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Measure all groups of what :func:`takers` gave, and save after each context.
 
-    ``pythons`` are interpreters by peer, ``seconds`` is the longest time of one answer, and each measurement is a line for
-    ``report``.
+    ``pythons`` are interpreters by peer, ``seconds`` is the longest time of one answer, and each
+    measurement is a line for ``report``.
     """
-    slots = max(*result.options["behind"], result.options["prompt"]) + max(result.options["rows"]) + 1
+    slots = (
+        max(*result.options["behind"], result.options["prompt"]) + max(result.options["rows"]) + 1
+    )
     with scratch_directory("eesd-peaks") as scratch:
         program = _compiled(scratch)
-        for threads, (group, everybody) in product(result.options["threads"], grouped(members).items()):
+        for threads, (group, everybody) in product(
+            result.options["threads"], grouped(members).items()
+        ):
             with ExitStack() as stack:
                 running: dict[str, Process] = {}
                 for one in everybody:
-                    process = stack.enter_context(closing(Process(pythons[one.peer], one.worker, threads, seconds)))
+                    process = stack.enter_context(
+                        closing(Process(pythons[one.peer], one.worker, threads, seconds))
+                    )
                     result.packages[one.peer] = process.package()
-                    settings = {"mode": one.mode, "threads": threads, "slots": slots, "variant": one.variant}
+                    settings = {
+                        "mode": one.mode,
+                        "threads": threads,
+                        "slots": slots,
+                        "variant": one.variant,
+                    }
                     process.ask("load", path=one.path, options=settings)
                     running[one.name] = process
                 read = partial(_read, program, threads, result.peaks.setdefault(str(threads), {}))
-                for found in _passes(running, group, threads, result.sizes[group][0], result.options, read):
+                for found in _passes(
+                    running, group, threads, result.sizes[group][0], result.options, read
+                ):
                     result.passes.append(found)
-                    shown = f"{found.rows} after {found.behind}: {bootstrap(found.seconds).median * 1e3:.2f} ms"
+                    shown = (
+                        f"{found.rows} after {found.behind}: "
+                        f"{bootstrap(found.seconds).median * 1e3:.2f} ms"
+                    )
                     report(f"{found.contestant}, {threads} threads, {shown}")
                     result.save(path)
 
@@ -137,24 +173,39 @@ def _compiled(directory: Path) -> Path:
     """The program that measures peaks. Raises :class:`EESDError` if there is no compiler."""
     program = directory / "peaks"
     try:
-        subprocess.run(["c++", "-O3", "-pthread", "-o", program, PEAKS], check=True, capture_output=True)
+        subprocess.run(
+            ["c++", "-O3", "-pthread", "-o", program, PEAKS], check=True, capture_output=True
+        )
     except (OSError, subprocess.CalledProcessError) as error:
-        raise EESDError(f"{PEAKS} cannot be compiled ({error}); install a C++ compiler as c++.") from None
+        raise EESDError(
+            f"{PEAKS} cannot be compiled ({error}); install a C++ compiler as c++."
+        ) from None
     return program
 
 
 def _read(program: Path, threads: int, most: dict[str, float]) -> list[float]:
-    """Seconds of reads of :data:`READ_BYTES` with this number of threads. ``most`` gets the largest product rates."""
-    found = json.loads(subprocess.run([program, str(threads)], check=True, capture_output=True).stdout)
-    most |= {kernels: max(most.get(kernels, 0.0), products) for kernels, products in found["products"].items()}
+    """Seconds of reads of :data:`READ_BYTES` with this number of threads. ``most`` gets the largest
+    product rates."""
+    found = json.loads(
+        subprocess.run([program, str(threads)], check=True, capture_output=True).stdout
+    )
+    most |= {
+        kernels: max(most.get(kernels, 0.0), products)
+        for kernels, products in found["products"].items()
+    }
     return [*found["reads"]]
 
 
 def _passes(
-    running: Mapping[str, Process], group: str, threads: int, weights: int, options: Mapping[str, Any],
+    running: Mapping[str, Process],
+    group: str,
+    threads: int,
+    weights: int,
+    options: Mapping[str, Any],
     read: Callable[[], list[float]],
-) -> Iterator[Pass]:  # fmt: skip
-    """Measure the contestants of a group: a prompt, then passes after each context. ``read`` gives the seconds of reading."""
+) -> Iterator[Pass]:
+    """Measure the contestants of a group: a prompt, then passes after each context. ``read`` gives
+    the seconds of reading."""
 
     def prefill(name: str, start: int, stop: int) -> list[float]:
         tokens = [(7 * position) % 251 + 3 for position in range(start, stop)]
@@ -173,12 +224,20 @@ def _passes(
         for name, process in running.items():
             prefill(name, start, behind)
             sizes[name] = weights + process.ask("slot_bytes")["bytes"] * behind
-        timed = {(name, count): partial(passes, name, count, behind) for count in rows for name in running}
-        for (name, count), seconds in _in_turn({**timed, (MEMORY, 0): read}, -(-options["repeats"] // TURN)).items():
+        timed = {
+            (name, count): partial(passes, name, count, behind)
+            for count in rows
+            for name in running
+        }
+        for (name, count), seconds in _in_turn(
+            {**timed, (MEMORY, 0): read}, -(-options["repeats"] // TURN)
+        ).items():
             yield Pass(name, group, threads, behind, count, seconds, sizes[name])
 
 
-def _in_turn(calls: Mapping[tuple[str, int], Callable[[], list[float]]], turns: int) -> dict[tuple[str, int], list[float]]:
+def _in_turn(
+    calls: Mapping[tuple[str, int], Callable[[], list[float]]], turns: int
+) -> dict[tuple[str, int], list[float]]:
     """The seconds that calls give, in an order that rotates."""
     found: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
     for turn in range(turns):
@@ -202,9 +261,12 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
         f"{level} Single passes: {result.model}",
         "",
         *table(["setting", ""], settings.items()),
-        "Medians of passes in turn. Ratio: over the first contestant, pass by pass, with its 95 % bootstrap interval. A pass "
-        "gives the logits of all its rows. Its time includes the call from Python. Share: the bytes of weights, keys and "
-        "values over the time, as a part of the bandwidth. The bandwidth is that of as many threads that read memory in turn "
+        "Medians of passes in turn. Ratio: over the first contestant, pass by pass, with its "
+        "95 % bootstrap interval. A pass "
+        "gives the logits of all its rows. Its time includes the call from Python. Share: the "
+        "bytes of weights, keys and "
+        "values over the time, as a part of the bandwidth. The bandwidth is that of as many "
+        "threads that read memory in turn "
         "with the passes. Several rows: over one.",
         "",
     ]
@@ -226,21 +288,38 @@ def _table(found: Sequence[Pass]) -> list[str]:
         for name in dict.fromkeys(name for name, _ in by):
             one = by[name, 1]
             median = bootstrap(one.seconds).median
-            read = [f"{one.bytes / 1e6:.0f}", f"{per_second / 1e9:.1f}", f"{one.bytes / median / per_second:.0%}"]
-            more = [f"{bootstrap(by[name, n].seconds).median / median:.2f}" if (name, n) in by else "" for n in several]
-            rows.append([str(behind), name, f"{median * 1e3:.2f}", _ratio(one.seconds, first), *read, *more])
+            read = [
+                f"{one.bytes / 1e6:.0f}",
+                f"{per_second / 1e9:.1f}",
+                f"{one.bytes / median / per_second:.0%}",
+            ]
+            more = [
+                f"{bootstrap(by[name, n].seconds).median / median:.2f}" if (name, n) in by else ""
+                for n in several
+            ]
+            rows.append(
+                [str(behind), name, f"{median * 1e3:.2f}", _ratio(one.seconds, first), *read, *more]
+            )
     columns = ["after", "", "ms", "ratio", "MB", "GB/s", "share", *(f"{n} rows" for n in several)]
     return table(columns, rows) if rows else []
 
 
 def _prompts(found: Sequence[Pass], products: int, peaks: Mapping[str, float]) -> list[str]:
-    """A row for each contestant, with the share of each peak that the products with the layers' matrices reach."""
+    """A row for each contestant, with the share of each peak that the products with the layers'
+    matrices reach."""
     prompts = [one for one in found if not one.behind]
     rows = []
     for one in prompts:
         median = bootstrap(one.seconds).median
         shares = [f"{one.rows * products / median / peak:.0%}" for peak in peaks.values()]
-        rows.append([one.contestant, f"{median * 1e3:.0f}", _ratio(one.seconds, prompts[0].seconds), *shares])
+        rows.append(
+            [
+                one.contestant,
+                f"{median * 1e3:.0f}",
+                _ratio(one.seconds, prompts[0].seconds),
+                *shares,
+            ]
+        )
     if not rows:
         return []
     shown = [f"share of {kernels}, {peak / 1e9:.0f} G/s" for kernels, peak in peaks.items()]

@@ -13,7 +13,8 @@ from eesd.bench.tools.peers.contestants import WORKERS
 from eesd.common.errors import EESDError
 
 BUSY_SHARE = 0.25
-"""A thread computes that takes this share of the processor time of the busiest one. Others wait, or count tokens."""
+"""A thread computes that takes this share of the processor time of the busiest one. Others wait, or
+count tokens."""
 SHOWN = 300
 """Characters of a library's error that are shown."""
 
@@ -40,7 +41,12 @@ class Process:
         self.seconds = seconds
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         count = str(threads)
-        environment = {**os.environ, "OMP_NUM_THREADS": count, "MKL_NUM_THREADS": count, "HF_HUB_OFFLINE": "1"}
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": count,
+            "MKL_NUM_THREADS": count,
+            "HF_HUB_OFFLINE": "1",
+        }
         try:
             self._process = subprocess.Popen(
                 [python, str(WORKERS / "serve.py"), str(worker)],
@@ -61,7 +67,8 @@ class Process:
         return f"{answer['package']} {answer['version']}"
 
     def ask(self, op: str, **values: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer. Raises :class:`PeerError` if there is none, or an error."""
+        """Send a request and wait for its answer. Raises :class:`PeerError` if there is none, or an
+        error."""
         assert self._process.stdin is not None and self._process.stdout is not None
         late = Timer(self.seconds, self._process.kill)
         late.start()
@@ -74,7 +81,9 @@ class Process:
             in_time = late.is_alive()
             late.cancel()
         if not line:
-            what = f"{op}: ended" if in_time else f"{op}: no answer within {self.seconds:.0f} seconds"
+            what = (
+                f"{op}: ended" if in_time else f"{op}: no answer within {self.seconds:.0f} seconds"
+            )
             raise PeerError(f"{what}{self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -82,14 +91,19 @@ class Process:
         return answer
 
     def memory(self) -> dict[str, int]:
-        """Bytes: the largest resident size so far, and the anonymous part (not of files) now. Empty where Linux is missing."""
+        """Bytes: the largest resident size so far, and the anonymous part (not of files) now. Empty
+        where Linux is missing."""
         try:
             lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         except OSError:
             return {}
         values = dict(line.split(":", 1) for line in lines if ":" in line)
         wanted = {"peak_bytes": "VmHWM", "anonymous_bytes": "RssAnon"}
-        return {name: int(values[key].split()[0]) * 1024 for name, key in wanted.items() if key in values}
+        return {
+            name: int(values[key].split()[0]) * 1024
+            for name, key in wanted.items()
+            if key in values
+        }
 
     def thread_seconds(self) -> dict[str, float]:
         """Processor time of each thread that lives, so far. Empty where Linux is missing."""

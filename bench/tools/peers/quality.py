@@ -1,4 +1,5 @@
-"""How close next-token distributions are to those in float32: KL divergence, and agreement of the most likely token."""
+"""How close next-token distributions are to those in float32: KL divergence, and agreement of the
+most likely token."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +20,8 @@ Start = Callable[[Contestant], Any]
 
 
 def compare(reference: Logits, other: Logits) -> tuple[float, int]:
-    """The sum of KL(reference || other) over the rows, and the number of rows with the same most likely token.
+    """The sum of KL(reference || other) over the rows, and the number of rows with the same most
+    likely token.
 
     Args:
         reference, other: Logits [n, V].
@@ -28,9 +30,13 @@ def compare(reference: Logits, other: Logits) -> tuple[float, int]:
         PeerError: The shapes differ, or ``other`` is not finite.
     """
     if reference.shape != other.shape or not np.isfinite(other).all():
-        raise PeerError(f"logits: shape {other.shape} with finite values is needed as {reference.shape}.")
+        raise PeerError(
+            f"logits: shape {other.shape} with finite values is needed as {reference.shape}."
+        )
     p, q = _log_softmax(reference), _log_softmax(other)
-    return float((np.exp(p) * (p - q)).sum(dtype=np.float64)), int((reference.argmax(1) == other.argmax(1)).sum())
+    return float((np.exp(p) * (p - q)).sum(dtype=np.float64)), int(
+        (reference.argmax(1) == other.argmax(1)).sum()
+    )
 
 
 def _log_softmax(logits: Logits) -> Logits:
@@ -47,8 +53,11 @@ def reference_of(contestants: list[Contestant]) -> Contestant:
     return found
 
 
-def _judged(name: str, process: Process, windows: list[list[int]], expected: list[Path], file: Path) -> Quality:
-    """Compare one contestant with the reference, whose logits of each window are in files. ``file`` is for its own."""
+def _judged(
+    name: str, process: Process, windows: list[list[int]], expected: list[Path], file: Path
+) -> Quality:
+    """Compare one contestant with the reference, whose logits of each window are in files. ``file``
+    is for its own."""
     divergence, same = 0.0, 0
     for window, reference in zip(windows, expected, strict=True):
         _write_logits(process, window, file)
@@ -65,9 +74,13 @@ def _write_logits(process: Process, window: list[int], file: Path) -> None:
 
 
 def measure_quality(
-    contestants: list[Contestant], reference: Contestant, windows: list[list[int]], start: Start, done: set[str],
+    contestants: list[Contestant],
+    reference: Contestant,
+    windows: list[list[int]],
+    start: Start,
+    done: set[str],
     report: Callable[[str, Quality | str], None],
-) -> None:  # fmt: skip
+) -> None:
     """Judge every plain contestant, each in a process of its own.
 
     Args:
@@ -88,10 +101,15 @@ def measure_quality(
                 for window, file in zip(windows, files, strict=True):
                     _write_logits(process, window, file)
         except PeerError as error:
-            raise EESDError(f"{reference.name} cannot be the reference of the quality: {error}") from None
+            raise EESDError(
+                f"{reference.name} cannot be the reference of the quality: {error}"
+            ) from None
         for contestant in waiting:
             try:
                 with start(contestant) as process:
-                    report(contestant.name, _judged(contestant.name, process, windows, files, scratch / "other.npy"))
+                    report(
+                        contestant.name,
+                        _judged(contestant.name, process, windows, files, scratch / "other.npy"),
+                    )
             except PeerError as error:
                 report(contestant.name, str(error))

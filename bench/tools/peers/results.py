@@ -1,4 +1,5 @@
-"""The result of a comparison: one JSON file with every run, saved after each round so that it can be resumed."""
+"""The result of a comparison: one JSON file with every run, saved after each round so that it can
+be resumed."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -27,8 +28,10 @@ class Load:
         contestant: Its name.
         process: Number of the process.
         seconds: Time to load, with the import of its libraries.
-        peak_bytes: Largest resident size, over loading and all prompts. None where the system does not say.
-        anonymous_bytes: Anonymous part of the resident size after the last prompt. None where the system does not say.
+        peak_bytes: Largest resident size, over loading and all prompts. None where the system does
+            not say.
+        anonymous_bytes: Anonymous part of the resident size after the last prompt. None where the
+            system does not say.
         threads: Threads that computed. None where the system does not say.
     """
 
@@ -62,7 +65,8 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens per second behind the first one; tokens that came with the first one are counted, too."""
+        """Tokens per second behind the first one; tokens that came with the first one are counted,
+        too."""
         return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
 
 
@@ -119,10 +123,16 @@ class Result(Saved):
 
     def has_round(self, process: int, prompt: str, names: set[str]) -> bool:
         """Whether all of these contestants have decoded this prompt in this process."""
-        return names <= {run.contestant for run in self.runs if (run.process, run.prompt) == (process, prompt)}
+        return names <= {
+            run.contestant for run in self.runs if (run.process, run.prompt) == (process, prompt)
+        }
 
     SAME: ClassVar = ("options", "model", "contestants", "prompts", "machine")
     WHAT: ClassVar = "a comparison with peers; give the results.json of its run"
     ROWS: ClassVar[dict[str, type]] = {
-        "contestants": Contestant, "prompts": Prompt, "qualities": Quality, "loads": Load, "runs": Run
-    }  # fmt: skip
+        "contestants": Contestant,
+        "prompts": Prompt,
+        "qualities": Quality,
+        "loads": Load,
+        "runs": Run,
+    }

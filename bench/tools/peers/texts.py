@@ -12,23 +12,31 @@ def read_encoder(engines: list[Path]) -> Any:
     """The tokenizer of the model, which lies beside its engines."""
     from tokenizers import Tokenizer
 
-    path = next((path for directory in engines if (path := directory / "tokenizer.json").exists()), None)
+    path = next(
+        (path for directory in engines if (path := directory / "tokenizer.json").exists()), None
+    )
     if path is None:
-        raise EESDError("No engine directory of EESD has a tokenizer.json; convert the GGUF file for EESD, or give --eesd.")
+        raise EESDError(
+            "No engine directory of EESD has a tokenizer.json; convert the GGUF file for "
+            "EESD, or give --eesd."
+        )
     return Tokenizer.from_file(str(path))
 
 
 def encoded_texts(path: Path, encoder: Any) -> list[list[int]]:
-    """Token ids of the first part of each text of a file; see :func:`~eesd.bench.measure.tasks.read_texts`."""
+    """Token ids of the first part of each text of a file; see
+    :func:`~eesd.bench.measure.tasks.read_texts`."""
     return [encoder.encode(parts[0], add_special_tokens=False).ids for _, parts in read_texts(path)]
 
 
-def choose_prompts(texts: list[list[int]], wanted: dict[str, tuple[int, int]], source: Path) -> list[Prompt]:
+def choose_prompts(
+    texts: list[list[int]], wanted: dict[str, tuple[int, int]], source: Path
+) -> list[Prompt]:
     """Prompts of exactly the wanted lengths.
 
-    Short prompts are the beginnings of the first texts that are long enough. The others are pieces, one behind another, of the
-    texts behind those, which then go on from the first. So no prompt begins like another, and a peer that keeps prefixes of
-    prompts gains nothing.
+    Short prompts are the beginnings of the first texts that are long enough. The others are pieces,
+    one behind another, of the texts behind those, which then go on from the first. So no prompt
+    begins like another, and a peer that keeps prefixes of prompts gains nothing.
 
     Args:
         texts: Token ids.
@@ -41,16 +49,27 @@ def choose_prompts(texts: list[list[int]], wanted: dict[str, tuple[int, int]], s
     count, length = wanted["short"]
     fitting = [index for index, text in enumerate(texts) if len(text) >= length]
     if len(fitting) < count:
-        raise EESDError(f"{source} has {len(fitting)} texts of at least {length} tokens, fewer than the {count} wanted.")
-    prompts = [Prompt(f"short-{n + 1}", "short", texts[index][:length]) for n, index in enumerate(fitting[:count])]
+        raise EESDError(
+            f"{source} has {len(fitting)} texts of at least {length} tokens, fewer than the "
+            f"{count} wanted."
+        )
+    prompts = [
+        Prompt(f"short-{n + 1}", "short", texts[index][:length])
+        for n, index in enumerate(fitting[:count])
+    ]
     start = fitting[count - 1] + 1 if count else 0
     rest = [token for text in texts[start:] + texts[:start] for token in text]
     for kind, (count, length) in wanted.items():
         if kind == "short":
             continue
         if len(rest) < count * length:
-            raise EESDError(f"{source} has {len(rest)} tokens left, too few for {count} prompts of {length}.")
-        prompts += [Prompt(f"{kind}-{n + 1}", kind, rest[n * length : (n + 1) * length]) for n in range(count)]
+            raise EESDError(
+                f"{source} has {len(rest)} tokens left, too few for {count} prompts of {length}."
+            )
+        prompts += [
+            Prompt(f"{kind}-{n + 1}", kind, rest[n * length : (n + 1) * length])
+            for n in range(count)
+        ]
         rest = rest[count * length :]
     return prompts
 

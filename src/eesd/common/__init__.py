@@ -1,1 +1,2 @@
-"""Shared leaves: errors, files, the manifest, machine probes, the common parts of the commands. Imports no other room."""
+"""Shared leaves: errors, files, the manifest, machine probes, the common parts of the commands.
+Imports no other room."""

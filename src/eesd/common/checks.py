@@ -1,4 +1,5 @@
-"""Checks of arguments at the edge of the API. numpy's numbers are numbers; booleans and text are not."""
+"""Checks of arguments at the edge of the API. numpy's numbers are numbers; booleans and text are
+not."""
 
 import os
 from collections.abc import Iterable
@@ -12,16 +13,22 @@ from eesd.common.errors import EESDError
 
 
 def check_integer(name: str, value: Any, least: int, most: int) -> int:
-    """``value`` as an int. Raises :class:`EESDError` unless it is an integer from ``least`` to ``most``."""
+    """``value`` as an int. Raises :class:`EESDError` unless it is an integer from ``least`` to
+    ``most``."""
     if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
         return int(value)
     too_large = isinstance(value, int) and value > most
-    bounds = f"of at least {least}" if most >= 2**63 - 1 and not too_large else f"between {least} and {most}"
+    bounds = (
+        f"of at least {least}"
+        if most >= 2**63 - 1 and not too_large
+        else f"between {least} and {most}"
+    )
     raise EESDError(f"{name} is {shown(value)}; it must be an integer {bounds}.")
 
 
 def check_number(name: str, value: Any, good: Any, wanted: str) -> float:
-    """``value`` as a float. Raises :class:`EESDError` unless it is a finite number for which ``good(value)`` holds."""
+    """``value`` as a float. Raises :class:`EESDError` unless it is a finite number for which
+    ``good(value)`` holds."""
     if isinstance(value, Real) and not isinstance(value, bool):
         number = as_float(value)
         if isfinite(number) and good(number):
@@ -59,7 +66,8 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
 
 
 def check_path(name: str, value: Any, wanted: str) -> Path:
-    """``value`` as a path. Raises :class:`EESDError` for other types, and for text that cannot name a file."""
+    """``value`` as a path. Raises :class:`EESDError` for other types, and for text that cannot name
+    a file."""
     try:
         text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
         if isinstance(text, str) and text and b"\0" not in text.encode():
@@ -68,7 +76,9 @@ def check_path(name: str, value: Any, wanted: str) -> Path:
     except (UnicodeEncodeError, TypeError):
         pass
     except OSError as error:
-        raise EESDError(f"{name} {shown(value)} cannot be opened ({error.strerror}); give {wanted}.") from None
+        raise EESDError(
+            f"{name} {shown(value)} cannot be opened ({error.strerror}); give {wanted}."
+        ) from None
     raise EESDError(f"{name} is {shown(value)}; give {wanted}.")
 
 
@@ -77,10 +87,19 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
-        text = f"a number of {value.bit_length()} bits" if isinstance(value, int) else type(value).__name__
+        text = (
+            f"a number of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else type(value).__name__
+        )
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def is_file_name(name: str) -> bool:
     """Whether this is the name of a file in a directory, and not a path that leads out of it."""
-    return name.isprintable() and 0 < len(name) < 200 and name not in (".", "..") and not {"/", "\\"} & set(name)
+    return (
+        name.isprintable()
+        and 0 < len(name) < 200
+        and name not in (".", "..")
+        and not {"/", "\\"} & set(name)
+    )

@@ -1,4 +1,5 @@
-"""The common parts of the commands: options, streams and signals, and errors as one line with an exit code."""
+"""The common parts of the commands: options, streams and signals, and errors as one line with an
+exit code."""
 
 import errno
 import os
@@ -23,7 +24,8 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 class _Path(click.Path):
-    """A path. An empty one, as from an unset variable of a shell, does not mean the current directory."""
+    """A path. An empty one, as from an unset variable of a shell, does not mean the current
+    directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value == "":
@@ -39,7 +41,8 @@ class _Path(click.Path):
 
 
 class _Output(_Path):
-    """A path that a command writes: what it names when the command begins, whatever becomes of links and ".." later."""
+    """A path that a command writes: what it names when the command begins, whatever becomes of
+    links and ".." later."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
@@ -57,7 +60,8 @@ class _Name(click.types.StringParamType):
 
 
 class Number(click.FloatRange):
-    """A number from ``min`` to ``max``. The range of click lets everything pass that cannot be compared."""
+    """A number from ``min`` to ``max``. The range of click lets everything pass that cannot be
+    compared."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -103,18 +107,26 @@ def options(*several: Callable[[F], F]) -> Callable[[F], F]:
     return decorate
 
 
-def command(environment: str | None = None, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and errors in one line.
+def command(
+    environment: str | None = None, **settings: Any
+) -> Callable[[Callable[..., None]], click.Command]:
+    """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and errors in one
+    line.
 
-    With ``environment`` every option can be given as a variable, such as ``EESD_SERVE_PORT`` for ``--port``.
+    With ``environment`` every option can be given as a variable, such as ``EESD_SERVE_PORT`` for
+    ``--port``.
     """
     context = HELP | {"auto_envvar_prefix": environment}
-    return lambda function: _with_version(click.command(None, _Command, context_settings=context, **settings)(function))
+    return lambda function: _with_version(
+        click.command(None, _Command, context_settings=context, **settings)(function)
+    )
 
 
 def group(**settings: Any) -> Callable[[Callable[..., None]], click.Group]:
     """The same for ``click.group``."""
-    return lambda function: _with_version(click.command(None, _Group, context_settings=HELP, **settings)(function))
+    return lambda function: _with_version(
+        click.command(None, _Group, context_settings=HELP, **settings)(function)
+    )
 
 
 def _with_version(made: C) -> C:
@@ -123,7 +135,8 @@ def _with_version(made: C) -> C:
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Report :class:`EESDError`, wrong options and unreadable files as ``error: ...`` with exit code 2.
+    """Report :class:`EESDError`, wrong options and unreadable files as ``error: ...`` with exit
+    code 2.
 
     Ctrl-C exits with 130, and a closed output pipe with 141, as shells expect, without a traceback.
     """
@@ -150,9 +163,11 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _check_streams() -> None:
-    """Make a program that was started with closed streams safe: no file gets a number that libraries print to.
+    """Make a program that was started with closed streams safe: no file gets a number that
+    libraries print to.
 
-    Without stderr, messages are dropped. Without stdout the program ends, because its result would be lost.
+    Without stderr, messages are dropped. Without stdout the program ends, because its result would
+    be lost.
     """
     for number in (0, 1, 2):
         try:
@@ -170,7 +185,8 @@ def _null() -> TextIO:
 
 
 def _give_up_broken_streams() -> None:
-    """Redirect the standard streams that cannot be written, so that Python does not try again at exit."""
+    """Redirect the standard streams that cannot be written, so that Python does not try again at
+    exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -180,7 +196,8 @@ def _give_up_broken_streams() -> None:
 
 
 def _exit_on_signals() -> None:
-    """Make SIGTERM and SIGHUP end the program like an exception, so that partial output is deleted on the way out."""
+    """Make SIGTERM and SIGHUP end the program like an exception, so that partial output is deleted
+    on the way out."""
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:

@@ -1,7 +1,8 @@
 """The draft vocabulary: the tokens that a draft can predict, and the columns of its logits.
 
-A draft step spends much of its time on the LM head of a small model, and most text uses few of the tokens. What the draft
-cannot predict, verify still can: only acceptance depends on the choice. The module needs no torch.
+A draft step spends much of its time on the LM head of a small model, and most text uses few of the
+tokens. What the draft cannot predict, verify still can: only acceptance depends on the choice. The
+module needs no torch.
 """
 
 from collections.abc import Sequence
@@ -22,10 +23,12 @@ def are_draft_vocab(ids: NDArray[np.integer], vocab_size: int) -> bool:
 
 
 class DraftColumns:
-    """Which token each column of the draft's logits is for. Without a draft vocabulary, column i is for token i."""
+    """Which token each column of the draft's logits is for. Without a draft vocabulary, column i is
+    for token i."""
 
     def __init__(self, ids: Ids | None = None) -> None:
-        """``ids`` are those of the draft vocabulary [Vd], ascending; None: the draft has the whole vocabulary."""
+        """``ids`` are those of the draft vocabulary [Vd], ascending; None: the draft has the whole
+        vocabulary."""
         self._ids = ids
 
     def tokens(self, columns: NDArray[np.int64] | Sequence[int]) -> Ids:
@@ -37,14 +40,18 @@ class DraftColumns:
         """The columns for those of these tokens that have one."""
         if self._ids is None:
             return tokens
-        columns: NDArray[np.int64] = np.searchsorted(self._ids, tokens)[self.has(tokens, len(self._ids))]
+        columns: NDArray[np.int64] = np.searchsorted(self._ids, tokens)[
+            self.has(tokens, len(self._ids))
+        ]
         return columns
 
     def has(self, tokens: Sequence[int] | Ids, size: int) -> NDArray[np.bool_]:
         """Which of these tokens have one of ``size`` columns."""
         if self._ids is None:
             return np.asarray(tokens) < size
-        known: NDArray[np.bool_] = self._ids[np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)] == tokens
+        known: NDArray[np.bool_] = (
+            self._ids[np.minimum(np.searchsorted(self._ids, tokens), len(self._ids) - 1)] == tokens
+        )
         return known
 
     def spread(self, values: NDArray[np.float64], vocab_size: int) -> NDArray[np.float64]:
@@ -61,7 +68,8 @@ WHOLE = DraftColumns()
 
 
 def load_draft_vocab(directory: Path, manifest: Manifest) -> Ids | None:
-    """Read the draft vocabulary of an engine directory: its ids [Vd], ascending; None if the draft has the whole vocabulary.
+    """Read the draft vocabulary of an engine directory: its ids [Vd], ascending; None if the draft
+    has the whole vocabulary.
 
     Raises:
         EESDError: The file does not hold ids of the vocabulary in ascending order.
@@ -69,6 +77,8 @@ def load_draft_vocab(directory: Path, manifest: Manifest) -> Ids | None:
     if not manifest.exit_head.draft_vocab:
         return None
     ids = np.fromfile(directory / DRAFT_VOCAB_FILE, "<i8").astype(np.int64)
-    if len(ids) != manifest.exit_head.draft_vocab or not are_draft_vocab(ids, manifest.geometry.vocab_size):
+    if len(ids) != manifest.exit_head.draft_vocab or not are_draft_vocab(
+        ids, manifest.geometry.vocab_size
+    ):
         raise EESDError(f"{directory / DRAFT_VOCAB_FILE} is damaged; export the model again.")
     return ids

@@ -14,7 +14,8 @@ class EESDError(Exception):
 
 
 def shortened(message: str) -> str:
-    """A message without its middle if it repeats input of thousands of characters. Its end says what to do."""
+    """A message without its middle if it repeats input of thousands of characters. Its end says
+    what to do."""
     return message if len(message) <= 1000 else f"{message[:600]} ... {message[-300:]}"
 
 
@@ -22,7 +23,8 @@ def shortened(message: str) -> str:
 def refused(sentence: Callable[[Exception], str]) -> Iterator[None]:
     """Turn what a library raises, which may be any exception, into an :class:`EESDError`.
 
-    An exception of the caller's own signal handler goes on: it may interrupt any call, and says nothing about this one.
+    An exception of the caller's own signal handler goes on: it may interrupt any call, and says
+    nothing about this one.
     """
     try:
         yield
@@ -38,6 +40,13 @@ def reason(error: Exception) -> str:
 
 
 def _of_handler(error: Exception) -> bool:
-    """Whether the handler of a signal raised it: such a function is called with the frame that it interrupts."""
-    values = [value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()]
-    return any(isinstance(one, FrameType) for value in values for one in (value if isinstance(value, tuple) else (value,)))
+    """Whether the handler of a signal raised it: such a function is called with the frame that it
+    interrupts."""
+    values = [
+        value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()
+    ]
+    return any(
+        isinstance(one, FrameType)
+        for value in values
+        for one in (value if isinstance(value, tuple) else (value,))
+    )

@@ -1,9 +1,12 @@
-"""Files and directories that appear under their names whole or not at all, and what killed processes left of them.
+"""Files and directories that appear under their names whole or not at all, and what killed
+processes left of them.
 
-What is being written lies beside its final name as ``.NAME.eesd-RANDOM.new``; a directory that it replaces is moved to ``.old``
-for a moment. Before either exists there is ``.NAME.eesd-RANDOM.lock``, which the writing process keeps locked. The operating
-system unlocks it when the process ends, however it ends: a lock that can be taken shows that the files beside it are leftovers.
-The next run that writes to the same place removes them. What no run wrote is never removed: the caller says what is foreign.
+What is being written lies beside its final name as ``.NAME.eesd-RANDOM.new``; a directory that it
+replaces is moved to ``.old`` for a moment. Before either exists there is
+``.NAME.eesd-RANDOM.lock``, which the writing process keeps locked. The operating system unlocks it
+when the process ends, however it ends: a lock that can be taken shows that the files beside it are
+leftovers. The next run that writes to the same place removes them. What no run wrote is never
+removed: the caller says what is foreign.
 """
 
 import logging
@@ -33,7 +36,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path``. It takes that name when the block ends normally; otherwise it is deleted."""
+    """A temporary file beside ``path``. It takes that name when the block ends normally; otherwise
+    it is deleted."""
     with temporary_beside(path) as temporary:
         yield temporary
         temporary.replace(path)
@@ -41,7 +45,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """The name of a temporary file or directory beside ``path``. What is there when the block ends is deleted."""
+    """The name of a temporary file or directory beside ``path``. What is there when the block ends
+    is deleted."""
     with claimed(path) as claim:
         yield claim.new
 
@@ -51,22 +56,29 @@ def _not_empty(directory: Path) -> str:
 
 
 @contextmanager
-def directory_written_whole(output: Path, foreign: Callable[[Path], str] = _not_empty) -> Iterator[Path]:
-    """A temporary directory beside ``output``. It is renamed to ``output`` if the block succeeds, and deleted if it raises.
+def directory_written_whole(
+    output: Path, foreign: Callable[[Path], str] = _not_empty
+) -> Iterator[Path]:
+    """A temporary directory beside ``output``. It is renamed to ``output`` if the block succeeds,
+    and deleted if it raises.
 
     Args:
         output: The directory to write. It is no link by then.
-        foreign: Says of a directory that was there why it may not be replaced, as "it ..."; "" if it may.
+        foreign: Says of a directory that was there why it may not be replaced, as "it ..."; "" if
+            it may.
 
     Raises:
-        EESDError: What is there may not be replaced. The new directory is kept beside it, and the message says where.
+        EESDError: What is there may not be replaced. The new directory is kept beside it, and the
+            message says where.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with claimed(output) as claim:
         claim.new.mkdir()
         yield claim.new
         if kept := claim.move_aside(foreign):
-            raise EESDError(f"{output} is not replaced: {kept}; what was written is in {claim.keep(claim.new)}.")
+            raise EESDError(
+                f"{output} is not replaced: {kept}; what was written is in {claim.keep(claim.new)}."
+            )
         claim.new.rename(output)
 
 
@@ -76,10 +88,11 @@ def is_temporary(name: str) -> bool:
 
 
 def remove_leftovers(directory: Path, name: str | None = None) -> None:
-    """Remove what killed processes left in a directory, and put back a directory that one had moved aside.
+    """Remove what killed processes left in a directory, and put back a directory that one had moved
+    aside.
 
-    Each is logged as a warning, in one line. What may belong to a process that still runs is kept: without a word
-    if its lock is held, and with a warning if that cannot be known.
+    Each is logged as a warning, in one line. What may belong to a process that still runs is kept:
+    without a word if its lock is held, and with a warning if that cannot be known.
 
     Args:
         directory: The directory to look in. It need not exist.
@@ -87,7 +100,9 @@ def remove_leftovers(directory: Path, name: str | None = None) -> None:
     """
     with suppress(OSError):
         found = filter(None, (_TEMPORARY.fullmatch(path.name) for path in directory.iterdir()))
-        for written, key in {(match["name"], match["key"]) for match in found if name in (None, match["name"])}:
+        for written, key in {
+            (match["name"], match["key"]) for match in found if name in (None, match["name"])
+        }:
             Claim(directory / written, key).sweep()
 
 
@@ -118,17 +133,23 @@ class Claim(NamedTuple):
         return self.target.with_name(f".{self.target.name}.eesd-{self.key}.{kind}")
 
     def put_back(self) -> bool:
-        """Undo the first of the two renames of a replacement if the second did not happen. Returns whether it did that."""
+        """Undo the first of the two renames of a replacement if the second did not happen. Returns
+        whether it did that."""
         if lexists(self.target) or not lexists(self.old):
             return False
         self.old.rename(self.target)
         return True
 
     def move_aside(self, foreign: Callable[[Path], str]) -> str:
-        """Move the directory of the final name to ``old``, unless it is ``foreign``. Returns why it stays, or ""."""
+        """Move the directory of the final name to ``old``, unless it is ``foreign``. Returns why it
+        stays, or ""."""
         if not lexists(self.target):
             return ""
-        kept = foreign(self.target) if self.target.is_dir() and not self.target.is_symlink() else "it is no directory"
+        kept = (
+            foreign(self.target)
+            if self.target.is_dir() and not self.target.is_symlink()
+            else "it is no directory"
+        )
         if not kept:
             self.target.rename(self.old)
             kept = "it cannot be read"
@@ -140,8 +161,13 @@ class Claim(NamedTuple):
         return kept
 
     def keep(self, path: Path) -> Path:
-        """Give a directory with a temporary name a lasting one: the final name, or one beside it. Returns that."""
-        lasting = self.target.with_name(f"{self.target.name}-{self.key}") if lexists(self.target) else self.target
+        """Give a directory with a temporary name a lasting one: the final name, or one beside it.
+        Returns that."""
+        lasting = (
+            self.target.with_name(f"{self.target.name}-{self.key}")
+            if lexists(self.target)
+            else self.target
+        )
         path.rename(lasting)
         return lasting
 
@@ -149,21 +175,30 @@ class Claim(NamedTuple):
         """Delete everything, the lock last: without it nobody could tell what the rest is."""
         with suppress(OSError):
             self.put_back()
-        if _delete(self.new) and (lexists(self.target) or not lexists(self.old)) and _delete(self.old):
+        if (
+            _delete(self.new)
+            and (lexists(self.target) or not lexists(self.old))
+            and _delete(self.old)
+        ):
             self.lock.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Clean up if the writer is dead; otherwise, or if that is not sure, leave everything as it is."""
+        """Clean up if the writer is dead; otherwise, or if that is not sure, leave everything as it
+        is."""
         left = lexists(self.new) or lexists(self.old)
-        # A lock without text was made by a writer that was killed, or has not gone on, before it wrote anything else.
+        # A lock without text was made by a writer that was killed, or has not gone on, before it
+        # wrote anything else.
         with suppress(OSError), _taken(self.lock) as (is_free, text):
             if not is_free:
                 return
             sure = _from_this_machine(text) if text else not left
-            # Something took the place of a directory that was moved aside: only its owner knows which of the two is wanted.
+            # Something took the place of a directory that was moved aside: only its owner knows
+            # which of the two is wanted.
             if sure and not (lexists(self.new) and lexists(self.old) and lexists(self.target)):
                 if self.put_back():
-                    LOGGER.warning("%s is back, which a killed run had moved aside to replace it.", self.target)
+                    LOGGER.warning(
+                        "%s is back, which a killed run had moved aside to replace it.", self.target
+                    )
                     left = lexists(self.new)
                 self.clean_up()
                 if not (lexists(self.new) or lexists(self.old)):
@@ -172,7 +207,10 @@ class Claim(NamedTuple):
                     return
         kept = " and ".join(str(path) for path in (self.new, self.old) if lexists(path))
         if kept:
-            sentence = "A run that may still be going on left %s; if none writes to %s, delete it, or rename it to keep it."
+            sentence = (
+                "A run that may still be going on left %s; if none writes to %s, delete it, or "
+                "rename it to keep it."
+            )
             LOGGER.warning(sentence, kept, self.target)
 
 
@@ -223,7 +261,8 @@ def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
 
 
 def try_lock(file: int) -> bool | None:
-    """Lock an open file without waiting. False: another process has the lock. None: there are no locks here."""
+    """Lock an open file without waiting. False: another process has the lock. None: there are no
+    locks here."""
     if sys.platform == "win32":
         return None
     try:
@@ -238,14 +277,16 @@ def try_lock(file: int) -> bool | None:
 def _from_this_machine(text: str) -> bool:
     """Whether the lock file with this text was written on this machine.
 
-    Locks reach all containers of a machine. On some network file systems they do not reach other machines.
+    Locks reach all containers of a machine. On some network file systems they do not reach other
+    machines.
     """
     magic, host, boot, *_ = [*text.split("\n"), "", "", ""]
     return magic == _MAGIC and (host == socket.gethostname() or (boot != "" and boot == _boot_id()))
 
 
 def _boot_id() -> str:
-    """A number that is the same in all containers of a machine, until it starts again. Empty where there is none."""
+    """A number that is the same in all containers of a machine, until it starts again. Empty where
+    there is none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -263,9 +304,12 @@ def _delete(path: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """Where EESD keeps what it can make again, as the user or the system says. None for a user without a home."""
+    """Where EESD keeps what it can make again, as the user or the system says. None for a user
+    without a home."""
     given, xdg = os.environ.get("EESD_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(sys.platform)
+    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(
+        sys.platform
+    )
     try:
         return Path(given) if given else Path(xdg or of_system or "~/.cache").expanduser() / "eesd"
     except RuntimeError:

@@ -1,6 +1,7 @@
 """Sizes and options of a decoder and of its exit head.
 
-``config.json`` is read into these objects and ``manifest.json`` stores them. The module needs no torch.
+``config.json`` is read into these objects and ``manifest.json`` stores them. The module needs no
+torch.
 """
 
 from dataclasses import dataclass, replace
@@ -12,13 +13,15 @@ from eesd.common.prior import CalibrationPrior
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of the rotary frequencies, with a rule that does not depend on the length of the text.
+    """Scaling of the rotary frequencies, with a rule that does not depend on the length of the
+    text.
 
     Attributes:
         kind: ``linear``, ``llama3``, ``yarn`` or ``longrope``.
         factor: How much longer texts become.
         original_max_position: Positions of the model before the scaling (llama3, yarn).
-        low_freq_factor: Waves that turn less often than this within the original positions are scaled (llama3).
+        low_freq_factor: Waves that turn less often than this within the original positions are
+            scaled (llama3).
         high_freq_factor: Waves that turn more often are not (llama3).
         beta_fast: Dimensions whose waves turn more often than this are not scaled (yarn).
         beta_slow: Dimensions whose waves turn less often are (yarn).
@@ -40,8 +43,8 @@ class RopeScaling:
 
 
 FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
-"""Kinds of layers: with the rotary embedding and all tokens before a token; with those in a window, and the local rotary base
-if there is one; without a rotary embedding."""
+"""Kinds of layers: with the rotary embedding and all tokens before a token; with those in a window,
+and the local rotary base if there is one; without a rotary embedding."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 """What gates the MLP."""
 MOST_LAYERS, WIDEST, LARGEST_SIZE = 4096, 512, 1 << 24
@@ -57,8 +60,8 @@ class Experts:
         used: How many of them a token uses.
         size: Their intermediate size.
         normed: Whether the weights of a token's experts are divided by their sum.
-        dense_layers: Layers that have one MLP of the model's intermediate size instead, ascending; perhaps of more layers than
-            there are.
+        dense_layers: Layers that have one MLP of the model's intermediate size instead, ascending;
+            perhaps of more layers than there are.
 
     Raises:
         ValueError: A value is out of range.
@@ -87,18 +90,24 @@ class Geometry:
         qk_norm: Whether queries and keys are normalized before they are rotated, each head alone.
         qk_norm_rotated: Whether this norm comes after the rotation instead.
         qk_norm_joint: Whether they are normalized over all heads together instead.
-        norm_before, norm_behind: Whether a norm stands before attention and MLP, and behind each, before its sum with x.
-        wide_norms: Whether norms have float32 weights and multiply in float32, whatever the directory's element type is.
+        norm_before, norm_behind: Whether a norm stands before attention and MLP, and behind each,
+            before its sum with x.
+        wide_norms: Whether norms have float32 weights and multiply in float32, whatever the
+            directory's element type is.
         activation: One of :data:`ACTIVATIONS`.
         embedding_scale: Factor of what is read from the embedding table.
         attention_scale: Factor of the scores; 0: D ** -0.5.
         attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: they stay.
-        logit_cap: The same for the model's logits. The exit head has no cap: it learns the logits that are capped.
-        rotated: Leading values of a head's halves that are rotated, two times so many in all; 0: all of them.
+        logit_cap: The same for the model's logits. The exit head has no cap: it learns the logits
+            that are capped.
+        rotated: Leading values of a head's halves that are rotated, two times so many in all; 0:
+            all of them.
         layer_kinds: Kind of each layer, or of more layers than there are; empty: all are ``full``.
         window: Tokens that a sliding layer sees, its own included.
-        local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: they have those of the others.
-        experts: What layers have instead of an MLP of the intermediate size. The blocks of an exit head have such an MLP.
+        local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: they have
+            those of the others.
+        experts: What layers have instead of an MLP of the intermediate size. The blocks of an exit
+            head have such an MLP.
 
     Raises:
         ValueError: A value is out of range, or does not fit the others.
@@ -137,15 +146,30 @@ class Geometry:
     experts: Experts | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            _check_size(name, getattr(self, name), {"num_layers": MOST_LAYERS, "head_dim": WIDEST}.get(name, LARGEST_SIZE))
+        for name in (
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+        ):
+            _check_size(
+                name,
+                getattr(self, name),
+                {"num_layers": MOST_LAYERS, "head_dim": WIDEST}.get(name, LARGEST_SIZE),
+            )
         _check_size("vocab_size", self.vocab_size, LARGEST_SIZE, least=2)
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads")
+            raise ValueError(
+                f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}, and must be even for rotary embeddings")
         if not 0 <= self.rms_norm_eps < 1:
-            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, and must be at least 0 and below 1")
+            raise ValueError(
+                f"rms_norm_eps is {self.rms_norm_eps}, and must be at least 0 and below 1"
+            )
         if not 0 < self.rope_theta < inf:
             raise ValueError(f"rope_theta is {self.rope_theta}, and must be above 0")
         self._check_parts()
@@ -153,15 +177,31 @@ class Geometry:
     def _check_parts(self) -> None:
         """Check what Llama does not have."""
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation is {self.activation[:40]!r}, and must be one of {', '.join(ACTIVATIONS)}")
-        for name in ("embedding_scale", "attention_scale", "attention_cap", "logit_cap", "local_theta"):
+            raise ValueError(
+                f"activation is {self.activation[:40]!r}, and must be one of "
+                f"{', '.join(ACTIVATIONS)}"
+            )
+        for name in (
+            "embedding_scale",
+            "attention_scale",
+            "attention_cap",
+            "logit_cap",
+            "local_theta",
+        ):
             if not 0 <= getattr(self, name) <= 1e9:
                 raise ValueError(f"{name} is {getattr(self, name)}, and must be between 0 and 1e9")
         if not 0 <= self.rotated <= self.head_dim // 2:
-            raise ValueError(f"{2 * self.rotated} of a head's {self.head_dim} values cannot be rotated")
+            raise ValueError(
+                f"{2 * self.rotated} of a head's {self.head_dim} values cannot be rotated"
+            )
         if self.layer_kinds and len(self.layer_kinds) < self.num_layers:
-            raise ValueError(f"there are kinds of {len(self.layer_kinds)} layers, and {self.num_layers} layers")
-        if not {*self.layer_kinds} <= {FULL, SLIDING, UNROTATED} or len(self.layer_kinds) > MOST_LAYERS:
+            raise ValueError(
+                f"there are kinds of {len(self.layer_kinds)} layers, and {self.num_layers} layers"
+            )
+        if (
+            not {*self.layer_kinds} <= {FULL, SLIDING, UNROTATED}
+            or len(self.layer_kinds) > MOST_LAYERS
+        ):
             raise ValueError("a kind of layer is unknown")
         if (SLIDING in self.layer_kinds) != (self.window > 0):
             raise ValueError(f"the window is {self.window}, which does not fit the kinds of layers")
@@ -171,16 +211,22 @@ class Geometry:
             raise ValueError("experts have no biases")
 
     def check_window(self, nodes: int) -> None:
-        """Raise ValueError unless the window is longer than a round of so many drafted nodes, which then is inside of it."""
+        """Raise ValueError unless the window is longer than a round of so many drafted nodes, which
+        then is inside of it."""
         if 0 < self.window <= nodes:
-            raise ValueError(f"the window of {self.window} tokens is not longer than a round of {nodes} drafted nodes")
+            raise ValueError(
+                f"the window of {self.window} tokens is not longer than a round of {nodes} "
+                "drafted nodes"
+            )
 
     def kind(self, layer: int) -> str:
-        """Kind of a layer; of an exit head's block, that of the layer which it starts from (:meth:`head_kinds`)."""
+        """Kind of a layer; of an exit head's block, that of the layer which it starts from
+        (:meth:`head_kinds`)."""
         return self.layer_kinds[layer] if self.layer_kinds else FULL
 
     def head_kinds(self, blocks: int) -> list[str]:
-        """Kinds of an exit head's blocks: those of the last layers, from which an untrained head has its weights."""
+        """Kinds of an exit head's blocks: those of the last layers, from which an untrained head
+        has its weights."""
         return [self.kind(layer) for layer in range(self.num_layers - blocks, self.num_layers)]
 
     @property
@@ -199,19 +245,29 @@ class Geometry:
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of the rotary tables: D / 2, and where sliding layers have a base of their own as many again behind these."""
+        """Columns of the rotary tables: D / 2, and where sliding layers have a base of their own as
+        many again behind these."""
         return self.head_dim // 2 * (2 if self.local_theta else 1)
 
     def on_rank(self, ranks: int) -> "Geometry":
-        """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot have equal parts."""
-        experts, parts = self.experts, {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size}
+        """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot
+        have equal parts."""
+        experts, parts = (
+            self.experts,
+            {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size},
+        )
         if experts is not None:
             parts["columns of an expert"] = experts.size
         for what, size in parts.items():
             if size % ranks:
-                raise EESDError(f"{ranks} ranks do not divide the model's {size} {what}; give another number.")
+                raise EESDError(
+                    f"{ranks} ranks do not divide the model's {size} {what}; give another number."
+                )
         if ranks > 1 and self.qk_norm_joint:
-            raise EESDError(f"{self.architecture} cannot be split over ranks: it has norms over all heads; start one process.")
+            raise EESDError(
+                f"{self.architecture} cannot be split over ranks: it has norms over all "
+                "heads; start one process."
+            )
         return replace(
             self,
             num_heads=self.num_heads // ranks,
@@ -228,15 +284,19 @@ def _check_size(name: str, value: int, most: int, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Eagle:
-    """Structure of an EAGLE-3 head (arXiv 2503.01840), which reads the model's states and then its own.
+    """Structure of an EAGLE-3 head (arXiv 2503.01840), which reads the model's states and then its
+    own.
 
     Attributes:
         layers: The layers whose hidden states verify fuses to what the head reads, ascending.
-        block: Sizes of its block, whose attention reads an embedding and a state side by side. Caches have one shape, so hidden
-            size, KV heads and their size are the model's.
-        normed_residual: Whether the block adds to the norm of the state, and not to the state itself.
-        fuse_norms: Norms before the layers' states are fused: none, one of all side by side, or one of each (EAGLE-3.1).
-        normed_output: Whether the next draft step reads the norm of the block's output, and not the output itself (EAGLE-3.1).
+        block: Sizes of its block, whose attention reads an embedding and a state side by side.
+            Caches have one shape, so hidden size, KV heads and their size are the model's.
+        normed_residual: Whether the block adds to the norm of the state, and not to the state
+            itself.
+        fuse_norms: Norms before the layers' states are fused: none, one of all side by side, or one
+            of each (EAGLE-3.1).
+        normed_output: Whether the next draft step reads the norm of the block's output, and not the
+            output itself (EAGLE-3.1).
     """
 
     layers: tuple[int, ...]
@@ -251,18 +311,22 @@ class ExitConfig:
     """Position and structure of a head that drafts: an exit head, or one of EAGLE-3.
 
     Attributes:
-        layer: N, the number of base layers before the head. L: the draft is the whole model, with weights of fewer bits.
-        blocks: E, the number of decoder blocks in the head. 0: norm and LM head follow layer N, as LayerSkip trains models for.
-        own_lm_head: Whether the head has its own LM head. If not, it uses the base model's. In an engine directory a draft
-            vocabulary always has an LM head of its own: the rows of its tokens.
+        layer: N, the number of base layers before the head. L: the draft is the whole model, with
+            weights of fewer bits.
+        blocks: E, the number of decoder blocks in the head. 0: norm and LM head follow layer N, as
+            LayerSkip trains models for.
+        own_lm_head: Whether the head has its own LM head. If not, it uses the base model's. In an
+            engine directory a draft vocabulary always has an LM head of its own: the rows of its
+            tokens.
         base: Fingerprint of the base model.
-        trained: False for an initialised head that was never trained. Without blocks: the directory has no draft worth running.
+        trained: False for an initialised head that was never trained. Without blocks: the directory
+            has no draft worth running.
         calibration: Calibration prior of this head. None: controllers use the default prior.
         draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
-        deep: Layers above N, ascending, whose hidden states verify puts into the deep cache, where the draft reads them. Empty:
-            there is none.
-        eagle: What an EAGLE-3 head is. It has one block, its own LM head, and stands behind the embeddings: N is 0. None for an
-            exit head.
+        deep: Layers above N, ascending, whose hidden states verify puts into the deep cache, where
+            the draft reads them. Empty: there is none.
+        eagle: What an EAGLE-3 head is. It has one block, its own LM head, and stands behind the
+            embeddings: N is 0. None for an exit head.
     """
 
     layer: int
@@ -293,8 +357,13 @@ class ExitConfig:
 def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
     """Why a model cannot have a head that reads these layers; None: it can."""
     deep, eagle = exit_config.deep, exit_config.eagle
-    if list(deep) != sorted(set(deep)) or not all(exit_config.layer < layer <= geometry.num_layers for layer in deep):
-        return f"deep layers must ascend, from {exit_config.layer + 1} to at most {geometry.num_layers}"
+    if list(deep) != sorted(set(deep)) or not all(
+        exit_config.layer < layer <= geometry.num_layers for layer in deep
+    ):
+        return (
+            f"deep layers must ascend, from {exit_config.layer + 1} to at most "
+            f"{geometry.num_layers}"
+        )
     if deep and not exit_config.blocks:
         return "a head without blocks has no attention behind which they could be added"
     if eagle is None:
@@ -304,9 +373,14 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
         if own != models:
             return f"its {name} is {own}, and the model's is {models}"
     layers = eagle.layers
-    if not layers or list(layers) != sorted(set(layers)) or not all(1 <= layer <= geometry.num_layers for layer in layers):
+    if (
+        not layers
+        or list(layers) != sorted(set(layers))
+        or not all(1 <= layer <= geometry.num_layers for layer in layers)
+    ):
         return (
-            f"it reads states after the layers {', '.join(map(str, layers))}; they must ascend, from 1 to {geometry.num_layers}"
+            f"it reads states after the layers {', '.join(map(str, layers))}; they must ascend, "
+            f"from 1 to {geometry.num_layers}"
         )
     if eagle.fuse_norms not in (0, 1, len(layers)):
         return f"it has {eagle.fuse_norms} norms for the states of {len(layers)} layers"
@@ -316,7 +390,8 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
 
 
 def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
-    """Caches that hold states, to which nothing attends: the deep cache, or as many as an EAGLE-3 head's state takes."""
+    """Caches that hold states, to which nothing attends: the deep cache, or as many as an EAGLE-3
+    head's state takes."""
     width = 2 * geometry.num_kv_heads * geometry.head_dim
     return -(-geometry.hidden_size // width) if exit_config.eagle else int(bool(exit_config.deep))
 
@@ -327,9 +402,12 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit head's caches: those of its blocks, L .. L+E-1, and those of states from L+E on. The base layers have
-    the caches 0 .. L-1."""
-    return range(geometry.num_layers, geometry.num_layers + exit_config.blocks + state_caches(geometry, exit_config))
+    """Indices of the exit head's caches: those of its blocks, L .. L+E-1, and those of states from
+    L+E on. The base layers have the caches 0 .. L-1."""
+    return range(
+        geometry.num_layers,
+        geometry.num_layers + exit_config.blocks + state_caches(geometry, exit_config),
+    )
 
 
 def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:

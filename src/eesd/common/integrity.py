@@ -8,7 +8,8 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import MANIFEST_FILE, LinkInfo, Manifest
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
-"""Pieces of a linked file that are hashed: one megabyte in all. Weights of two models differ in every piece."""
+"""Pieces of a linked file that are hashed: one megabyte in all. Weights of two models differ in
+every piece."""
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
@@ -48,11 +49,13 @@ def files_changed(directory: Path, manifest: Manifest) -> bool:
     return any((directory / name).stat().st_mtime_ns > written for name in manifest.sizes)
 
 
-def verify_files(directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None) -> None:
+def verify_files(
+    directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
+) -> None:
     """Check that no file was changed after the export.
 
-    Files that the export wrote are hashed. For linked files the size, the time of the last change and the hash of the samples
-    are compared.
+    Files that the export wrote are hashed. For linked files the size, the time of the last change
+    and the hash of the samples are compared.
 
     Args:
         directory: Engine directory.
@@ -64,11 +67,15 @@ def verify_files(directory: Path, manifest: Manifest, progress: Callable[[int], 
     """
     for name, info in manifest.files.items():
         if sha256_of(directory / name, progress) != info.sha256:
-            raise EESDError(f"{directory / name} was changed after the export (its SHA-256 differs); export the model again.")
+            raise EESDError(
+                f"{directory / name} was changed after the export (its SHA-256 differs); "
+                "export the model again."
+            )
     for name, linked in manifest.linked.items():
         if link_info(directory / name) != linked:
             raise EESDError(
-                f"{directory / name}, a link to the checkpoint's own file, was changed after the export (or copied without its "
+                f"{directory / name}, a link to the checkpoint's own file, was changed after "
+                "the export (or copied without its "
                 "modification time); export the model again."
             )
         progress(linked.size)

@@ -1,8 +1,9 @@
 """JSON from outside: files and lines that anybody may have written, edited or damaged.
 
-Whatever they hold, the result is a value or an :class:`EESDError`: input that is too large, nested too deeply, or has a number
-of thousands of digits is refused before anything uses it. A byte order mark is accepted. A line of JSON lines ends at ``\\n``
-and at nothing else, because strings may hold the other line separators of Unicode.
+Whatever they hold, the result is a value or an :class:`EESDError`: input that is too large, nested
+too deeply, or has a number of thousands of digits is refused before anything uses it. A byte order
+mark is accepted. A line of JSON lines ends at ``\\n`` and at nothing else, because strings may hold
+the other line separators of Unicode.
 """
 
 import json
@@ -18,7 +19,8 @@ from eesd.common.errors import EESDError
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 28
-"""Largest file that is read as JSON or text. The largest real ones, tokenizers and prompts, have some ten megabytes."""
+"""Largest file that is read as JSON or text. The largest real ones, tokenizers and prompts, have
+some ten megabytes."""
 MAX_DEPTH = 64
 """Deepest nesting of objects and lists. Real files nest about ten deep."""
 
@@ -39,7 +41,9 @@ def parse_json(text: str, name: str, remedy: str) -> Any:
     except RecursionError:
         raise EESDError(f"{name} is nested too deeply; {remedy}.") from None
     except ValueError as error:  # a JSONDecodeError, or a number of too many digits
-        raise EESDError(f"{name} is not valid JSON ({str(error).partition('; use')[0]}); {remedy}.") from None
+        raise EESDError(
+            f"{name} is not valid JSON ({str(error).partition('; use')[0]}); {remedy}."
+        ) from None
     if _depth_exceeds(value, MAX_DEPTH):
         raise EESDError(f"{name} is nested too deeply; {remedy}.")
     return value
@@ -51,7 +55,9 @@ def _depth_exceeds(value: Any, most: int) -> bool:
         containers = [item for item in level if isinstance(item, (dict, list))]
         if not containers:
             return False
-        level = [item for box in containers for item in (box.values() if isinstance(box, dict) else box)]
+        level = [
+            item for box in containers for item in (box.values() if isinstance(box, dict) else box)
+        ]
     return True
 
 
@@ -89,7 +95,8 @@ def read_json(path: Path, remedy: str) -> Any:
         remedy: What to do if it cannot be used, for the message.
 
     Raises:
-        EESDError: The file is missing, cannot be read, is too large, not UTF-8, not JSON, or nested too deeply.
+        EESDError: The file is missing, cannot be read, is too large, not UTF-8, not JSON, or nested
+            too deeply.
     """
     if not path.exists():
         raise EESDError(f"{path} is missing; {remedy}.")
@@ -103,7 +110,8 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises as :func:`read_json` does, and for any other value."""
+    """Read a JSON file that holds an object. Raises as :func:`read_json` does, and for any other
+    value."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
         raise EESDError(f"{path} does not hold a JSON object; {remedy}.")
@@ -130,7 +138,8 @@ def from_json(kind: type[T], value: Any) -> T:
     """Make a dataclass of a JSON object with exactly its fields. The annotations say the types.
 
     Args:
-        kind: The dataclass. Its fields are of plain types, dataclasses, tuples of any length, dicts by text, or optional.
+        kind: The dataclass. Its fields are of plain types, dataclasses, tuples of any length, dicts
+            by text, or optional.
         value: The parsed JSON.
 
     Raises:
@@ -149,15 +158,27 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
         if value.keys() != hints.keys():
             odd = min(map(str, value.keys() ^ hints.keys()))
             raise ValueError(f"{where}{shown(odd)} is missing or unknown")
-        return kind(**{name: _converted(hints[name], item, f"{where}{name}.") for name, item in value.items()})  # type: ignore[operator]
+        return kind(
+            **{
+                name: _converted(hints[name], item, f"{where}{name}.")
+                for name, item in value.items()
+            }
+        )  # type: ignore[operator]
     if origin is tuple and type(value) is list:
-        return tuple(_converted(arguments[0], item, f"{where}{index}.") for index, item in enumerate(value))
+        return tuple(
+            _converted(arguments[0], item, f"{where}{index}.") for index, item in enumerate(value)
+        )
     if origin is dict and type(value) is dict:
-        return {name: _converted(arguments[1], item, f"{where}{shown(name)}.") for name, item in value.items()}
+        return {
+            name: _converted(arguments[1], item, f"{where}{shown(name)}.")
+            for name, item in value.items()
+        }
     if kind is float and type(value) is int:
         return as_float(value)
     if type(value) is not kind:  # isinstance would accept True as a number
-        raise ValueError(f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type")
+        raise ValueError(
+            f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type"
+        )
     return value
 
 

@@ -1,4 +1,5 @@
-"""Probes of this machine: packages, processors, memory, GPU. None of them loads torch unless there is an NVIDIA driver."""
+"""Probes of this machine: packages, processors, memory, GPU. None of them loads torch unless there
+is an NVIDIA driver."""
 
 import ctypes
 import importlib.util
@@ -25,7 +26,8 @@ def cores() -> int:
 
 
 def release_freed_memory() -> None:
-    """Give memory that the process has freed back to the system. glibc keeps it otherwise; elsewhere nothing happens."""
+    """Give memory that the process has freed back to the system. glibc keeps it otherwise;
+    elsewhere nothing happens."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
@@ -48,8 +50,11 @@ def nvidia_driver() -> bool:
 
 
 def torch_sees_gpu() -> bool:
-    """Whether the torch engine could use a GPU here. Imports torch, which takes seconds, only where there is a driver."""
-    if not nvidia_driver() or any(importlib.util.find_spec(package) is None for package in TORCH_ENGINE):
+    """Whether the torch engine could use a GPU here. Imports torch, which takes seconds, only where
+    there is a driver."""
+    if not nvidia_driver() or any(
+        importlib.util.find_spec(package) is None for package in TORCH_ENGINE
+    ):
         return False
     try:
         import torch

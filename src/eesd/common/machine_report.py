@@ -54,8 +54,8 @@ def _gpu() -> str:
 def compute_capability() -> str | None:
     """Of the first GPU that CUDA programs see, such as ``9.0``; None without one.
 
-    torch is asked where it is imported anyway. Else the driver is, whose order of GPUs is that of ``CUDA_VISIBLE_DEVICES`` only
-    with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or GPUs of one kind.
+    torch is asked where it is imported anyway. Else the driver is, whose order of GPUs is that of
+    ``CUDA_VISIBLE_DEVICES`` only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or GPUs of one kind.
     """
     torch = sys.modules.get("torch")
     if torch is not None and nvidia_driver() and torch.cuda.is_available():
@@ -65,12 +65,21 @@ def compute_capability() -> str | None:
 
 def _of_first_gpu(field: str) -> str | None:
     """What the driver says of the first GPU that CUDA programs see."""
-    gpus = [line.split(", ") for line in query_gpus(f"index,uuid,{field}") or () if line.count(", ") == 2]
+    gpus = [
+        line.split(", ")
+        for line in query_gpus(f"index,uuid,{field}") or ()
+        if line.count(", ") == 2
+    ]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         first = visible.split(",")[0].strip()
-        # A UUID may be abbreviated. A part of a GPU (MIG) has a name that does not tell which GPU it is of: take the first.
-        gpus = [gpu for gpu in gpus if first and (first == gpu[0] or gpu[1].startswith(first) or first.startswith("MIG-"))]
+        # A UUID may be abbreviated. A part of a GPU (MIG) has a name that does not tell which GPU
+        # it is of: take the first.
+        gpus = [
+            gpu
+            for gpu in gpus
+            if first and (first == gpu[0] or gpu[1].startswith(first) or first.startswith("MIG-"))
+        ]
     return gpus[0][2] if gpus else None
 
 

@@ -1,6 +1,7 @@
 """``manifest.json``: the contract between exporting and running an engine directory.
 
-docs/engine-directory.md specifies the format. Reading checks every value before anything uses it. The module needs no torch.
+docs/engine-directory.md specifies the format. Reading checks every value before anything uses it.
+The module needs no torch.
 """
 
 import json
@@ -12,38 +13,69 @@ from typing import Any
 
 from eesd.common.checks import is_file_name, shown
 from eesd.common.errors import EESDError
-from eesd.common.geometry import ExitConfig, Geometry, draft_caches, draft_columns, exit_caches, head_fault
+from eesd.common.geometry import (
+    ExitConfig,
+    Geometry,
+    draft_caches,
+    draft_columns,
+    exit_caches,
+    head_fault,
+)
 from eesd.common.json_input import from_json, read_json
-from eesd.common.quantization import BLOCKS, DTYPES, FP8_WEIGHTS, LEVELS, NVFP4, OWN_BLOCKS, SCALE_TYPES, Quantizations
+from eesd.common.quantization import (
+    BLOCKS,
+    DTYPES,
+    FP8_WEIGHTS,
+    LEVELS,
+    NVFP4,
+    OWN_BLOCKS,
+    SCALE_TYPES,
+    Quantizations,
+)
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
-"""The ids of the draft vocabulary, ascending, as little-endian int64: external data of the draft graph."""
+"""The ids of the draft vocabulary, ascending, as little-endian int64: external data of the draft
+graph."""
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The sampling options that are taken over from a model's ``generation_config.json``. vLLM takes the same by default."""
-SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The sampling options that are taken over from a model's ``generation_config.json``. vLLM takes
+the same by default."""
+SPECIAL_TOKENS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 """The special tokens that chat templates may use, by their names in tokenizer_config.json."""
 DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
-"""Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer), ``max_tree_nodes`` and ``draft_top_k``."""
+"""Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer),
+``max_tree_nodes`` and ``draft_top_k``."""
 MAX_SLOTS, MAX_TREE_NODES, MAX_TOP_K = 1 << 24, 512, 64
 """Largest ``max_seq_len``, ``max_tree_nodes`` and ``draft_top_k``."""
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call on the CPU."""
 GPU_PREFILL_CHUNK = 512
-"""The same on a GPU: each call reads all weights, and up to about this many tokens that takes longer than computing."""
+"""The same on a GPU: each call reads all weights, and up to about this many tokens that takes
+longer than computing."""
 MASKED = -30000.0
-"""Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly zero."""
+"""Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly
+zero."""
 SLOTS_PROPERTY = "max_seq_len"
 """Metadata property of a graph: the rows of its rotary tables."""
 EXACT_NODES = 64
-"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of them costs little more."""
+"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of
+them costs little more."""
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Name, shape and element type of an input or output of a graph. ``B``, ``n``, ``S`` and ``R`` in a shape are symbolic."""
+    """Name, shape and element type of an input or output of a graph. ``B``, ``n``, ``S`` and ``R``
+    in a shape are symbolic."""
 
     name: str
     shape: tuple[int | str, ...]
@@ -60,7 +92,8 @@ class GraphInfo:
 
     Attributes:
         file: Name of the ONNX file.
-        caches: Indices of the caches that the graph reads and writes, in input order. There are L + E caches in all.
+        caches: Indices of the caches that the graph reads and writes, in input order. There are L +
+            E caches in all.
         inputs: The inputs in order; the cache tensors come last.
         outputs: The outputs in order; the cache tensors come last.
     """
@@ -72,7 +105,8 @@ class GraphInfo:
 
     @property
     def results(self) -> tuple[TensorInfo, ...]:
-        """The outputs that are not caches: logits or a hidden state; for the draft also candidates and log-probabilities."""
+        """The outputs that are not caches: logits or a hidden state; for the draft also candidates
+        and log-probabilities."""
         return self.outputs[: len(self.outputs) - 2 * len(self.caches)]
 
 
@@ -88,7 +122,8 @@ class FileInfo:
 class LinkInfo:
     """A checkpoint file that is hard-linked into the directory.
 
-    Only samples are hashed: hashing a whole checkpoint takes longer than the rest of a linked export.
+    Only samples are hashed: hashing a whole checkpoint takes longer than the rest of a linked
+    export.
 
     Attributes:
         size: Size in bytes.
@@ -111,13 +146,17 @@ class PlanInfo:
         sha256: SHA-256 of the plan file.
         flavour: ``tensorrt`` or ``tensorrt-rtx``.
         version: Version of the builder.
-        compute_capabilities: GPUs that the plan was built for, such as ``8.9``. Empty: any GPU that the flavour supports.
-        source: SHA-256 over everything that determines the plan: graph, weights, options and builder version.
+        compute_capabilities: GPUs that the plan was built for, such as ``8.9``. Empty: any GPU that
+            the flavour supports.
+        source: SHA-256 over everything that determines the plan: graph, weights, options and
+            builder version.
         max_batch: Largest number of sequences of a call that decodes.
-        profiles: (min, opt, max) nodes of a call: for decoding and, unless it is the draft's plan, for prefill.
+        profiles: (min, opt, max) nodes of a call: for decoding and, unless it is the draft's plan,
+            for prefill.
         fused_attentions: Number of layers whose attention is a single kernel.
         fused_cache_updates: Number of cache updates that are a single kernel.
-        refit: SHA-256 of the graph and weights that loading gives a plan without weights; empty: the plan has its own.
+        refit: SHA-256 of the graph and weights that loading gives a plan without weights; empty:
+            the plan has its own.
     """
 
     file: str
@@ -152,13 +191,21 @@ class SamplingDefaults:
     @property
     def given(self) -> dict[str, Any]:
         """The options that the file gives, by name."""
-        return {name: getattr(self, name) for name in SAMPLING_OPTIONS if getattr(self, name) is not None}
+        return {
+            name: getattr(self, name)
+            for name in SAMPLING_OPTIONS
+            if getattr(self, name) is not None
+        }
 
     @property
     def notice(self) -> str:
         """One line about the options that are not applied; empty if there are none."""
         names = ", ".join(self.not_applied)
-        return f"generation_config.json: not applied: {names}; transformers may give other tokens." if names else ""
+        return (
+            f"generation_config.json: not applied: {names}; transformers may give other tokens."
+            if names
+            else ""
+        )
 
 
 @dataclass(frozen=True)
@@ -181,7 +228,8 @@ class Manifest:
         draft: The draft graph.
         verify: The verify graph: its stages in order, or a single one.
         files: Size and hash of every file that the export wrote, besides the manifest.
-        linked: Checkpoint files that are hard-linked into the directory; empty without ``--link-weights``.
+        linked: Checkpoint files that are hard-linked into the directory; empty without
+            ``--link-weights``.
         tools: Versions of the packages that wrote the directory.
         plans: TensorRT plans by the name of the graph file that they were built from.
     """
@@ -206,20 +254,28 @@ class Manifest:
     plans: dict[str, PlanInfo]
 
     def on_rank(self, ranks: int) -> "Manifest":
-        """This manifest with the geometry of one of so many ranks: that of caches and buffers there, but not of weights.
+        """This manifest with the geometry of one of so many ranks: that of caches and buffers
+        there, but not of weights.
 
         Raises:
             EESDError: The model cannot be split over so many ranks.
         """
         if ranks > 1 and self.exit_head.eagle:
-            raise EESDError("An EAGLE-3 head cannot be split over ranks; start one process, or export with an exit head.")
+            raise EESDError(
+                "An EAGLE-3 head cannot be split over ranks; start one process, or export "
+                "with an exit head."
+            )
         if ranks > 1 and len(self.verify) > 1:
-            raise EESDError("The directory has verify in stages; export it without --stages to split its layers over ranks.")
+            raise EESDError(
+                "The directory has verify in stages; export it without --stages to split its "
+                "layers over ranks."
+            )
         return replace(self, geometry=self.geometry.on_rank(ranks))
 
     @property
     def gpu_slots(self) -> int:
-        """Slots of the caches on a GPU: behind those of the text there is room for the nodes that pad a round.
+        """Slots of the caches on a GPU: behind those of the text there is room for the nodes that
+        pad a round.
 
         A multiple of 16, so that the caches of every layer are aligned as TensorRT requires.
         """
@@ -227,12 +283,14 @@ class Manifest:
 
     @property
     def gpu_prefill_chunk(self) -> int:
-        """Prompt tokens of one prefill call on a GPU: what plans are built for unless the builder is told otherwise."""
+        """Prompt tokens of one prefill call on a GPU: what plans are built for unless the builder
+        is told otherwise."""
         return min(GPU_PREFILL_CHUNK, self.max_seq_len)
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
-        """The graphs that run: the draft graph, unless it is a place holder, and the stages of the verify graph."""
+        """The graphs that run: the draft graph, unless it is a place holder, and the stages of the
+        verify graph."""
         return (self.draft, *self.verify) if self.exit_head.can_draft else self.verify
 
     @property
@@ -262,25 +320,37 @@ class Manifest:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of an engine directory, and check that every file is there and has its full size.
+    """Read and check the manifest of an engine directory, and check that every file is there and
+    has its full size.
 
     Raises:
-        EESDError: ``directory`` is not an engine directory, is damaged, or has another format version.
+        EESDError: ``directory`` is not an engine directory, is damaged, or has another format
+            version.
     """
     path = directory / MANIFEST_FILE
     if not directory.is_dir():
         if aside := [*directory.parent.glob(f".{escape(directory.name)}.eesd-*.old")]:
-            raise EESDError(f"{directory} was moved to {aside[0]} by an export that was killed; rename it, or export again.")
-        raise EESDError(f"{directory} is not a directory; give the output directory of eesd-export.")
+            raise EESDError(
+                f"{directory} was moved to {aside[0]} by an export that was killed; rename "
+                "it, or export again."
+            )
+        raise EESDError(
+            f"{directory} is not a directory; give the output directory of eesd-export."
+        )
     if not path.exists():
-        raise EESDError(f"{directory} has no {MANIFEST_FILE}; give the output directory of eesd-export.")
+        raise EESDError(
+            f"{directory} has no {MANIFEST_FILE}; give the output directory of eesd-export."
+        )
     raw = read_json(path, "export the model again")
     version = raw.get("format_version") if isinstance(raw, dict) else None
     if version is None:
-        raise EESDError(f"{path} is not an EESD manifest; give the output directory of eesd-export.")
+        raise EESDError(
+            f"{path} is not an EESD manifest; give the output directory of eesd-export."
+        )
     if version != FORMAT_VERSION:
         raise EESDError(
-            f"{path} has format version {shown(version)}, this EESD reads version {FORMAT_VERSION}; export the model again."
+            f"{path} has format version {shown(version)}, this EESD reads version "
+            f"{FORMAT_VERSION}; export the model again."
         )
     try:
         manifest = _parse(raw)
@@ -291,7 +361,10 @@ def load_manifest(directory: Path) -> Manifest:
         if not file.exists():
             raise EESDError(f"{file} is missing; export the model again.")
         if file.stat().st_size != size:
-            raise EESDError(f"{file} has {file.stat().st_size} bytes where the manifest says {size}; export the model again.")
+            raise EESDError(
+                f"{file} has {file.stat().st_size} bytes where the manifest says {size}; "
+                "export the model again."
+            )
     return manifest
 
 
@@ -299,7 +372,11 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
     manifest = from_json(Manifest, raw)
     exit_head, num_layers = manifest.exit_head, manifest.geometry.num_layers
-    for name, most in (("max_seq_len", MAX_SLOTS), ("max_tree_nodes", MAX_TREE_NODES), ("draft_top_k", MAX_TOP_K)):
+    for name, most in (
+        ("max_seq_len", MAX_SLOTS),
+        ("max_tree_nodes", MAX_TREE_NODES),
+        ("draft_top_k", MAX_TOP_K),
+    ):
         if not 1 <= getattr(manifest, name) <= most:
             raise ValueError(f"{name} must be between 1 and {most}")
     if manifest.max_seq_len <= manifest.max_tree_nodes:
@@ -308,7 +385,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("the element type is unknown")
     least = 0 if exit_head.eagle else 1
     most = num_layers if not exit_head.blocks else num_layers - 1
-    if not (least <= exit_head.layer <= most and 0 <= exit_head.blocks <= num_layers):  # before anything is sized by them
+    # Before anything is sized by them.
+    if not (least <= exit_head.layer <= most and 0 <= exit_head.blocks <= num_layers):
         raise ValueError("the exit head does not fit the model")
     manifest.geometry.check_window(manifest.max_tree_nodes)
     if fault := head_fault(manifest.geometry, exit_head):
@@ -322,7 +400,9 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
         raise ValueError("a file is not listed")
     if not all(is_file_name(name) for name in (*manifest.files, *manifest.linked)):
         raise ValueError("a file is outside the directory")
-    _check_graph(manifest.draft, draft_caches(manifest.geometry, exit_head), manifest, first=True, last=True)
+    _check_graph(
+        manifest.draft, draft_caches(manifest.geometry, exit_head), manifest, first=True, last=True
+    )
     _check_stages(manifest)
     if not manifest.plans.keys() <= {graph.file for graph in manifest.graphs}:
         raise ValueError("a plan of no graph")
@@ -332,41 +412,58 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
 
 
 def _draft_vocab_fits(manifest: Manifest) -> bool:
-    """Whether the directory has no draft vocabulary, or the file of one with enough tokens for the candidates of a node."""
+    """Whether the directory has no draft vocabulary, or the file of one with enough tokens for the
+    candidates of a node."""
     head, listed = manifest.exit_head, DRAFT_VOCAB_FILE in manifest.files
     if not head.draft_vocab:
         return not listed
     fits = manifest.draft_top_k <= head.draft_vocab <= manifest.geometry.vocab_size
-    return fits and head.own_lm_head and listed and manifest.files[DRAFT_VOCAB_FILE].size == 8 * head.draft_vocab
+    return (
+        fits
+        and head.own_lm_head
+        and listed
+        and manifest.files[DRAFT_VOCAB_FILE].size == 8 * head.draft_vocab
+    )
 
 
 def _check_quantization(quantization: Quantizations) -> None:
     """Check that every kind of quantization is known."""
     for one in quantization.used:
-        known = one.weights in LEVELS and one.block in OWN_BLOCKS and one.scales in (None, *SCALE_TYPES)
-        if one != NVFP4 and not (known and (one.integers or replace(one, block=32, scales=None) == FP8_WEIGHTS)):
+        known = (
+            one.weights in LEVELS and one.block in OWN_BLOCKS and one.scales in (None, *SCALE_TYPES)
+        )
+        if one != NVFP4 and not (
+            known and (one.integers or replace(one, block=32, scales=None) == FP8_WEIGHTS)
+        ):
             raise ValueError("an unknown quantization")
     if not all(one in (None, NVFP4) or one.block in BLOCKS for one in quantization.places.values()):
         raise ValueError("an unknown quantization")
 
 
 def _check_stages(manifest: Manifest) -> None:
-    """Check that each stage begins where the previous one ends, and that the first has every cache of the draft."""
+    """Check that each stage begins where the previous one ends, and that the first has every cache
+    of the draft."""
     end, last = 0, len(manifest.verify) - 1
     for number, stage in enumerate(manifest.verify):
         exits = exit_caches(manifest.geometry, manifest.exit_head) if number == 0 else range(0)
         begin, end = end, end + len(stage.caches) - len(exits)
         if end < max(begin + 1, manifest.exit_head.layer):
             raise ValueError("stages")
-        _check_graph(stage, [*range(begin, end), *exits], manifest, first=number == 0, last=number == last)
+        _check_graph(
+            stage, [*range(begin, end), *exits], manifest, first=number == 0, last=number == last
+        )
     if end != manifest.geometry.num_layers:
         raise ValueError("stages")
 
 
-def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, first: bool, last: bool) -> None:
-    """Check that a graph has exactly these caches, and the inputs and outputs that the runtime binds.
+def _check_graph(
+    graph: GraphInfo, caches: Sequence[int], manifest: Manifest, first: bool, last: bool
+) -> None:
+    """Check that a graph has exactly these caches, and the inputs and outputs that the runtime
+    binds.
 
-    The first stage takes token ids and the last returns logits. Between stages a hidden state is passed on.
+    The first stage takes token ids and the last returns logits. Between stages a hidden state is
+    passed on.
     """
     geometry, dtype = manifest.geometry, manifest.dtype
     shape = ("B", geometry.num_kv_heads, "S", geometry.head_dim)
@@ -386,7 +483,9 @@ def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, fi
     top = ("B", "n", manifest.draft_top_k)
     candidates = [TensorInfo("topk_ids", top, "int64"), TensorInfo("topk_logprobs", top, "float32")]
     outputs = [
-        TensorInfo("logits", ("B", "R" if rows else "n", columns), "float32") if last else TensorInfo("hidden_out", *hidden),
+        TensorInfo("logits", ("B", "R" if rows else "n", columns), "float32")
+        if last
+        else TensorInfo("hidden_out", *hidden),
         *(candidates if is_draft else ()),
         *(TensorInfo(f"{name}_out", shape, dtype) for name in names),
     ]
@@ -394,5 +493,9 @@ def _check_graph(graph: GraphInfo, caches: Sequence[int], manifest: Manifest, fi
     missing = [tensor.name for tensor in inputs if tensor.name not in given]
     if missing:
         raise ValueError(f"{graph.file} has no input {missing[0]}")
-    if list(graph.caches) != list(caches) or list(graph.inputs) != inputs or list(graph.outputs) != outputs:
+    if (
+        list(graph.caches) != list(caches)
+        or list(graph.inputs) != inputs
+        or list(graph.outputs) != outputs
+    ):
         raise ValueError("inputs, outputs or caches of a graph")

@@ -27,13 +27,16 @@ def existing_parent(path: Path) -> Path:
 
 
 def check_own(path: Path, beginning: str) -> None:
-    """Raise :class:`EESDError` if there is a link, or a file that begins otherwise than a command writes it. Empty is fine."""
+    """Raise :class:`EESDError` if there is a link, or a file that begins otherwise than a command
+    writes it. Empty is fine."""
     own = not path.is_symlink()
     if own and path.is_file():
         with path.open("rb") as file:
             own = file.read(len(beginning)) in (b"", beginning.encode())
     if not own:
-        raise EESDError(f"{path} exists, and this command did not write it; give another file, or move it away.")
+        raise EESDError(
+            f"{path} exists, and this command did not write it; give another file, or move it away."
+        )
 
 
 def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
@@ -41,13 +44,15 @@ def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
     with claimed(path) as claim:
         kept = claim.move_aside(foreign)
         if not kept and lexists(claim.old):
-            claim.old.rename(claim.new)  # which the next run deletes, and does not put back, if this one is killed
+            # The next run deletes it, and does not put it back, if this one is killed.
+            claim.old.rename(claim.new)
     return kept
 
 
 @contextmanager
 def scratch_directory(name: str) -> Iterator[Path]:
-    """A directory for large intermediate files, in the system's directory for temporary files. It is deleted afterwards."""
+    """A directory for large intermediate files, in the system's directory for temporary files. It
+    is deleted afterwards."""
     owner = os.getuid() if sys.platform != "win32" else ""
     with temporary_beside(Path(tempfile.gettempdir()) / f"{name}-{owner}") as directory:
         directory.mkdir(mode=0o700)

@@ -1,4 +1,5 @@
-"""The calibration prior of an exit head: what controllers assume about its confidence before the first round.
+"""The calibration prior of an exit head: what controllers assume about its confidence before the
+first round.
 
 ``eesd-distill`` fits one for each head. ``exit_head.json`` and ``manifest.json`` store it.
 """
@@ -13,14 +14,17 @@ STANDARD_DEVIATIONS = ("shift", "slope", "request", "wander", "drift")
 
 @dataclass(frozen=True)
 class CalibrationPrior:
-    """Prior over the map from the draft's confidence to the probability of acceptance, sigma(a + s z + b).
+    """Prior over the map from the draft's confidence to the probability of acceptance, sigma(a + s
+    z + b).
 
-    The score z is a weighted sum of a drafted token's features. The shift a and the slope s belong to the model, the offset b
-    to one request. The default values serve heads that have no prior of their own.
+    The score z is a weighted sum of a drafted token's features. The shift a and the slope s belong
+    to the model, the offset b to one request. The default values serve heads that have no prior of
+    their own.
 
     Attributes:
         accept: Feature weights [5] of the score for "the drafted token is accepted".
-        following: Feature weights [5] of the score for "the next drafted token is accepted too, given that this one is".
+        following: Feature weights [5] of the score for "the next drafted token is accepted too,
+            given that this one is".
         shift: Standard deviation of a.
         slope: Standard deviation of s - 1.
         request: Standard deviation of b at the start of a request.

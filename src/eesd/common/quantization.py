@@ -1,4 +1,5 @@
-"""How the weights of an engine directory are quantized, and which names of weights that depends on. Needs no torch."""
+"""How the weights of an engine directory are quantized, and which names of weights that depends on.
+Needs no torch."""
 
 from dataclasses import dataclass, field
 
@@ -7,12 +8,24 @@ DTYPES = ("float32", "float16", "bfloat16")
 QUANTIZED = ("int8", "int4", "fp8", "nvfp4")
 """What linear weights can be quantized to."""
 FP8, FP4 = "float8e4m3fn", "float4e2m1"
-"""Small floating-point numbers, by their names in ONNX: of 8 bits, from -448 to 448, and of 4, from -6 to 6."""
+"""Small floating-point numbers, by their names in ONNX: of 8 bits, from -448 to 448, and of 4, from
+-6 to 6."""
 LEVELS = ("int8", "int4", "uint4", FP8, FP4)
 """Element types of quantized weights. Unsigned ones have zero points or minimums."""
-BITS = {"int64": 64, "float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, FP8: 8, "int4": 4, "uint4": 4, FP4: 4}
+BITS = {
+    "int64": 64,
+    "float32": 32,
+    "float16": 16,
+    "bfloat16": 16,
+    "int8": 8,
+    FP8: 8,
+    "int4": 4,
+    "uint4": 4,
+    FP4: 4,
+}
 BLOCK = 32
-"""Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have kernels for 32."""
+"""Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have
+kernels for 32."""
 BLOCKS = (32, 64, 128)
 """Numbers that a checkpoint with quantized weights may have instead."""
 OWN_BLOCKS = (16, *BLOCKS)
@@ -30,7 +43,8 @@ PACKED = {
     ".kv_proj.": (".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
 }
-"""Linear layers that read the same input, and so are one product: a part of the packed one's name, and of theirs in order."""
+"""Linear layers that read the same input, and so are one product: a part of the packed one's name,
+and of theirs in order."""
 
 Shape = tuple[int, ...]
 
@@ -43,10 +57,11 @@ class Quantization:
 
     Attributes:
         weights: Element type of the levels, and of their zero points: one of :data:`LEVELS`.
-        block: Number of consecutive inputs of one output that share a scale, and a zero point or a minimum.
+        block: Number of consecutive inputs of one output that share a scale, and a zero point or a
+            minimum.
         minimums: Whether weights have minimums. Then they have no zero points.
-        scales: Element type of scales and minimums: ``float16`` or ``float32``, or :data:`FP8` with a factor for the whole
-            weight. None: the directory's.
+        scales: Element type of scales and minimums: ``float16`` or ``float32``, or :data:`FP8` with
+            a factor for the whole weight. None: the directory's.
     """
 
     weights: str
@@ -78,8 +93,17 @@ class Quantization:
     def description(self) -> str:
         """The scheme in words."""
         if self.factor:
-            return f"{self.name}, one scale of 8 bits for {self.block} inputs of an output, and a factor for all"
-        shared = "scale and minimum" if self.minimums else "scale and zero point" if self.zero_points else "scale"
+            return (
+                f"{self.name}, one scale of 8 bits for {self.block} inputs of an output, and a "
+                "factor for all"
+            )
+        shared = (
+            "scale and minimum"
+            if self.minimums
+            else "scale and zero point"
+            if self.zero_points
+            else "scale"
+        )
         kind = f"{self.scales} " if self.scales else ""
         return f"{self.name}, one {kind}{shared} for {self.block} inputs of an output"
 
@@ -94,16 +118,20 @@ SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
 
 @dataclass(frozen=True)
 class Quantizations:
-    """Quantization of the weights by where they are used. None: they keep the directory's element type.
+    """Quantization of the weights by where they are used. None: they keep the directory's element
+    type.
 
     Attributes:
         layers: Of the base layers.
-        head: Of the base model's LM head. A head that is tied to the embedding table then has a quantized copy of its own.
-        draft: Of what only the draft's tokens depend on: the exit head, and the draft's copies of base layers and LM head. The
-            draft has copies only if they take fewer bits than those of verify.
-        tensors: Of single tensors, by their names in the checkpoint, instead of the above. They have the levels of the
-            checkpoint's own file. Only here the embedding table can be quantized, with 8 bits, and a tied LM head is then the
-            same tensor. The draft has no copies of them.
+        head: Of the base model's LM head. A head that is tied to the embedding table then has a
+            quantized copy of its own.
+        draft: Of what only the draft's tokens depend on: the exit head, and the draft's copies of
+            base layers and LM head. The draft has copies only if they take fewer bits than those of
+            verify.
+        tensors: Of single tensors, by their names in the checkpoint, instead of the above. They
+            have the levels of the checkpoint's own file. Only here the embedding table can be
+            quantized, with 8 bits, and a tied LM head is then the same tensor. The draft has no
+            copies of them.
     """
 
     layers: Quantization | None = None
@@ -113,7 +141,8 @@ class Quantizations:
 
     @property
     def places(self) -> dict[str, Quantization | None]:
-        """The quantizations that are not of single tensors, by the words for where they are used."""
+        """The quantizations that are not of single tensors, by the words for where they are
+        used."""
         return {"layers": self.layers, "LM head": self.head, "draft": self.draft}
 
     @property
@@ -139,7 +168,8 @@ class Quantizations:
         return self.tensors.get(parts_of(name)[0])
 
     def draft_name(self, name: str, shape: Shape, dtype: str) -> str:
-        """Name in the draft graph of a weight that verify has as ``name``: the same, or that of the draft's copy."""
+        """Name in the draft graph of a weight that verify has as ``name``: the same, or that of the
+        draft's copy."""
         if not is_linear(name) or name.startswith(EXIT_HEAD) or self._own(name) is not None:
             return name
         own, copy = self.of(name, shape), self.of(DRAFT + name, shape)
@@ -151,12 +181,14 @@ UNQUANTIZED = Quantizations()
 
 
 def is_linear(name: str) -> bool:
-    """Whether a weight belongs to a linear layer. The embedding table does not, even if the LM head is tied to it."""
+    """Whether a weight belongs to a linear layer. The embedding table does not, even if the LM head
+    is tied to it."""
     return name.endswith(("_proj.weight", LM_HEAD))
 
 
 def parts_of(name: str) -> tuple[str, ...]:
-    """Names of the weights or biases that a packed one consists of; the name itself if it is not packed."""
+    """Names of the weights or biases that a packed one consists of; the name itself if it is not
+    packed."""
     for packed, parts in PACKED.items():
         if packed in name:
             return tuple(name.replace(packed, part) for part in parts)

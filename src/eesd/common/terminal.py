@@ -1,7 +1,8 @@
 """What is shown on a terminal: tables, progress bars, coloured text.
 
-Text is shown as it is: ``[red]`` in a model's name or a path is no style, and ``:smile:`` no picture. Only this module uses
-rich. ``NO_COLOR`` (no-color.org) and ``TERM=dumb`` switch colours off.
+Text is shown as it is: ``[red]`` in a model's name or a path is no style, and ``:smile:`` no
+picture. Only this module uses rich. ``NO_COLOR`` (no-color.org) and ``TERM=dumb`` switch colours
+off.
 """
 
 import os
@@ -10,7 +11,13 @@ from contextlib import contextmanager
 
 import click
 import rich.console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Progress
 from rich.table import Table as Table
 
@@ -22,12 +29,14 @@ class Console(rich.console.Console):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Let the command end as it does when other output is cut off. (rich would exit with code 1.)"""
+        """Let the command end as it does when other output is cut off. (rich would exit with code
+        1.)"""
         raise BrokenPipeError
 
 
 def progress() -> Progress:
-    """Progress bars on stderr, which disappear at the end. Shows nothing if stderr is not a terminal."""
+    """Progress bars on stderr, which disappear at the end. Shows nothing if stderr is not a
+    terminal."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description:<44.44}", markup=False),

@@ -19,13 +19,14 @@ _KEY = "0" * 16
 def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
     """Hold the lock of a path while the block runs. Gives whether this process holds it.
 
-    The operating system frees the lock when a process ends, however it ends. The lock file lies beside ``target``. Its name is
-    one of :mod:`eesd.common.files`, which removes what a killed process left. Where there are no locks, as on Windows, nobody
-    waits.
+    The operating system frees the lock when a process ends, however it ends. The lock file lies
+    beside ``target``. Its name is one of :mod:`eesd.common.files`, which removes what a killed
+    process left. Where there are no locks, as on Windows, nobody waits.
 
     Args:
         target: The file or directory that the process makes. Its parent exists.
-        waits: Called once before this process waits for another one. None: it does not wait, and may not hold the lock.
+        waits: Called once before this process waits for another one. None: it does not wait, and
+            may not hold the lock.
     """
     path = Claim(target, _KEY).lock
     while True:
@@ -38,7 +39,8 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
                 waits()
                 waits = _nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
-            if _is_named(file, path):  # else the process before deleted the file, and a third one may have made another
+            # Otherwise the process before deleted the file, and a third one may have made another.
+            if _is_named(file, path):
                 try:
                     yield True
                 finally:

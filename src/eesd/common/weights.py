@@ -1,6 +1,8 @@
-"""The rules for weights: which ones a model, an exit head and a graph have, and how an engine directory stores each.
+"""The rules for weights: which ones a model, an exit head and a graph have, and how an engine
+directory stores each.
 
-All code that writes, reads, links, splits or counts weights uses these rules. The module needs no torch.
+All code that writes, reads, links, splits or counts weights uses these rules. The module needs no
+torch.
 """
 
 import re
@@ -31,7 +33,8 @@ from eesd.common.quantization import (
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 DRAFT_VOCAB = "draft_vocab"
-"""Name in the exit head of the tokens of the draft vocabulary: column i of its logits is for the token with the i-th id."""
+"""Name in the exit head of the tokens of the draft vocabulary: column i of its logits is for the
+token with the i-th id."""
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
 """Suffix that turns the name of a quantized weight into the name of its scales."""
@@ -42,10 +45,17 @@ MINIMUMS = ".minimums"
 FACTOR = ".factor"
 """Suffix that turns the name of a quantized weight into the name of the factor of its scales."""
 
-_KV_MODULES = ("input_layernorm", "hidden_norm", "self_attn.k_proj", "self_attn.v_proj", "self_attn.k_norm")
+_KV_MODULES = (
+    "input_layernorm",
+    "hidden_norm",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.k_norm",
+)
 """The modules of a block that compute its keys and values."""
 FUSE, FUSE_NORM = "fuse_proj", "fuse_norm"
-"""Names in an EAGLE-3 head of the product that makes one state of those of several layers, and of the norms before it."""
+"""Names in an EAGLE-3 head of the product that makes one state of those of several layers, and of
+the norms before it."""
 _STATES = (f"{EXIT_HEAD}deep.", f"{EXIT_HEAD}{FUSE}.", f"{EXIT_HEAD}{FUSE_NORM}.")
 """Prefixes of the modules that make states, which the draft does not have."""
 HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
@@ -74,11 +84,14 @@ class StoredWeight:
     """How an engine directory stores one weight.
 
     Attributes:
-        name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit head's.
+        name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit
+            head's.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
-        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the rotary tables and for norms
-            that the geometry says so of, and int64 for the draft vocabulary. The quantization may name another one for scales.
-        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. The embedding table is not.
+        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the
+            rotary tables and for norms that the geometry says so of, and int64 for the draft
+            vocabulary. The quantization may name another one for scales.
+        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. The
+            embedding table is not.
         quantization: None if the weight is stored in ``dtype``.
     """
 
@@ -95,7 +108,8 @@ class StoredWeight:
 
     @property
     def scales_shape(self) -> Shape:
-        """Shape of scales, zero points and minimums: [in / block, out], or [out, in / block] if the weight is not transposed.
+        """Shape of scales, zero points and minimums: [in / block, out], or [out, in / block] if the
+        weight is not transposed.
 
         Only for quantized weights.
         """
@@ -111,7 +125,8 @@ class StoredWeight:
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Name and bytes of each stored tensor: the weight and, if it is quantized, scales and what belongs to them."""
+        """Name and bytes of each stored tensor: the weight and, if it is quantized, scales and what
+        belongs to them."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
@@ -122,7 +137,9 @@ class StoredWeight:
             return tensors | {self.name + MINIMUMS: scales}
         if self.quantization.factor:
             return tensors | {self.name + FACTOR: BITS[self.dtype] // 8}
-        return tensors | ({self.name + ZEROS: (blocks * bits + 7) // 8} if self.quantization.zero_points else {})
+        return tensors | (
+            {self.name + ZEROS: (blocks * bits + 7) // 8} if self.quantization.zero_points else {}
+        )
 
     @property
     def nbytes(self) -> int:
@@ -130,8 +147,8 @@ class StoredWeight:
         return sum(self.tensors.values())
 
     def keeps_levels(self, ranks: int = 1) -> bool:
-        """Whether torch can keep the levels of a weight on a GPU, of which each of so many ranks has a part: of linear layers,
-        where no rank begins within a block."""
+        """Whether torch can keep the levels of a weight on a GPU, of which each of so many ranks
+        has a part: of linear layers, where no rank begins within a block."""
         of = self.quantization
         if of is None or not self.transposed or not of.integers:
             return False
@@ -162,7 +179,8 @@ def stored_weight(
     """
     shape = tuple(shape)
     if name in (*ROTARY_TABLES, *HEAD_TABLES) or (wide_norms and name.endswith("norm.weight")):
-        return StoredWeight(name, shape, "float32")  # rounded where they are used; see the module that is traced
+        # Rounded where they are used; see the module that is traced.
+        return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
     if linked:
@@ -171,14 +189,16 @@ def stored_weight(
 
 
 def packed_name(parts: Sequence[str]) -> str:
-    """Name of the packed weight or bias of some weights or biases of a block. Raises KeyError for others."""
+    """Name of the packed weight or bias of some weights or biases of a block. Raises KeyError for
+    others."""
     modules = tuple(f".{part.split('.')[-2]}." for part in parts)
     packed = {names: name for name, names in PACKED.items()}[modules]
     return parts[0].replace(modules[0], packed)
 
 
 def split_side(name: str) -> int | None:
-    """The side at which ranks split a layer's weight, or its bias; None: each rank has all of it."""
+    """The side at which ranks split a layer's weight, or its bias; None: each rank has all of
+    it."""
     layer = parts_of(f".{name}")[0].split(".")[-2]
     return next((side for side, layers in _SPLIT.items() if layer in layers), None)
 
@@ -191,8 +211,11 @@ def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfi
     return [shapes[_IN_BLOCK.split(part)[-1]] for part in parts]
 
 
-def can_be_packed(parts: Sequence[str], shape_of: Callable[[str], Shape], quantization: Quantizations) -> bool:
-    """Whether the weights or biases of some layers can be one: the layers' weights must be quantized alike.
+def can_be_packed(
+    parts: Sequence[str], shape_of: Callable[[str], Shape], quantization: Quantizations
+) -> bool:
+    """Whether the weights or biases of some layers can be one: the layers' weights must be
+    quantized alike.
 
     Args:
         parts: Their names.
@@ -226,19 +249,34 @@ def lm_head_name(geometry: Geometry) -> str:
 
 
 def block_shapes(geometry: Geometry, inputs: int = 1) -> dict[str, Shape]:
-    """Name and shape of every weight of one decoder block, by the names that Llama's have in a Hugging Face checkpoint. Its
-    attention reads so many ``inputs`` of the hidden size, side by side."""
+    """Name and shape of every weight of one decoder block, by the names that Llama's have in a
+    Hugging Face checkpoint. Its attention reads so many ``inputs`` of the hidden size, side by
+    side."""
     hidden, inner, head = geometry.hidden_size, geometry.intermediate_size, geometry.head_dim
-    widths = {"q": geometry.num_heads * head, "k": geometry.num_kv_heads * head, "v": geometry.num_kv_heads * head}
-    norms = {"input_layernorm": geometry.norm_before, "post_attention_layernorm": geometry.norm_before}
-    norms |= {"post_self_attn_layernorm": geometry.norm_behind, "post_mlp_layernorm": geometry.norm_behind}
-    shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name, there in norms.items() if there}
+    widths = {
+        "q": geometry.num_heads * head,
+        "k": geometry.num_kv_heads * head,
+        "v": geometry.num_kv_heads * head,
+    }
+    norms = {
+        "input_layernorm": geometry.norm_before,
+        "post_attention_layernorm": geometry.norm_before,
+    }
+    norms |= {
+        "post_self_attn_layernorm": geometry.norm_behind,
+        "post_mlp_layernorm": geometry.norm_behind,
+    }
+    shapes: dict[str, Shape] = {
+        f"{name}.weight": (hidden,) for name, there in norms.items() if there
+    }
     for part, width in widths.items():
         shapes |= _linear(f"self_attn.{part}_proj", inputs * hidden, width, geometry.qkv_bias)
     shapes |= _linear("self_attn.o_proj", widths["q"], hidden, geometry.output_bias)
     if geometry.qk_norm or geometry.qk_norm_joint:
         sizes = (widths["q"], widths["k"]) if geometry.qk_norm_joint else (head, head)
-        shapes |= {f"self_attn.{part}_norm.weight": (size,) for part, size in zip("qk", sizes, strict=True)}
+        shapes |= {
+            f"self_attn.{part}_norm.weight": (size,) for part, size in zip("qk", sizes, strict=True)
+        }
     experts = geometry.experts
     if experts is None:
         return shapes | _mlp_shapes("mlp", hidden, inner, geometry.mlp_bias)
@@ -250,7 +288,11 @@ def block_shapes(geometry: Geometry, inputs: int = 1) -> dict[str, Shape]:
 
 def _mlp_shapes(name: str, hidden: int, inner: int, bias: bool) -> dict[str, Shape]:
     found: dict[str, Shape] = {}
-    for part, inputs, outputs in (("gate_proj", hidden, inner), ("up_proj", hidden, inner), ("down_proj", inner, hidden)):
+    for part, inputs, outputs in (
+        ("gate_proj", hidden, inner),
+        ("up_proj", hidden, inner),
+        ("down_proj", inner, hidden),
+    ):
         found |= _linear(f"{name}.{part}", inputs, outputs, bias)
     return found
 
@@ -264,22 +306,36 @@ def layer_shapes(geometry: Geometry, layers: Iterable[int]) -> dict[str, Shape]:
     """Name and shape of every weight of some base layers."""
     blocks = {of: block_shapes(of) for of in (geometry, geometry.dense)}
     return {
-        f"model.layers.{index}.{name}": shape for index in layers for name, shape in blocks[geometry.of_layer(index)].items()
+        f"model.layers.{index}.{name}": shape
+        for index in layers
+        for name, shape in blocks[geometry.of_layer(index)].items()
     }
 
 
 def model_shapes(geometry: Geometry) -> dict[str, Shape]:
     """Name and shape of every tensor that a checkpoint of the base model must have."""
     table = (geometry.vocab_size, geometry.hidden_size)
-    ends: dict[str, Shape] = {EMBEDDINGS: table, FINAL_NORM: (geometry.hidden_size,), lm_head_name(geometry): table}
+    ends: dict[str, Shape] = {
+        EMBEDDINGS: table,
+        FINAL_NORM: (geometry.hidden_size,),
+        lm_head_name(geometry): table,
+    }
     return ends | layer_shapes(geometry, range(geometry.num_layers))
 
 
 def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that an exit head has, in a checkpoint and in the graphs."""
     hidden, eagle = geometry.hidden_size, exit_config.eagle
-    block = block_shapes(eagle.block, 2) | {"hidden_norm.weight": (hidden,)} if eagle else block_shapes(geometry.dense)
-    shapes = {f"blocks.{index}.{name}": shape for index in range(exit_config.blocks) for name, shape in block.items()}
+    block = (
+        block_shapes(eagle.block, 2) | {"hidden_norm.weight": (hidden,)}
+        if eagle
+        else block_shapes(geometry.dense)
+    )
+    shapes = {
+        f"blocks.{index}.{name}": shape
+        for index in range(exit_config.blocks)
+        for name, shape in block.items()
+    }
     shapes["norm.weight"] = (hidden,)
     if eagle:
         joined, norms = len(eagle.layers) * hidden, eagle.fuse_norms
@@ -293,7 +349,11 @@ def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, S
         for index in range(len(exit_config.deep)):
             shapes[f"deep.{index}.norm.weight"] = (geometry.hidden_size,)
             shapes[f"deep.{index}.state_proj.weight"] = (width, geometry.hidden_size)
-    return shapes | ({LM_HEAD: (draft_columns(geometry, exit_config), geometry.hidden_size)} if exit_config.own_lm_head else {})
+    return shapes | (
+        {LM_HEAD: (draft_columns(geometry, exit_config), geometry.hidden_size)}
+        if exit_config.own_lm_head
+        else {}
+    )
 
 
 def graph_shapes(
@@ -316,14 +376,19 @@ def graph_shapes(
         draft: True for the draft graph, False for verify or one of its stages.
         dtype: Element type of the directory.
         quantization: Quantization of the directory.
-        packed: Whether layers that read the same input and are quantized alike are packed. Linked weights are not.
+        packed: Whether layers that read the same input and are quantized alike are packed. Linked
+            weights are not.
     """
     layers, base = list(layers), model_shapes(geometry)
-    shapes: dict[str, Shape] = dict.fromkeys(ROTARY_TABLES if layers else (), (slots, geometry.rotary_columns))
+    shapes: dict[str, Shape] = dict.fromkeys(
+        ROTARY_TABLES if layers else (), (slots, geometry.rotary_columns)
+    )
     if exit_config.eagle:
         shapes |= dict.fromkeys(HEAD_TABLES, (slots, exit_config.eagle.block.rotary_columns))
     shapes |= layer_shapes(geometry, layers)
-    head = {EXIT_HEAD + name: shape for name, shape in exit_head_shapes(geometry, exit_config).items()}
+    head = {
+        EXIT_HEAD + name: shape for name, shape in exit_head_shapes(geometry, exit_config).items()
+    }
     ends = []
     if draft:
         shapes |= {name: shape for name, shape in head.items() if not name.startswith(_STATES)}
@@ -336,10 +401,20 @@ def graph_shapes(
             ends += [FINAL_NORM, LM_HEAD]
     shapes |= {name: base[lm_head_name(geometry) if name == LM_HEAD else name] for name in ends}
     shapes = _packed_shapes(shapes, quantization) if packed else shapes
-    return {graph_name(name, shape, geometry, draft, dtype, quantization): shape for name, shape in shapes.items()}
+    return {
+        graph_name(name, shape, geometry, draft, dtype, quantization): shape
+        for name, shape in shapes.items()
+    }
 
 
-def graph_name(name: str, shape: Shape, geometry: Geometry, draft: bool, dtype: str, quantization: Quantizations) -> str:
+def graph_name(
+    name: str,
+    shape: Shape,
+    geometry: Geometry,
+    draft: bool,
+    dtype: str,
+    quantization: Quantizations,
+) -> str:
     """Name in a graph of a weight of the modules.
 
     Args:
@@ -364,25 +439,44 @@ def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
 
 
 def _written_by_verify(head: dict[str, Shape], blocks: int) -> dict[str, Shape]:
-    """The weights with which verify writes the head's caches: all blocks, but of the last only keys and values; deep states."""
+    """The weights with which verify writes the head's caches: all blocks, but of the last only keys
+    and values; deep states."""
     last = f"{EXIT_HEAD}blocks.{blocks - 1}."
     names = [name for name in head if name.startswith((f"{EXIT_HEAD}blocks.", *_STATES))]
-    used = [name for name in names if not name.startswith(last) or name.removeprefix(last).startswith(_KV_MODULES)]
+    used = [
+        name
+        for name in names
+        if not name.startswith(last) or name.removeprefix(last).startswith(_KV_MODULES)
+    ]
     return {name: head[name] for name in used}
 
 
 def weights_of(manifest: Manifest, graph: GraphInfo) -> dict[str, StoredWeight]:
-    """The weights that ``graph`` uses, by name. A weight that several graphs use has the same name in each.
+    """The weights that ``graph`` uses, by name. A weight that several graphs use has the same name
+    in each.
 
     Raises:
-        EESDError: Tensors with levels of their own are not the model's, or do not consist of whole blocks.
+        EESDError: Tensors with levels of their own are not the model's, or do not consist of whole
+            blocks.
     """
     _check_tensors(manifest)
     layers, dtype, quantization = manifest.base_layers(graph), manifest.dtype, manifest.quantization
     geometry, draft, packed = manifest.geometry, graph == manifest.draft, not manifest.linked
-    shapes = graph_shapes(geometry, manifest.exit_head, manifest.max_seq_len, layers, draft, dtype, quantization, packed)
+    shapes = graph_shapes(
+        geometry,
+        manifest.exit_head,
+        manifest.max_seq_len,
+        layers,
+        draft,
+        dtype,
+        quantization,
+        packed,
+    )
     wide = geometry.wide_norms
-    return {name: stored_weight(name, shape, dtype, quantization, wide_norms=wide) for name, shape in shapes.items()}
+    return {
+        name: stored_weight(name, shape, dtype, quantization, wide_norms=wide)
+        for name, shape in shapes.items()
+    }
 
 
 def _check_tensors(manifest: Manifest) -> None:
@@ -390,9 +484,14 @@ def _check_tensors(manifest: Manifest) -> None:
     tensors = manifest.quantization.tensors
     shapes = model_shapes(manifest.geometry) if tensors else {}
     for name, one in tensors.items():
-        whole = (is_linear(name) or (name == EMBEDDINGS and one.weights == "int8")) and name in shapes
+        whole = (
+            is_linear(name) or (name == EMBEDDINGS and one.weights == "int8")
+        ) and name in shapes
         if not whole or shapes[name][1] % one.block or manifest.linked:
-            raise EESDError(f"{MANIFEST_FILE} is damaged (quantization.tensors.{shown(name)}); export the model again.")
+            raise EESDError(
+                f"{MANIFEST_FILE} is damaged (quantization.tensors.{shown(name)}); export the "
+                "model again."
+            )
 
 
 def read_graph(path: Path) -> Any:

@@ -1,4 +1,5 @@
-"""EESD itself: plain, drafting with the default controller, or in batches. Runs in the interpreter of the benchmark."""
+"""EESD itself: plain, drafting with the default controller, or in batches. Runs in the interpreter
+of the benchmark."""
 
 import threading
 import time
@@ -11,7 +12,8 @@ PACKAGE = "eesd"
 
 
 def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
-    """The option ``rows`` makes a batch of that many requests. It drafts by its mode: ``automatic``, ``always``, ``never``."""
+    """The option ``rows`` makes a batch of that many requests. It drafts by its mode:
+    ``automatic``, ``always``, ``never``."""
     import eesd
     from eesd.runtime.llm import Speculation
 
@@ -29,7 +31,9 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
         return Contestant(open_with(Path(path), "ort", mode, threads, "int8"))
     # Prompts are repeated, and what an earlier run of one said must not be copied.
     speculation = Speculation() if mode == "drafting" else None
-    return Contestant(eesd.load(path, threads=threads, generation_config="none", speculation=speculation))
+    return Contestant(
+        eesd.load(path, threads=threads, generation_config="none", speculation=speculation)
+    )
 
 
 class Contestant:
@@ -46,7 +50,8 @@ class Contestant:
             return session.tokens[len(prompt) :], seconds
 
     def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Gives the seconds."""
+        """Fill the cache from a position on, with the logits of the last token. Gives the
+        seconds."""
         from eesd.runtime.engines.base import Call
 
         verify, stop = self.llm.engines.verify, start + len(tokens)
@@ -89,7 +94,9 @@ class Contestant:
         for start in range(0, len(tokens), verify.prefill_chunk):
             chunk = tokens[start : start + verify.prefill_chunk]
             cache.reserve(start + len(chunk))
-            [outputs] = verify.forward([Call(cache, chunk, range(start, start + len(chunk)), start)])
+            [outputs] = verify.forward(
+                [Call(cache, chunk, range(start, start + len(chunk)), start)]
+            )
             rows.append(outputs.logits.copy())
         return np.concatenate(rows)
 
@@ -99,7 +106,9 @@ class Batch:
         self.service = service
         self.draft = draft
 
-    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> list[dict[str, Any]]:
+    def serve(
+        self, prompts: list[list[int]], counts: list[int], concurrency: int
+    ) -> list[dict[str, Any]]:
         from eesd.runtime.request import Request
 
         waiting, lock, done = list(enumerate(prompts)), threading.Lock(), threading.Semaphore(0)
@@ -120,7 +129,9 @@ class Batch:
                     begin()
                     done.release()
 
-            request = Request(tokens=prompt, max_new_tokens=counts[number], ignore_eos=True, draft=self.draft)
+            request = Request(
+                tokens=prompt, max_new_tokens=counts[number], ignore_eos=True, draft=self.draft
+            )
             self.service.submit(request, on_update)
 
         for _ in range(concurrency):

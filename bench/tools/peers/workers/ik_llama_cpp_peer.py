@@ -1,6 +1,8 @@
-"""ik_llama.cpp, from a directory with its source and its build, which the environment variable ``IK_LLAMA_CPP`` names.
+"""ik_llama.cpp, from a directory with its source and its build, which the environment variable
+``IK_LLAMA_CPP`` names.
 
-Decodes plainly, plainly from weights that it repacks when it loads them (``rtr``), or with drafts by n-grams of the text.
+Decodes plainly, plainly from weights that it repacks when it loads them (``rtr``), or with drafts
+by n-grams of the text.
 """
 
 import ctypes
@@ -17,14 +19,20 @@ SOURCE = Path(__file__).with_name("ik_llama_cpp.cpp")
 def home() -> Path:
     """Its directory."""
     if not (found := os.environ.get("IK_LLAMA_CPP")):
-        raise RuntimeError("the environment variable IK_LLAMA_CPP must name a directory with its source and its build")
+        raise RuntimeError(
+            "the environment variable IK_LLAMA_CPP must name a directory with its source and "
+            "its build"
+        )
     return Path(found).resolve()
 
 
 def version(_: str) -> str:
     """The commit of its source."""
     done = subprocess.run(
-        ["git", "-C", str(home()), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "-C", str(home()), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return done.stdout.strip() or "of unknown version"
 
@@ -47,9 +55,14 @@ def convert(model: str, output: str, _: str) -> None:
         str(SOURCE),
     ]
     command += [str(root / "common" / name) for name in ("ngram-cache.cpp", "log.cpp")]
-    command += [f"-I{root / part}" for part in ("include", "src", "common", "ggml/include", "ggml/src", "vendor")]
+    command += [
+        f"-I{root / part}"
+        for part in ("include", "src", "common", "ggml/include", "ggml/src", "vendor")
+    ]
     command += [option for path in libraries for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    done = subprocess.run([*command, "-lllama", "-lggml", "-pthread"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, "-lllama", "-lggml", "-pthread"], capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise RuntimeError(f"c++ fails: {done.stderr}")
 
@@ -69,16 +82,20 @@ class Contestant:
 
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
         tokens, seconds = (ctypes.c_int32 * count)(), (ctypes.c_double * count)()
-        if not self.lib.peer_generate(self.model, _ids(prompt), len(prompt), count, self.lookup, tokens, seconds):
+        if not self.lib.peer_generate(
+            self.model, _ids(prompt), len(prompt), count, self.lookup, tokens, seconds
+        ):
             raise RuntimeError("llama_decode failed")
         return [*tokens], [*seconds]
 
     def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Gives the seconds."""
+        """Fill the cache from a position on, with the logits of the last token. Gives the
+        seconds."""
         return self._pass(tokens, start, every=False)
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token. The cache stays as it was."""
+        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token.
+        The cache stays as it was."""
         return [self._pass([7] * rows, behind, every=True) for _ in range(count)]
 
     def slot_bytes(self) -> int:

@@ -1,4 +1,5 @@
-"""llama.cpp by llama-cpp-python. Plain decoding calls llama.cpp directly; prompt lookup is that of llama-cpp-python."""
+"""llama.cpp by llama-cpp-python. Plain decoding calls llama.cpp directly; prompt lookup is that of
+llama-cpp-python."""
 
 import ctypes
 import time
@@ -12,7 +13,8 @@ LOOKUP_TOKENS = 2
 
 
 def convert(model: str, output: str, variant: str) -> None:
-    """Write the model as GGUF of a type, by llama.cpp's quantizer, without an importance matrix; a given file as ``gguf``.
+    """Write the model as GGUF of a type, by llama.cpp's quantizer, without an importance matrix; a
+    given file as ``gguf``.
 
     The quantizer reads any GGUF file, and turns its values to float32 first.
     """
@@ -26,7 +28,11 @@ def convert(model: str, output: str, variant: str) -> None:
 
     llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
     params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32 if variant == "F32" else getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{variant}")
+    params.ftype = (
+        llama_cpp.LLAMA_FTYPE_ALL_F32
+        if variant == "F32"
+        else getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{variant}")
+    )
     params.allow_requantize, params.nthread = True, 2
     if llama_cpp.llama_model_quantize(model.encode(), str(file).encode(), ctypes.byref(params)):
         raise RuntimeError("llama_model_quantize failed")
@@ -46,7 +52,9 @@ class Plain:
         self.lib = llama_cpp
         llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(file.encode(), llama_cpp.llama_model_default_params())
+        self.model = llama_cpp.llama_model_load_from_file(
+            file.encode(), llama_cpp.llama_model_default_params()
+        )
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = params.n_batch = options["slots"]
         params.n_threads = params.n_threads_batch = options["threads"]
@@ -73,7 +81,8 @@ class Plain:
                 return tokens, seconds
 
     def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Gives the seconds."""
+        """Fill the cache from a position on, with the logits of the last token. Gives the
+        seconds."""
         lib = self.lib
         started = time.perf_counter()
         lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), 0, start, -1)
@@ -83,7 +92,8 @@ class Plain:
         return time.perf_counter() - started
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token. The cache stays as it was."""
+        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token.
+        The cache stays as it was."""
         lib, memory = self.lib, self.lib.llama_get_memory(self.context)
         seconds = []
         for _ in range(count):
@@ -100,7 +110,11 @@ class Plain:
     def slot_bytes(self) -> int:
         """Bytes of keys and values of a token; llama.cpp keeps them in float16."""
         lib, model = self.lib, self.model
-        width = lib.llama_model_n_embd(model) // lib.llama_model_n_head(model) * lib.llama_model_n_head_kv(model)
+        width = (
+            lib.llama_model_n_embd(model)
+            // lib.llama_model_n_head(model)
+            * lib.llama_model_n_head_kv(model)
+        )
         return int(2 * 2 * lib.llama_model_n_layer(model) * width)
 
     def _batch(self, tokens: list[int], start: int) -> Any:
@@ -121,7 +135,10 @@ class Plain:
         if lib.llama_decode(self.context, batch):
             raise RuntimeError("llama_decode failed")
         vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
-        rows = [np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, i), (vocab,)) for i in range(len(tokens))]
+        rows = [
+            np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, i), (vocab,))
+            for i in range(len(tokens))
+        ]
         found = np.stack(rows)
         lib.llama_batch_free(batch)
         return found

@@ -1,4 +1,5 @@
-"""llama.cpp's server with parallel slots, as the package xllamacpp carries it. It takes a directory with ``model.gguf``."""
+"""llama.cpp's server with parallel slots, as the package xllamacpp carries it. It takes a directory
+with ``model.gguf``."""
 
 import json
 import time
@@ -24,20 +25,32 @@ class Contestant:
     def __init__(self, server: Any) -> None:
         self.server = server
 
-    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> list[dict[str, Any]]:
+    def serve(
+        self, prompts: list[list[int]], counts: list[int], concurrency: int
+    ) -> list[dict[str, Any]]:
         def ask(prompt: list[int], count: int) -> dict[str, Any]:
             times: list[float] = []
             started = time.perf_counter()
-            wanted = {"n_predict": count, "temperature": 0, "stream": True, "ignore_eos": True, "cache_prompt": False}
+            wanted = {
+                "n_predict": count,
+                "temperature": 0,
+                "stream": True,
+                "ignore_eos": True,
+                "cache_prompt": False,
+            }
 
             def on_chunk(_: str) -> bool:
                 times.append(time.perf_counter() - started)
                 return False
 
             self.server.handle_completions(json.dumps({"prompt": prompt, **wanted}), on_chunk)
-            # A chunk may hold several tokens, where a character has several: the times between the first and the last are even.
+            # A chunk may hold several tokens, where a character has several: the times between the
+            # first and the last are even.
             first, last = times[0], times[-1]
-            return {"tokens": None, "times": [first + (last - first) * i / max(count - 1, 1) for i in range(count)]}
+            return {
+                "tokens": None,
+                "times": [first + (last - first) * i / max(count - 1, 1) for i in range(count)],
+            }
 
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(ask, prompts, counts))

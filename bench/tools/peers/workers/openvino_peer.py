@@ -1,6 +1,7 @@
 """OpenVINO GenAI, with what it makes of GGUF files; plain, with prompt lookup, or in batches.
 
-Models of floats compute in float32. The others get no hints, so OpenVINO chooses the precision of activations and KV cache.
+Models of floats compute in float32. The others get no hints, so OpenVINO chooses the precision of
+activations and KV cache.
 """
 
 import time
@@ -15,7 +16,8 @@ LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """Let OpenVINO GenAI read a GGUF file, and save its model, which lies beside the file, so that later loads need not."""
+    """Let OpenVINO GenAI read a GGUF file, and save its model, which lies beside the file, so that
+    later loads need not."""
     import openvino_genai as genai
 
     link = Path(output) / "model.gguf"
@@ -31,13 +33,22 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
     """The option ``rows`` makes a batch of at most that many requests."""
     import openvino_genai as genai
 
-    properties = {"INFERENCE_NUM_THREADS": options["threads"], **(FLOAT32 if options["variant"] in FLOATS else {})}
+    properties = {
+        "INFERENCE_NUM_THREADS": options["threads"],
+        **(FLOAT32 if options["variant"] in FLOATS else {}),
+    }
     if "rows" in options:
         scheduler = genai.SchedulerConfig()
-        scheduler.max_num_seqs, scheduler.cache_size, scheduler.enable_prefix_caching = options["rows"], 2, False
+        scheduler.max_num_seqs, scheduler.cache_size, scheduler.enable_prefix_caching = (
+            options["rows"],
+            2,
+            False,
+        )
         return Batch(genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties))
     lookup = {"prompt_lookup": True} if options["mode"] == "lookup" else {}
-    return Contestant(path, genai.LLMPipeline(path, "CPU", **properties, **lookup), properties, options["mode"])
+    return Contestant(
+        path, genai.LLMPipeline(path, "CPU", **properties, **lookup), properties, options["mode"]
+    )
 
 
 class Contestant:
@@ -82,7 +93,9 @@ class Contestant:
         import openvino as ov
 
         if self._compiled is None:
-            self._compiled = ov.Core().compile_model(Path(self.path) / "openvino_model.xml", "CPU", self.properties)
+            self._compiled = ov.Core().compile_model(
+                Path(self.path) / "openvino_model.xml", "CPU", self.properties
+            )
         request = self._compiled.create_infer_request()
         ids = np.array([tokens], dtype=np.int64)
         values = {
@@ -103,7 +116,9 @@ class Batch:
         self.pipeline = pipeline
         self._last = 0
 
-    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> list[dict[str, Any]]:
+    def serve(
+        self, prompts: list[list[int]], counts: list[int], concurrency: int
+    ) -> list[dict[str, Any]]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
@@ -117,13 +132,18 @@ class Batch:
                 number = waiting.pop(0)
                 self._last, config.max_new_tokens = self._last + 1, counts[number]
                 ids = ov.Tensor(np.array([prompts[number]], np.int64))
-                running[number] = self.pipeline.add_request(self._last, ids, config), time.perf_counter()
+                running[number] = (
+                    self.pipeline.add_request(self._last, ids, config),
+                    time.perf_counter(),
+                )
             self.pipeline.step()
             for number, (handle, started) in list(running.items()):
                 while handle.can_read():
                     [output] = handle.read().values()
                     found[number]["tokens"] += list(output.generated_ids)
-                    found[number]["times"] += [time.perf_counter() - started] * len(output.generated_ids)
+                    found[number]["times"] += [time.perf_counter() - started] * len(
+                        output.generated_ids
+                    )
                 if len(found[number]["tokens"]) >= counts[number]:
                     del running[number]
         return found

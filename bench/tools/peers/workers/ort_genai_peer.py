@@ -1,7 +1,9 @@
-"""onnxruntime-genai, with models of its own builder; plain, or with n-gram lookup. It does not read quantized GGUF files.
+"""onnxruntime-genai, with models of its own builder; plain, or with n-gram lookup. It does not read
+quantized GGUF files.
 
-The nearest form: transformers dequantizes it, and the builder quantizes again in blocks of 32, to 4 bits if most weights of the
-file have about as many, with zero points if they have minimums. That costs quality; ``gguf-int8`` keeps it, with 8 bits.
+The nearest form: transformers dequantizes it, and the builder quantizes again in blocks of 32, to 4
+bits if most weights of the file have about as many, with zero points if they have minimums. That
+costs quality; ``gguf-int8`` keeps it, with 8 bits.
 """
 
 import json
@@ -28,13 +30,27 @@ def convert(model: str, output: str, variant: str) -> None:
                 raise RuntimeError("the file has 8 bits or more itself: gguf is the same")
             precision, extra = "int8", INT8
         source = dequantized(Path(model), Path(cache) / "checkpoint")
-        builder = ["-m", "onnxruntime_genai.models.builder", "-i", source, "-o", output, "-p", precision]
+        builder = [
+            "-m",
+            "onnxruntime_genai.models.builder",
+            "-i",
+            source,
+            "-o",
+            output,
+            "-p",
+            precision,
+        ]
         options = ["--extra_options", *extra] if extra else []
-        subprocess.run([sys.executable, *builder, "-e", "cpu", "-c", cache, *options], check=True, stdout=sys.stderr)
+        subprocess.run(
+            [sys.executable, *builder, "-e", "cpu", "-c", cache, *options],
+            check=True,
+            stdout=sys.stderr,
+        )
 
 
 def nearest(model: str) -> tuple[str, list[str]]:
-    """The builder's precision and options that come nearest to a GGUF file, by the types of its layers and LM head."""
+    """The builder's precision and options that come nearest to a GGUF file, by the types of its
+    layers and LM head."""
     from collections import Counter
 
     from gguf import GGML_QUANT_SIZES, GGUFReader
@@ -53,7 +69,9 @@ def nearest(model: str) -> tuple[str, list[str]]:
     if bits(layers) > MOST_BITS_OF_INT4:
         return ("int8", INT8) if layers.name.startswith("Q") else ("fp32", [])
     symmetric = "true" if layers.name in ("Q4_0", "Q5_0") else "false"
-    wide_head = ["matmul_mixed_precision=last_matmul:int8"] if bits(head) > MOST_BITS_OF_INT4 else []
+    wide_head = (
+        ["matmul_mixed_precision=last_matmul:int8"] if bits(head) > MOST_BITS_OF_INT4 else []
+    )
     return "int4", ["block_size=32", "algo_config=k_quant", f"is_symmetric={symmetric}", *wide_head]
 
 
@@ -62,8 +80,11 @@ def dequantized(file: Path, output: Path) -> str:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    model.hf_quantizer, model.config.quantization_config = None, None  # else it is taken for quantized, and not saved
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    # Otherwise it is taken for quantized, and not saved.
+    model.hf_quantizer, model.config.quantization_config = None, None
     del model.config.quantization_config
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(output)
@@ -73,11 +94,14 @@ def dequantized(file: Path, output: Path) -> str:
 def load(path: str, options: dict[str, Any]) -> "Contestant":
     import onnxruntime_genai as genai
 
-    # There must be an EOS, and to ignore it is no option: the last id of the vocabulary, which is hardly ever generated, is it.
+    # There must be an EOS, and to ignore it is no option: the last id of the vocabulary, which is
+    # hardly ever generated, is it.
     vocab = json.loads((Path(path) / "genai_config.json").read_text("utf-8"))["model"]["vocab_size"]
     session = {"intra_op_num_threads": options["threads"]}
     config = genai.Config(path)
-    config.overlay(json.dumps({"model": {"eos_token_id": vocab - 1, "decoder": {"session_options": session}}}))
+    config.overlay(
+        json.dumps({"model": {"eos_token_id": vocab - 1, "decoder": {"session_options": session}}})
+    )
     return Contestant(genai.Model(config), options["mode"] == "lookup")
 
 

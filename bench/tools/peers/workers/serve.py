@@ -1,6 +1,8 @@
-"""Serve one contestant over a pipe: ``python serve.py FILE`` reads one JSON request a line and answers each with one line.
+"""Serve one contestant over a pipe: ``python serve.py FILE`` reads one JSON request a line and
+answers each with one line.
 
-An answer is an object; one with ``error`` has failed. What libraries print to stdout goes to stderr instead.
+An answer is an object; one with ``error`` has failed. What libraries print to stdout goes to stderr
+instead.
 """
 
 import importlib.util
@@ -39,7 +41,9 @@ class Server:
     def generate(self, prompt: list[int], count: int) -> dict[str, Any]:
         tokens, seconds = self.contestant.generate(prompt, count)
         if len(tokens) != count or len(seconds) != count:
-            raise RuntimeError(f"gave {len(tokens)} tokens with {len(seconds)} times instead of {count}")
+            raise RuntimeError(
+                f"gave {len(tokens)} tokens with {len(seconds)} times instead of {count}"
+            )
         return {"tokens": [int(token) for token in tokens], "seconds": seconds}
 
     def prefill(self, tokens: list[int], start: int) -> dict[str, Any]:
@@ -50,17 +54,22 @@ class Server:
         return {"bytes": self.contestant.slot_bytes()}
 
     def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
-        """Time ``count`` passes over ``rows`` tokens behind a filled cache; one more comes before, to warm up."""
+        """Time ``count`` passes over ``rows`` tokens behind a filled cache; one more comes before,
+        to warm up."""
         return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
 
-    def serve(self, prompts: list[list[int]], counts: list[int], concurrency: int) -> dict[str, Any]:
-        """Generate after all prompts, so many at a time. Of each: its tokens, and the seconds until they came."""
+    def serve(
+        self, prompts: list[list[int]], counts: list[int], concurrency: int
+    ) -> dict[str, Any]:
+        """Generate after all prompts, so many at a time. Of each: its tokens, and the seconds until
+        they came."""
         started = time.perf_counter()
         found = self.contestant.serve(prompts, counts, concurrency)
         return {"seconds": time.perf_counter() - started, "requests": found}
 
     def logits(self, tokens: list[int], output: str) -> dict[str, Any]:
-        """Write the logits behind each token to the file ``output``, float32 [n, V]. Answers whether the peer gives them."""
+        """Write the logits behind each token to the file ``output``, float32 [n, V]. Answers
+        whether the peer gives them."""
         found = self.contestant.logits(tokens)
         if found is not None:
             import numpy as np
