@@ -40,7 +40,7 @@ from eesd.common.weights import (
 )
 from eesd.export.cache import other_file
 from eesd.export.memory import split_layers
-from eesd.export.onnx_graph import ExportOptions, Graph, to_proto, trace
+from eesd.export.onnx_graph import ExportOptions, Graph, make_graph, to_proto
 from eesd.export.weights import (
     TensorSource,
     WeightLayout,
@@ -240,14 +240,16 @@ def export(
     progress("loading the tokenizer", 0, 0)
     # This comes first: it refuses some models before the long work.
     texts = resolved_tokenizer(checkpoint.path)
-    progress("tracing the draft graph", 0, 0)
+    progress("writing the draft graph", 0, 0)
     graphs = {
-        "draft": trace("draft", checkpoint.geometry, head.config, options, None, linked_names)
+        "draft": make_graph("draft", checkpoint.geometry, head.config, options, None, linked_names)
     }
     for number, layers in enumerate(splits):
         name = f"verify_{number}" if len(splits) > 1 else "verify"
-        progress(f"tracing the {name} graph", 0, 0)
-        graphs[name] = trace(name, checkpoint.geometry, head.config, options, layers, linked_names)
+        progress(f"writing the {name} graph", 0, 0)
+        graphs[name] = make_graph(
+            name, checkpoint.geometry, head.config, options, layers, linked_names
+        )
     layout = layout_weights((graph.weights for graph in graphs.values()), linked)
     manifest = _manifest(checkpoint, head.config, options, graphs)
     announce(manifest, layout.size)
@@ -366,7 +368,7 @@ def _manifest(
 
 def _tools() -> dict[str, str]:
     tools = {"eesd": eesd.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
-    for name in ("onnxscript", "onnx-ir", "transformers"):
+    for name in ("transformers",):
         with contextlib.suppress(PackageNotFoundError):
             tools[name] = version(name)
     return tools

@@ -105,8 +105,6 @@ def make_engines(
     with shown_steps(log) as steps:
         steps.begin("importing torch")
         try:
-            import onnxscript  # noqa: F401
-
             from eesd.export.engine_dir import check_output, export
             from eesd.export.rounding import rounded_on
             from eesd.model.checkpoint import Checkpoint

@@ -73,7 +73,7 @@ def attend_to_first(graph: Any) -> None:
 
 
 def fold_heads(graph: Any) -> None:
-    """Undo :func:`~eesd.export.heads.part_heads`: TensorRT fuses attention whose heads are
+    """Fold query heads in all calls: TensorRT fuses attention whose heads are
     known."""
     many = {node.output[0] for node in graph.node if node.op_type == "Less"}
     for_few = {

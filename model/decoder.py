@@ -88,17 +88,7 @@ KV = tuple[Tensor, Tensor]
 
 def numbers(x: Tensor, axis: int) -> Tensor:
     """0, 1, ... for the places of a tensor along an axis, int64."""
-    if not torch.compiler.is_exporting():
-        return torch.arange(x.shape[axis], device=x.device)
-    size = torch.onnx.ops.symbolic(
-        "Shape", (x,), {"start": axis, "end": axis + 1}, dtype=torch.int64, shape=(1,), version=23
-    )
-    size = torch.onnx.ops.symbolic("Squeeze", (size,), {}, dtype=torch.int64, shape=(), version=23)
-    ends = size * 0, size, size * 0 + 1  # constants of their own would be weights
-    found: Tensor = torch.onnx.ops.symbolic(
-        "Range", ends, {}, dtype=torch.int64, shape=(x.shape[axis],), version=11
-    )
-    return found
+    return torch.arange(x.shape[axis], device=x.device)
 
 
 class RMSNorm(nn.Module):
@@ -122,16 +112,6 @@ class RMSNorm(nn.Module):
         return self._normed(x)
 
     def _normed(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():
-            normed: Tensor = torch.onnx.ops.symbolic(
-                "RMSNormalization",
-                (x, self.weight),
-                {"epsilon": self.eps, "axis": -1, "stash_type": 1},
-                dtype=x.dtype,
-                shape=x.shape,
-                version=23,
-            )
-            return normed
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return self.weight * wide.to(x.dtype)
@@ -170,8 +150,6 @@ def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
     tables = inputs.cos, inputs.sin
     if tables[0].shape[1] > half:
         tables = tables[0][:, columns], tables[1][:, columns]
-    if torch.compiler.is_exporting():
-        return torch.onnx.ops.rotary_embedding(x, *tables, inputs.position_ids)
     cos, sin = (table[inputs.position_ids][:, None] for table in tables)
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
@@ -185,16 +163,6 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     for n tokens. With autograd a copy is returned, because the backward pass may need the old
     content.
     """
-    if torch.compiler.is_exporting():
-        written: Tensor = torch.onnx.ops.symbolic(
-            "TensorScatter",
-            (cache, new, write_indices),
-            {"axis": 2},
-            dtype=cache.dtype,
-            shape=cache.shape,
-            version=24,
-        )
-        return written
     rows = torch.arange(len(new), device=new.device)[:, None]
     slots = write_indices[:, None] + torch.arange(new.shape[2], device=new.device)
     if torch.is_grad_enabled():
@@ -207,18 +175,11 @@ def fold_mask(inputs: Inputs, group: int, kv_heads: int) -> Inputs:
     """Inputs whose layers fold the ``group`` query heads of a KV head into its queries:
     [B, KV, group n, D].
 
-    One attention then reads each cache once, and has at least two queries even for one token. ONNX
-    Runtime computes a single query in another order than several; with two or more, a query's
-    result is the same bits whatever their number. Without groups its graphs therefore compute the
-    first query twice. Torch does not: its engine pads calls to an even number instead.
+    One attention then reads each cache once. Torch computes a single query in another order than
+    several, so its engine pads calls to an even number.
     """
-    mask = inputs.attn_mask
-    if kv_heads == 1 and torch.compiler.is_exporting() and mask.dtype != torch.float32:
-        return inputs  # TensorRT-RTX has no kernel for it
-    again = [mask[:, :, :1]] if group == 1 and torch.compiler.is_exporting() else []
-    return replace(
-        inputs, query_mask=torch.cat([mask] * group + again, 2), near=None, folded=(group, kv_heads)
-    )
+    mask = torch.cat([inputs.attn_mask] * group, 2)
+    return replace(inputs, query_mask=mask, near=None, folded=(group, kv_heads))
 
 
 @dataclass(frozen=True)
@@ -247,10 +208,6 @@ def attend(
     head.
     """
     mask, kv_heads = inputs.query_mask, keys.shape[1]
-    if mask is None and torch.compiler.is_exporting():
-        return _attention(q, keys, values, inputs.attn_mask, scores)
-    if mask is not None and q.shape[1] == kv_heads and torch.compiler.is_exporting():
-        return _attention(torch.cat((q, q[:, :, :1]), 2), keys, values, mask, scores)[:, :, :-1]
     if mask is None:
         mask = inputs.attn_mask.repeat(1, 1, q.shape[1] // kv_heads, 1)
     return _attention(
@@ -261,8 +218,6 @@ def attend(
 def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """One attention operator, with as many heads in q as in the caches or a multiple of them."""
     scale = scores.scale or q.shape[-1] ** -0.5
-    if torch.compiler.is_exporting():
-        return torch.onnx.ops.attention(q, keys, values, mask, scale=scale, softcap=scores.cap)[0]
     slots = mask.shape[3]
     keys, values = keys[:, :, :slots], values[:, :, :slots]
     if scores.cap:  # torch's attention has none

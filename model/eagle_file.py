@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from eesd.common.architecture import FUSE, FUSE_NORM
 from eesd.common.checks import shown
 from eesd.common.draft_vocab import are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE, Eagle, ExitConfig, Geometry, head_fault
 from eesd.common.json_input import read_json_object
-from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, FUSE, FUSE_NORM, exit_head_shapes
+from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, exit_head_shapes
 from eesd.model.checkpoint import Checkpoint, stored_tensors
 from eesd.model.config import NO_EFFECT
 from eesd.model.families.llama import LLAMA

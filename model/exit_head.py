@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import linear
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns, head_fault
@@ -150,8 +150,7 @@ class ExitHead(nn.Module):
         """Token ids for columns of the logits."""
         if self.draft_vocab is None:
             return columns
-        # An index would not become a Gather in the graph.
-        return embedding(columns, self.draft_vocab[:, None]).squeeze(-1)
+        return self.draft_vocab[columns]
 
     def columns(self, tokens: Tensor) -> Tensor:
         """Columns of the logits for token ids; -1 for tokens that the draft vocabulary does not

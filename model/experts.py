@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from eesd.common.architecture import ROUTER
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry
-from eesd.common.weights import ROUTER
 from eesd.model.family import Tensors, rows_of
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor
@@ -109,7 +109,7 @@ def check_routers(path: Path, tensors: Tensors, geometry: Geometry) -> None:
             or geometry.of_layer(layer).experts is None
         ):
             continue
-        name = f"model.layers.{layer}.{ROUTER}"
+        name = f"model.layers.{layer}.{ROUTER}.weight"
         if len(torch.unique(tensors[name].read().float(), dim=0)) < experts.count:
             raise EESDError(
                 f"{path}: two experts have equal rows in {name}, and which of them a token "

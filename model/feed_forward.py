@@ -7,17 +7,13 @@ from torch import Tensor, nn
 
 from eesd.common.geometry import Geometry
 
-COLUMN_OF_EXPERT, SUM_OF_EXPERTS = "eesd::ColumnOfExpert", "eesd::SumOfExperts"
-"""Nodes in a traced graph around what the first expert computes. The export repeats this for each
-expert, so that the time of tracing does not grow with their number."""
 EVEN_ROWS = 4
 """On the CPU, torch's float32 products add in another order where the number of rows is no multiple
 of this. So a row is there several times where bits shall not depend on other tokens."""
 
 
 def joint_linear(x: Tensor, layers: tuple[nn.Linear, ...]) -> Tensor:
-    """The outputs of linear layers for x [..., in], side by side: [..., sum of out]. An export
-    makes one product of them."""
+    """The outputs of linear layers for x [..., in], side by side: [..., sum of out]."""
     return torch.cat([layer(x) for layer in layers], -1)
 
 
@@ -56,9 +52,8 @@ class Mixture(nn.Module):
     """A mixture of experts: the sum of a few MLPs, which a router chooses for each token, and of
     its weights.
 
-    A graph runs each expert on all tokens. Its inputs are 0 where a token does not use it, and so
-    are its outputs, whatever the type's range is. Torch on a CPU runs an expert on the tokens that
-    use it. Only the first is traced; the export repeats it.
+    A GPU runs each expert on all tokens. Its inputs are 0 where a token does not use it, and so
+    are its outputs, whatever the type's range is. A CPU runs an expert on the tokens that use it.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -73,7 +68,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.route(x)
         # Where the host must not wait for what is chosen.
-        if torch.compiler.is_exporting() or x.is_cuda:
+        if x.is_cuda:
             return self._all(x, weights)
         return self._chosen(x.flatten(0, -2), weights.flatten(0, -2)).view(x.shape)
 
@@ -88,12 +83,6 @@ class Mixture(nn.Module):
 
     def _all(self, x: Tensor, weights: Tensor) -> Tensor:
         uses = (weights > 0).to(x.dtype)
-        if torch.compiler.is_exporting():
-            first = self.experts[0](x * _column(uses)) * _column(weights)
-            added: Tensor = torch.onnx.ops.symbolic(
-                SUM_OF_EXPERTS, (first,), {}, dtype=x.dtype, shape=x.shape, version=1
-            )
-            return added
         y = torch.zeros_like(x)
         for expert, weight, used in zip(
             self.experts, torch.split(weights, 1, -1), torch.split(uses, 1, -1), strict=True
@@ -110,15 +99,6 @@ class Mixture(nn.Module):
             found = self.experts[index](x[rows])[: len(tokens)]
             y = y.index_add(0, tokens, found * weights[tokens, index, None])
         return y
-
-
-def _column(x: Tensor) -> Tensor:
-    """The column [..., 1] of an expert of x [..., E] in a graph that is traced."""
-    shape = (*x.shape[:-1], 1)
-    column: Tensor = torch.onnx.ops.symbolic(
-        COLUMN_OF_EXPERT, (x,), {}, dtype=x.dtype, shape=shape, version=1
-    )
-    return column
 
 
 def make_feed_forward(geometry: Geometry) -> MLP | Mixture:

@@ -29,7 +29,6 @@ PACKAGES = (
     ("torch", "export"),
     ("transformers", "export"),
     ("onnx", "export"),
-    ("onnxscript", "export"),
     ("safetensors", "export"),
     ("tensorrt", "tensorrt"),
     ("tensorrt-rtx", "tensorrt-rtx"),

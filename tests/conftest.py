@@ -32,7 +32,6 @@ from support.command import add_tokenizer, export_engine, succeed  # noqa: E402
 from support.harness import Harness  # noqa: E402
 from support.lossless_checks import DRAFT_VOCAB  # noqa: E402
 from support.tiny_checkpoints import FAMILIES, build  # noqa: E402
-from support.tracing import trace_once  # noqa: E402
 from support.without_operators import without_operators  # noqa: E402
 from torch.utils._device import _device_constructors  # noqa: E402
 
@@ -117,14 +116,6 @@ the end. The first one forks its process hundreds of times, which takes long onc
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     order = {f"test_{name}.py": number for number, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.name, len(LONG)))
-
-
-@pytest.fixture(scope="session", autouse=True)
-def traced_once() -> Iterator[None]:
-    """Tracing a graph takes some seconds, so each is traced once."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        trace_once(monkeypatch)
-        yield
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ its own.
 
     python3 tests/gpu_lease.py --minutes 9 --output DIR        # the same again continues
 
-It needs torch for the GPU, onnx, onnxscript, onnxruntime, transformers, tokenizers, numpy and
+It needs torch for the GPU, onnx, onnxruntime, transformers, tokenizers, numpy and
 click, for the server fastapi, uvicorn and prometheus_client, and no installed package of this
 project. DIR/lease.jsonl gets a JSON line for each step when it ends: that it hung, crashed or ran
 out of memory, too. ``--device cpu`` rehearses all of it with small shapes.

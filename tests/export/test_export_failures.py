@@ -20,8 +20,6 @@ from support.command import assert_one_line, assert_refused, contents, listing, 
 from eesd.export import engine_dir, parity, weights
 from eesd.export.cli import main as export_main
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 EXPORT = [sys.executable, "-m", "eesd.export.cli"]
 
 

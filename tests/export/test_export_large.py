@@ -12,7 +12,7 @@ import torch
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.export.engine_dir import stored_sources, untrained_head, weight_sources
-from eesd.export.onnx_graph import ExportOptions, trace
+from eesd.export.onnx_graph import ExportOptions, make_graph
 from eesd.export.weights import layout_weights
 from eesd.model.checkpoint import Checkpoint
 
@@ -25,7 +25,7 @@ import json, sys
 from pathlib import Path
 from eesd.common.quantization import BLOCK, UNQUANTIZED, Quantization, Quantizations
 from eesd.export.engine_dir import stored_sources, untrained_head, weight_sources
-from eesd.export.onnx_graph import ExportOptions, to_proto, trace
+from eesd.export.onnx_graph import ExportOptions, to_proto, make_graph
 from eesd.export.weights import layout_weights, write_weights
 from eesd.model.checkpoint import Checkpoint
 
@@ -42,7 +42,8 @@ head = untrained_head(checkpoint, int(sys.argv[2]))
 kind = dict(enumerate(sys.argv)).get(5)
 quantization = Quantizations(*[Quantization(kind, BLOCK)] * 3) if kind else UNQUANTIZED
 options = ExportOptions(sys.argv[3], 4096, 32, 8, quantization=quantization)
-graphs = [trace(kind, checkpoint.geometry, head.config, options) for kind in ("draft", "verify")]
+names = ("draft", "verify")
+graphs = [make_graph(name, checkpoint.geometry, head.config, options) for name in names]
 layout = layout_weights((graph.weights for graph in graphs))
 """
 
@@ -141,9 +142,9 @@ def test_writing_changed_weights_takes_the_memory_of_one_tensor(
 def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
     """Some weights of the file are those of the checkpoint."""
     head, options = untrained_head(checkpoint, 1), ExportOptions("float16", 4096, 32, 8)
-    graph = trace("verify", checkpoint.geometry, head.config, options)
+    graph = make_graph("verify", checkpoint.geometry, head.config, options)
     layout = layout_weights(
-        [trace("draft", checkpoint.geometry, head.config, options).weights, graph.weights]
+        [make_graph("draft", checkpoint.geometry, head.config, options).weights, graph.weights]
     )
     sources = stored_sources(
         layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry

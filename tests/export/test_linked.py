@@ -33,7 +33,6 @@ from eesd.export.inspect import main as inspect_main
 from eesd.runtime.llm import Speculation
 
 FamilyDir = Callable[[str], Path]
-pytestmark = pytest.mark.usefixtures("traced_once")
 
 PROMPT = [1, 17, 5, 40, 3, 88, 61]
 SHARDED = "codellama"  # float32, in several files

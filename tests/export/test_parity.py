@@ -28,8 +28,6 @@ from eesd.export.parity import LEAST_COSINE, compare_engines
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 LAYERS = 2
 FOUR_LAYERS = "llama-head-dim"
 

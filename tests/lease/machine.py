@@ -16,7 +16,7 @@ from lease import Lease
 COPIED = 1 << 30
 """Bytes of a copy on a GPU, larger than its caches."""
 LAUNCHES = 1000
-WANTED = "tensorrt tensorrt_rtx onnxruntime onnx onnxscript transformers gguf triton torchao pytest"
+WANTED = "tensorrt tensorrt_rtx onnxruntime onnx transformers gguf triton torchao pytest"
 SERVING = ("fastapi", "prometheus_client", "uvicorn")
 
 

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from eesd.common.quantization import FP8
 from eesd.common.weights import model_shapes, weight_bytes, weights_of
 from eesd.export.memory import estimate_memory
-from eesd.export.onnx_graph import ExportOptions, trace
+from eesd.export.onnx_graph import ExportOptions, make_graph
 from eesd.export.outline import outlined
 from eesd.export.predict import GPUS, predict
 from eesd.model.checkpoint import Checkpoint
@@ -134,7 +134,7 @@ def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(
         manifest.dtype, manifest.max_seq_len, quantization=manifest.quantization
     )
     for name, graph in (("draft", manifest.draft), ("verify", manifest.verify[0])):
-        found = trace(name, manifest.geometry, manifest.exit_head, options)
+        found = make_graph(name, manifest.geometry, manifest.exit_head, options)
         assert {weight.name: weight for weight in found.weights} == weights_of(manifest, graph)
 
 

@@ -28,14 +28,12 @@ from support.lossless_checks import (
     check_tree_drafts,
 )
 from support.mutants import mutate
-from support.tracing import traced
 from support.without_operators import needs_operators, without_operators
 
 from eesd.common.draft_vocab import DraftColumns
 from eesd.controllers import make_controller
 from eesd.export import onnx_graph
-from eesd.model import graphs
-from eesd.model.exit_head import ExitHead
+from eesd.export.onnx_ops import OnnxOperations
 from eesd.runtime import session
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding import round as decoding_round
@@ -187,8 +185,7 @@ def test_a_mistake_in_the_draft_vocabulary_shows_in_the_proposals(
 def test_a_draft_graph_that_forgets_the_draft_vocabulary_is_caught(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
-    monkeypatch.setattr(ExitHead, "tokens", lambda _, columns: columns)
+    mutate(monkeypatch, onnx_graph, "_write_draft", "if head.draft_vocab:", "if False:")
     # It would refuse a graph without the map.
     monkeypatch.setattr(tiny_models, "build_for_cpu", lambda *_: None)
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
@@ -468,8 +465,7 @@ def test_one_changed_bit_of_a_logit_is_caught(
 def export_unfolded(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Path:
     """Engines whose verify graph keeps heads apart, as the draft's does: one token's attention then
     has a single query."""
-    monkeypatch.setattr(onnx_graph, "_traced", traced)  # not one that was traced before
-    monkeypatch.setattr(graphs, "fold_mask", lambda inputs, *_: inputs)
+    monkeypatch.setattr(OnnxOperations, "_folded", lambda *_: False)
     model = tiny_models.build(directory / "model", 97, layers=3, damping=0.3, seed=0)
     return export_engine(model, directory / "plans", "--max-seq-len", 256)
 

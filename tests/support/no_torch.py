@@ -5,7 +5,7 @@ import sys
 
 class Blocker:
     blocked = {
-        "torch", "transformers", "onnx_ir", "onnxscript", "safetensors", "huggingface_hub", "onnx",
+        "torch", "transformers", "safetensors", "huggingface_hub", "onnx",
         "ml_dtypes",
     }
 

@@ -7,14 +7,15 @@ torch.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from eesd.common.architecture import Block, Model
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError, refused
-from eesd.common.geometry import ExitConfig, Geometry, draft_columns
+from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.manifest import MANIFEST_FILE, GraphInfo, Manifest
 from eesd.common.quantization import (
     BITS,
@@ -29,6 +30,7 @@ from eesd.common.quantization import (
     is_linear,
     parts_of,
 )
+from eesd.common.shapes import NO_HEAD, block_weights, graph_needs
 
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -45,23 +47,8 @@ MINIMUMS = ".minimums"
 FACTOR = ".factor"
 """Suffix that turns the name of a quantized weight into the name of the factor of its scales."""
 
-_KV_MODULES = (
-    "input_layernorm",
-    "hidden_norm",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.k_norm",
-)
-"""The modules of a block that compute its keys and values."""
-FUSE, FUSE_NORM = "fuse_proj", "fuse_norm"
-"""Names in an EAGLE-3 head of the product that makes one state of those of several layers, and of
-the norms before it."""
-_STATES = (f"{EXIT_HEAD}deep.", f"{EXIT_HEAD}{FUSE}.", f"{EXIT_HEAD}{FUSE_NORM}.")
-"""Prefixes of the modules that make states, which the draft does not have."""
 HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
 """The rotary tables of an EAGLE-3 head, whose frequencies are its own."""
-DEEP_IN = "deep_in_proj"
-"""Name in the exit head of the product that takes a deep state into the draft."""
 DEEP = f"{EXIT_HEAD}deep"
 """Prefix of the weights that make deep states and read them."""
 
@@ -73,8 +60,6 @@ _SPLIT = {
 }
 """Layers by the side. A deep state is split as the keys and values of its cache."""
 
-ROUTER = "mlp.gate.weight"
-"""Name in a block of what chooses its experts."""
 _IN_BLOCK = re.compile(r"(?:layers|blocks)\.[0-9]+\.")
 """What stands before the name that a weight has in its block."""
 
@@ -179,7 +164,7 @@ def stored_weight(
     """
     shape = tuple(shape)
     if name in (*ROTARY_TABLES, *HEAD_TABLES) or (wide_norms and name.endswith("norm.weight")):
-        # Rounded where they are used; see the module that is traced.
+        # Rounded where they are used.
         return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
@@ -207,7 +192,7 @@ def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfi
     """Shapes of weights or biases of a block of the model or of a head."""
     shapes = block_shapes(geometry.dense) | block_shapes(geometry)
     if exit_config.eagle and parts[0].startswith(EXIT_HEAD):
-        shapes = block_shapes(exit_config.eagle.block, 2)
+        shapes = block_weights(replace(Model(geometry, exit_config).exit_block(0), prefix=""))
     return [shapes[_IN_BLOCK.split(part)[-1]] for part in parts]
 
 
@@ -248,119 +233,47 @@ def lm_head_name(geometry: Geometry) -> str:
     return EMBEDDINGS if geometry.tied_embeddings else LM_HEAD
 
 
-def block_shapes(geometry: Geometry, inputs: int = 1) -> dict[str, Shape]:
-    """Name and shape of every weight of one decoder block, by the names that Llama's have in a
-    Hugging Face checkpoint. Its attention reads so many ``inputs`` of the hidden size, side by
-    side."""
-    hidden, inner, head = geometry.hidden_size, geometry.intermediate_size, geometry.head_dim
-    widths = {
-        "q": geometry.num_heads * head,
-        "k": geometry.num_kv_heads * head,
-        "v": geometry.num_kv_heads * head,
-    }
-    norms = {
-        "input_layernorm": geometry.norm_before,
-        "post_attention_layernorm": geometry.norm_before,
-    }
-    norms |= {
-        "post_self_attn_layernorm": geometry.norm_behind,
-        "post_mlp_layernorm": geometry.norm_behind,
-    }
-    shapes: dict[str, Shape] = {
-        f"{name}.weight": (hidden,) for name, there in norms.items() if there
-    }
-    for part, width in widths.items():
-        shapes |= _linear(f"self_attn.{part}_proj", inputs * hidden, width, geometry.qkv_bias)
-    shapes |= _linear("self_attn.o_proj", widths["q"], hidden, geometry.output_bias)
-    if geometry.qk_norm or geometry.qk_norm_joint:
-        sizes = (widths["q"], widths["k"]) if geometry.qk_norm_joint else (head, head)
-        shapes |= {
-            f"self_attn.{part}_norm.weight": (size,) for part, size in zip("qk", sizes, strict=True)
-        }
-    experts = geometry.experts
-    if experts is None:
-        return shapes | _mlp_shapes("mlp", hidden, inner, geometry.mlp_bias)
-    shapes[ROUTER] = (experts.count, hidden)
-    for expert in range(experts.count):
-        shapes |= _mlp_shapes(f"mlp.experts.{expert}", hidden, experts.size, bias=False)
-    return shapes
-
-
-def _mlp_shapes(name: str, hidden: int, inner: int, bias: bool) -> dict[str, Shape]:
-    found: dict[str, Shape] = {}
-    for part, inputs, outputs in (
-        ("gate_proj", hidden, inner),
-        ("up_proj", hidden, inner),
-        ("down_proj", inner, hidden),
-    ):
-        found |= _linear(f"{name}.{part}", inputs, outputs, bias)
-    return found
-
-
-def _linear(name: str, inputs: int, outputs: int, bias: bool) -> dict[str, Shape]:
-    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
-    return weight | ({f"{name}.bias": (outputs,)} if bias else {})
+def block_shapes(geometry: Geometry) -> dict[str, Shape]:
+    """Name within a block, and shape, of every weight of a decoder block of this geometry."""
+    return block_weights(Block(geometry, "", 0))
 
 
 def layer_shapes(geometry: Geometry, layers: Iterable[int]) -> dict[str, Shape]:
     """Name and shape of every weight of some base layers."""
-    blocks = {of: block_shapes(of) for of in (geometry, geometry.dense)}
-    return {
-        f"model.layers.{index}.{name}": shape
-        for index in layers
-        for name, shape in blocks[geometry.of_layer(index)].items()
-    }
+    shapes: dict[str, Shape] = {}
+    for layer in layers:
+        shapes |= block_weights(Model(geometry, NO_HEAD).layer(layer))
+    return shapes
 
 
 def model_shapes(geometry: Geometry) -> dict[str, Shape]:
     """Name and shape of every tensor that a checkpoint of the base model must have."""
-    table = (geometry.vocab_size, geometry.hidden_size)
-    ends: dict[str, Shape] = {
-        EMBEDDINGS: table,
-        FINAL_NORM: (geometry.hidden_size,),
-        lm_head_name(geometry): table,
-    }
-    return ends | layer_shapes(geometry, range(geometry.num_layers))
+    shapes = dict(graph_needs(geometry, NO_HEAD, range(geometry.num_layers)).weights)
+    if geometry.tied_embeddings:
+        del shapes[LM_HEAD]
+    return shapes
 
 
 def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that an exit head has, in a checkpoint and in the graphs."""
-    hidden, eagle = geometry.hidden_size, exit_config.eagle
-    block = (
-        block_shapes(eagle.block, 2) | {"hidden_norm.weight": (hidden,)}
-        if eagle
-        else block_shapes(geometry.dense)
-    )
+    every: dict[str, Shape] = {}
+    for layers in (range(geometry.num_layers), None):
+        every |= graph_needs(geometry, exit_config, layers).weights
     shapes = {
-        f"blocks.{index}.{name}": shape
-        for index in range(exit_config.blocks)
-        for name, shape in block.items()
+        name.removeprefix(EXIT_HEAD): shape
+        for name, shape in every.items()
+        if name.startswith(EXIT_HEAD)
     }
-    shapes["norm.weight"] = (hidden,)
-    if eagle:
-        joined, norms = len(eagle.layers) * hidden, eagle.fuse_norms
-        shapes[f"{FUSE}.weight"] = (hidden, joined)
-        shapes |= {f"{FUSE_NORM}.{index}.weight": (joined // norms,) for index in range(norms)}
     if exit_config.draft_vocab:
         shapes[DRAFT_VOCAB] = (exit_config.draft_vocab,)
-    if exit_config.deep:
-        width = 2 * geometry.num_kv_heads * geometry.head_dim
-        shapes[f"{DEEP_IN}.weight"] = (geometry.hidden_size, width)
-        for index in range(len(exit_config.deep)):
-            shapes[f"deep.{index}.norm.weight"] = (geometry.hidden_size,)
-            shapes[f"deep.{index}.state_proj.weight"] = (width, geometry.hidden_size)
-    return shapes | (
-        {LM_HEAD: (draft_columns(geometry, exit_config), geometry.hidden_size)}
-        if exit_config.own_lm_head
-        else {}
-    )
+    return shapes
 
 
 def graph_shapes(
     geometry: Geometry,
     exit_config: ExitConfig,
     slots: int,
-    layers: Iterable[int],
+    layers: range,
     draft: bool,
     dtype: str = "float32",
     quantization: Quantizations = UNQUANTIZED,
@@ -379,27 +292,14 @@ def graph_shapes(
         packed: Whether layers that read the same input and are quantized alike are packed. Linked
             weights are not.
     """
-    layers, base = list(layers), model_shapes(geometry)
-    shapes: dict[str, Shape] = dict.fromkeys(
-        ROTARY_TABLES if layers else (), (slots, geometry.rotary_columns)
-    )
+    needs = graph_needs(geometry, exit_config, None if draft else layers)
+    shapes = dict(needs.weights)
+    if needs.rotates:
+        shapes |= dict.fromkeys(ROTARY_TABLES, (slots, geometry.rotary_columns))
     if exit_config.eagle:
         shapes |= dict.fromkeys(HEAD_TABLES, (slots, exit_config.eagle.block.rotary_columns))
-    shapes |= layer_shapes(geometry, layers)
-    head = {
-        EXIT_HEAD + name: shape for name, shape in exit_head_shapes(geometry, exit_config).items()
-    }
-    ends = []
-    if draft:
-        shapes |= {name: shape for name, shape in head.items() if not name.startswith(_STATES)}
-        ends = [EMBEDDINGS] if exit_config.own_lm_head else [EMBEDDINGS, LM_HEAD]
-    else:
-        if layers[0] == 0:
-            shapes |= _written_by_verify(head, exit_config.blocks)
-            ends += [EMBEDDINGS]
-        if layers[-1] == geometry.num_layers - 1:
-            ends += [FINAL_NORM, LM_HEAD]
-    shapes |= {name: base[lm_head_name(geometry) if name == LM_HEAD else name] for name in ends}
+    if draft and exit_config.draft_vocab:
+        shapes[EXIT_HEAD + DRAFT_VOCAB] = (exit_config.draft_vocab,)
     shapes = _packed_shapes(shapes, quantization) if packed else shapes
     return {
         graph_name(name, shape, geometry, draft, dtype, quantization): shape
@@ -436,19 +336,6 @@ def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
     """Names of the tensors of checkpoint and exit head that a weight of a graph consists of."""
     name = name.removeprefix(DRAFT)
     return (lm_head_name(geometry),) if name == LM_HEAD else parts_of(name)
-
-
-def _written_by_verify(head: dict[str, Shape], blocks: int) -> dict[str, Shape]:
-    """The weights with which verify writes the head's caches: all blocks, but of the last only keys
-    and values; deep states."""
-    last = f"{EXIT_HEAD}blocks.{blocks - 1}."
-    names = [name for name in head if name.startswith((f"{EXIT_HEAD}blocks.", *_STATES))]
-    used = [
-        name
-        for name in names
-        if not name.startswith(last) or name.removeprefix(last).startswith(_KV_MODULES)
-    ]
-    return {name: head[name] for name in used}
 
 
 def weights_of(manifest: Manifest, graph: GraphInfo) -> dict[str, StoredWeight]:
@@ -489,8 +376,8 @@ def _check_tensors(manifest: Manifest) -> None:
         ) and name in shapes
         if not whole or shapes[name][1] % one.block or manifest.linked:
             raise EESDError(
-                f"{MANIFEST_FILE} is damaged (quantization.tensors.{shown(name)}); export the "
-                "model again."
+                f"{MANIFEST_FILE} is damaged (quantization.tensors.{shown(name)}); "
+                "export the model again."
             )
 
 

@@ -1,0 +1,576 @@
+"""The table of operations that writes standard ONNX (opset 24), without a weight in memory.
+
+Norms, rotary embeddings, cache writes and attention are single operators. Shapes are constants: 0
+copies a dimension of the input. Linear layers that read one input are one product over a packed
+weight if they are quantized alike. Linear weights are stored transposed, as MatMul takes them.
+
+A token's results must not depend on the number of tokens in a pass: then drafting changes no bit of
+a logit. ONNX Runtime's products and norms keep this by themselves, attention only with two queries
+or more. So verify *folds* the query heads of a KV head into further queries of that head, and
+without groups computes the first query twice. One attention then reads each cache once, too.
+In float32, prompts keep heads apart, because ONNX Runtime gives each head to one thread, and few
+heads are no even share. From two nodes on both give the same bits. The draft needs no such promise.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from onnx import TensorProto, helper
+
+from eesd.common.architecture import EMBEDDING, Block, Linear, Mixture, Model, Norm
+from eesd.common.geometry import SLIDING, UNROTATED, Geometry, exit_caches
+from eesd.common.manifest import MASKED
+from eesd.common.quantization import EXIT_HEAD, Quantizations, Shape
+from eesd.common.weights import (
+    DRAFT_VOCAB,
+    FACTOR,
+    HEAD_TABLES,
+    MINIMUMS,
+    ROTARY_TABLES,
+    SCALES,
+    ZEROS,
+    StoredWeight,
+    can_be_packed,
+    graph_name,
+    packed_name,
+    stored_weight,
+)
+
+FEW_NODES = 3
+"""Verify folds query heads in calls of B sequences with at most this many times B nodes each; see
+docs/decisions/0058."""
+CONSTANT = "constant."
+"""Prefix of initializers that are no weights."""
+
+
+def onnx_type(dtype: str) -> int:
+    """The number in ``TensorProto.DataType`` of an element type of the project."""
+    names = {"float32": "FLOAT", "float8e4m3fn": "FLOAT8E4M3FN", "float4e2m1": "FLOAT4E2M1"}
+    return int(getattr(TensorProto, names.get(dtype, dtype.upper())))
+
+
+@dataclass
+class OnnxOperations:
+    """Writes the nodes of one graph. A value is the name of a tensor [B, n, columns].
+
+    Attributes:
+        model: The model.
+        shapes: Shapes of the weights that the graph uses, by name.
+        dtype: Element type of weights, caches and activations.
+        slots: S, rows of the rotary tables.
+        quantization: Quantization of the weights.
+        linked: Names of weights that stay in the checkpoint's layout.
+        packs: Whether layers that read one input may be packed.
+        draft: Whether this is the draft graph.
+        folds: Whether query heads are folded.
+        nodes: The nodes so far.
+        initializers: Constants with their values, and weights without data, by name.
+        weights: How the weights that are used are stored, by name.
+    """
+
+    model: Model
+    shapes: Mapping[str, Shape]
+    dtype: str
+    slots: int
+    quantization: Quantizations
+    linked: frozenset[str]
+    packs: bool
+    draft: bool
+    folds: bool
+    nodes: list[Any] = field(default_factory=list)
+    initializers: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, StoredWeight] = field(default_factory=dict)
+    _made: dict[str, str] = field(default_factory=dict)
+    """Values that several nodes use: dequantized weights, tables, masks."""
+
+    @property
+    def geometry(self) -> Geometry:
+        """Geometry of the base model."""
+        return self.model.geometry
+
+    # --- nodes, constants and weights
+
+    def node(self, kind: str, inputs: Sequence[str], name: str = "", **attributes: Any) -> str:
+        """Add a node, and return its output."""
+        output = name or f"{kind}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(kind, inputs, [output], name=output, **attributes))
+        return output
+
+    def nodes_of(
+        self, kind: str, inputs: Sequence[str], count: int, **attributes: Any
+    ) -> list[str]:
+        """Add a node with several outputs."""
+        name = f"{kind}_{len(self.nodes)}"
+        outputs = [f"{name}.{index}" for index in range(count)]
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=name, **attributes))
+        return outputs
+
+    def constant(self, values: Any, dtype: str = "int64") -> str:
+        """A constant. Nodes with the same values share it."""
+        array = np.array(values)
+        text = "_".join(map(str, array.reshape(-1).tolist())).replace("-", "m")
+        name = f"{CONSTANT}{dtype}.{array.ndim}.{text}"
+        if name not in self.initializers:
+            floats = array.reshape(-1).tolist()
+            self.initializers[name] = helper.make_tensor(
+                name, onnx_type(dtype), array.shape, floats
+            )
+        return name
+
+    def _weight(self, name: str, shape: Shape | None = None) -> StoredWeight:
+        """A weight by its name in the description. Packed ones and tables need a shape."""
+        shape = self.shapes[name] if shape is None else shape
+        name = graph_name(name, shape, self.geometry, self.draft, self.dtype, self.quantization)
+        if name not in self.weights:
+            linked, wide = name in self.linked, self.geometry.wide_norms
+            weight = stored_weight(name, shape, self.dtype, self.quantization, linked, wide)
+            self.weights[name] = weight
+            for tensor, (kind, of) in _tensors(weight).items():
+                self.initializers[tensor] = TensorProto(
+                    name=tensor, data_type=onnx_type(kind), dims=of
+                )
+        return self.weights[name]
+
+    def _matrix(self, name: str, shape: Shape | None = None) -> str:
+        """A linear weight [in, out] as MatMul takes it."""
+        weight = self._weight(name, shape)
+        if weight.name in self._made:
+            return self._made[weight.name]
+        value = weight.name
+        if weight.quantization is not None:
+            parts = {tensor.removeprefix(weight.name): tensor for tensor in _tensors(weight)}
+            axis = 0 if weight.transposed else 1
+            value = self._dequantized(parts, weight, weight.stored_shape, axis)
+        if not weight.transposed:
+            value = self.node("Transpose", [value], perm=[1, 0])
+        self._made[weight.name] = value
+        return value
+
+    def _dequantized(
+        self, parts: Mapping[str, str], weight: StoredWeight, shape: Shape, axis: int
+    ) -> str:
+        """Dequantize the parts of a weight, by suffix.
+
+        Scales of another type than the directory's are made float32 first: DequantizeLinear returns
+        the type of the scales, and nothing may be rounded to 16 bits before the minimum is added.
+
+        Args:
+            parts: Levels, and what belongs to them.
+            weight: The weight.
+            shape: Shape of the levels; 0 for dimensions that are not known.
+            axis: Axis of the blocks.
+        """
+        of = weight.quantization
+        assert of is not None
+        casts = of.scales is not None and not of.factor
+        scales = parts[SCALES]
+        if FACTOR in parts:
+            scales = self.node("DequantizeLinear", [scales, parts[FACTOR]])
+        elif casts:
+            scales = self._cast(scales, of.scales, "float32")
+        given = [parts[""], scales, *([parts[ZEROS]] if ZEROS in parts else [])]
+        found = self.node("DequantizeLinear", given, axis=axis, block_size=of.block)
+        if MINIMUMS in parts:
+            least = self._cast(parts[MINIMUMS], of.scales, "float32")
+            blocks, after = [*shape[:axis], shape[axis] // of.block], shape[axis + 1 :]
+            found = self._reshape(found, [*blocks, of.block, *after])
+            found = self.node("Add", [found, self._reshape(least, [*blocks, 1, *after])])
+            found = self._reshape(found, shape)
+        return self._cast(found, "float32", self.dtype) if casts else found
+
+    def _cast(self, x: str, given: str | None, wanted: str) -> str:
+        if given == wanted:
+            return x
+        return self.node("Cast", [x], to=onnx_type(wanted))
+
+    def _reshape(self, x: str, shape: Sequence[int]) -> str:
+        return self.node("Reshape", [x, self.constant(shape)])
+
+    def _split(self, x: str, sizes: Sequence[int], axis: int) -> list[str]:
+        return self.nodes_of("Split", [x, self.constant(sizes)], len(sizes), axis=axis)
+
+    def _slice(self, x: str, start: int, stop: int, axis: int) -> str:
+        ends = [self.constant([number]) for number in (start, stop, axis)]
+        return self.node("Slice", [x, *ends])
+
+    def _unsqueeze(self, x: str, *axes: int) -> str:
+        return self.node("Unsqueeze", [x, self.constant(axes)])
+
+    # --- operations
+
+    def embed(self, ids: str) -> str:
+        weight = self._weight(f"{EMBEDDING}.weight")
+        parts = {tensor.removeprefix(weight.name): tensor for tensor in _tensors(weight)}
+        rows = {suffix: self.node("Gather", [part, ids]) for suffix, part in parts.items()}
+        x = rows[""]
+        if weight.quantization is not None:
+            x = self._dequantized(rows, weight, (0, 0, weight.shape[1]), 2)
+        scale = self.geometry.embedding_scale
+        if scale == 1:
+            return x
+        wide = self._cast(x, self.dtype, "float32")
+        scaled = self.node("Mul", [wide, self.constant(scale, "float32")])
+        return self._cast(scaled, "float32", self.dtype)
+
+    def norm(self, x: str, norm: Norm) -> str:
+        weight = self._weight(f"{norm.name}.weight")
+        x = self._cast(x, self.dtype, weight.dtype)
+        attributes: dict[str, Any] = {"axis": -1, "epsilon": norm.eps, "stash_type": 1}
+        normed = self.node("RMSNormalization", [x, weight.name], **attributes)
+        return self._cast(normed, weight.dtype, self.dtype)
+
+    def product(
+        self,
+        x: str,
+        layers: Sequence[Linear],
+        name: str,
+        norm: Norm | None = None,
+        residual: Sequence[str] = (),
+        activation: str = "",
+    ) -> str:
+        y = self._linear(self.norm(x, norm) if norm else x, layers)
+        if activation:
+            y = self._gated(y, layers, activation)
+        return self.add(residual, y, name) if residual else y
+
+    def _linear(self, x: str, layers: Sequence[Linear]) -> str:
+        """The outputs of linear layers side by side."""
+        names = [f"{layer.name}.weight" for layer in layers]
+        several = len(layers) > 1 and self.packs
+        if several and can_be_packed(names, self.shapes.__getitem__, self.quantization):
+            return self._packed(x, names, layers)
+        outputs = [self.node("MatMul", [x, self._matrix(name)]) for name in names]
+        for index, layer in enumerate(layers):
+            if layer.bias:
+                bias = self._weight(f"{layer.name}.bias").name
+                outputs[index] = self.node("Add", [outputs[index], bias])
+        return outputs[0] if len(outputs) == 1 else self.node("Concat", outputs, axis=-1)
+
+    def _packed(self, x: str, names: Sequence[str], layers: Sequence[Linear]) -> str:
+        """The outputs of layers whose weights are one."""
+        rows, inputs = sum(layer.outputs for layer in layers), self.shapes[names[0]][1]
+        y = self.node("MatMul", [x, self._matrix(packed_name(names), (rows, inputs))])
+        biases = [f"{layer.name}.bias" for layer in layers if layer.bias]
+        if not biases:
+            return y
+        return self.node("Add", [y, self._weight(packed_name(biases), (rows,)).name])
+
+    def _gated(self, y: str, layers: Sequence[Linear], activation: str) -> str:
+        """The activated gate times up, which stand side by side in y."""
+        gate, up = self._split(y, [layer.outputs for layer in layers], -1)
+        if activation == "silu":
+            active = self.node("Mul", [gate, self.node("Sigmoid", [gate])])
+        else:
+            active = self.node("Gelu", [gate], approximate="tanh")
+        return self.node("Mul", [active, up])
+
+    def mixture(
+        self,
+        x: str,
+        block: Block,
+        mixture: Mixture,
+        name: str,
+        norm: Norm | None,
+        residual: Sequence[str],
+    ) -> str:
+        """Each expert runs on all tokens.
+
+        Its inputs are 0 where a token does not use it, and so are its outputs, whatever the range
+        of the type is.
+        """
+        x = self.norm(x, norm) if norm else x
+        weights = self._shares(x, block, mixture.router)
+        zero = self.constant(0.0, self.dtype)
+        uses = self.node("Cast", [self.node("Greater", [weights, zero])], to=onnx_type(self.dtype))
+        ones = [1] * len(mixture.experts)
+        columns = zip(self._split(uses, ones, -1), self._split(weights, ones, -1), strict=True)
+        total = ""
+        for (gate, up, down), (used, weight) in zip(mixture.experts, columns, strict=True):
+            own = self.node("Mul", [x, used])
+            gated = self._gated(
+                self._linear(own, [gate, up]), [gate, up], block.geometry.activation
+            )
+            added = self.node("Mul", [self._linear(gated, [down]), weight])
+            total = self.node("Add", [total, added]) if total else added
+        return self.add(residual, total, name) if residual else total
+
+    def _shares(self, x: str, block: Block, router: Linear) -> str:
+        """The weights of the experts [B, n, E], 0 where a token does not use one."""
+        experts = block.geometry.experts
+        assert experts is not None
+        scores = self._cast(self._linear(x, [router]), self.dtype, "float32")
+        shares = self.node("Softmax", [scores], axis=-1)
+        best, indices = self.nodes_of("TopK", [shares, self.constant([experts.used])], 2, axis=-1)
+        if experts.normed:
+            total = self.node("ReduceSum", [best, self.constant([-1])], keepdims=1)
+            best = self.node("Div", [best, total])
+        shape = self.node("Shape", [shares])
+        none = self.node("Expand", [self.constant(0.0, "float32"), shape])
+        found = self.node("ScatterElements", [none, indices, best], axis=-1)
+        return self._cast(found, "float32", self.dtype)
+
+    def add(self, residual: Sequence[str], y: str, name: str) -> str:
+        first, *others = residual
+        total = self.node("Add", [first, y])
+        for other in others:
+            total = self.node("Add", [total, other])
+        return total
+
+    def split(self, x: str, sizes: Sequence[int], names: Sequence[str]) -> Sequence[str]:
+        return self._split(x, sizes, -1)
+
+    def concat(self, parts: Sequence[str], name: str) -> str:
+        return self.node("Concat", parts, axis=-1) if len(parts) > 1 else parts[0]
+
+    def attention(self, qkv: str, block: Block, name: str, attends: bool) -> str:
+        geometry = block.geometry
+        kv_heads, size = geometry.num_kv_heads, geometry.head_dim
+        heads = self._heads_apart(qkv, size)
+        counts = [geometry.num_heads, kv_heads, kv_heads] if attends else [kv_heads, kv_heads]
+        *queries, keys, values = self._split(heads, counts, 1)
+        turned = [self._turned(q, block, "self_attn.q_norm") for q in queries]
+        keys = self._write(f"key_{block.cache}", self._turned(keys, block, "self_attn.k_norm"))
+        values = self._write(f"value_{block.cache}", values)
+        if not attends:
+            return ""
+        mask = self._mask(block)
+        attended = self._attended(turned[0], keys, values, mask, geometry)
+        return self._heads_joined(attended, geometry.num_heads * size)
+
+    def _heads_apart(self, x: str, size: int) -> str:
+        """[B, heads, n, D] of [B, n, heads D]."""
+        return self.node("Transpose", [self._reshape(x, [0, 0, -1, size])], perm=[0, 2, 1, 3])
+
+    def _heads_joined(self, x: str, columns: int, tokens: int = 0) -> str:
+        """[B, n, heads D] of [B, heads, n, D]."""
+        apart = self.node("Transpose", [x], perm=[0, 2, 1, 3])
+        return self._reshape(apart, [0, tokens, columns])
+
+    def _turned(self, x: str, block: Block, norm: str) -> str:
+        """Queries or keys [B, heads, n, D], normalized and rotated."""
+        geometry = block.geometry
+        if geometry.qk_norm and not geometry.qk_norm_rotated:
+            x = self.norm(x, block.norm(norm))
+        if block.kind != UNROTATED:
+            x = self.node("RotaryEmbedding", [x, *self._tables(block), "position_ids"])
+        if geometry.qk_norm and geometry.qk_norm_rotated:
+            x = self.norm(x, block.norm(norm))
+        return x
+
+    def _tables(self, block: Block) -> list[str]:
+        """The rotary tables of a block. They are float32, and rounded here."""
+        geometry = block.geometry
+        half, columns = geometry.head_dim // 2, geometry.rotary_columns
+        local = block.kind == SLIDING and geometry.local_theta > 0
+        names = HEAD_TABLES if block.eagle else ROTARY_TABLES
+        return [self._table(name, half, columns, local) for name in names]
+
+    def _table(self, name: str, half: int, columns: int, local: bool) -> str:
+        key = f"{name}.{'local' if local else 'full'}"
+        if key not in self._made:
+            weight = self._weight(name, (self.slots, columns))
+            value = self._cast(weight.name, "float32", self.dtype)
+            if columns > half:
+                value = self._slice(value, half * local, half * (1 + local), 1)
+            self._made[key] = value
+        return self._made[key]
+
+    def _write(self, cache: str, new: str) -> str:
+        """Write keys or values [B, KV, n, D] into a cache, which becomes an output."""
+        return self.node("TensorScatter", [cache, new, "write_indices"], f"{cache}_out", axis=2)
+
+    def _attended(self, q: str, keys: str, values: str, mask: str, geometry: Geometry) -> str:
+        """Grouped-query attention [B, H, n, D] over all slots of the caches [B, KV, S, D]."""
+        group = geometry.num_heads // geometry.num_kv_heads
+        attributes: dict[str, Any] = {"scale": geometry.score_scale}
+        if geometry.attention_cap:
+            attributes["softcap"] = geometry.attention_cap
+        if not self._folded(geometry):
+            return self.node("Attention", [q, keys, values, mask], **attributes)
+        if group == 1:
+            twice = self.node("Concat", [q, self._slice(q, 0, 1, 2)], axis=2)
+            found = self.node("Attention", [twice, keys, values, mask], **attributes)
+            return self._slice(found, 0, -1, 2)
+        folded = self.constant([0, geometry.num_kv_heads, -1, geometry.head_dim])
+        apart = [0, geometry.num_heads, -1, geometry.head_dim]
+        if self._parts_heads:
+            folded = self._where_many(self.constant(apart), folded)
+        found = self.node("Reshape", [q, folded])
+        found = self.node("Attention", [found, keys, values, mask], **attributes)
+        return self._reshape(found, apart)
+
+    def _folded(self, geometry: Geometry) -> bool:
+        """Whether attention folds query heads. TensorRT-RTX has no kernel for it with one KV
+        head."""
+        return self.folds and (geometry.num_kv_heads > 1 or self.dtype == "float32")
+
+    @property
+    def _parts_heads(self) -> bool:
+        """Whether calls with many nodes keep heads apart: on the CPU, where prompts of 16-bit
+        directories seldom are."""
+        return not self.draft and self.dtype == "float32"
+
+    def _where_many(self, many: str, few: str) -> str:
+        """A shape for calls with many nodes, or for those with few."""
+        key = f"where {many} {few}"
+        if key not in self._made:
+            self._made[key] = self.node("Where", [self._has_many_nodes(), many, few])
+        return self._made[key]
+
+    def _has_many_nodes(self) -> str:
+        """Whether a call has many nodes, [1]."""
+        if "many" not in self._made:
+            batch = self.node("Shape", ["position_ids"], start=0, end=1)
+            count = self.node("Shape", ["position_ids"], start=1, end=2)
+            few = self.node("Mul", [batch, self.constant([FEW_NODES])])
+            self._made["many"] = self.node("Less", [few, count])
+        return self._made["many"]
+
+    def _mask(self, block: Block) -> str:
+        """The mask of a block's attention, with a row for each query of a KV head."""
+        geometry = block.geometry
+        kind = "eagle" if block.eagle else SLIDING if block.kind == SLIDING else "all"
+        group = geometry.num_heads // geometry.num_kv_heads
+        key = f"mask {kind}"
+        if key not in self._made:
+            made = {"eagle": self._own_mask, SLIDING: self._near_mask}.get(kind)
+            mask = made() if made else "attn_mask"
+            self._made[key] = self._repeated(mask, group) if self._folded(geometry) else mask
+        return self._made[key]
+
+    def _repeated(self, mask: str, group: int) -> str:
+        """A mask [B, 1, n, S] for folded heads: [B, 1, group n, S]."""
+        if group == 1:
+            return self.node("Concat", [mask, self._slice(mask, 0, 1, 2)], axis=2)
+        if not self._parts_heads:
+            return self.node("Concat", [mask] * group, axis=2)
+        times = [self.constant([1, 1, count, 1]) for count in (1, group)]
+        return self.node("Tile", [mask, self._where_many(*times)])
+
+    def _near_mask(self) -> str:
+        """The mask of sliding layers: tokens further than the window are hidden.
+
+        Slots of tokens that a round has not committed are within the window of each of its nodes,
+        as long as the window is longer than a round. So a slot's number stands for its position.
+        """
+        window = self.constant(self.geometry.window)
+        first = self.node("Sub", [self._unsqueeze("position_ids", 1, 3), window])
+        hidden = self.node("LessOrEqual", [self._numbers(3), first])
+        hidden = self.node("Cast", [hidden], to=onnx_type(self.dtype))
+        hidden = self.node("Mul", [hidden, self.constant(float(MASKED), self.dtype)])
+        return self.node("Min", ["attn_mask", hidden])
+
+    def _own_mask(self) -> str:
+        """The mask of an EAGLE-3 head, which hides the first slot from all but its own token."""
+        is_first = self.node("Equal", [self._numbers(3), self.constant(0)])
+        follows = self.node("Greater", [self._own_slots(), self.constant(0)])
+        hidden = self.node("And", [is_first, self._unsqueeze(follows, 1, 3)])
+        masked = self.constant(float(MASKED), self.dtype)
+        return self.node("Where", [hidden, masked, "attn_mask"])
+
+    def _numbers(self, axis: int) -> str:
+        """0, 1, ... for the places of the mask along an axis."""
+        key = f"numbers {axis}"
+        if key not in self._made:
+            size = self.node("Shape", ["attn_mask"], start=axis, end=axis + 1)
+            ends = self.constant(0), self.node("Squeeze", [size]), self.constant(1)
+            self._made[key] = self.node("Range", ends)
+        return self._made[key]
+
+    def _own_slots(self) -> str:
+        """The slot of each token [B, n]."""
+        return self.node("Add", [self._unsqueeze("write_indices", 1), self._numbers(2)])
+
+    def _state_caches(self) -> list[str]:
+        """The caches of states: keys, then values, of one after another."""
+        geometry, head = self.model
+        caches = exit_caches(geometry, head)[head.blocks :]
+        return [f"{part}_{cache}" for cache in caches for part in ("key", "value")]
+
+    def write_state(self, x: str, name: str) -> str:
+        geometry, caches = self.geometry, self._state_caches()
+        kv_heads, size = geometry.num_kv_heads, geometry.head_dim
+        spare = len(caches) * kv_heads * size - geometry.hidden_size
+        if self.model.head.eagle and spare:
+            x = self.node("Pad", [x, self.constant([0, 0, 0, 0, 0, spare])])
+        parts = self._split(self._heads_apart(x, size), [kv_heads] * len(caches), 1)
+        for cache, part in zip(caches, parts, strict=True):
+            self._write(cache, part)
+        return x
+
+    def _gathered(self, cache: str, slots: str) -> str:
+        """Rows of a cache at slots [B, 1, n, 1]: [B, KV, n, D]."""
+        shape = self.constant([1, self.geometry.num_kv_heads, 1, self.geometry.head_dim])
+        every = self.node("Expand", [slots, shape])
+        return self.node("GatherElements", [cache, every], axis=2)
+
+    def carry_state(self, name: str) -> str:
+        is_there = self.node("Greater", ["write_indices", self.constant(0)])
+        number = self.node("Cast", [is_there], to=TensorProto.INT64)
+        before = self._unsqueeze(self.node("Sub", ["write_indices", number]), 1, 2, 3)
+        factor = self.node("Cast", [is_there], to=onnx_type(self.dtype))
+        factor = self._unsqueeze(factor, 1, 2, 3)
+        zeros = self.node("Mul", ["position_ids", self.constant(0)])
+        every = self._unsqueeze(self._cast(zeros, "int64", self.dtype), 1, 3)
+        found = []
+        for cache in self._state_caches():
+            state = self.node("Mul", [self._gathered(cache, before), factor])
+            self._write(cache, self.node("Add", [state, every]))
+            found.append(state)
+        return self._heads_joined(self.node("Concat", found, axis=1), self.model.state_width, 1)
+
+    def parent_state(self, name: str, written: str | None = None) -> str:
+        parent = self._parents()
+        is_there = self.node("GreaterOrEqual", [parent, self.constant(0)])
+        is_there = self.node("Cast", [is_there], to=onnx_type(self.dtype))
+        slots = self._unsqueeze(self.node("Clip", [parent, self.constant(0)]), 1, 3)
+        suffix = "" if written is None else "_out"
+        parts = [self._gathered(f"{cache}{suffix}", slots) for cache in self._state_caches()]
+        geometry, hidden = self.geometry, self.geometry.hidden_size
+        columns = len(parts) * geometry.num_kv_heads * geometry.head_dim
+        states = self._heads_joined(self.node("Concat", parts, axis=1), columns)
+        if columns > hidden:
+            states = self._slice(states, 0, hidden, 2)
+        return self.node("Mul", [states, self._unsqueeze(is_there, 2)])
+
+    def _parents(self) -> str:
+        """The slot [B, n] of the token that each token follows; -1 for one that follows none."""
+        seen = self.node("Gather", ["attn_mask", self.constant(0)], axis=1)
+        seen = self.node("Greater", [seen, self.constant(MASKED / 2, self.dtype)])
+        earlier = self.node("Less", [self._numbers(3), self._unsqueeze(self._own_slots(), 2)])
+        before = self.node("And", [seen, earlier])
+        numbers = self.node("Cast", [self._numbers(3)], to=TensorProto.FLOAT)  # exact below 2 ** 24
+        found = self.node("Where", [before, numbers, self.constant(-1.0, "float32")])
+        found = self.node("ReduceMax", [found, self.constant([-1])], keepdims=0)
+        return self.node("Cast", [found], to=TensorProto.INT64)
+
+    def last(self, x: str) -> str:
+        return self.node("Gather", [x, "logit_rows"], axis=1)
+
+    def logits(self, x: str, head: Linear, norm: Norm | None, cap: float) -> str:
+        logits = self._cast(self.product(x, [head], "logits", norm), self.dtype, "float32")
+        if not cap:
+            return logits
+        most = self.constant(cap, "float32")
+        return self.node("Mul", [self.node("Tanh", [self.node("Div", [logits, most])]), most])
+
+    def draft_vocab(self, columns: int) -> str:
+        """The ids of the draft vocabulary [Vd]."""
+        return self._weight(EXIT_HEAD + DRAFT_VOCAB, (columns,)).name
+
+
+def _tensors(weight: StoredWeight) -> dict[str, tuple[str, Shape]]:
+    """Element type and shape of the tensors that are stored for a weight, by name."""
+    of = weight.quantization
+    if of is None:
+        return {weight.name: (weight.dtype, weight.stored_shape)}
+    kinds = {SCALES: weight.scales_dtype, MINIMUMS: weight.scales_dtype, ZEROS: of.weights}
+    found = {weight.name: (of.weights, weight.stored_shape)}
+    for suffix, kind in kinds.items():
+        if weight.name + suffix in weight.tensors:
+            found[weight.name + suffix] = (kind, weight.scales_shape)
+    if of.factor:
+        found[weight.name + FACTOR] = (weight.dtype, ())
+    return found

@@ -1,0 +1,409 @@
+"""The model, written once: blocks, exit heads, draft and verify as calls of some fifteen
+operations.
+
+Nothing else describes a block. A *table of operations* (:class:`Operations`) gives the operations a
+meaning: the shapes of the weights, a standard ONNX graph, a graph of this project's operators, or
+torch. A new part of a block is written here and in the tables that shall have it.
+
+**Draft** is the first N layers and the exit head, **verify** the whole model. Both share one set of
+L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks; caches of states
+follow. Verify writes all of them, so the draft can go on at once after a verify pass. Verify can be
+split by layers into stages. A head that reads states of layers needs a single stage.
+
+The module needs neither torch nor onnx.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
+
+from eesd.common.geometry import FULL, Eagle, ExitConfig, Geometry, draft_columns
+from eesd.common.quantization import EXIT_HEAD
+
+X = TypeVar("X")
+"""A value: what a table of operations computes with."""
+EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+"""Modules at the ends of the base model. A weight is called like its module, and ``.weight``."""
+ROUTER = "mlp.gate"
+"""Name in a block of the product that chooses its experts."""
+FUSE, FUSE_NORM = "fuse_proj", "fuse_norm"
+"""Names in an EAGLE-3 head of the product that fuses the states of layers, and its norms."""
+DEEP_IN = "deep_in_proj"
+"""Name in the exit head of the product that takes a deep state into the draft."""
+
+
+class Linear(NamedTuple):
+    """A linear layer.
+
+    Attributes:
+        name: Name of the module.
+        outputs: Its number of outputs.
+        bias: Whether it has a bias.
+    """
+
+    name: str
+    outputs: int
+    bias: bool = False
+
+
+class Norm(NamedTuple):
+    """An RMSNorm: the name of the module, and what is added to the mean square."""
+
+    name: str
+    eps: float
+
+
+class Mixture(NamedTuple):
+    """The linear layers of a mixture of experts: the router, and of each expert gate, up and
+    down."""
+
+    router: Linear
+    experts: Sequence[tuple[Linear, Linear, Linear]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A decoder block.
+
+    Attributes:
+        geometry: Geometry of this block: with experts or without.
+        prefix: Beginning of its modules' names, such as ``model.layers.3.``.
+        cache: Index of its cache.
+        kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
+        eagle: The EAGLE-3 head that the block belongs to. Its attention reads an embedding and a
+            state side by side, hides the first slot, and has rotary tables of its own.
+    """
+
+    geometry: Geometry
+    prefix: str
+    cache: int
+    kind: str = FULL
+    eagle: Eagle | None = None
+
+    def norm(self, name: str) -> Norm:
+        """A norm of the block."""
+        return Norm(f"{self.prefix}{name}", self.geometry.rms_norm_eps)
+
+    def joins_heads(self) -> bool:
+        """Whether queries and keys are normalized over all heads together."""
+        return self.geometry.qk_norm_joint
+
+
+class Operations(Protocol[X]):
+    """The operations on values X, which stand for hidden states [..., columns] of some tokens.
+
+    ``name`` is the name of an operation's result within a graph.
+    """
+
+    def embed(self, ids: X) -> X:
+        """The embeddings of token ids, times the geometry's factor."""
+        ...
+
+    def norm(self, x: X, norm: Norm) -> X:
+        """RMSNorm."""
+        ...
+
+    def product(
+        self,
+        x: X,
+        layers: Sequence[Linear],
+        name: str,
+        norm: Norm | None = None,
+        residual: Sequence[X] = (),
+        activation: str = "",
+    ) -> X:
+        """The outputs of linear layers of x side by side, with what ``residual`` has added to them.
+
+        ``norm`` comes before. With an ``activation``, the layers are gate and up of an MLP, and the
+        result is the activated gate times up.
+        """
+        ...
+
+    def mixture(
+        self,
+        x: X,
+        block: Block,
+        mixture: Mixture,
+        name: str,
+        norm: Norm | None,
+        residual: Sequence[X],
+    ) -> X:
+        """The sum of a few MLPs, which the router chooses for each token, and of its weights."""
+        ...
+
+    def add(self, residual: Sequence[X], y: X, name: str) -> X:
+        """The sum of all, from the first to the last and y. Tables may add in another order."""
+        ...
+
+    def split(self, x: X, sizes: Sequence[int], names: Sequence[str]) -> Sequence[X]:
+        """Parts of the columns."""
+        ...
+
+    def concat(self, parts: Sequence[X], name: str) -> X:
+        """Columns side by side."""
+        ...
+
+    def attention(self, qkv: X, block: Block, name: str, attends: bool) -> X:
+        """Write keys and values into the block's cache, and attend to it.
+
+        Args:
+            qkv: Queries, keys and values of all heads side by side. Without ``attends`` there are
+                no queries, and nothing uses the result.
+            block: The block, whose geometry says how heads are normalized, rotated and scored.
+            name: Name of the result.
+            attends: Whether there are queries.
+        """
+        ...
+
+    def write_state(self, x: X, name: str) -> X:
+        """Write states into the tokens' slots of the caches of states."""
+        ...
+
+    def carry_state(self, name: str) -> X:
+        """The deep state before the first token, which is copied into the slots of all tokens."""
+        ...
+
+    def parent_state(self, name: str, written: X | None = None) -> X:
+        """The state of the token that each token follows. ``written`` was written before."""
+        ...
+
+    def last(self, x: X) -> X:
+        """The rows of the tokens that get logits."""
+        ...
+
+    def logits(self, x: X, head: Linear, norm: Norm | None, cap: float) -> X:
+        """The logits in float32, between -cap and cap if there is one."""
+        ...
+
+
+class Model(NamedTuple):
+    """A base model and its exit head."""
+
+    geometry: Geometry
+    head: ExitConfig
+
+    def layer(self, index: int) -> Block:
+        """The block of a base layer."""
+        geometry = self.geometry
+        kind = geometry.kind(index)
+        return Block(geometry.of_layer(index), f"model.layers.{index}.", index, kind)
+
+    def exit_block(self, index: int) -> Block:
+        """A block of the exit head."""
+        geometry, eagle = self.geometry, self.head.eagle
+        prefix, cache = f"{EXIT_HEAD}blocks.{index}.", geometry.num_layers + index
+        if eagle is not None:
+            return Block(eagle.block, prefix, cache, FULL, eagle)
+        return Block(geometry.dense, prefix, cache, geometry.head_kinds(self.head.blocks)[index])
+
+    def head_norm(self, name: str) -> Norm:
+        """A norm of the exit head."""
+        eagle = self.head.eagle
+        geometry = self.geometry if eagle is None else eagle.block
+        return Norm(f"{EXIT_HEAD}{name}", geometry.rms_norm_eps)
+
+    @property
+    def state_width(self) -> int:
+        """Columns of a deep state: the keys and values of a token in one cache."""
+        return 2 * self.geometry.num_kv_heads * self.geometry.head_dim
+
+
+def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
+    """The whole model, or a stage of it.
+
+    Args:
+        o: The table of operations.
+        model: The model.
+        x: Token ids for the first stage, hidden states for the others.
+        layers: The base layers of the stage.
+
+    Returns:
+        Logits from the last stage, hidden states from the others.
+    """
+    geometry, head = model
+    if layers.start == 0:
+        x = o.embed(x)
+    embedded = x
+    states: list[X] = []
+    for index in layers:
+        x = block(o, model.layer(index), x)
+        if index == head.layer - 1:
+            _write_exit_caches(o, model, x)
+        if index + 1 in head.read_layers:
+            states.append(x)
+    if states and head.eagle:
+        _write_eagle(o, model, embedded, states)
+    elif states:
+        o.write_state(deep_state(o, model, states), "deep_state")
+    if layers.stop < geometry.num_layers:
+        return x
+    columns = Linear(LM_HEAD, geometry.vocab_size)
+    final = Norm(FINAL_NORM, geometry.rms_norm_eps)
+    return o.logits(o.last(x), columns, final, geometry.logit_cap)
+
+
+def draft(o: Operations[X], model: Model, x: X) -> X:
+    """The first N layers and the exit head: logits of token ids x."""
+    x = o.embed(x)
+    for index in range(model.head.layer):
+        x = block(o, model.layer(index), x)
+    return exit_head(o, model, x)
+
+
+def exit_head(o: Operations[X], model: Model, x: X) -> X:
+    """The logits of the exit head, from the hidden states x after layer N."""
+    geometry, head = model
+    columns = Linear(LM_HEAD, draft_columns(geometry, head))
+    if head.own_lm_head:
+        columns = columns._replace(name=f"{EXIT_HEAD}{LM_HEAD}")
+    if head.eagle:
+        return o.logits(_eagle_features(o, model, head.eagle, x), columns, None, 0.0)
+    more: list[X] = []
+    if head.deep:
+        more.append(deep_in(o, model, o.carry_state("deep_state")))
+    for index in range(head.blocks):
+        x = block(o, model.exit_block(index), x, more if index == head.blocks - 1 else ())
+    cap = 0.0 if head.blocks else geometry.logit_cap
+    return o.logits(x, columns, model.head_norm("norm"), cap)
+
+
+def block(o: Operations[X], of: Block, x: X, more: Sequence[X] = ()) -> X:
+    """A block's output for hidden states x. ``more`` is added after attention."""
+    return feed_forward(o, of, attend(o, of, x, [x, *more]))
+
+
+def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
+    """The first half of a block: ``residual`` and what attention adds."""
+    attended = _attention(o, of, x)
+    layer = [
+        Linear(f"{of.prefix}self_attn.o_proj", of.geometry.hidden_size, of.geometry.output_bias)
+    ]
+    name = f"{of.prefix}attended"
+    if not of.geometry.norm_behind:
+        return o.product(attended, layer, name, residual=residual)
+    added = o.norm(o.product(attended, layer, name), of.norm("post_self_attn_layernorm"))
+    return o.add(residual, added, f"{of.prefix}joined")
+
+
+def feed_forward(o: Operations[X], of: Block, x: X) -> X:
+    """The second half of a block, for each token alone: x and what the MLP or a mixture adds."""
+    geometry, prefix = of.geometry, of.prefix
+    norm = of.norm("post_attention_layernorm") if geometry.norm_before else None
+    behind = geometry.norm_behind
+    name = f"{prefix}down" if behind else f"{prefix}out"
+    residual = () if behind else (x,)
+    if geometry.experts is None:
+        gate, up, down = _mlp(f"{prefix}mlp", geometry, geometry.intermediate_size)
+        gated = o.product(x, [gate, up], f"{prefix}gated", norm, activation=geometry.activation)
+        added = o.product(gated, [down], name, residual=residual)
+    else:
+        added = o.mixture(x, of, mixture_of(of), name, norm, residual)
+    if not behind:
+        return added
+    return o.add([x], o.norm(added, of.norm("post_mlp_layernorm")), f"{prefix}out")
+
+
+def mixture_of(of: Block) -> Mixture:
+    """The linear layers of a block's mixture."""
+    experts = of.geometry.experts
+    assert experts is not None
+    names = (f"{of.prefix}mlp.experts.{index}" for index in range(experts.count))
+    parts = [_mlp(name, of.geometry.dense, experts.size) for name in names]
+    return Mixture(Linear(f"{of.prefix}{ROUTER}", experts.count), parts)
+
+
+def _mlp(name: str, geometry: Geometry, inner: int) -> tuple[Linear, Linear, Linear]:
+    """Gate, up and down of an MLP."""
+    bias = geometry.mlp_bias
+    gate, up = (Linear(f"{name}.{part}_proj", inner, bias) for part in ("gate", "up"))
+    return gate, up, Linear(f"{name}.down_proj", geometry.hidden_size, bias)
+
+
+def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
+    """The input of a block's output projection: what the queries of x attend to.
+
+    Without ``attends``, keys and values of x are written, and nothing else.
+    """
+    geometry, prefix = of.geometry, of.prefix
+    heads = {"q": geometry.num_heads, "k": geometry.num_kv_heads, "v": geometry.num_kv_heads}
+    if not attends:
+        del heads["q"]
+    widths = {part: count * geometry.head_dim for part, count in heads.items()}
+    layers = [
+        Linear(f"{prefix}self_attn.{part}_proj", width, geometry.qkv_bias)
+        for part, width in widths.items()
+    ]
+    has_norm = geometry.norm_before and of.eagle is None
+    norm = of.norm("input_layernorm") if has_norm else None
+    qkv = o.product(x, layers, f"{prefix}qkv", norm)
+    if of.joins_heads():
+        *normed, values = o.split(qkv, [*widths.values()], [f"{prefix}{part}" for part in widths])
+        names = [f"self_attn.{part}_norm" for part in widths if part != "v"]
+        parts = [o.norm(part, of.norm(one)) for part, one in zip(normed, names, strict=True)]
+        qkv = o.concat([*parts, values], f"{prefix}qkv_normed")
+    return o.attention(qkv, of, f"{prefix}attention", attends)
+
+
+def _write_exit_caches(o: Operations[X], model: Model, x: X) -> None:
+    """Write the keys and values of the exit blocks: all that verify computes of them."""
+    last = model.head.blocks - 1
+    for index in range(last):
+        x = block(o, model.exit_block(index), x)
+    if model.head.blocks:
+        _attention(o, model.exit_block(last), x, attends=False)
+
+
+def deep_state(o: Operations[X], model: Model, states: Sequence[X]) -> X:
+    """The deep state of tokens, from their hidden states after each deep layer."""
+    total: list[X] = []
+    for index, x in enumerate(states):
+        prefix = f"{EXIT_HEAD}deep.{index}."
+        layer = [Linear(f"{prefix}state_proj", model.state_width)]
+        norm = model.head_norm(f"deep.{index}.norm")
+        total = [o.product(x, layer, f"{prefix}state", norm, residual=total)]
+    return total[0]
+
+
+def deep_in(o: Operations[X], model: Model, state: X) -> X:
+    """What a deep state adds after the head's last attention."""
+    return o.product(state, [Linear(f"{EXIT_HEAD}{DEEP_IN}", model.geometry.hidden_size)], "more")
+
+
+def _write_eagle(o: Operations[X], model: Model, embedded: X, states: Sequence[X]) -> None:
+    """Write the fused states of an EAGLE-3 head (arXiv 2503.01840), and its keys and values."""
+    eagle = model.head.eagle
+    assert eagle is not None
+    norms = [model.head_norm(f"{FUSE_NORM}.{index}") for index in range(eagle.fuse_norms)]
+    parts, norm = list(states), None
+    if len(norms) > 1:
+        parts = [o.norm(part, one) for part, one in zip(parts, norms, strict=True)]
+    elif norms:
+        [norm] = norms
+    layer = [Linear(f"{EXIT_HEAD}{FUSE}", model.geometry.hidden_size)]
+    fused = o.product(o.concat(parts, "states"), layer, "fused", norm)
+    state = o.parent_state("before", o.write_state(fused, "written"))
+    read, _ = _eagle_inputs(o, model, eagle, embedded, state)
+    _attention(o, model.exit_block(0), read, attends=False)
+
+
+def _eagle_inputs(
+    o: Operations[X], model: Model, eagle: Eagle, embedded: X, state: X
+) -> tuple[X, X]:
+    """What the attention of an EAGLE-3 head reads, and what its block adds to."""
+    of = model.exit_block(0)
+    normed = [
+        o.norm(embedded, of.norm("input_layernorm")),
+        o.norm(state, of.norm("hidden_norm")),
+    ]
+    return o.concat(normed, "read"), normed[1] if eagle.normed_residual else state
+
+
+def _eagle_features(o: Operations[X], model: Model, eagle: Eagle, embedded: X) -> X:
+    """The input of the LM head of an EAGLE-3 head. Writes the state of each token."""
+    state = o.parent_state("before")
+    read, residual = _eagle_inputs(o, model, eagle, embedded, state)
+    of = model.exit_block(0)
+    x = feed_forward(o, of, attend(o, of, read, [residual]))
+    features = o.norm(x, model.head_norm("norm"))
+    o.write_state(features if eagle.normed_output else x, "written")
+    return features

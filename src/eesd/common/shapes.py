@@ -1,0 +1,148 @@
+"""Shapes of the weights and the caches of a model, from its description in ``architecture.py``."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from eesd.common.architecture import (
+    EMBEDDING,
+    Block,
+    Linear,
+    Mixture,
+    Model,
+    Norm,
+    block,
+    draft,
+    verify,
+)
+from eesd.common.geometry import UNROTATED, ExitConfig, Geometry, exit_caches
+from eesd.common.quantization import Shape
+
+NO_HEAD = ExitConfig(layer=0, blocks=0)
+"""For the weights of the base model alone."""
+
+
+class Shapes:
+    """Operations on numbers of columns, which record the weights and caches that they need.
+
+    Attributes:
+        weights: Shapes of weights by name.
+        caches: Indices of caches, in the order of their first use.
+        rotates: Whether a layer of the base model's kind uses its rotary tables.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self.model = model
+        self.weights: dict[str, Shape] = {}
+        self.caches: list[int] = []
+        self.rotates = False
+
+    def embed(self, ids: int) -> int:
+        geometry = self.model.geometry
+        self.weights[f"{EMBEDDING}.weight"] = (geometry.vocab_size, geometry.hidden_size)
+        return geometry.hidden_size
+
+    def norm(self, x: int, norm: Norm) -> int:
+        self.weights[f"{norm.name}.weight"] = (x,)
+        return x
+
+    def product(
+        self,
+        x: int,
+        layers: Sequence[Linear],
+        name: str,
+        norm: Norm | None = None,
+        residual: Sequence[int] = (),
+        activation: str = "",
+    ) -> int:
+        if norm is not None:
+            self.norm(x, norm)
+        for layer in layers:
+            self._linear(x, layer)
+        return layers[0].outputs if activation else sum(layer.outputs for layer in layers)
+
+    def _linear(self, inputs: int, layer: Linear) -> None:
+        self.weights[f"{layer.name}.weight"] = (layer.outputs, inputs)
+        if layer.bias:
+            self.weights[f"{layer.name}.bias"] = (layer.outputs,)
+
+    def mixture(
+        self,
+        x: int,
+        block: Block,
+        mixture: Mixture,
+        name: str,
+        norm: Norm | None,
+        residual: Sequence[int],
+    ) -> int:
+        self.product(x, [mixture.router], name, norm)
+        for gate, up, down in mixture.experts:
+            self.product(self.product(x, [gate, up], name, activation="any"), [down], name)
+        return x
+
+    def add(self, residual: Sequence[int], y: int, name: str) -> int:
+        return y
+
+    def split(self, x: int, sizes: Sequence[int], names: Sequence[str]) -> Sequence[int]:
+        return sizes
+
+    def concat(self, parts: Sequence[int], name: str) -> int:
+        return sum(parts)
+
+    def attention(self, qkv: int, block: Block, name: str, attends: bool) -> int:
+        geometry = block.geometry
+        for part in ("q", "k") if attends else ("k",):
+            if geometry.qk_norm:
+                self.norm(geometry.head_dim, block.norm(f"self_attn.{part}_norm"))
+        self._use(block.cache)
+        self.rotates |= block.kind != UNROTATED and block.eagle is None
+        return geometry.num_heads * geometry.head_dim
+
+    def _use(self, *caches: int) -> None:
+        self.caches += [cache for cache in caches if cache not in self.caches]
+
+    def _state_caches(self) -> range:
+        geometry, head = self.model
+        return exit_caches(geometry, head)[head.blocks :]
+
+    def write_state(self, x: int, name: str) -> int:
+        self._use(*self._state_caches())
+        return x
+
+    def carry_state(self, name: str) -> int:
+        self._use(*self._state_caches())
+        return self.model.state_width
+
+    def parent_state(self, name: str, written: int | None = None) -> int:
+        self._use(*self._state_caches())
+        return self.model.geometry.hidden_size
+
+    def last(self, x: int) -> int:
+        return x
+
+    def logits(self, x: int, head: Linear, norm: Norm | None, cap: float) -> int:
+        return self.product(x, [head], "logits", norm)
+
+
+def block_weights(of: Block) -> dict[str, Shape]:
+    """Name and shape of every weight of a block."""
+    shapes = Shapes(Model(of.geometry, NO_HEAD))
+    block(shapes, of, of.geometry.hidden_size * (2 if of.eagle else 1))
+    return shapes.weights
+
+
+@lru_cache
+def graph_needs(geometry: Geometry, head: ExitConfig, layers: range | None) -> Shapes:
+    """The weights and caches of a graph. They must not be changed.
+
+    Args:
+        geometry: Geometry of the base model.
+        head: Configuration of the exit head.
+        layers: Base layers of verify or a stage of it. None: the draft.
+    """
+    model = Model(geometry, head)
+    shapes = Shapes(model)
+    if layers is None:
+        draft(shapes, model, 0)
+    else:
+        verify(shapes, model, geometry.hidden_size, layers)
+    return shapes
