@@ -229,7 +229,7 @@ def _traced(
         module: Draft | Verify = (
             Verify(decoder, head, layers) if draft is None else Draft(decoder, head, *draft)
         )
-        engine = _EngineModule(module, *rotary_tables(geometry, slots)).eval()
+        engine = _EngineModule(module, *map(torch.tensor, rotary_tables(geometry, slots))).eval()
         first, rows = layers.start == 0, draft is None and layers.stop == geometry.num_layers
         return _export(
             engine, _example_inputs(geometry, caches, getattr(torch, dtype), first, rows)
