@@ -128,9 +128,8 @@ class _TorchRows:
         with torch.device(weight.device):
             caches = empty_caches(decoder.geometry, count, slots, decoder.geometry.num_layers)
             self._caches = [(k.to(weight.dtype), v.to(weight.dtype)) for k, v in caches]
-            self._cos, self._sin = (
-                table.to(weight.dtype) for table in rotary_tables(decoder.geometry, slots)
-            )
+            tables = map(torch.tensor, rotary_tables(decoder.geometry, slots))
+            self._cos, self._sin = (table.to(weight.dtype) for table in tables)
 
     def prefill(self, rows: Sequence[int], texts: Sequence[Sequence[int]]) -> None:
         for start in range(0, len(rows), PREFILL_ROWS):

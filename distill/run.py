@@ -47,12 +47,16 @@ from eesd.distill.stored import saving
 from eesd.distill.structure import structure
 from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
 from eesd.distill.trainer import Report, Trainer, check_output
+from eesd.model.arrays import to_float32
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig
 from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead, check_exit
-from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save, save_config
+from eesd.model.exit_head import ExitHead
+from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save_config
 from eesd.model.hub import find_head, find_model
+from eesd.model.initial_head import check_exit
+from eesd.model.loading import load_decoder, load_exit_head, make_initial_head, save_exit_head
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines import operators
 from eesd.runtime.text import TextCodec
@@ -114,7 +118,7 @@ class Run:
     @cached_property
     def decoder(self) -> Decoder:
         """The base model, on this process's device."""
-        return self.checkpoint.decoder(self.dtype).to(self.accelerator.device)
+        return load_decoder(self.checkpoint, self.dtype).to(self.accelerator.device)
 
     @cached_property
     def lm_head(self) -> Tensor:
@@ -124,7 +128,7 @@ class Run:
             return torch.zeros(
                 0, self.checkpoint.geometry.hidden_size, device=self.accelerator.device
             )
-        return self.checkpoint.lm_head().float().to(self.accelerator.device)
+        return as_torch(to_float32(self.checkpoint.lm_head())).to(self.accelerator.device)
 
     @cached_property
     def rows(self) -> Rows:
@@ -329,7 +333,7 @@ class Run:
         """
         if self.init_head is None:
             return None
-        head, wanted = self.checkpoint.exit_head(self.init_head), self.head_config()
+        head, wanted = load_exit_head(self.checkpoint, self.init_head), self.head_config()
         stored = head.exit_config
         if replace(stored, trained=True, calibration=None) != wanted:
             lm_head = "own" if stored.own_lm_head else "shared"
@@ -367,8 +371,8 @@ class Run:
         if self.training.draft_vocab:
             counts = count_next_tokens(rows, self.checkpoint.geometry.vocab_size)
             eos = self.checkpoint.config.eos_token_ids
-            ids = torch.from_numpy(most_used(counts, self.training.draft_vocab, eos))
-        return self.checkpoint.initial_head(self.head_config(), ids)
+            ids = most_used(counts, self.training.draft_vocab, eos)
+        return make_initial_head(self.checkpoint, self.head_config(), ids)
 
     def head_config(self) -> ExitConfig:
         """What these options say about the head."""
@@ -426,7 +430,7 @@ class Run:
             )
             self._check_head()
             if self.is_main:
-                save(self.initial_head(rows), self.output)
+                save_exit_head(self.initial_head(rows), self.output)
             self.accelerator.wait_for_everyone()
             return
         head = self.given_head()
@@ -463,7 +467,7 @@ class Run:
             EESDError: The head computes values that are not finite.
         """
         validation, _ = self.validation_and_training_rows()
-        head = self.checkpoint.exit_head(self.output).to(self.accelerator.device)
+        head = load_exit_head(self.checkpoint, self.output).to(self.accelerator.device)
         drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
         if not all(np.isfinite(text.margin).all() for text in drafts):
             raise EESDError(

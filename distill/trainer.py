@@ -32,6 +32,7 @@ from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import TargetSource, full_sequence_inputs, on_device, storage_dtype
 from eesd.model import exit_head_file
 from eesd.model.exit_head import ExitHead
+from eesd.model.loading import save_exit_head
 
 Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
@@ -377,7 +378,7 @@ class Trainer:
             _check_head(self.output)  # one may have come in the meantime
         self._own_head = True
         with saving(self.output / exit_head_file.WEIGHTS_FILE):
-            exit_head_file.save(head, self.output)
+            save_exit_head(head, self.output)
 
     def _resume(self) -> None:
         """Load the newest checkpoint, if there is one."""

@@ -11,9 +11,9 @@ from typing import Any
 
 import onnx
 import torch
-from torch import Tensor
 
 import eesd
+from eesd.common.draft_vocab import Ids
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, remove_leftovers, temporary_beside
 from eesd.common.geometry import ExitConfig, Geometry
@@ -51,9 +51,11 @@ from eesd.export.weights import (
     linkable_tensors,
     write_weights,
 )
-from eesd.model import exit_head, exit_head_file
+from eesd.model import initial_head
+from eesd.model.arrays import Array, to_float32
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors, stored_draft_vocab
 from eesd.model.eagle_file import read_eagle
+from eesd.model.exit_head_file import read_exit_config
 from eesd.model.generation_config import GENERATION_CONFIG_FILE
 from eesd.model.rotary import rotary_tables
 from eesd.model.tokenizer_files import resolved_tokenizer
@@ -71,7 +73,7 @@ class ComputedTensor:
     """A tensor that is computed instead of read: a rotary table, or the rows of an LM head for a
     draft vocabulary."""
 
-    def __init__(self, compute: Callable[[], Tensor]) -> None:
+    def __init__(self, compute: Callable[[], Array]) -> None:
         self.read = compute
 
 
@@ -87,7 +89,7 @@ class Head:
 
     config: ExitConfig
     sources: Mapping[str, TensorSource]
-    draft_vocab: Tensor | None = None
+    draft_vocab: Ids | None = None
 
 
 def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
@@ -100,7 +102,7 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
     Raises:
         EESDError: The head is missing or damaged, or was trained for another model.
     """
-    config = exit_head_file.read_exit_config(directory, checkpoint.fingerprint())
+    config = read_exit_config(directory, checkpoint.fingerprint())
     sources: dict[str, TensorSource] = dict(
         exit_head_tensors(checkpoint.geometry, config, directory)
     )
@@ -164,8 +166,8 @@ def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConf
 
 def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
     """A head with the model's own weights."""
-    exit_head.check_exit(checkpoint.geometry, config)
-    names = exit_head.initial_names(checkpoint.geometry, config)
+    initial_head.check_exit(checkpoint.geometry, config)
+    names = initial_head.initial_names(checkpoint.geometry, config)
     return Head(config, {name: _own_source(checkpoint, name, base) for name, base in names.items()})
 
 
@@ -176,7 +178,7 @@ def _own_source(checkpoint: Checkpoint, name: str, base: Sequence[str]) -> Tenso
     if len(parts) == 1 and geometry.experts is None:
         return parts[0]
     return ComputedTensor(
-        lambda: exit_head.joined(name, [part.read().float() for part in parts], geometry)
+        lambda: initial_head.joined(name, [to_float32(part.read()) for part in parts], geometry)
     )
 
 
@@ -238,7 +240,7 @@ def export(
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
     linked_names = frozenset(linked)
     progress("loading the tokenizer", 0, 0)
-    # This comes first: it refuses some models before the long work.
+    # First, because it refuses some models before the long work.
     texts = resolved_tokenizer(checkpoint.path)
     progress("writing the draft graph", 0, 0)
     graphs = {
@@ -262,7 +264,7 @@ def export(
         )
         files = _write_files(directory, sources, graphs, layout, texts, progress)
         if head.draft_vocab is not None:
-            head.draft_vocab.numpy().astype("<i8").tofile(directory / DRAFT_VOCAB_FILE)
+            head.draft_vocab.astype("<i8").tofile(directory / DRAFT_VOCAB_FILE)
             files[DRAFT_VOCAB_FILE] = _file_info(directory / DRAFT_VOCAB_FILE)
         manifest = replace(manifest, files=files, linked=links)
         (directory / MANIFEST_FILE).write_text(manifest.to_json())
@@ -296,7 +298,7 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
     return sources
 
 
-def _table(geometry: Geometry, slots: int, index: int) -> Tensor:
+def _table(geometry: Geometry, slots: int, index: int) -> Array:
     """cos or sin [S, D/2]."""
     return rotary_tables(geometry, slots)[index]
 

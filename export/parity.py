@@ -35,6 +35,8 @@ from eesd.common.weights import (
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
 from eesd.export.widened import Widened, reference, widen
+from eesd.model.arrays import rounded, to_float32
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder, Inputs
 from eesd.model.eagle import make_head
@@ -209,10 +211,10 @@ def _stored_modules(
             source = joined([sources[part] for part in checkpoint_names(prefix + name, geometry)])
             state[name] = _stored_value(stored, shape, source, manifest)
         module.load_state_dict(state, strict=False, assign=True)
-    modules[1].draft_vocab = head.draft_vocab
+    modules[1].draft_vocab = None if head.draft_vocab is None else as_torch(head.draft_vocab)
     if head.config.eagle:
-        modules[1].cos, modules[1].sin = rotary_tables(
-            head.config.eagle.block, manifest.max_seq_len
+        modules[1].cos, modules[1].sin = map(
+            torch.tensor, rotary_tables(head.config.eagle.block, manifest.max_seq_len)
         )
     return modules
 
@@ -224,10 +226,10 @@ def _stored_value(
         name, shape, manifest.dtype, manifest.quantization, wide_norms=manifest.geometry.wide_norms
     )
     if weight.quantization is None:
-        return source.read().to(getattr(torch, weight.dtype)).float()
+        return as_torch(to_float32(rounded(source.read(), weight.dtype)))
     kind = weight.quantization.weights
     found = quantized(source, weight)
-    return dequantize(found, kind).t() if weight.transposed else dequantize(found, kind, 1)
+    return as_torch(dequantize(found, kind).T if weight.transposed else dequantize(found, kind, 1))
 
 
 def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:
@@ -244,7 +246,7 @@ def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:
         if parent >= 0:
             visible[node] |= visible[parent]
             positions[node] = positions[parent] + 1
-    cos, sin = rotary_tables(checkpoint.geometry, _TREE_SLOTS)
+    cos, sin = map(torch.tensor, rotary_tables(checkpoint.geometry, _TREE_SLOTS))
     mask = torch.zeros(count, _TREE_SLOTS).masked_fill(~visible, MASKED)
     return Inputs(cos, sin, positions[None], torch.zeros(1, dtype=torch.int64), mask[None, None])
 

@@ -1,10 +1,9 @@
 """Rounding to 4 bits that knows the inputs of each layer (``--round-on``): a text goes through the
 model, block after block.
 
-A block's inputs come from the blocks before with their rounded weights
-(:func:`~eesd.model.quantize.quantize_for`). One block is in memory at a time. Its levels lie in a
-file until the export is complete: verify, the draft and the checks read them in orders of their
-own.
+A block's inputs come from the blocks before with their rounded weights (``compensation.py``). One
+block is in memory at a time. Its levels lie in a file until the export is complete: verify, the
+draft and the checks read them in orders of their own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,12 +22,14 @@ from eesd.common.files import temporary_beside
 from eesd.common.json_input import read_text
 from eesd.common.quantization import PACKED, is_linear
 from eesd.common.weights import EMBEDDINGS, StoredWeight, layer_shapes, stored_weight
+from eesd.export.compensation import compensation, one_thread_each, quantize_for
 from eesd.export.onnx_graph import ExportOptions
 from eesd.export.weights import RoundedTensor, own_levels
+from eesd.model.arrays import to_float32
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Block, Embeddings, Inputs
 from eesd.model.inputs import causal_inputs
-from eesd.model.quantize import compensation, one_thread_each, quantize_for
 from eesd.model.quantized import Quantized, dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
 
@@ -147,7 +148,7 @@ def _round(
     geometry = checkpoint.geometry
     with torch.device("meta"):
         table = Embeddings(geometry)
-    table.load_state_dict({"weight": checkpoint.tensors[EMBEDDINGS].read()}, assign=True)
+    table.load_state_dict({"weight": as_torch(checkpoint.tensors[EMBEDDINGS].read())}, assign=True)
     states, inputs = (
         [table(part).float() for part in rows],
         [_inputs(checkpoint, part) for part in rows],
@@ -158,10 +159,13 @@ def _round(
         prefix = f"model.layers.{layer}."
         with torch.device("meta"):
             block = Block(geometry.of_layer(layer), geometry.kind(layer)).eval()
-        state = {
-            name: checkpoint.tensors[prefix + name].read().float() for name in block.state_dict()
+        values = {
+            name: to_float32(checkpoint.tensors[prefix + name].read())
+            for name in block.state_dict()
         }
-        block.load_state_dict(state, assign=True)
+        block.load_state_dict(
+            {name: as_torch(value) for name, value in values.items()}, assign=True
+        )
         wanted = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
         wanted = {
             name: weight
@@ -175,13 +179,13 @@ def _round(
             block, wanted, prefix, {name: compensation(one) for name, one in products.items()}
         )
         del products
-        file = files.with_name(f"{files.name}-{layer}")
-        torch.save({name: tuple(found) for name, found in levels.items()}, file)
-        for name, weight in wanted.items():
-            assert weight.quantization is not None
-            checkpoint.tensors[name] = RoundedTensor.of(
-                checkpoint.tensors[name], name, weight.quantization, file
-            )
+        with files.with_name(f"{files.name}-{layer}").open("wb") as file:
+            for name, weight in wanted.items():
+                assert weight.quantization is not None
+                stored = checkpoint.tensors[name]
+                checkpoint.tensors[name] = RoundedTensor.of(
+                    stored, weight.quantization, levels[name], file
+                )
         states = _run(block, states, inputs)
         say(layer + 1, layers)
 
@@ -196,10 +200,8 @@ def _round_block(
         of, module = weights[name], _module(block, name, prefix)
         assert of.quantization is not None
         kind = of.quantization.weights
-        found = quantize_for(
-            factors[_first_reader(name)], module.weight, kind, getattr(torch, of.scales_dtype)
-        )
-        module.weight = nn.Parameter(dequantize(found, kind).t(), requires_grad=False)
+        found = quantize_for(factors[_first_reader(name)], module.weight, kind, of.scales_dtype)
+        module.weight = nn.Parameter(as_torch(dequantize(found, kind).T), requires_grad=False)
         return found
 
     with one_thread_each() as pool:

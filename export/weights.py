@@ -17,23 +17,24 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import prod
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, BinaryIO, NamedTuple, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from eesd.common.errors import EESDError
 from eesd.common.integrity import link_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, FileInfo, LinkInfo
 from eesd.common.quantization import EXIT_HEAD, Quantization
 from eesd.common.weights import DRAFT_VOCAB, FACTOR, MINIMUMS, SCALES, ZEROS, StoredWeight
+from eesd.model.arrays import NUMPY_TYPES, Array, all_finite, converted, transposed
 from eesd.model.family import ChangedTensor, StoredTensor
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
 from eesd.model.quantize import LARGEST, quantize
 from eesd.model.quantized import Quantized, join_quantized
-from eesd.model.safetensors_file import CheckpointTensor, all_finite
+from eesd.model.safetensors_file import CheckpointTensor
 
 ALIGNMENT = 4096
 """Alignment of tensors in ``weights.bin``: the page size, so that backends can map them."""
@@ -42,7 +43,7 @@ ALIGNMENT = 4096
 class TensorSource(Protocol):
     """Something that can read or compute a tensor."""
 
-    def read(self) -> Tensor:
+    def read(self) -> Array:
         """Return the tensor. It is not kept in memory."""
         ...
 
@@ -85,7 +86,7 @@ def layout_weights(
     for weight in chain.from_iterable(graphs):
         if weight.name in locations:
             continue
-        # It has a file of its own, which the runtime reads without the graph.
+        # A file of its own, which the runtime reads without the graph.
         if weight.name == EXIT_HEAD + DRAFT_VOCAB:
             locations[weight.name] = TensorLocation(DRAFT_VOCAB_FILE, 0, weight.nbytes)
             continue
@@ -148,8 +149,8 @@ class JointTensor:
     def __init__(self, parts: Sequence[TensorSource]) -> None:
         self.parts = parts
 
-    def read(self) -> Tensor:
-        return torch.cat([part.read() for part in self.parts])
+    def read(self) -> Array:
+        return np.concatenate([part.read() for part in self.parts])
 
 
 def joined(parts: Sequence[TensorSource]) -> TensorSource:
@@ -176,26 +177,53 @@ class RoundedTensor(ChangedTensor):
         chosen: By quantization, the file of the levels and their name there.
     """
 
-    chosen: Mapping[Quantization, tuple[Path, str]] = {}
+    chosen: Mapping[Quantization, tuple["SavedArray | None", ...]] = {}
 
     @classmethod
     def of(
-        cls, stored: StoredTensor, name: str, quantization: Quantization, file: Path
+        cls, stored: StoredTensor, quantization: Quantization, levels: Quantized, file: BinaryIO
     ) -> "RoundedTensor":
-        """The same tensor with levels for one more quantization."""
+        """The same tensor with levels for one more quantization, which are put at the end of a
+        file."""
         tensor = cls(stored, lambda values: values)
+        saved = tuple(None if part is None else SavedArray.at_end(part, file) for part in levels)
         tensor.chosen = {
             **(stored.chosen if isinstance(stored, RoundedTensor) else {}),
-            quantization: (file, name),
+            quantization: saved,
         }
         return tensor
 
     def levels(self, quantization: Quantization) -> Quantized | None:
         """The levels, if some are chosen."""
-        if quantization not in self.chosen:
+        saved = self.chosen.get(quantization)
+        if saved is None:
             return None
-        file, name = self.chosen[quantization]
-        return Quantized(*torch.load(file, mmap=True)[name])
+        parts: list[Any] = [None if part is None else part.read() for part in saved]
+        return Quantized(*parts)
+
+
+class SavedArray(NamedTuple):
+    """An array in a file that only this process reads."""
+
+    path: Path
+    offset: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    @classmethod
+    def at_end(cls, values: Array, file: BinaryIO) -> "SavedArray":
+        """Put an array at the end of a file."""
+        saved = cls(Path(file.name), file.tell(), values.dtype, values.shape)
+        file.write(_bytes_of(values))
+        return saved
+
+    def read(self) -> Array:
+        size = prod(self.shape) * self.dtype.itemsize
+        return (
+            np.fromfile(self.path, np.uint8, size, offset=self.offset)
+            .view(self.dtype)
+            .reshape(self.shape)
+        )
 
 
 def own_levels(part: TensorSource, weight: StoredWeight) -> Quantized | None:
@@ -211,12 +239,9 @@ def own_levels(part: TensorSource, weight: StoredWeight) -> Quantized | None:
     )
 
 
-def _scales_dtype(weight: StoredWeight) -> torch.dtype:
+def _scales_dtype(weight: StoredWeight) -> str:
     assert weight.quantization is not None
-    dtype: torch.dtype = getattr(
-        torch, weight.dtype if weight.quantization.factor else weight.scales_dtype
-    )
-    return dtype
+    return weight.dtype if weight.quantization.factor else weight.scales_dtype
 
 
 def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
@@ -229,7 +254,7 @@ def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
         "only a checkpoint's own levels are stored so"
     )
     values = part.read()
-    if quantization.minimums and not bool(values.abs().max() <= LARGEST):
+    if quantization.minimums and max(values.max(), -values.min()) > LARGEST:
         raise EESDError(
             f"The tensor {weight.name} has values beyond {LARGEST:.0f}, which int4 cannot hold; "
             "give --quantize none and --quantize-draft none."
@@ -237,9 +262,9 @@ def _levels(part: TensorSource, weight: StoredWeight) -> Quantized:
     return quantize(values, quantization.weights, _scales_dtype(weight))
 
 
-def _read(source: TensorSource, weight: StoredWeight) -> Tensor:
+def _read(source: TensorSource, weight: StoredWeight) -> Array:
     tensor = source.read()
-    if tuple(tensor.shape) != weight.shape:
+    if tensor.shape != weight.shape:
         raise EESDError(
             f"The tensor {weight.name} has shape {list(tensor.shape)}, but the graph needs "
             f"{list(weight.shape)}."
@@ -252,21 +277,18 @@ def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]
     if weight.quantization is not None:
         parts = zip(("", SCALES, ZEROS, MINIMUMS, FACTOR), quantized(source, weight), strict=True)
         return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}
-    dtype: torch.dtype = getattr(torch, weight.dtype)
     tensor = _read(source, weight)
-    if weight.transposed:
-        tensor = tensor.t()
-    converted = tensor.to(dtype, memory_format=torch.contiguous_format).contiguous()
-    if tensor.dtype != dtype and not all_finite(converted):
+    values = (transposed if weight.transposed else converted)(tensor, weight.dtype)
+    if tensor.dtype != values.dtype and not all_finite(values):
         raise EESDError(
             f"The tensor {weight.name} has values that {weight.dtype} cannot hold; give "
             "another --dtype."
         )
-    return {weight.name: _bytes_of(converted)}
+    return {weight.name: _bytes_of(values)}
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data  # a dimension of 1 may have any stride
+def _bytes_of(values: Array) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data
 
 
 def linkable_tensors(
@@ -284,22 +306,17 @@ def linkable_tensors(
     Raises:
         EESDError: No tensor can be linked.
     """
-    wanted: torch.dtype = getattr(torch, dtype)
+    width = NUMPY_TYPES[dtype].itemsize
     stored = {
         name: source for name, source in sources.items() if isinstance(source, CheckpointTensor)
     }
-    linkable = {
-        name: t
-        for name, t in stored.items()
-        if t.dtype == wanted and t.offset % wanted.itemsize == 0
-    }
+    linkable = {name: t for name, t in stored.items() if t.dtype == dtype and t.offset % width == 0}
     if not linkable:
         other = next(iter(stored.values())).dtype
         raise EESDError(
             "--link-weights uses the checkpoint's weights as they are, and none of them is "
             f"stored as {dtype} "
-            f"(the first is {str(other).removeprefix('torch.')}); leave the option out, or "
-            "give the checkpoint's own --dtype."
+            f"(the first is {other}); leave the option out, or give the checkpoint's own --dtype."
         )
     return linkable
 

@@ -5,14 +5,12 @@ import hashlib
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from eesd.common.checks import is_file_name
-from eesd.common.draft_vocab import are_draft_vocab
+from eesd.common.draft_vocab import Ids, are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_input import read_json_object
@@ -25,15 +23,15 @@ from eesd.common.weights import (
     lm_head_name,
     model_shapes,
 )
-from eesd.model import exit_head, exit_head_file
+from eesd.model.arrays import Array, equal
 from eesd.model.config import REMEDY, ModelConfig, load_config, parse_config
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead
+from eesd.model.exit_head_file import WEIGHTS_FILE
 from eesd.model.experts import check_routers
 from eesd.model.family import Tensors, divided, halves_apart
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor, read_gguf
 from eesd.model.gguf_model import config_fields, model_tensors
+from eesd.model.initial_head import check_exit
 from eesd.model.packed import PackedTensor, packed_tensors
 from eesd.model.safetensors_file import CheckpointTensor, read_header
 
@@ -85,7 +83,7 @@ class Checkpoint:
             self.tensors[EMBEDDINGS] = head
         if table is None or head is None:
             return True
-        return table.shape == head.shape and torch.equal(table.read(), head.read())
+        return equal(table.read(), head.read())
 
     def _check_shapes(self, geometry: Geometry) -> None:
         for name, shape in model_shapes(geometry).items():
@@ -130,7 +128,7 @@ class Checkpoint:
     def dtype(self) -> str:
         """Element type of the checkpoint, such as ``bfloat16``: the config's, else that of the
         embeddings."""
-        return self.config.dtype or str(self.tensors[EMBEDDINGS].dtype).removeprefix("torch.")
+        return self.config.dtype or self.tensors[EMBEDDINGS].dtype
 
     @property
     def quantization(self) -> Quantization | None:
@@ -195,51 +193,14 @@ class Checkpoint:
         digest = hashlib.sha256()
         for name in sorted(model_shapes(self.config.geometry)):
             tensor = self.tensors[name]
-            digest.update(f"{name} {tensor.shape} {tensor.dtype}".encode())
+            # Stored heads have fingerprints of this text.
+            digest.update(f"{name} {tensor.shape} torch.{tensor.dtype}".encode())
             digest.update(tensor.head())
         return digest.hexdigest()
 
-    def decoder(self, dtype: torch.dtype = torch.float32) -> Decoder:
-        """Load the whole base model, frozen."""
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)  # creating a large model in float32 first might not fit
-        try:
-            model = Decoder(self.geometry).requires_grad_(False).eval()
-        finally:
-            torch.set_default_dtype(default)
-        for name, parameter in model.named_parameters():
-            parameter.copy_(self.tensors[name].read())
-        return model
-
-    def initial_head(self, exit_config: ExitConfig, draft_vocab: Tensor | None = None) -> ExitHead:
-        """Create an untrained exit head from the base model's last layers. Only their tensors are
-        read.
-
-        ``draft_vocab`` holds the ids of the draft vocabulary [Vd], ascending.
-        """
-        exit_head.check_exit(self.geometry, exit_config)
-        names = exit_head.initial_names(self.geometry, exit_config).values()
-        base = {name: self.tensors[name].read().float() for name in chain.from_iterable(names)}
-        return exit_head.initial_head(self.geometry, exit_config, base, draft_vocab)
-
-    def lm_head(self) -> Tensor:
+    def lm_head(self) -> Array:
         """Read the LM head's weight [V, hidden] in its stored type."""
         return self.tensors[lm_head_name(self.geometry)].read()
-
-    def exit_head(self, directory: Path) -> ExitHead:
-        """Load an exit head of this model in float32.
-
-        Raises:
-            EESDError: The head is missing or damaged, or was trained for another model.
-        """
-        exit_config = exit_head_file.read_exit_config(directory, self.fingerprint())
-        tensors = exit_head_tensors(self.geometry, exit_config, directory)
-        head = ExitHead(self.geometry, exit_config)
-        state = {name: tensor.read().float() for name, tensor in tensors.items()}
-        if exit_config.draft_vocab:
-            state[DRAFT_VOCAB] = stored_draft_vocab(self.geometry, exit_config, directory)
-        head.load_state_dict(state)
-        return head.eval()
 
 
 def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
@@ -266,7 +227,7 @@ def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
     """Check that biases which the architecture does not have are zero. Some quantizers store them
     for every layer."""
     for bias in biases:
-        if bool(bias.read().any()):
+        if bias.read().any():
             raise EESDError(
                 f"{bias.path}: the architecture has no {bias.name}, and it is not zero; it is "
                 "not supported."
@@ -322,8 +283,8 @@ def exit_head_tensors(
     Raises:
         EESDError: A tensor is missing or has another shape, or the model cannot have such a head.
     """
-    exit_head.check_exit(geometry, exit_config)
-    stored = read_header(directory / exit_head_file.WEIGHTS_FILE)
+    check_exit(geometry, exit_config)
+    stored = read_header(directory / WEIGHTS_FILE)
     shapes = exit_head_shapes(geometry, exit_config)
     for name, shape in shapes.items():
         if name not in stored or stored[name].shape != shape:
@@ -334,14 +295,14 @@ def exit_head_tensors(
     return {name: stored[name] for name in shapes if name != DRAFT_VOCAB}
 
 
-def stored_draft_vocab(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> Tensor:
+def stored_draft_vocab(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> Ids:
     """Read the ids of a stored head's draft vocabulary [Vd], int64, ascending. Raises EESDError if
     they are not that."""
-    tensor = read_header(directory / exit_head_file.WEIGHTS_FILE)[DRAFT_VOCAB]
+    tensor = read_header(directory / WEIGHTS_FILE)[DRAFT_VOCAB]
     fits = tensor.stored == "I32" and tensor.nbytes == 4 * exit_config.draft_vocab
-    ids = torch.frombuffer(tensor.read_bytes(), dtype=torch.int32) if fits else torch.zeros(2)
-    if not are_draft_vocab(ids.numpy(), geometry.vocab_size):
+    ids = tensor.read_bytes().view(np.int32) if fits else np.zeros(2, np.int32)
+    if not are_draft_vocab(ids, geometry.vocab_size):
         raise EESDError(
             f"The exit head in {directory} has a damaged {DRAFT_VOCAB}; train it again."
         )
-    return ids.long()
+    return ids.astype(np.int64)

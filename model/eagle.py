@@ -87,7 +87,7 @@ class EagleHead(ExitHead):
         self.blocks = nn.ModuleList([EagleBlock(eagle.block, eagle.normed_residual)])
         self.norm = RMSNorm(hidden, eagle.block.rms_norm_eps)
         for name, table in zip(("cos", "sin"), rotary_tables(eagle.block, slots), strict=True):
-            self.register_buffer(name, table)
+            self.register_buffer(name, torch.tensor(table))
         self.spare = (
             state_caches(geometry, exit_config) * 2 * geometry.num_kv_heads * geometry.head_dim
             - hidden
@@ -151,7 +151,7 @@ class EagleHead(ExitHead):
         follows none."""
         slots, mask = numbers(inputs.attn_mask, 3), inputs.attn_mask[:, 0]
         before = (mask > MASKED / 2) & (slots < _own_slots(inputs)[:, :, None])
-        # Exact: slots are far fewer than 2 ** 24.
+        # exact: slots are far fewer than 2 ** 24.
         parent = torch.where(before, slots.float(), -1.0).amax(-1).long()
         there, at = (parent >= 0).to(mask.dtype)[:, :, None], parent.clamp_min(0)[:, None, :, None]
         found = [

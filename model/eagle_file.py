@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from eesd.common.architecture import FUSE, FUSE_NORM
 from eesd.common.checks import shown
-from eesd.common.draft_vocab import are_draft_vocab
+from eesd.common.draft_vocab import Ids, are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE, Eagle, ExitConfig, Geometry, head_fault
 from eesd.common.json_input import read_json_object
 from eesd.common.weights import DRAFT_VOCAB, EMBEDDINGS, exit_head_shapes
+from eesd.model.arrays import to_float32
 from eesd.model.checkpoint import Checkpoint, stored_tensors
 from eesd.model.config import NO_EFFECT
 from eesd.model.families.llama import LLAMA
@@ -80,7 +80,7 @@ def is_eagle(directory: Path) -> bool:
 
 def read_eagle(
     checkpoint: Checkpoint, directory: Path
-) -> tuple[ExitConfig, dict[str, CheckpointTensor], Tensor | None]:
+) -> tuple[ExitConfig, dict[str, CheckpointTensor], Ids | None]:
     """Read a head for a model.
 
     Args:
@@ -213,7 +213,7 @@ def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
 
 def _draft_vocab(
     stored: Mapping[str, CheckpointTensor], columns: int, geometry: Geometry, directory: Path
-) -> Tensor:
+) -> Ids:
     """The token of each column [Vd], int64: ``d2t`` holds how much larger its id is than the
     column's number."""
     tensor = stored.get("d2t")
@@ -222,8 +222,8 @@ def _draft_vocab(
             f"The EAGLE-3 head in {directory} has no tensor d2t of {columns} integers; fetch "
             "it again."
         )
-    ids = torch.frombuffer(tensor.read_bytes(), dtype=torch.int64) + torch.arange(columns)
-    if not are_draft_vocab(ids.numpy(), geometry.vocab_size):
+    ids = tensor.read_bytes().view(np.int64) + np.arange(columns)
+    if not are_draft_vocab(ids, geometry.vocab_size):
         raise EESDError(
             f"d2t of the EAGLE-3 head in {directory} does not name ascending tokens of this "
             "model; give a head of this model."
@@ -245,8 +245,8 @@ def _check_embeddings(
     )
     if own.shape != (checkpoint.geometry.vocab_size, checkpoint.geometry.hidden_size):
         raise other
-    found, expected = (tensor.read()[:COMPARED].float() for tensor in (own, models))
-    if (found - expected).norm() > 0.1 * expected.norm():
+    found, expected = (to_float32(tensor.read()[:COMPARED]) for tensor in (own, models))
+    if np.linalg.norm(found - expected) > 0.1 * np.linalg.norm(expected):
         raise other
 
 

@@ -1,12 +1,9 @@
-"""Storing an exit head: ``exit_head.safetensors`` and ``exit_head.json``, tied to the base model by
-its fingerprint."""
+"""The files of an exit head: ``exit_head.safetensors``, and ``exit_head.json``, which ties it to
+the base model by the model's fingerprint."""
 
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-
-import torch
-from safetensors.torch import save_file
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
@@ -14,40 +11,14 @@ from eesd.common.files import written_whole
 from eesd.common.geometry import LARGEST_SIZE, ExitConfig
 from eesd.common.json_input import from_json, read_json_object
 from eesd.common.prior import CalibrationPrior
-from eesd.model.exit_head import ExitHead
 from eesd.model.fields import Fields
 
 WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
 
 
-def save(head: ExitHead, directory: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Write a head into a directory.
-
-    Each file appears complete or not at all. The JSON file is written last, because it makes the
-    directory a checkpoint.
-
-    Args:
-        head: The exit head.
-        directory: Directory to write into; it is created if needed.
-        dtype: Element type of the stored weights. The draft vocabulary is int32.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    kinds = {
-        name: dtype if value.is_floating_point() else torch.int32
-        for name, value in head.state_dict().items()
-    }
-    state = {
-        name: value.detach().to(kinds[name]).contiguous()
-        for name, value in head.state_dict().items()
-    }
-    with written_whole(directory / WEIGHTS_FILE) as temporary:
-        save_file(state, temporary)
-    save_config(head.exit_config, directory)
-
-
 def save_config(config: ExitConfig, directory: Path) -> None:
     """Write only the JSON file of a head."""
-    # EAGLE heads come in files of other projects.
+    # Those have files of others.
     fields = {name: value for name, value in asdict(config).items() if name != "eagle"}
     with written_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(json.dumps(fields, indent=2) + "\n")

@@ -6,11 +6,10 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from eesd.common.architecture import ROUTER
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry
+from eesd.model.arrays import to_float32
 from eesd.model.family import Tensors, rows_of
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor
@@ -110,7 +109,8 @@ def check_routers(path: Path, tensors: Tensors, geometry: Geometry) -> None:
         ):
             continue
         name = f"model.layers.{layer}.{ROUTER}.weight"
-        if len(torch.unique(tensors[name].read().float(), dim=0)) < experts.count:
+        rows = to_float32(tensors[name].read()) + 0  # of two zeros, that without a sign
+        if len({row.tobytes() for row in rows}) < experts.count:
             raise EESDError(
                 f"{path}: two experts have equal rows in {name}, and which of them a token "
                 "uses is not defined; "

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.geometry import FULL, SLIDING, Geometry
+from eesd.model.arrays import Array, to_float32
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
@@ -24,22 +25,22 @@ from eesd.model.safetensors_file import FINGERPRINTED, CheckpointTensor
 class ChangedTensor:
     """A tensor whose values are changed, in float32, when it is read."""
 
-    dtype = torch.float32
+    dtype = "float32"
     name: str
     shape: tuple[int, ...]
     nbytes: int
 
-    def __init__(self, stored: "StoredTensor", change: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, stored: "StoredTensor", change: Callable[[Array], Array]) -> None:
         self.name, self.shape, self.nbytes = stored.name, stored.shape, stored.nbytes
         self._stored, self._change = stored, change
         _ = stored.dtype  # refuses types that cannot be read
 
-    def read(self) -> Tensor:
-        return self._change(self._stored.read().float())
+    def read(self) -> Array:
+        return self._change(to_float32(self._stored.read()))
 
     def head(self) -> bytes:
         """The first kilobyte, for the fingerprint."""
-        return self.read().view(-1).view(torch.uint8).numpy().tobytes()[:FINGERPRINTED]
+        return self.read().reshape(-1)[:FINGERPRINTED].tobytes()[:FINGERPRINTED]
 
 
 StoredTensor = CheckpointTensor | PackedTensor | GgufTensor | ChangedTensor
@@ -296,7 +297,7 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
     if isinstance(tensor, GgufTensor):
         return tensor.rows(start, stop)
     if isinstance(tensor, PackedTensor):
-        return tensor.rows(torch.arange(start, stop))
+        return tensor.rows(np.arange(start, stop))
     assert isinstance(tensor, CheckpointTensor)
     row = tensor.nbytes // max(tensor.shape[0], 1)
     return replace(
@@ -334,9 +335,9 @@ def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     rotated, half = geometry.rotated, geometry.head_dim // 2
     if not rotated or rotated == half:
         return tensors
-    still = torch.arange(2 * rotated, geometry.head_dim)
-    first, second = torch.arange(rotated), torch.arange(rotated, 2 * rotated)
-    head = torch.cat((first, still[: half - rotated], second, still[half - rotated :]))
+    still = np.arange(2 * rotated, geometry.head_dim)
+    first, second = np.arange(rotated), np.arange(rotated, 2 * rotated)
+    head = np.concatenate((first, still[: half - rotated], second, still[half - rotated :]))
     found = dict(tensors)
     for name, tensor in tensors.items():
         part = name.split(".")[-2] if "." in name else ""
@@ -345,12 +346,12 @@ def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
             and tensor.shape
             and tensor.shape[0] % geometry.head_dim == 0
         ):
-            heads = torch.arange(tensor.shape[0] // geometry.head_dim)[:, None] * geometry.head_dim
+            heads = np.arange(tensor.shape[0] // geometry.head_dim)[:, None] * geometry.head_dim
             found[name] = reordered(tensor, (heads + head).reshape(-1))
     return found
 
 
-def reordered(tensor: StoredTensor, order: Tensor) -> GgufTensor | PackedTensor:
+def reordered(tensor: StoredTensor, order: NDArray[np.int64]) -> GgufTensor | PackedTensor:
     """A tensor with its rows in another order."""
     if isinstance(tensor, PackedTensor):
         return tensor.rows(order)

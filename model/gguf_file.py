@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.quantization import BITS, Quantization
+from eesd.model.arrays import NUMPY_TYPES, Array, all_finite, transposed
 from eesd.model.quantized import Quantized, pack
 from eesd.model.safetensors_file import DTYPES, FINGERPRINTED, CheckpointTensor
 
@@ -216,12 +215,12 @@ class GgufTensor:
         nbytes: Length of the data in the file.
     """
 
-    def __init__(self, stored: CheckpointTensor, order: Tensor | None = None) -> None:
+    def __init__(self, stored: CheckpointTensor, order: NDArray[np.int64] | None = None) -> None:
         self.name, self.shape, self.nbytes = stored.name, stored.shape, stored.nbytes
         self._stored, self._order = stored, order
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """Element type of the tensor that is read. Raises :class:`EESDError` if the stored type is
         not supported."""
         if self._stored.stored in DTYPES:
@@ -234,7 +233,7 @@ class GgufTensor:
                 "BF16, and for matrices "
                 f"{', '.join(QUANTIZED)}."
             )
-        return torch.float32
+        return "float32"
 
     def rows(self, start: int, stop: int) -> "GgufTensor":
         """Some rows of a tensor whose rows are in order: bytes of its file, too."""
@@ -256,7 +255,7 @@ class GgufTensor:
         of floats."""
         return OWN_LEVELS.get(self._stored.stored)
 
-    def read(self) -> Tensor:
+    def read(self) -> Array:
         """Read the tensor; a quantized one in float32.
 
         Raises:
@@ -267,16 +266,17 @@ class GgufTensor:
     def head(self) -> bytes:
         """The first kilobyte of what is read, for the fingerprint: that of a safetensors checkpoint
         with the same values."""
-        row = prod(self.shape[1:]) * self.dtype.itemsize
-        values = self._values(self._rows(min(-(-FINGERPRINTED // row), self.shape[0])))
-        return values.view(-1).view(torch.uint8).numpy().tobytes()[:FINGERPRINTED]
+        row = prod(self.shape[1:]) * NUMPY_TYPES[self.dtype].itemsize
+        return self._values(self._rows(min(-(-FINGERPRINTED // row), self.shape[0]))).tobytes()[
+            :FINGERPRINTED
+        ]
 
-    def levels(self, quantization: Quantization, transposed: bool = True) -> Quantized | None:
+    def levels(self, quantization: Quantization, is_transposed: bool = True) -> Quantized | None:
         """The levels as they are, if the quantization is that of the file, or the same in 8 bits.
 
         Args:
             quantization: The wanted quantization.
-            transposed: Whether to return levels [in, out]; otherwise [out, in], for an embedding
+            is_transposed: Whether to return levels [in, out]; otherwise [out, in], for an embedding
                 table.
 
         Raises:
@@ -284,51 +284,50 @@ class GgufTensor:
         """
         own = self.quantization
         keeps = own is not None and quantization in (own, replace(own, weights="int8"))
-        return self._stored_levels(quantization.weights, transposed) if keeps else None
+        return self._stored_levels(quantization.weights, is_transposed) if keeps else None
 
-    def _stored_levels(self, kind: str, transposed: bool) -> Quantized:
+    def _stored_levels(self, kind: str, is_transposed: bool) -> Quantized:
         """What the file stores, with levels of this element type."""
         rows = self._rows(self.shape[0])
         size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[self._stored.stored]][1]
         with np.errstate(all="ignore"):  # damaged scales are reported below
             found = _unpack_blocks(self._stored.stored, rows.reshape(-1, size))
-        levels, *shared = (
-            None if part is None else torch.from_numpy(part).reshape(self.shape[0], -1)
-            for part in found
-        )
+        levels = found[0].view(np.uint8).reshape(self.shape[0], -1)
+        shared = [None if part is None else part.reshape(self.shape[0], -1) for part in found[1:]]
         for part in shared:
-            if part is not None and not bool(torch.isfinite(part).all()):
+            if part is not None and not all_finite(part):
                 raise EESDError(
                     f"{self._stored.path}: the tensor {self.name} has scales or minimums that "
                     "are not finite numbers; "
                     "fetch it again."
                 )
-        assert levels is not None and shared[0] is not None
         scales, minimums = (
-            part if part is None or not transposed else part.t().contiguous() for part in shared
+            part if part is None or not is_transposed else transposed(part) for part in shared
         )
         assert scales is not None
-        levels = levels.view(torch.uint8)
         return Quantized(
-            pack(levels.t() if transposed else levels, BITS[kind]), scales, minimums=minimums
+            pack(transposed(levels) if is_transposed else levels, BITS[kind]),
+            scales,
+            minimums=minimums,
         )
 
     def _rows(self, count: int) -> NDArray[np.uint8]:
         """The bytes of the first rows, in order."""
-        order = None if self._order is None else self._order[:count].numpy()
+        order = None if self._order is None else self._order[:count]
         last = count if order is None else int(order.max()) + 1
         size = self.nbytes // self.shape[0]
-        stored = np.frombuffer(self._stored.read_bytes(last * size), np.uint8).reshape(last, size)
+        stored = self._stored.read_bytes(last * size).reshape(last, size)
         return stored if order is None else stored[order]
 
-    def _values(self, rows: NDArray[np.uint8]) -> Tensor:
+    def _values(self, rows: NDArray[np.uint8]) -> Array:
         shape = (len(rows), *self.shape[1:])
-        if self.dtype != torch.float32 or self._stored.stored in DTYPES:
-            return torch.from_numpy(rows).view(self.dtype).view(shape)
+        if self.dtype != "float32" or self._stored.stored in DTYPES:
+            return rows.view(NUMPY_TYPES[self.dtype]).reshape(shape)
         with np.errstate(all="ignore"):  # damaged scales are reported as values that are not finite
-            return torch.from_numpy(
-                _library().dequantize(rows, _library().GGMLQuantizationType[self._stored.stored])
-            ).view(shape)
+            values: Array = _library().dequantize(
+                rows, _library().GGMLQuantizationType[self._stored.stored]
+            )
+            return values.reshape(shape)
 
 
 def _unpack_blocks(

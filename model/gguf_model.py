@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
@@ -22,7 +22,7 @@ from eesd.model.families import FAMILIES
 from eesd.model.family import Family, Gguf
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufFile, GgufTensor
-from eesd.model.rotary import llama3_frequencies
+from eesd.model.rotary import frequencies, llama3_frequencies
 from eesd.model.safetensors_file import DTYPES, CheckpointTensor
 
 _SIZES = {
@@ -213,17 +213,19 @@ def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[s
     return None if kind == "none" or factor == 1 else {"rope_type": "linear", "factor": factor}
 
 
-def _llama3(divisors: Tensor, theta: float, head_dim: int) -> dict[str, Any] | None:
+def _llama3(divisors: NDArray[np.float32], theta: float, head_dim: int) -> dict[str, Any] | None:
     """The llama3 scaling that gives these divisors of the rotary frequencies."""
     if divisors.shape != (head_dim // 2,):
         raise ValueError(
             f"{_ROPE_FACTORS} has {list(divisors.shape)} values for heads of {head_dim}"
         )
     scaling = RopeScaling("llama3", float(divisors.max()), _LLAMA3_POSITIONS)
-    plain = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    if bool((divisors == 1).all()):
+    if (divisors == 1).all():
         return None
-    if not torch.allclose(plain / divisors, llama3_frequencies(plain, scaling), rtol=1e-4, atol=0):
+    with np.errstate(all="ignore"):  # a divisor can be 0
+        plain = frequencies(theta, head_dim)
+        fits = np.allclose(plain / divisors, llama3_frequencies(plain, scaling), rtol=1e-4, atol=0)
+    if not fits:
         raise ValueError(
             f"{_ROPE_FACTORS} is not the scaling of Llama 3, and other divisors are not supported"
         )
@@ -274,9 +276,9 @@ def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
     )
 
 
-def _rotary_order(rows: int, heads: int) -> Tensor | None:
+def _rotary_order(rows: int, heads: int) -> NDArray[np.int64] | None:
     """The stored row of each row of q or k. llama.cpp rotates neighbouring rows of a head,
     transformers those of its halves."""
     if rows % (2 * heads):
         return None  # a shape that will be refused
-    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).reshape(-1)
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -20,7 +20,7 @@ def causal_inputs(
         slots: S, the length of the caches.
         start: Slot and position of the first token.
     """
-    cos, sin = rotary_tables(geometry, slots)
+    cos, sin = map(torch.tensor, rotary_tables(geometry, slots))
     position = torch.arange(start, start + tokens)
     hidden = torch.arange(slots)[None, :] > position[:, None]
     mask = torch.zeros(tokens, slots).masked_fill(hidden, MASKED)

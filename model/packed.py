@@ -25,13 +25,15 @@ from collections.abc import Mapping
 from copy import copy
 from math import gcd, prod
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
 from eesd.common.quantization import FP4, FP8, Quantization
+from eesd.model.arrays import Array, all_finite, rounded, to_float32, transposed
 from eesd.model.packing import AWQ, BYTES, FLOATS, GPTQ, NVFP4, WORDS, Packing
-from eesd.model.quantized import Quantized, pack, unpack
+from eesd.model.quantized import Bytes, Quantized, fields, pack, unpack
 from eesd.model.safetensors_file import CheckpointTensor
 
 _SCALES = ("scales", "weight_scale", "weight_scale_inv")
@@ -52,6 +54,8 @@ _OF_ACTIVATIONS = frozenset(
 """Suffixes of tensors for activations and caches, which stay as they are."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each of the 8 levels in an int32, from the lowest bits on."""
+_SMALL = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
+"""Types of 8 bits that scales may have."""
 
 
 def packed_tensors(
@@ -108,12 +112,12 @@ class PackedTensor:
         EESDError: A tensor is missing or has another shape.
     """
 
-    dtype = torch.float32
+    dtype = "float32"
     shape: tuple[int, ...]
 
     def __init__(self, name: str, parts: Mapping[str, CheckpointTensor], packing: Packing) -> None:
         self.name, self._parts, self._packing = name, parts, packing
-        self._order: Tensor | None = None
+        self._order: NDArray[np.int64] | None = None
         self._levels_part, self._scales_part = (
             self._part("qweight", "weight_packed", "weight"),
             self._part(*_SCALES),
@@ -154,19 +158,19 @@ class PackedTensor:
         """The first kilobyte of levels and of scales, for the fingerprint."""
         return self._levels_part.head() + self._scales_part.head()
 
-    def rows(self, order: Tensor) -> "PackedTensor":
+    def rows(self, order: NDArray[np.int64]) -> "PackedTensor":
         """Some outputs, in this order."""
         found = copy(self)
         found._order = order if self._order is None else self._order[order]
         found.shape = (len(order), self.shape[1])
         return found
 
-    def read(self) -> Tensor:
+    def read(self) -> NDArray[np.float32]:
         """The dequantized weight [out, in] in float32."""
         values = self._levels_part.checked(self._values())
         return values if self._order is None else values[self._order]
 
-    def _values(self) -> Tensor:
+    def _values(self) -> NDArray[np.float32]:
         """All outputs of the dequantized weight [out, in] in float32."""
         raise NotImplementedError
 
@@ -174,7 +178,7 @@ class PackedTensor:
         """Whether the quantization keeps the levels as they are."""
         return False
 
-    def levels(self, quantization: Quantization, dtype: torch.dtype) -> Quantized | None:
+    def levels(self, quantization: Quantization, dtype: str) -> Quantized | None:
         """The levels as they are, if they fit the quantization.
 
         Args:
@@ -185,19 +189,13 @@ class PackedTensor:
             return None
         levels, scales, zeros = self._stored(quantization.block)
         order = slice(None) if self._order is None else self._order
-        levels, scales = levels[:, order].contiguous(), scales[:, order].to(dtype).contiguous()
-        if not torch.isfinite(scales).all():
-            raise EESDError(
-                f"The scales of {self.name} do not fit {str(dtype).removeprefix('torch.')}; "
-                "give another --dtype."
-            )
-        return Quantized(
-            pack(levels, self._packing.bits),
-            scales,
-            None if zeros is None else pack(zeros[:, order], self._packing.bits),
-        )
+        scales = np.ascontiguousarray(rounded(scales[:, order], dtype))
+        if not all_finite(scales):
+            raise EESDError(f"The scales of {self.name} do not fit {dtype}; give another --dtype.")
+        zeros = None if zeros is None else pack(zeros[:, order], self._packing.bits)
+        return Quantized(pack(transposed(levels.T[order]), self._packing.bits), scales, zeros)
 
-    def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _stored(self, block: int) -> tuple[Bytes, Array, Bytes | None]:
         """Bytes of the levels [in, out], and for each block of inputs scales and zero points
         [in / block, out]."""
         raise NotImplementedError
@@ -253,8 +251,8 @@ class PackedIntegers(PackedTensor):
         """The number of inputs that ``weight_shape`` says: the last int32 of an output may have
         fewer levels."""
         part = self._parts["weight_shape"]
-        kind = {"I64": torch.int64, "I32": torch.int32}.get(part.stored)
-        given = [] if kind is None else torch.frombuffer(part.read_bytes(), dtype=kind).tolist()
+        kind = {"I64": np.int64, "I32": np.int32}.get(part.stored)
+        given = [] if kind is None else part.read_bytes().view(kind).tolist()
         if (
             len(given) != 2
             or given[0] != self._levels_part.shape[0]
@@ -263,22 +261,18 @@ class PackedIntegers(PackedTensor):
             raise self._misfit()
         return int(given[1])
 
-    def _group_index(self, inputs: int, group: int) -> Tensor | None:
+    def _group_index(self, inputs: int, group: int) -> NDArray[np.int32] | None:
         """The group [in] of each input; None where groups are consecutive."""
         part = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
         if part is None:
             return None
-        index = (
-            torch.frombuffer(part.read_bytes(), dtype=torch.int32).long()
-            if part.stored == "I32"
-            else torch.zeros(0)
-        )
+        index = part.read_bytes().view(np.int32) if part.stored == "I32" else np.zeros(0, np.int32)
         # compressed-tensors' value before it is set.
-        if bool((index == -1).all()) and len(index) == inputs:
+        if len(index) == inputs and (index == -1).all():
             return None
         if len(index) != inputs or index.min() < 0 or index.max() >= self._groups:
             raise self._misfit()
-        return None if torch.equal(index, torch.arange(inputs) // group) else index
+        return None if np.array_equal(index, np.arange(inputs) // group) else index
 
     def fits(self, quantization: Quantization) -> bool:
         return (
@@ -288,33 +282,27 @@ class PackedIntegers(PackedTensor):
             and self.shape[1] // self._groups % quantization.block == 0
         )
 
-    def _values(self) -> Tensor:
+    def _values(self) -> NDArray[np.float32]:
         levels, scales, zeros = self._grouped()
         index = (
-            torch.arange(self.shape[1]) // (self.shape[1] // self._groups)
+            np.arange(self.shape[1]) // (self.shape[1] // self._groups)
             if self._index is None
             else self._index
         )
         if zeros is None:
-            values = (
-                levels.view(torch.int8).float()
-                if self._packing.bits == 8
-                else ((levels ^ 8).to(torch.int8) - 8).float()
-            )
+            middle = 1 << (self._packing.bits - 1)
+            values = to_float32(levels ^ middle) - np.float32(middle)
         else:
-            values = levels.float() - zeros.float()[index]
-        return values.mul_(scales.float()[index]).t()
+            values = to_float32(levels) - to_float32(zeros)[index]
+        values *= to_float32(scales)[index]
+        return values.T
 
-    def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _stored(self, block: int) -> tuple[Bytes, Array, Bytes | None]:
         levels, scales, zeros = self._grouped()
         repeat = self.shape[1] // self._groups // block
-        return (
-            levels,
-            scales.repeat_interleave(repeat, 0),
-            None if zeros is None else zeros.repeat_interleave(repeat, 0),
-        )
+        return levels, scales.repeat(repeat, 0), None if zeros is None else zeros.repeat(repeat, 0)
 
-    def _grouped(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _grouped(self) -> tuple[Bytes, Array, Bytes | None]:
         """Levels [in, out], scales and zero points [groups, out]. Without zero points levels are of
         two's complement."""
         layout, bits = self._packing.layout, self._packing.bits
@@ -322,30 +310,30 @@ class PackedIntegers(PackedTensor):
             self.shape[1],
             self._levels_part.shape[0] if layout in (WORDS, BYTES) else 0,
         )
-        words = _bytes(self._levels_part)
+        words = self._levels_part.read_bytes()
         if layout == GPTQ:
             outputs = self._levels_part.shape[1]
             levels = (
                 _fields(words, bits)
-                .view(-1, outputs, 32 // bits)
-                .transpose(1, 2)
+                .reshape(-1, outputs, 32 // bits)
+                .swapaxes(1, 2)
                 .reshape(inputs, outputs)
             )
         elif layout == AWQ:
             outputs = self._levels_part.shape[1] * 8
-            levels = _awq_order(words).view(inputs, outputs)
+            levels = _awq_order(words).reshape(inputs, outputs)
         elif layout == BYTES:
-            levels = (words ^ 128).view(outputs, inputs).t()
+            levels = (words ^ np.uint8(128)).reshape(outputs, inputs).T
         else:
-            levels = _fields(words, bits).view(outputs, -1)[:, :inputs].t()
+            levels = _fields(words, bits).reshape(outputs, -1)[:, :inputs].T
         scales, zeros = self._scales_part.read(), self._zeros(outputs)
         if layout in (WORDS, BYTES):
-            scales = scales.reshape(-1, self._groups).expand(outputs, -1).t()
+            scales = np.broadcast_to(scales.reshape(-1, self._groups), (outputs, self._groups)).T
         if self._packing.symmetric:
-            return levels ^ (1 << (bits - 1)), scales, None
+            return levels ^ np.uint8(1 << (bits - 1)), scales, None
         return levels, scales, zeros
 
-    def _zeros(self, outputs: int) -> Tensor | None:
+    def _zeros(self, outputs: int) -> Bytes | None:
         """The zero points [groups, out] of unsigned levels; None where they must be the middle of
         the range, and are."""
         layout, bits = self._packing.layout, self._packing.bits
@@ -355,40 +343,38 @@ class PackedIntegers(PackedTensor):
         )
         if part is None:
             return None
-        words, offset = _bytes(part), self._packing.offset
+        words, offset = part.read_bytes(), self._packing.offset
         if part.stored != "I32":
-            zeros = (
-                words.view(torch.int8)
-                .to(torch.int16)
-                .reshape(-1, self._groups)
-                .expand(outputs, -1)
-                .t()
-                + middle
+            signed = words.view(np.int8).reshape(-1, self._groups)
+            zeros = np.broadcast_to(signed, (outputs, self._groups)).T.astype(np.int16) + np.int16(
+                middle
             )
         elif layout in (GPTQ, AWQ):
             zeros = (
                 (_fields(words, bits) if layout == GPTQ else _awq_order(words))
-                .view(-1, outputs)
-                .to(torch.int16)
+                .reshape(-1, outputs)
+                .astype(np.int16)
             )
         else:
-            across = (
-                words.view(torch.int32).view(-1, self._groups).t().contiguous().view(torch.uint8)
+            across = np.ascontiguousarray(words.view(np.int32).reshape(-1, self._groups).T).view(
+                np.uint8
             )
-            zeros = _fields(across.view(-1), bits).view(self._groups, -1)[:, :outputs]
+            zeros = (
+                _fields(across.reshape(-1), bits)
+                .reshape(self._groups, -1)[:, :outputs]
+                .astype(np.int16)
+            )
         if self._packing.symmetric:
             # GPTQ's second format stores the middle itself for a symmetric weight. Some configs
             # call that format the first.
-            if not any(
-                bool((zeros == one).all()) for one in {middle, middle - int(layout == GPTQ)}
-            ):
+            if not any((zeros == one).all() for one in {middle, middle - int(layout == GPTQ)}):
                 raise EESDError(
                     f"{part.name} has zero points, but config.json says that there are none "
                     '("sym" or "symmetric": true); '
                     "fetch the checkpoint again, or give another one."
                 )
             return None
-        if offset and bool((zeros == middle).all()):
+        if offset and (zeros == middle).all():
             raise EESDError(
                 f"{part.name} has the zero points of a symmetric weight, but config.json says "
                 '"sym": false; programs read them '
@@ -399,7 +385,7 @@ class PackedIntegers(PackedTensor):
                 f"{self.name} has a zero point that does not fit {bits} bits, which programs "
                 "read differently."
             )
-        return (zeros + offset).to(torch.uint8)
+        return (zeros + np.int16(offset)).astype(np.uint8)
 
 
 class PackedFloats(PackedTensor):
@@ -424,30 +410,28 @@ class PackedFloats(PackedTensor):
         block = quantization.block
         return quantization.weights == FP8 and gcd(self._columns, self.shape[1]) % block == 0
 
-    def _scales(self, block: int) -> Tensor:
+    def _scales(self, block: int) -> NDArray[np.float32]:
         """The scales [out, in / block]."""
         outputs, inputs = self._levels_part.shape
         scales = _scale_values(self._scales_part).reshape(
             -(-outputs // self._rows), -(-inputs // self._columns)
         )
-        return scales[torch.arange(outputs) // self._rows][
-            :, torch.arange(0, inputs, block) // self._columns
+        return scales[np.arange(outputs) // self._rows][
+            :, np.arange(0, inputs, block) // self._columns
         ]
 
-    def _values(self) -> Tensor:
-        inputs = self._levels_part.shape[1]
+    def _values(self) -> NDArray[np.float32]:
+        outputs, inputs = self._levels_part.shape
         block = gcd(self._columns, inputs)
-        values = (
-            _bytes(self._levels_part)
-            .view(torch.float8_e4m3fn)
-            .float()
-            .view(-1, inputs // block, block)
+        values = to_float32(unpack(self._levels_part.read_bytes(), FP8, outputs * inputs)).reshape(
+            outputs, -1, block
         )
-        return values.mul_(self._scales(block)[:, :, None]).view(-1, inputs)
+        values *= self._scales(block)[:, :, None]
+        return values.reshape(outputs, inputs)
 
-    def _stored(self, block: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        levels = _bytes(self._levels_part).view(self._levels_part.shape)
-        return levels.t(), self._scales(block).t(), None
+    def _stored(self, block: int) -> tuple[Bytes, Array, Bytes | None]:
+        levels = self._levels_part.read_bytes().reshape(self._levels_part.shape)
+        return levels.T, self._scales(block).T, None
 
 
 class PackedFp4(PackedTensor):
@@ -465,40 +449,42 @@ class PackedFp4(PackedTensor):
             raise self._misfit()
         return outputs, inputs
 
-    def _values(self) -> Tensor:
+    # A damaged factor is reported as values that are not finite.
+    @np.errstate(divide="ignore", invalid="ignore")
+    def _values(self) -> NDArray[np.float32]:
         outputs, inputs = (
             self.shape if self._order is None else (self._levels_part.shape[0], self.shape[1])
         )
-        factor, scales = self._factor.read().float().reshape(()), _scale_values(self._scales_part)
+        factor, scales = (
+            to_float32(self._factor.read()).reshape(()),
+            _scale_values(self._scales_part),
+        )
         scales = scales * factor if "weight_scale_2" in self._parts else scales / factor
-        values = unpack(_bytes(self._levels_part), FP4, outputs * inputs).view(outputs, -1, 16)
-        return values.mul_(scales[:, :, None]).view(outputs, inputs)
+        values = to_float32(unpack(self._levels_part.read_bytes(), FP4, outputs * inputs)).reshape(
+            outputs, -1, 16
+        )
+        values *= scales[:, :, None]
+        return values.reshape(outputs, inputs)
 
 
 _CLASSES = {FLOATS: PackedFloats, NVFP4: PackedFp4}
 
 
-def _bytes(part: CheckpointTensor) -> Tensor:
-    return torch.frombuffer(part.read_bytes(), dtype=torch.uint8)
-
-
-def _scale_values(part: CheckpointTensor) -> Tensor:
+def _scale_values(part: CheckpointTensor) -> NDArray[np.float32]:
     """The values of scales in float32, which may be of 8 bits, too."""
-    small = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu}.get(part.stored)
-    return (
-        part.read().float()
-        if small is None
-        else part.checked(_bytes(part).view(small).float().view(part.shape))
-    )
+    small = _SMALL.get(part.stored)
+    if small is None:
+        return to_float32(part.read())
+    return part.checked(part.read_bytes().view(small).astype(np.float32).reshape(part.shape))
 
 
-def _fields(words: Tensor, bits: int) -> Tensor:
+def _fields(words: Bytes, bits: int) -> Bytes:
     """The values of little-endian integers, from the lowest bits on, as bytes."""
-    return words.clone() if bits == 8 else torch.stack((words & 15, words >> 4), -1).view(-1)
+    return words if bits == 8 else fields(words)
 
 
-def _awq_order(words: Tensor) -> Tensor:
+def _awq_order(words: Bytes) -> Bytes:
     """The values of little-endian int32 in AWQ's order, as bytes."""
-    values = torch.empty(len(words) // 4, 8, dtype=torch.uint8)
-    values[:, _AWQ_ORDER] = _fields(words, 4).view(-1, 8)
-    return values.view(-1)
+    values = np.empty((len(words) // 4, 8), np.uint8)
+    values[:, _AWQ_ORDER] = fields(words).reshape(-1, 8)
+    return values.reshape(-1)

@@ -19,19 +19,29 @@ Four bits are so few that losing the largest weights of a block can be better th
 all, hence the search: each candidate is rounded, and gets the scale and the minimum that fit its
 levels best in closed form.
 
-:func:`quantize_for` knows the inputs of a layer, and lets weights make up for the rounding of those
-before (GPTQ).
+Sums are added in an order that neither the number of weights nor the processor changes: levels are
+the same everywhere.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.quantization import BITS, BLOCK, FP4, FP8, NVFP4
+from eesd.model.arrays import (
+    FLOAT8,
+    NUMPY_TYPES,
+    Array,
+    in_threads,
+    rounded,
+    to_float32,
+    transposed,
+)
 from eesd.model.quantized import FP4_LEVELS, Quantized, pack
+
+Floats = NDArray[np.float32]
 
 _CLIPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Factors of a block's range in the search for uint4."""
@@ -51,16 +61,31 @@ _FP4_ENDS = (6.0, 4.0)
 hurts some blocks."""
 _FP4_BOUNDS = (FP4_LEVELS[1:] + FP4_LEVELS[:-1]) / 2
 """Between which of these a magnitude is says which level is the nearest."""
-_TINY = 1e-30
+TINY = np.float32(1e-30)
 """Smallest divisor, for blocks of zeros."""
-_DAMPING = 0.01
-"""The damping of the inputs' squares, as a share of their mean: GPTQ's default."""
-_PIECE = 1 << 17
+_PIECE = 1 << 16
 """Number of weights that a thread searches at a time. Small pieces stay in the processor's
 cache."""
+_INPUTS = 128
+"""Inputs of a piece. Fewer are read slowly, because those of an output are consecutive; more leave
+threads without a piece."""
 
 
-def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
+class Blocks(NamedTuple):
+    """Quantized blocks.
+
+    Attributes:
+        levels: A byte for each level [count, block, out].
+        scales: [count, out].
+        minimums: [count, out] for uint4.
+    """
+
+    levels: Array
+    scales: Array
+    minimums: Array | None = None
+
+
+def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
     """Quantize a weight, piece by piece, so that only the arguments and the results take much
     memory.
 
@@ -70,186 +95,170 @@ def quantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
         kind: One of :data:`~eesd.common.quantization.LEVELS`.
         dtype: Element type of the scales, or of their factor; the scales of uint4 are float16.
     """
-    if kind == FP4:
-        return _quantize_nvfp4(weight, dtype)
-    if kind == "uint4":
-        dtype = torch.float16
-    outputs, inputs = weight.shape
-    levels = torch.empty(inputs * outputs * BITS[kind] // 8, dtype=torch.uint8)
-    scales = torch.empty(inputs // BLOCK, outputs, dtype=dtype)
-    minimums = torch.zeros_like(scales)
-    rows = BLOCK * max(1, _PIECE // (BLOCK * outputs))
-    columns = max(1, _PIECE // rows)
-    largest = torch.full((outputs,), torch.nan)
-    if shares_scales(kind, dtype):
-        largest = torch.maximum(weight.amax(1), -weight.amin(1)).float()
+    (outputs, inputs), block = weight.shape, NVFP4.block if kind == FP4 else BLOCK
+    type_of_scales = {"uint4": NUMPY_TYPES["float16"], FP4: FLOAT8}.get(kind, NUMPY_TYPES[dtype])
+    levels = np.empty(inputs * outputs * BITS[kind] // 8, np.uint8)
+    scales = np.empty((inputs // block, outputs), type_of_scales)
+    minimums = np.empty_like(scales) if kind == "uint4" else None
+    columns = max(1, _PIECE // _INPUTS)
+    largest = _largest(weight) if kind in (FP8, FP4) or shares_scales(kind, dtype) else None
+    factor = None if kind != FP4 or largest is None else _common_factor(largest, dtype)
 
     def quantize_strip(begin: int) -> None:
         """Quantize the inputs from ``begin`` on. Their bytes are consecutive."""
-        end = min(begin + rows, inputs)
-        strip = torch.empty((end - begin) // BLOCK, BLOCK, outputs, dtype=torch.int8)
-        at = slice(begin // BLOCK, end // BLOCK)
+        end = min(begin + _INPUTS, inputs)
+        strip = np.empty(((end - begin) // block, block, outputs), np.uint8)
+        at = slice(begin // block, end // block)
         for first in range(0, outputs, columns):
             part = slice(first, first + columns)
-            blocks = weight[part, begin:end].t().float().reshape(strip[:, :, part].shape)
-            if kind == "uint4":
-                strip[:, :, part], scales[at, part], minimums[at, part] = _quantize_with_minimum(
-                    blocks
-                )
-            else:
-                strip[:, :, part], scales[at, part] = _quantize_blocks(
-                    blocks, largest[part], kind, dtype
-                )
+            blocks = transposed(to_float32(weight[part, begin:end])).reshape(
+                strip[:, :, part].shape
+            )
+            found = quantize_blocks(
+                blocks, kind, dtype, None if largest is None else largest[part], factor
+            )
+            strip[:, :, part], scales[at, part] = found.levels.view(np.uint8), found.scales
+            if minimums is not None:
+                minimums[at, part] = found.minimums
         levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(
-            strip.view(torch.uint8), BITS[kind]
+            strip, BITS[kind]
         )
 
-    with one_thread_each() as pool:
-        list(pool.map(quantize_strip, range(0, inputs, rows)))
-    return Quantized(levels, scales, minimums=minimums if kind == "uint4" else None)
+    in_threads(quantize_strip, range(0, inputs, _INPUTS))
+    return Quantized(levels, scales, minimums=minimums, factor=factor)
 
 
-def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: torch.dtype) -> Quantized:
-    """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little: GPTQ
-    (arXiv 2210.17323).
+def shares_scales(kind: str, dtype: str) -> bool:
+    """Whether all blocks of an output get one scale."""
+    return kind == FP8 or (kind == "int8" and dtype != "float32")
 
-    Inputs are rounded one after another. The weights of later inputs make up for the error of each.
-    Scales and minimums of a block are searched when its turn comes.
+
+@np.errstate(all="ignore")  # weights can be as large as their type is, and then scales are infinite
+def quantize_blocks(
+    blocks: Floats,
+    kind: str,
+    dtype: str,
+    largest: Floats | None = None,
+    factor: Array | None = None,
+) -> Blocks:
+    """Quantize blocks [count, block, out].
 
     Args:
-        factor: What :func:`compensation` makes of the layer's inputs [in, in].
-        weight: Weight [out, in]; ``in`` must be a multiple of a block.
-        kind: ``int4`` or ``uint4``.
-        dtype: Element type of the scales; those of uint4 are float16.
+        blocks: The weights.
+        kind: One of :data:`~eesd.common.quantization.LEVELS`.
+        dtype: Element type of the scales.
+        largest: Each output's largest absolute weight [out], where its blocks share a scale.
+        factor: The factor of all scales of FP4, [].
     """
-    values = weight.float().t().contiguous()
-    least, most = (0, 15) if kind == "uint4" else (-8, 7)
-    levels = torch.empty(values.shape, dtype=torch.int8)
-    scales, minimums = [], []
-    for begin in range(0, len(values), BLOCK):
-        end = begin + BLOCK
-        block = values[begin:end]
-        if kind == "uint4":
-            _, scale, minimum = _quantize_with_minimum(block[None])
-        else:
-            _, scale = _quantize_blocks(block[None], block[0], kind, dtype)
-            minimum = torch.zeros_like(scale)
-        step, low = scale[0].float(), minimum[0].float()
-        errors = torch.empty_like(block)
-        for row, own in enumerate(factor[begin:end, begin:end]):
-            levels[begin + row] = level = (
-                ((block[row] - low) / step.clamp_min(_TINY)).round_().clamp_(least, most)
-            )
-            errors[row] = (block[row] - level * step - low) / own[row]
-            block[row + 1 :] -= own[row + 1 :, None] * errors[row]
-        values[end:] -= factor[begin:end, end:].t() @ errors
-        scales.append(scale)
-        minimums.append(minimum)
-    stored = pack(levels.view(torch.uint8), BITS[kind])
-    return Quantized(
-        stored, torch.cat(scales), minimums=torch.cat(minimums) if kind == "uint4" else None
+    if kind == "uint4":
+        return _MinimumSearch(blocks).run()
+    if factor is not None:
+        return _best_of_ends(blocks, float(factor))
+    if kind == "int4":
+        scales = _ScaleSearch(blocks).run()
+    else:
+        of_blocks = np.abs(blocks).max(1) if largest is None else np.tile(largest, (len(blocks), 1))
+        scales = of_blocks / np.float32(127 if kind == "int8" else _FP8_LARGEST)
+    # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into
+    # rounding up.
+    limits = ml_dtypes.finfo(NUMPY_TYPES[dtype])  # type: ignore[no-untyped-call]
+    scales = rounded(scales + float(limits.smallest_subnormal) / 2, dtype)
+    scales[scales == 0] = 1
+    levels = blocks / to_float32(scales)[:, None]
+    if kind == FP8:
+        return Blocks(_float8(np.clip(levels, -_FP8_LARGEST, _FP8_LARGEST, out=levels)), scales)
+    least, most = (-127, 127) if kind == "int8" else (-8, 7)
+    return Blocks(
+        np.clip(np.rint(levels, out=levels), least, most, out=levels).astype(np.int8), scales
     )
 
 
-def compensation(products: Tensor) -> Tensor:
-    """The upper triangular U [in, in] with U^T U = (products + damping)^-1: how inputs make up for
-    the error of one before.
+def _float8(values: Floats) -> NDArray[np.uint8]:
+    """The bits of the nearest numbers of FP8, for values from -448 to 448: what ml_dtypes gives in
+    several times the time.
 
-    Args:
-        products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are
-            always 0 are allowed.
+    From 2 ** -6 on, whose bits are 8, FP8 has the upper bits of a float32, with another exponent.
+    Below, its bits count units of 2 ** -9.
     """
-    wide = products.double()
-    diagonal = wide.diagonal()
-    diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
-    # R with R R^T = products, so that U is its inverse.
-    backwards = torch.linalg.cholesky(wide.flip(0, 1)).flip(0, 1)
-    whole = torch.eye(len(wide), dtype=wide.dtype)
-    upper: Tensor = torch.linalg.solve_triangular(backwards, whole, upper=True)
-    return upper.float()
+    sizes = np.abs(values)
+    bits = sizes.view(np.int32)
+    large = np.right_shift(bits, 20)
+    large &= 1
+    # With which the lower bits round to the nearest number, and of two to the even one.
+    large += (1 << 19) - 1
+    large += bits
+    large >>= 20
+    large -= (127 - 7) << 3
+    found = np.maximum(large, 8, out=large).astype(np.uint8)
+    np.rint(np.multiply(sizes, 512, out=sizes), out=sizes)
+    found += np.clip(sizes, 0, 8, out=sizes).astype(np.uint8)
+    found -= 8
+    found |= values.view(np.uint8)[..., 3::4] & 128
+    return found
 
 
-@contextmanager
-def one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as torch has. Each runs torch alone: splitting every small operation costs
-    more than it gains."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(threads)
+def _largest(weight: Array) -> Floats:
+    """The largest absolute weight of each output [out]."""
+    found = np.empty(len(weight), np.float32)
+    step = max(1, _PIECE // weight.shape[1])
+
+    def find(first: int) -> None:
+        found[first : first + step] = np.abs(to_float32(weight[first : first + step])).max(1)
+
+    in_threads(find, range(0, len(weight), step))
+    return found
 
 
-def shares_scales(kind: str, dtype: torch.dtype) -> bool:
-    """Whether all blocks of an output get one scale."""
-    return kind == FP8 or (kind == "int8" and dtype != torch.float32)
+def _common_factor(largest: Floats, dtype: str) -> Array:
+    """The factor of all scales of a weight as NVFP4: the least power of two, in ``dtype``, with
+    which none is too large."""
+    mantissa, exponent = np.frexp(
+        max(float(largest.max()) / (_FP4_ENDS[-1] * _FP8_LARGEST), _LEAST_FACTOR)
+    )
+    return rounded(np.array(np.ldexp(1.0, exponent - (mantissa == 0.5))), dtype)
 
 
-def _quantize_blocks(
-    blocks: Tensor, largest: Tensor, kind: str, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Levels and scales of blocks [count, 32, out], not as uint4; ``largest`` [out] is each
-    output's, for shared scales."""
-    if kind == "int4":
-        scale = _ScaleSearch(blocks).run()
-    else:
-        most = 127 if kind == "int8" else _FP8_LARGEST
-        scale = (
-            largest.repeat(len(blocks), 1) if shares_scales(kind, dtype) else blocks.abs().amax(1)
-        ) / most
-    # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into
-    # rounding up.
-    half = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-    scale = (scale + half).to(dtype)
-    scale[scale == 0] = 1
-    levels = blocks / scale.float()[:, None]
-    if kind == FP8:
-        return levels.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn).view(
-            torch.int8
-        ), scale
-    least, most = (-127, 127) if kind == "int8" else (-8, 7)
-    return levels.round_().clamp_(least, most).to(torch.int8), scale
-
-
-def _quantize_nvfp4(weight: Tensor, dtype: torch.dtype) -> Quantized:
-    """Quantize a weight [out, in] as NVFP4, some outputs at a time."""
-    block, (outputs, inputs) = NVFP4.block, weight.shape
-    largest = torch.maximum(weight.amax(), -weight.amin()).float()
-    # No scale is too large.
-    exponent = (largest / (_FP4_ENDS[-1] * _FP8_LARGEST)).clamp_min(_LEAST_FACTOR).log2().ceil()
-    factor = exponent.exp2().to(dtype)
-    codes = torch.empty(inputs, outputs, dtype=torch.uint8)
-    scales = torch.empty(inputs // block, outputs, dtype=torch.float8_e4m3fn)
-    step = max(1, _PIECE // inputs)
-
-    def quantize_outputs(first: int) -> None:
-        part = slice(first, first + step)
-        blocks = weight[part].float().reshape(-1, inputs // block, block)
-        best = _best_of_ends(blocks, factor)
-        codes[:, part], scales[:, part] = best[0].view(-1, inputs).t(), best[1].t()
-
-    with one_thread_each() as pool:
-        list(pool.map(quantize_outputs, range(0, outputs, step)))
-    return Quantized(pack(codes, 4), scales, factor=factor)
-
-
-def _best_of_ends(blocks: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of blocks [out, count, 16] as NVFP4, with the end for the largest weight
-    that fits a block best."""
-    found = []
+def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
+    """Blocks [count, 16, out] as NVFP4, with the end for the largest weight that fits a block
+    best."""
+    sizes, work = np.abs(blocks), np.empty_like(blocks)
+    largest = sizes.max(1)
+    best, least = np.zeros(largest.shape, FLOAT8), np.full_like(largest, np.inf)
     for end in _FP4_ENDS:
-        wanted = blocks.abs().amax(2) / (end * factor.float())
-        scales = wanted.to(torch.float8_e4m3fn)
-        whole = Quantized(blocks, scales, factor=factor).whole_scales[:, :, None]
-        magnitude = torch.bucketize(blocks.abs() / whole.clamp_min(_TINY), _FP4_BOUNDS)
-        error = (FP4_LEVELS[magnitude] * whole - blocks.abs()).square().sum(2)
-        found.append((magnitude.to(torch.uint8) | (blocks < 0).to(torch.uint8) << 3, scales, error))
-    (codes, scales, error), (others, other_scales, other_error) = found
-    better = other_error < error
-    bits = torch.where(better, other_scales.view(torch.uint8), scales.view(torch.uint8))
-    return torch.where(better[:, :, None], others, codes), bits.view(torch.float8_e4m3fn)
+        scales = (largest / np.float32(end * factor)).astype(FLOAT8)
+        whole = to_float32(scales) * np.float32(factor)
+        magnitudes = _magnitudes(sizes, whole, work)
+        FP4_LEVELS.take(magnitudes, out=work, mode="clip")
+        np.subtract(np.multiply(work, whole[:, None], out=work), sizes, out=work)
+        error = _sums(np.square(work, out=work), work)
+        best, least = (
+            np.where(error < least, scales.view(np.uint8), best.view(np.uint8)).view(FLOAT8),
+            np.minimum(error, least),
+        )
+    codes = _magnitudes(sizes, to_float32(best) * np.float32(factor), work)
+    codes |= np.left_shift(blocks < 0, 3, dtype=np.uint8)
+    return Blocks(codes, best)
+
+
+def _magnitudes(sizes: Floats, scales: Floats, work: Floats) -> NDArray[np.uint8]:
+    """The nearest levels of FP4 for absolute weights [count, 16, out], the lower one of two.
+    Overwrites ``work``."""
+    np.divide(sizes, np.maximum(scales, TINY)[:, None], out=work)
+    found, above = np.zeros(work.shape, np.uint8), np.empty(work.shape, bool)
+    for bound in _FP4_BOUNDS:
+        found += np.greater(work, bound, out=above)
+    return found
+
+
+def _sums(values: Floats, work: Floats) -> Floats:
+    """The sums [count, out] of blocks [count, block, out]: halves are added until one row is left.
+    Overwrites ``work``."""
+    half = values.shape[1] // 2
+    rest = np.add(values[:, :half], values[:, half:], out=work[:, :half])
+    while half > 1:
+        half //= 2
+        rest = np.add(rest[:, :half], rest[:, half:], out=rest[:, :half])
+    return rest[:, 0].copy()
 
 
 class _ScaleSearch:
@@ -260,83 +269,102 @@ class _ScaleSearch:
     l)^2 / sum(l l) than that of levels that are all zero. Candidates are compared by this gain.
     """
 
-    def __init__(self, blocks: Tensor) -> None:
+    def __init__(self, blocks: Floats) -> None:
         self._blocks = blocks
-        self._levels, self._products = torch.empty_like(blocks), torch.empty_like(blocks)
-        self._scale = torch.zeros(blocks.shape[0], blocks.shape[2])
-        self._gain = torch.full_like(self._scale, -1)
+        self._levels, self._products = np.empty_like(blocks), np.empty_like(blocks)
+        self._scale = np.zeros((blocks.shape[0], blocks.shape[2]), np.float32)
+        self._gain = np.full_like(self._scale, -1)
 
-    def run(self) -> Tensor:
+    def run(self) -> Floats:
         """The scales [count, out]."""
-        largest = self._blocks.abs().amax(1)
+        largest = np.abs(self._blocks, out=self._products).max(1)
         for step in _STEPS:
             self._try(largest * (step / 8))
         scale = self._scale
         for factor in _NEARBY:
             self._try(scale * factor)
-        return self._fit(self._scale)[0].clamp_min_(0)
+        return np.maximum(self._fit(self._scale)[0], 0)
 
-    def _try(self, scale: Tensor) -> None:
+    def _try(self, scale: Floats) -> None:
         """Take scales where they are better than the best so far. They are fitted first."""
         fitted, gain = self._fit(scale)
-        self._scale = torch.where(gain > self._gain, fitted, self._scale)
-        self._gain = torch.maximum(gain, self._gain)
+        self._scale = np.where(gain > self._gain, fitted, self._scale)
+        self._gain = np.maximum(gain, self._gain)
 
-    def _fit(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def _fit(self, scale: Floats) -> tuple[Floats, Floats]:
         """The best scale for the levels that a scale gives, and its gain."""
         levels, products = self._levels, self._products
-        torch.mul(self._blocks, scale.clamp_min(_TINY).reciprocal_()[:, None], out=levels)
-        torch.clamp(levels.round_(), -8, 7, out=levels)
-        dot = torch.mul(self._blocks, levels, out=products).sum(1)
-        best = dot / torch.mul(levels, levels, out=products).sum(1).clamp_min_(_TINY)
+        np.multiply(self._blocks, np.reciprocal(np.maximum(scale, TINY))[:, None], out=levels)
+        np.clip(np.rint(levels, out=levels), -8, 7, out=levels)
+        dot = _sums(np.multiply(self._blocks, levels, out=products), products)
+        best = dot / np.maximum(_sums(np.multiply(levels, levels, out=products), products), TINY)
         return best, dot * best
 
 
-def _quantize_with_minimum(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Levels, scales and minimums of blocks [count, 32, out] as uint4.
+class _MinimumSearch:
+    """Search of scales and minimums for blocks [count, 32, out] as uint4, with the levels 0 .. 15.
 
     Every candidate is rounded to float16 before its levels are chosen, and compared by the squared
     error of what is stored. The first one maps the block's least and largest weight to the levels 0
     and 15: it finds again what was quantized so before.
     """
-    low, high = blocks.amin(1), blocks.amax(1)
-    best = _Candidate(blocks, (high - low) / 15, low)
-    for clip in _CLIPS:
-        scale = (high - low) * (clip / 15)
-        first = _Candidate(blocks, scale, (high + low) / 2 - 7.5 * scale)
-        best = best.better(_Candidate(blocks, *first.fitted(blocks)))
-    for _ in range(_REFITS):
-        best = best.better(_Candidate(blocks, *best.fitted(blocks)))
-    return best.levels.to(torch.int8), best.scale, best.minimum
 
+    def __init__(self, blocks: Floats) -> None:
+        self._blocks = blocks
+        self._levels, self._work = np.empty_like(blocks), np.empty_like(blocks)
+        self._mean = _sums(blocks, self._work) / blocks.shape[1]
+        self._scale, self._minimum = np.zeros((2, *self._mean.shape), np.float32)
+        self._error = np.full_like(self._mean, np.inf)
 
-class _Candidate:
-    """Scales and minimums [count, out] for blocks [count, 32, out], rounded to float16, with the
-    levels and squared errors."""
-
-    def __init__(self, blocks: Tensor, scale: Tensor, minimum: Tensor) -> None:
-        self.scale, self.minimum = (
-            scale.clamp(0, LARGEST).half(),
-            minimum.clamp(-LARGEST, LARGEST).half(),
+    def run(self) -> Blocks:
+        """The levels, scales and minimums that were found."""
+        low, high = self._blocks.min(1), self._blocks.max(1)
+        self._try((high - low) / 15, low)
+        for clip in _CLIPS:
+            scale = (high - low) * (clip / 15)
+            self._try(*self._fitted(scale, (high + low) / 2 - 7.5 * scale))
+        for _ in range(_REFITS):
+            self._try(*self._fitted(self._scale, self._minimum))
+        self._choose_levels(self._scale, self._minimum)
+        return Blocks(
+            self._levels.astype(np.int8),
+            self._scale.astype(np.float16),
+            self._minimum.astype(np.float16),
         )
-        scale, minimum = self.scale.float()[:, None], self.minimum.float()[:, None]
-        self.levels = (
-            ((blocks - minimum) * scale.clamp_min(_TINY).reciprocal()).round_().clamp_(0, 15)
+
+    def _try(self, scale: Floats, minimum: Floats) -> None:
+        """Take scales and minimums where their error is smaller than the least so far."""
+        scale, minimum = self._choose_levels(scale, minimum)
+        work = np.multiply(self._levels, scale[:, None], out=self._work)
+        np.subtract(np.add(work, minimum[:, None], out=work), self._blocks, out=work)
+        error = _sums(np.square(work, out=work), work)
+        better = error < self._error
+        self._scale, self._minimum = (
+            np.where(better, scale, self._scale),
+            np.where(better, minimum, self._minimum),
         )
-        self.error = (self.levels * scale).add_(minimum).sub_(blocks).square_().sum(1)
+        self._error = np.minimum(error, self._error)
 
-    def better(self, other: "_Candidate") -> "_Candidate":
-        """The candidate with the smaller error, block by block. Reuses this one."""
-        worse = other.error < self.error
-        for name in ("scale", "minimum", "error"):
-            setattr(self, name, torch.where(worse, getattr(other, name), getattr(self, name)))
-        self.levels = torch.where(worse[:, None], other.levels, self.levels)
-        return self
+    def _choose_levels(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
+        """Choose the nearest levels for scales and minimums that are rounded to float16; returns
+        these."""
+        scale, minimum = (
+            np.clip(values, least, LARGEST).astype(np.float16).astype(np.float32)
+            for values, least in ((scale, 0), (minimum, -LARGEST))
+        )
+        levels = np.subtract(self._blocks, minimum[:, None], out=self._levels)
+        np.multiply(levels, np.reciprocal(np.maximum(scale, TINY))[:, None], out=levels)
+        np.clip(np.rint(levels, out=levels), 0, 15, out=levels)
+        return scale, minimum
 
-    def fitted(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales and minimums with the least squared error for the levels."""
-        count, levels, mean = blocks.shape[1], self.levels.mean(1), blocks.mean(1)
-        spread = self.levels.square().sum(1) - count * levels.square()
-        scale = ((blocks * self.levels).sum(1) - count * levels * mean) / spread.clamp_min(_TINY)
-        scale = torch.where(spread > 0, scale, self.scale)
-        return scale, mean - scale * levels
+    def _fitted(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
+        """The scales and minimums with the least squared error for the levels that these give."""
+        scale, _ = self._choose_levels(scale, minimum)
+        count, levels = self._blocks.shape[1], self._levels
+        mean = _sums(levels, self._work) / count
+        spread = _sums(np.square(levels, out=self._work), self._work) - count * np.square(mean)
+        products = _sums(np.multiply(self._blocks, levels, out=self._work), self._work)
+        scale = np.where(
+            spread > 0, (products - count * mean * self._mean) / np.maximum(spread, TINY), scale
+        )
+        return scale, self._mean - scale * mean

@@ -9,12 +9,18 @@ quantized before.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.quantization import BITS, FP4, FP8
+from eesd.model.arrays import FLOAT8, Array, to_float32
 
-FP4_LEVELS = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+Bytes = NDArray[np.uint8]
+
+FP4_LEVELS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4_VALUES = np.concatenate((FP4_LEVELS, -FP4_LEVELS))
+_FP8_VALUES = np.arange(256).astype(np.uint8).view(FLOAT8).astype(np.float32)
+"""Values by their codes."""
 
 
 class Quantized(NamedTuple):
@@ -34,19 +40,19 @@ class Quantized(NamedTuple):
     [out, in / block].
     """
 
-    levels: Tensor
-    scales: Tensor
-    zeros: Tensor | None = None
-    minimums: Tensor | None = None
-    factor: Tensor | None = None
+    levels: Bytes
+    scales: Array
+    zeros: Bytes | None = None
+    minimums: Array | None = None
+    factor: Array | None = None
 
     @property
-    def whole_scales(self) -> Tensor:
+    def whole_scales(self) -> NDArray[np.float32]:
         """Scales times factor in float32."""
         return (
-            self.scales.float()
+            to_float32(self.scales)
             if self.factor is None
-            else self.scales.float() * self.factor.float()
+            else to_float32(self.scales) * to_float32(self.factor)
         )
 
 
@@ -60,24 +66,22 @@ def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
     minimums = [part.minimums for part in parts if part.minimums is not None]
     return Quantized(
         _side_by_side([part.levels for part in parts], inputs, widths, bits),
-        torch.cat([part.scales for part in parts], 1),
+        np.concatenate([part.scales for part in parts], 1),
         _side_by_side(zeros, parts[0].scales.shape[0], widths, bits) if zeros else None,
-        torch.cat(minimums, 1) if minimums else None,
+        np.concatenate(minimums, 1) if minimums else None,
     )
 
 
-def _side_by_side(parts: Sequence[Tensor], rows: int, widths: Sequence[int], bits: int) -> Tensor:
+def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits: int) -> Bytes:
     """Packed tensors [rows, width] as one. Where a width is odd, rows begin within a byte, so they
     are packed anew."""
     if bits == 8 or all(width % 2 == 0 for width in widths):
-        return torch.cat([part.view(rows, -1) for part in parts], 1).view(-1)
+        return np.concatenate([part.reshape(rows, -1) for part in parts], 1).reshape(-1)
     levels = [
-        unpack(part, "uint4", rows * width) for part, width in zip(parts, widths, strict=True)
+        fields(part)[: rows * width].reshape(rows, width)
+        for part, width in zip(parts, widths, strict=True)
     ]
-    tensors = [
-        part.to(torch.uint8).view(rows, width) for part, width in zip(levels, widths, strict=True)
-    ]
-    return pack(torch.cat(tensors, 1), bits)
+    return pack(np.concatenate(levels, 1), bits)
 
 
 def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice]) -> Quantized:
@@ -86,8 +90,12 @@ def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice
     block = len(weight.levels) * 8 // (bits * count * width)
     rows = slice(blocks.start * block, blocks.stop * block)
 
-    def taken(values: Tensor | None) -> Tensor | None:
-        return None if values is None else torch.cat([values[blocks, some] for some in outputs], 1)
+    def taken(values: Array | None) -> Array | None:
+        return (
+            None
+            if values is None
+            else np.concatenate([values[blocks, some] for some in outputs], 1)
+        )
 
     scales = taken(weight.scales)
     assert scales is not None
@@ -101,21 +109,21 @@ def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice
 
 
 def _packed_part(
-    stored: Tensor, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]
-) -> Tensor:
+    stored: Bytes, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]
+) -> Bytes:
     """Some rows and columns of a packed tensor, packed. Where a column begins within a byte, all
     are unpacked meanwhile."""
     step = 8 // bits
     if shape[1] % step or any(some.start % step or some.stop % step for some in columns):
-        values = unpack(stored, "uint4", shape[0] * shape[1]).to(torch.uint8).view(shape)
-        return pack(torch.cat([values[rows, some] for some in columns], 1), bits)
-    values = stored.view(shape[0], -1)[rows]
-    return torch.cat(
+        values = fields(stored)[: shape[0] * shape[1]].reshape(shape)
+        return pack(np.concatenate([values[rows, some] for some in columns], 1), bits)
+    values = stored.reshape(shape[0], -1)[rows]
+    return np.concatenate(
         [values[:, some.start // step : some.stop // step] for some in columns], 1
-    ).view(-1)
+    ).reshape(-1)
 
 
-def pack(values: Tensor, bits: int) -> Tensor:
+def pack(values: Bytes, bits: int) -> Bytes:
     """The bytes of unsigned values, or of the two's complement of signed ones, of 4 or 8 bits.
 
     Args:
@@ -126,26 +134,32 @@ def pack(values: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return flat
     if len(flat) % 2:
-        flat = torch.cat((flat, flat.new_zeros(1)))
-    return (flat[1::2] << 4) | (flat[::2] & 15)
+        flat = np.append(flat, np.uint8(0))
+    pairs = np.ascontiguousarray(flat).view("<u2")  # of which both are packed at once
+    return ((pairs & 15) | ((pairs >> 4) & 240)).astype(np.uint8)
 
 
-def unpack(stored: Tensor, kind: str, count: int) -> Tensor:
+def fields(packed: Bytes) -> Bytes:
+    """The numbers of 4 bits in bytes, the one in the low half first."""
+    found = np.empty((len(packed), 2), np.uint8)
+    np.bitwise_and(packed, 15, out=found[:, 0])
+    np.right_shift(packed, 4, out=found[:, 1])
+    return found.reshape(-1)
+
+
+def unpack(stored: Bytes, kind: str, count: int) -> NDArray[np.int16] | NDArray[np.float32]:
     """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become
     int16, or float32."""
-    if kind == FP8:
-        return stored.view(torch.float8_e4m3fn)[:count].float()
-    if kind == FP4:
-        codes = unpack(stored, "uint4", count)
-        return FP4_LEVELS[(codes & 7).long()].copysign_(7.5 - codes)
-    signed = not kind.startswith("u")
-    values = stored.view(torch.int8 if signed else torch.uint8)
-    if BITS[kind] == 4:
-        values = torch.stack(((values << 4) >> 4, values >> 4), -1).view(-1)[:count]
-    return values.to(torch.int16)
+    codes = fields(stored)[:count] if BITS[kind] == 4 else stored[:count]
+    if kind in (FP8, FP4):
+        values: NDArray[np.float32] = (_FP8_VALUES if kind == FP8 else _FP4_VALUES).take(codes)
+        return values
+    if kind == "int4":
+        return (codes ^ 8).astype(np.int16) - np.int16(8)
+    return codes.view(kind if BITS[kind] == 8 else np.uint8).astype(np.int16)
 
 
-def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> Tensor:
+def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> NDArray[np.float32]:
     """Undo :func:`quantize`, for blocks of any size.
 
     Args:
@@ -159,16 +173,17 @@ def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> Tensor:
     scales = quantized.whole_scales
     rows, columns = scales.shape
 
-    def shared(values: Tensor) -> Tensor:
-        return values.view(scales.shape).unsqueeze(axis + 1)
+    def shared(values: Array) -> Array:
+        return np.expand_dims(values.reshape(scales.shape), axis + 1)
 
     count = len(quantized.levels) * 8 // BITS[kind]
-    levels = unpack(quantized.levels, kind, count).view(
+    levels = unpack(quantized.levels, kind, count).reshape(
         (rows, -1, columns) if axis == 0 else (rows, columns, -1)
     )
     if quantized.zeros is not None:
-        levels = levels - shared(unpack(quantized.zeros, kind, scales.numel()))
-    values = levels.float().mul_(shared(scales))
+        levels = levels - shared(unpack(quantized.zeros, kind, scales.size))
+    values = to_float32(levels)
+    values *= shared(scales)
     if quantized.minimums is not None:
-        values += shared(quantized.minimums.float())
-    return values.view(-1, columns) if axis == 0 else values.view(rows, -1)
+        values += shared(to_float32(quantized.minimums))
+    return values.reshape(-1, columns) if axis == 0 else values.reshape(rows, -1)

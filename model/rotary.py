@@ -1,70 +1,95 @@
-"""Rotary tables. Frequencies are computed in the order of operations of transformers, so that the
-tables are the same bits."""
+"""Rotary tables. Frequencies are computed in float32, in the order of operations of transformers.
+
+Powers, cosines and sines are the float32 nearest to the exact values. Those of torch, and so
+transformers' tables, are sometimes the next ones.
+"""
 
 import math
 from dataclasses import replace
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.geometry import Geometry, RopeScaling
 
+Floats = NDArray[np.float32]
 
-def rotary_tables(geometry: Geometry, length: int) -> tuple[Tensor, Tensor]:
+
+@np.errstate(all="ignore")  # the base can be any number
+def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
     """Compute cos and sin [length, D/2] in float32, scaled as the geometry says; with a local base
     [length, D].
 
     Values of a head that are not rotated have the angle 0.
     """
-    frequencies, factor = _frequencies(geometry)
-    positions = torch.arange(length, dtype=torch.float32)[:, None]
-    cos, sin = (positions * frequencies).cos() * factor, (positions * frequencies).sin() * factor
-    still = geometry.head_dim // 2 - len(frequencies)
-    cos, sin = pad(cos, (0, still), value=1.0), pad(sin, (0, still))
+    rates, factor = _scaled_frequencies(geometry)
+    angles = np.zeros((length, geometry.head_dim // 2), np.float32)
+    np.multiply(np.arange(length, dtype=np.float32)[:, None], rates, out=angles[:, : len(rates)])
+    cos, sin = np.empty_like(angles), np.empty_like(angles)
+    for function, table in ((np.cos, cos), (np.sin, sin)):
+        function(angles, out=table, dtype=np.float64, casting="same_kind")
+        table[:, : len(rates)] *= factor
     if geometry.local_theta:
         local = rotary_tables(
             replace(geometry, rope_theta=geometry.local_theta, rope_scaling=None, local_theta=0.0),
             length,
         )
-        return torch.cat((cos, local[0]), 1), torch.cat((sin, local[1]), 1)
+        return np.concatenate((cos, local[0]), 1), np.concatenate((sin, local[1]), 1)
     return cos, sin
 
 
-def _frequencies(geometry: Geometry) -> tuple[Tensor, float]:
+def frequencies(theta: float, size: int) -> Floats:
+    """The frequencies [size/2] of a rotary embedding of ``size`` values without scaling."""
+    return np.reciprocal(_powers(theta, size))
+
+
+def _powers(theta: float, size: int) -> Floats:
+    """Powers [size/2] of the base, which becomes a float32 first, as it does in torch."""
+    exponents = np.arange(0, size, 2, dtype=np.float32) / size
+    powers: Floats = np.power(np.float32(theta), exponents, dtype=np.float64).astype(np.float32)
+    return powers
+
+
+def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
     """The frequencies of the pairs of values that are rotated, and the factor of cos and sin."""
     size = 2 * geometry.rotated or geometry.head_dim
-    powers = geometry.rope_theta ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
-    scaling, attention_factor = geometry.rope_scaling, 1.0
-    frequencies = 1.0 / powers
-    if scaling is not None:
-        attention_factor = scaling.attention_factor
-        if scaling.kind == "linear":
-            frequencies = frequencies / scaling.factor
-        elif scaling.kind == "llama3":
-            frequencies = llama3_frequencies(frequencies, scaling)
-        elif scaling.kind == "longrope":
-            frequencies = 1.0 / (torch.tensor(scaling.divisors, dtype=torch.float32) * powers)
-        else:
-            frequencies = _yarn(powers, scaling, size, geometry.rope_theta)
-    return frequencies, attention_factor
+    scaling, found = geometry.rope_scaling, frequencies(geometry.rope_theta, size)
+    if scaling is None:
+        return found, 1.0
+    if scaling.kind == "linear":
+        found = found / scaling.factor
+    elif scaling.kind == "llama3":
+        found = llama3_frequencies(found, scaling)
+    elif scaling.kind == "longrope":
+        found = np.reciprocal(
+            np.array(scaling.divisors, np.float32) * _powers(geometry.rope_theta, size)
+        )
+    else:
+        found = _yarn(_powers(geometry.rope_theta, size), scaling, size, geometry.rope_theta)
+    return found, scaling.attention_factor
 
 
-def llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+def llama3_frequencies(frequencies: Floats, scaling: RopeScaling) -> Floats:
     """Slow down the frequencies [D/2] with long waves, leave those with short ones, and blend
-    between."""
-    waves, slowed = 2 * math.pi / frequencies, frequencies / scaling.factor
+    between.
+
+    A number divided by a tensor is, in torch, the number times the rounded reciprocal.
+    """
+    waves, slowed = 2 * math.pi * np.reciprocal(frequencies), frequencies / scaling.factor
     longest, shortest = (
         scaling.original_max_position / f
         for f in (scaling.low_freq_factor, scaling.high_freq_factor)
     )
-    turns = scaling.original_max_position / waves
+    turns = scaling.original_max_position * np.reciprocal(waves)
     blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
-    return torch.where(waves > longest, slowed, torch.where(waves < shortest, frequencies, blended))
+    found: Floats = np.where(
+        waves > longest, slowed, np.where(waves < shortest, frequencies, blended)
+    )
+    return found
 
 
-def _yarn(powers: Tensor, scaling: RopeScaling, size: int, theta: float) -> Tensor:
+def _yarn(powers: Floats, scaling: RopeScaling, size: int, theta: float) -> Floats:
     """YaRN (Peng et al. 2023, arXiv 2309.00071): blend slowed and original frequencies over a range
     of dimensions."""
 
@@ -80,8 +105,6 @@ def _yarn(powers: Tensor, scaling: RopeScaling, size: int, theta: float) -> Tens
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # no division by zero
-    kept = 1 - torch.clamp(
-        (torch.arange(size // 2, dtype=torch.float32) - low) / (high - low), 0, 1
-    )
-    slowed = 1.0 / (scaling.factor * powers)
-    return slowed * (1 - kept) + 1.0 / powers * kept
+    kept: Floats = 1 - np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    slowed = np.reciprocal(scaling.factor * powers)
+    return slowed * (1 - kept) + np.reciprocal(powers) * kept

@@ -10,13 +10,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from eesd.common.errors import EESDError
+from eesd.model.arrays import NUMPY_TYPES, Array, all_finite
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
+"""Element types by their names in the format."""
 FINGERPRINTED = 1024
 """Bytes of each tensor that make up the fingerprint of a model."""
 _MAX_HEADER = 100_000_000
@@ -45,7 +47,7 @@ class CheckpointTensor:
     stored: str
 
     @property
-    def dtype(self) -> torch.dtype:
+    def dtype(self) -> str:
         """Element type of the tensor. Raises :class:`EESDError` if it is not a floating-point
         type."""
         if self.stored not in DTYPES:
@@ -56,16 +58,16 @@ class CheckpointTensor:
             )
         return DTYPES[self.stored]
 
-    def read(self) -> Tensor:
+    def read(self) -> Array:
         """Read the tensor into memory.
 
         Raises:
             EESDError: The file is truncated, or a value is infinite or not a number.
         """
-        dtype = self.dtype
-        return self.checked(torch.frombuffer(self.read_bytes(), dtype=dtype).reshape(self.shape))
+        dtype = NUMPY_TYPES[self.dtype]
+        return self.checked(self.read_bytes().view(dtype).reshape(self.shape))
 
-    def checked(self, values: Tensor) -> Tensor:
+    def checked(self, values: Array) -> Array:
         """The values of this tensor. Raises :class:`EESDError` if one is infinite or not a
         number."""
         if not all_finite(values):
@@ -75,24 +77,19 @@ class CheckpointTensor:
             )
         return values
 
-    def read_bytes(self, length: int | None = None) -> bytearray:
+    def read_bytes(self, length: int | None = None) -> NDArray[np.uint8]:
         """Read the first bytes of the tensor, or all, whatever its type. Raises :class:`EESDError`
         if the file is truncated."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            data = bytearray(self.nbytes if length is None else min(length, self.nbytes))
-            if file.readinto(data) != len(data):
+            data = np.empty(self.nbytes if length is None else min(length, self.nbytes), np.uint8)
+            if file.readinto(data.data) != len(data):
                 raise EESDError(f"{self.path} is truncated; fetch the file again.")
         return data
 
     def head(self) -> bytes:
         """The first kilobyte of the tensor, for the fingerprint."""
-        return bytes(self.read_bytes(FINGERPRINTED))
-
-
-def all_finite(tensor: Tensor) -> bool:
-    """Whether no value is infinite or not a number. Needs no memory of the tensor's size."""
-    return all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))
+        return self.read_bytes(FINGERPRINTED).tobytes()
 
 
 def read_header(path: Path) -> dict[str, CheckpointTensor]:
@@ -151,7 +148,7 @@ def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) 
             f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again."
         )
     # Reading a tensor of another type is refused. A tensor that is not read does no harm.
-    wrong = stored in DTYPES and end - start != prod(shape) * DTYPES[stored].itemsize
+    wrong = stored in DTYPES and end - start != prod(shape) * NUMPY_TYPES[DTYPES[stored]].itemsize
     if start < 0 or end < start or min(shape, default=0) < 0 or wrong:
         raise EESDError(
             f"{path} is damaged: the tensor {name} has the wrong number of bytes; fetch it again."

@@ -12,8 +12,9 @@ import torch
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
-from eesd.model import exit_head, exit_head_file
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.exit_head import ExitHead
+from eesd.model.loading import load_exit_head, save_exit_head
 
 
 @cli.command()
@@ -23,7 +24,7 @@ from eesd.model.checkpoint import Checkpoint
 def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
     """Average the weights of HEADS, which must have the same exit layer and shape."""
     checkpoint = Checkpoint(model)
-    loaded = [checkpoint.exit_head(directory) for directory in heads]
+    loaded = [load_exit_head(checkpoint, directory) for directory in heads]
     # No head's prior fits the mean.
     configs = {replace(head.exit_config, calibration=None) for head in loaded}
     if len(configs) > 1:
@@ -31,11 +32,11 @@ def main(heads: tuple[Path, ...], model: Path, output: Path) -> None:
             "The heads have different exit layers or shapes; give heads with the same ones."
         )
     states = [head.state_dict() for head in loaded]
-    mean = exit_head.ExitHead(checkpoint.geometry, configs.pop())
+    mean = ExitHead(checkpoint.geometry, configs.pop())
     mean.load_state_dict(
         {name: torch.stack([state[name].float() for state in states]).mean(0) for name in states[0]}
     )
-    exit_head_file.save(mean, output)
+    save_exit_head(mean, output)
 
 
 if __name__ == "__main__":

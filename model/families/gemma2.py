@@ -4,9 +4,8 @@ a window."""
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
-
 from eesd.common.geometry import Geometry
+from eesd.model.arrays import Array
 from eesd.model.family import (
     ChangedTensor,
     Family,
@@ -73,7 +72,7 @@ def tensors_of_gemma(tensors: Tensors, _: Geometry) -> Tensors:
     }
 
 
-def _plus_one(weight: Tensor) -> Tensor:
+def _plus_one(weight: Array) -> Array:
     return weight + 1
 
 

@@ -9,11 +9,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from eesd.common.quantization import BITS, Quantization
-from eesd.model.quantized import Quantized, dequantize, unpack
+from eesd.model.arrays import NUMPY_TYPES
+from eesd.model.as_torch import as_torch
+from eesd.model.quantized import Quantized, dequantize, fields
 
 TYPES = ("float16", "bfloat16")
 """Element types of directories whose weights stay quantized. On a GPU, float32 is for
@@ -50,22 +53,22 @@ def arranged(
     kind, bits = quantization.weights, BITS[quantization.weights]
     blocks, outputs = weight.scales.shape
     inputs = blocks * quantization.block
-    levels = weight.levels.to(device)
+    levels = as_torch(weight.levels).to(device)
     if bits == 4:
-        levels = unpack(levels, "uint4", inputs * outputs).to(torch.uint8)
+        levels = torch.stack((levels & 15, levels >> 4), -1).view(-1)[: inputs * outputs]
     levels = levels.view(inputs, outputs)
     signed = not kind.startswith("u")
     middle = 1 << (bits - 1) if signed else 0
     zeros = (
         None
         if weight.zeros is None
-        else unpack(weight.zeros.to(device), kind, blocks * outputs).to(torch.uint8)
+        else fields(weight.zeros)[: blocks * outputs].reshape(blocks, outputs)
     )
     return QuantizedWeight(
         _words(levels ^ middle, bits),  # the level -128 or -8 becomes 0
-        weight.scales.to(device),
-        None if zeros is None else zeros.view(blocks, outputs),
-        None if weight.minimums is None else weight.minimums.to(device),
+        as_torch(weight.scales).to(device),
+        None if zeros is None else as_torch(zeros).to(device),
+        None if weight.minimums is None else as_torch(weight.minimums).to(device),
         bits,
         middle,
     )
@@ -137,9 +140,10 @@ def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
     It is tried, as Triton also needs a driver that it knows, a C compiler, and a folder to write
     to.
     """
+    scales = np.linspace(0.01, 0.3, 3 * 48, dtype=np.float32).reshape(3, 48)
     stored = Quantized(
-        torch.arange(96 * 48 // 2).to(torch.uint8),
-        torch.linspace(0.01, 0.3, 3 * 48).view(3, 48).to(dtype),
+        np.arange(96 * 48 // 2).astype(np.uint8),
+        scales.astype(NUMPY_TYPES[str(dtype).removeprefix("torch.")]),
     )
     x = torch.ones((2, 96), dtype=dtype, device=device)
     try:
@@ -152,7 +156,7 @@ def fault_of_kernel(device: torch.device, dtype: torch.dtype) -> str | None:
             "Triton fails on it "
             f"({str(error).strip().partition(chr(10))[0] or type(error).__name__})"
         )
-    expected = dequantize(stored, "int4").to(dtype).float().sum(0)
+    expected = as_torch(dequantize(stored, "int4")).to(dtype).float().sum(0)
     return (
         None
         if torch.allclose(found, expected.expand(2, -1), atol=0.05, rtol=0.01)

@@ -11,7 +11,6 @@ the torch engine is the reference; in float32; in an embedding table; and where 
 block of levels (:meth:`~eesd.common.weights.StoredWeight.keeps_levels`).
 """
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from onnx import TensorProto
 from onnx.external_data_helper import ExternalDataInfo
 from torch import Tensor
@@ -41,6 +41,8 @@ from eesd.common.weights import (
     split_side,
     weights_of,
 )
+from eesd.model.arrays import FLOAT8, NUMPY_TYPES, Array
+from eesd.model.as_torch import as_torch
 from eesd.model.decoder import Decoder
 from eesd.model.eagle import make_head
 from eesd.model.exit_head import ExitHead
@@ -69,6 +71,8 @@ class Levels:
         return arranged(self.stored, self.quantization, device)
 
 
+Files = dict[str, NDArray[np.uint8]]
+"""The bytes of the weight files by name, as mapped pages."""
 Weights = dict[str, Tensor | QuantizedWeight]
 """By name; linear weights that are tensors as [out, in]."""
 
@@ -236,22 +240,16 @@ def _set_quantized(
     module.set_submodule(first, layer)
 
 
-def _map_files(directory: Path, names: Iterable[str]) -> dict[str, Tensor]:
+def _map_files(directory: Path, names: Iterable[str]) -> Files:
     """Map files into memory as bytes."""
-    with warnings.catch_warnings():
-        # Torch warns that the memory is read-only; nothing writes to it.
-        warnings.simplefilter("ignore")
-        return {
-            name: torch.from_numpy(np.memmap(directory / name, np.uint8, mode="r"))
-            for name in names
-        }
+    return {name: np.memmap(directory / name, np.uint8, mode="r") for name in names}
 
 
 def _load_weights(
     directory: Path,
     manifest: Manifest,
     graphs: Sequence[GraphInfo],
-    files: dict[str, Tensor],
+    files: Files,
     kernels: bool,
     split: Split | None,
 ) -> dict[str, Tensor | Levels]:
@@ -339,30 +337,25 @@ def _outputs(name: str, outputs: int, manifest: Manifest) -> list[int]:
 
 
 def _load_weight(
-    weight: StoredWeight,
-    stored: dict[str, TensorProto],
-    files: dict[str, Tensor],
-    keep_levels: bool,
+    weight: StoredWeight, stored: dict[str, TensorProto], files: Files, keep_levels: bool
 ) -> Tensor | Levels:
     """A weight as [out, in]: a view of its file, or a dequantized copy. Or its levels."""
     quantization = weight.quantization
     if quantization is None:
-        tensor = _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
+        tensor = as_torch(
+            _stored_tensor(stored[weight.name], weight.dtype, weight.stored_shape, files)
+        )
         return tensor.t() if weight.transposed else tensor
     whole = _stored_levels(weight, quantization, stored, files)
     if keep_levels:
         return Levels(whole, quantization)
-    tensor = dequantize(whole, quantization.weights, 0 if weight.transposed else 1).to(
-        getattr(torch, weight.dtype)
-    )
+    values = dequantize(whole, quantization.weights, 0 if weight.transposed else 1)
+    tensor = as_torch(values).to(getattr(torch, weight.dtype))
     return tensor.t() if weight.transposed else tensor
 
 
 def _stored_levels(
-    weight: StoredWeight,
-    quantization: Quantization,
-    stored: dict[str, TensorProto],
-    files: dict[str, Tensor],
+    weight: StoredWeight, quantization: Quantization, stored: dict[str, TensorProto], files: Files
 ) -> Quantized:
     """The tensors of a quantized weight: views of their file. Raises ValueError if it has too few
     bytes."""
@@ -378,16 +371,14 @@ def _stored_levels(
     if any(part.nbytes != weight.tensors[weight.name + suffix] for suffix, part in parts.items()):
         raise ValueError(weight.name)
     if quantization.factor:
-        parts[SCALES] = parts[SCALES].view(torch.float8_e4m3fn).view(*shape)
+        parts[SCALES] = parts[SCALES].view(FLOAT8).reshape(shape)
         parts[FACTOR] = _stored_tensor(stored[weight.name + FACTOR], weight.dtype, (), files)
     return Quantized(
         parts[""], parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS), parts.get(FACTOR)
     )
 
 
-def _stored_tensor(
-    tensor: TensorProto, dtype: str, shape: Sequence[int], files: dict[str, Tensor]
-) -> Tensor:
+def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: Files) -> Array:
     """A view of a tensor in its file: flat bytes if it is quantized, otherwise with its type and
     shape.
 
@@ -410,7 +401,7 @@ def _stored_tensor(
     ):
         raise ValueError(tensor.name)
     data = files[info.location][info.offset : info.offset + info.length]
-    return data if dtype in LEVELS else data.view(getattr(torch, dtype)).view(tuple(shape))
+    return data if dtype in LEVELS else data.view(NUMPY_TYPES[dtype]).reshape(shape)
 
 
 def _external_tensors(path: Path) -> dict[str, TensorProto]:

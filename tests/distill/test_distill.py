@@ -32,7 +32,9 @@ from eesd.distill.own_engine import EngineTeacher, EngineWriter
 from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
 from eesd.distill.trainer import LATE
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.loading import load_decoder, load_exit_head, make_initial_head
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation
 from eesd.runtime.text import TextCodec
@@ -103,8 +105,8 @@ def test_validation_counts_equal_the_runtime_statistics(
             "none",
         )
     (stored,) = trained.glob("validation-*.safetensors")
-    validation, lm_head = ValidationSet.load(stored), checkpoint.lm_head()
-    head = checkpoint.exit_head(trained)
+    validation, lm_head = ValidationSet.load(stored), as_torch(checkpoint.lm_head())
+    head = load_exit_head(checkpoint, trained)
     assert head.exit_config.deep == ((2, 3) if deep else ())
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(
@@ -129,7 +131,7 @@ def test_validation_counts_equal_the_runtime_statistics(
         replayed.accepted,
         replayed.rounds,
     )
-    initial_head = checkpoint.initial_head(head.exit_config)
+    initial_head = make_initial_head(checkpoint, head.exit_config)
     initial = replay_acceptance(
         validation.correct_drafts(initial_head, checkpoint.geometry, lm_head), 5
     )
@@ -261,7 +263,7 @@ def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(
         }
         for name, value in load_file(checkpoint / "average.safetensors").items():
             torch.testing.assert_close(value, mean[name])
-    head = Checkpoint(learner).exit_head(tmp_path / "mean").state_dict()
+    head = load_exit_head(Checkpoint(learner), tmp_path / "mean").state_dict()
     for name, value in mean.items():
         # It is stored with 16 bits.
         torch.testing.assert_close(head[name].float(), value, atol=1e-2, rtol=1e-2)
@@ -428,7 +430,7 @@ def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Wri
     """All ways to write text."""
     checkpoint = Checkpoint(learner)
     if request.param == "torch":
-        return TorchWriter(checkpoint.decoder())
+        return TorchWriter(load_decoder(checkpoint))
     needs_operators()
     return EngineWriter(checkpoint, tmp_path / "engine", 2)
 
@@ -475,7 +477,7 @@ def test_sampled_continuations_follow_the_model_distribution(learner: Path, writ
         writer,
         Writing([[5, 6, 7]] * count, [4] * count, [1] * count, partial(numbers, 0), (2,), 64),
     )
-    _, targets = Teacher(Checkpoint(learner).decoder(), [1], 97, "float32")(
+    _, targets = Teacher(load_decoder(Checkpoint(learner)), [1], 97, "float32")(
         torch.tensor([[5, 6, 7]])
     )
     expected = torch.zeros(97).index_add(
@@ -550,7 +552,7 @@ def test_operators_read_what_they_wrote(tmp_path: Path) -> None:
 def test_operators_read_what_torch_reads(learner: Path, tmp_path: Path) -> None:
     needs_operators()
     checkpoint, ids = Checkpoint(learner), torch.randint(3, 97, (2, EngineTeacher.CHUNK + 5))
-    expected, wanted = Teacher(checkpoint.decoder(), [1, 3], 5, "float32")(ids)
+    expected, wanted = Teacher(load_decoder(checkpoint), [1, 3], 5, "float32")(ids)
     hidden, targets = EngineTeacher(
         checkpoint, tmp_path / "engine", [1, 3], 5, "float32", ids.shape[1], 1
     )(ids)

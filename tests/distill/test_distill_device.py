@@ -11,6 +11,7 @@ import torch
 from eesd.distill import teacher as teacher_module
 from eesd.distill.teacher import Teacher, full_sequence_inputs, largest
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.loading import load_decoder
 
 
 @pytest.mark.parametrize("family", ["llama-bias", "mistral", "qwen3-bias"])
@@ -19,7 +20,7 @@ def test_whole_passes_have_the_states_of_masked_ones(
 ) -> None:
     checkpoint = Checkpoint(family_dir(family))
     ids = torch.randint(3, 97, (2, 40), generator=torch.Generator().manual_seed(0))
-    teacher = Teacher(checkpoint.decoder(), [1, 3], 5, "float32")
+    teacher = Teacher(load_decoder(checkpoint), [1, 3], 5, "float32")
     expected, wanted = teacher(ids)
     monkeypatch.setattr(
         teacher_module, "full_sequence_inputs", partial(full_sequence_inputs, whole=True)
@@ -32,7 +33,7 @@ def test_whole_passes_have_the_states_of_masked_ones(
 
 def test_a_whole_pass_has_the_gradients_of_a_masked_one(family_dir: Callable[[str], Path]) -> None:
     checkpoint = Checkpoint(family_dir("llama-linear"))
-    block = checkpoint.decoder().model.layers[0].requires_grad_()
+    block = load_decoder(checkpoint).model.layers[0].requires_grad_()
     x, gradients = torch.randn(2, 30, checkpoint.geometry.hidden_size), []
     for whole in (False, True):
         inputs, [cache] = full_sequence_inputs(

@@ -23,7 +23,9 @@ from eesd.distill.data import Rows, count_next_tokens, most_used
 from eesd.distill.losses import token_losses
 from eesd.export.inspect import main as inspect_main
 from eesd.export.parity import least_cosine
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.loading import load_exit_head
 
 SIZE = 60
 
@@ -86,7 +88,7 @@ def test_a_head_stores_its_draft_vocabulary(learner: Path, reduced_head: Path) -
         and "lm_head.weight" not in tensors
     )
     assert json.loads((reduced_head / "exit_head.json").read_text())["draft_vocab"] == SIZE
-    head = Checkpoint(learner).exit_head(reduced_head)
+    head = load_exit_head(Checkpoint(learner), reduced_head)
     assert head.draft_vocab is not None and head.draft_vocab.tolist() == ids.tolist()
     assert head.columns(torch.tensor([int(ids[5]), 96 if 96 not in ids else 0]))[0] == 5
     assert read_metrics(reduced_head)[-1]["tokens_per_round"] > 1
@@ -97,7 +99,7 @@ def test_an_own_lm_head_begins_with_the_rows_of_the_draft_vocabulary(
 ) -> None:
     distill(learner, own_rows, tmp_path, "--draft-vocab", SIZE, "--steps", 1, "--lr", 1e-9)
     tensors = load_file(tmp_path / "exit_head.safetensors")
-    rows = Checkpoint(learner).lm_head()[tensors["draft_vocab"].long()]
+    rows = as_torch(Checkpoint(learner).lm_head())[tensors["draft_vocab"].long()]
     # Stored in bfloat16.
     torch.testing.assert_close(tensors["lm_head.weight"].float(), rows.float(), atol=0.02, rtol=0)
 
@@ -177,7 +179,7 @@ def test_a_damaged_draft_vocabulary_of_a_head_is_refused(
     save_file(tensors | {"draft_vocab": damaged}, tmp_path / "exit_head.safetensors")
     (tmp_path / "exit_head.json").write_text((reduced_head / "exit_head.json").read_text())
     with pytest.raises(EESDError, match="damaged draft_vocab; train it again"):
-        Checkpoint(learner).exit_head(tmp_path)
+        load_exit_head(Checkpoint(learner), tmp_path)
 
 
 @pytest.mark.parametrize(

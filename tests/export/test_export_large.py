@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from support.synthetic import LLAMA_70B, write_checkpoint
 
 from eesd.export.engine_dir import stored_sources, untrained_head, weight_sources
@@ -55,11 +55,9 @@ print(json.dumps({"peak": memory("VmHWM"), "sizes": sizes, "nodes": nodes, "weig
 
 WEIGHT_STAGE = """
 before = reset_peak()
-weights = weight_sources(checkpoint, head, 4096)
-sources = stored_sources(layout.weights, weights, checkpoint.geometry)
+sources = stored_sources(layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry)
 info = write_weights(Path(sys.argv[4]), layout, sources, lambda *_: None)
-grown = memory("VmHWM") - before
-print(json.dumps({"grown": grown, "size": info.size, "tensors": len(layout.weights)}))
+print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(layout.weights)}))
 """
 
 
@@ -153,8 +151,6 @@ def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
         for weight in (*layout.weights[:12:4], *layout.weights[-12::4], layout.weights[-1]):
             _, offset, length = layout.locations[weight.name]
             file.seek(offset)
-            stored = torch.frombuffer(bytearray(file.read(length)), dtype=torch.float16).reshape(
-                weight.stored_shape
-            )
-            original = sources[weight.name].read().half()
-            assert torch.equal(stored.t() if weight.transposed else stored, original), weight.name
+            stored = np.frombuffer(file.read(length), np.float16).reshape(weight.stored_shape)
+            original = sources[weight.name].read().astype(np.float16)
+            assert np.array_equal(stored.T if weight.transposed else stored, original), weight.name

@@ -35,6 +35,7 @@ from eesd.common.weights import MINIMUMS, SCALES, ZEROS
 from eesd.export import make
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
+from eesd.model.arrays import Array, rounded, to_float32
 from eesd.model.quantize import quantize
 from eesd.model.quantized import Quantized, dequantize, join_quantized, pack, part_of
 from eesd.runtime.cli import main as run_main
@@ -62,10 +63,10 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     return directory
 
 
-def unpacked(stored: torch.Tensor, kind: str, shape: tuple[int, int]) -> NDArray[np.int16]:
+def unpacked(stored: Array, kind: str, shape: tuple[int, int]) -> NDArray[np.int16]:
     """The levels as the ONNX format defines them: of two values of 4 bits the first is in the low
     half of the byte."""
-    data = stored.numpy().tobytes()
+    data = stored.tobytes()
     if kind == "int8":
         return np.frombuffer(data, np.int8).reshape(shape).astype(np.int16)
     halves = [half for byte in data for half in (byte & 15, byte >> 4)][: shape[0] * shape[1]]
@@ -78,67 +79,61 @@ def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
     """The weight [in, out] that the format defines: scale times level, plus minimum."""
     blocks, outputs = quantized.scales.shape
     levels = unpacked(quantized.levels, kind, (blocks * BLOCK, outputs))
-    result: NDArray[np.float32] = levels * np.repeat(quantized.scales.float().numpy(), BLOCK, 0)
+    result: NDArray[np.float32] = levels * np.repeat(to_float32(quantized.scales), BLOCK, 0)
     if quantized.minimums is not None:
-        result += np.repeat(quantized.minimums.float().numpy(), BLOCK, 0)
+        result += np.repeat(to_float32(quantized.minimums), BLOCK, 0)
     return result
 
 
-def random_weight(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def random_weight(outputs: int, inputs: int, dtype: str = "float32") -> Array:
     """A weight whose magnitudes go down to float16's subnormal numbers, with blocks of zeros and
     blocks of one sign."""
-    torch.manual_seed(0)
-    weight = torch.randn(outputs, inputs) * torch.logspace(-8, 2, outputs)[:, None]
-    weight[5], weight[7], weight[8] = 0, weight[7].abs(), -weight[8].abs()
-    return weight.to(dtype)
+    weight = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32)
+    weight *= np.logspace(-8, 2, outputs, dtype=np.float32)[:, None]
+    weight[5], weight[7], weight[8] = 0, np.abs(weight[7]), -np.abs(weight[8])
+    return rounded(weight, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint4"])
-def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: torch.dtype) -> None:
+def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: str) -> None:
     """The number of outputs is odd."""
     weight = random_weight(37, 7 * BLOCK, dtype)
     quantized = quantize(weight, kind, dtype)
     scales, minimums = quantized.scales, quantized.minimums
     assert (
-        scales.dtype == (torch.float16 if kind == "uint4" else dtype)
+        scales.dtype == ("float16" if kind == "uint4" else dtype)
         and scales.shape == (7, 37)
         and (scales >= 0).all()
     )
     assert len(quantized.levels) == 7 * BLOCK * 37 * BITS[kind] // 8 and quantized.zeros is None
     assert (minimums is not None) == (kind == "uint4")
     assert minimums is None or (minimums.dtype, minimums.shape) == (scales.dtype, scales.shape)
-    np.testing.assert_array_equal(
-        dequantize(quantized, kind).numpy(), by_definition(quantized, kind)
-    )
+    np.testing.assert_array_equal(dequantize(quantized, kind), by_definition(quantized, kind))
     if kind == "int8":
-        half = np.repeat(scales.float().numpy(), BLOCK, 0) * 0.5001
-        assert (np.abs(by_definition(quantized, kind) - weight.float().numpy().T) <= half).all()
+        half = np.repeat(to_float32(scales), BLOCK, 0) * 0.5001
+        assert (np.abs(by_definition(quantized, kind) - to_float32(weight).T) <= half).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kind", ["int4", "uint4"])
-def test_searched_levels_are_closer_than_levels_over_the_whole_range(
-    kind: str, dtype: torch.dtype
-) -> None:
+def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, dtype: str) -> None:
     """In squared error: much closer in all, in no block much worse. No weight is very wrong."""
     # Without the rows whose scales float16 rounds much.
-    weight = random_weight(64, 8 * BLOCK)[20:].to(dtype)
-    found = torch.from_numpy(by_definition(quantize(weight, kind, dtype), kind)).T.reshape(
-        -1, BLOCK
-    )
-    blocks = weight.float().reshape(-1, BLOCK)
-    low, high = blocks.amin(1, keepdim=True), blocks.amax(1, keepdim=True)
+    weight = random_weight(64, 8 * BLOCK, dtype)[20:]
+    found = by_definition(quantize(weight, kind, dtype), kind).T.reshape(-1, BLOCK)
+    blocks = to_float32(weight).reshape(-1, BLOCK)
+    low, high = blocks.min(1, keepdims=True), blocks.max(1, keepdims=True)
     scale, minimum, least, most = (high - low) / 15, low, 0, 15
     if kind == "int4":
-        scale, minimum, least, most = torch.maximum(high, -low) / 7, torch.zeros_like(low), -8, 7
-    plain = ((blocks - minimum) / scale).round().clamp(least, most) * scale + minimum
-    searched, whole = (((x - blocks) / scale).square().sum(1) for x in (found, plain))
+        scale, minimum, least, most = np.maximum(high, -low) / 7, np.zeros_like(low), -8, 7
+    plain = np.clip(np.round((blocks - minimum) / scale), least, most) * scale + minimum
+    searched, whole = (np.square((x - blocks) / scale).sum(1) for x in (found, plain))
     assert (searched <= whole * 1.1).all() and float(searched.sum()) < {
         "int4": 0.82,
         "uint4": 0.86,
     }[kind] * float(whole.sum())
-    assert ((found - blocks).abs() <= 0.35 * blocks.abs().amax(1, keepdim=True)).all()
+    assert (np.abs(found - blocks) <= 0.35 * np.abs(blocks).max(1, keepdims=True)).all()
 
 
 def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> None:
@@ -150,8 +145,10 @@ def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> N
     ).astype(np.float32)
     values[3], values[4], values[5, :BLOCK] = 0, 0.5, np.linspace(1, 2, BLOCK)
     kind = gguf.GGMLQuantizationType.Q4_1
-    weight = torch.from_numpy(gguf.dequantize(gguf.quantize(values, kind), kind))
-    assert torch.equal(dequantize(quantize(weight, "uint4", torch.float32), "uint4").t(), weight)
+    weight = gguf.dequantize(gguf.quantize(values, kind), kind)
+    np.testing.assert_array_equal(
+        dequantize(quantize(weight, "uint4", "float32"), "uint4").T, weight
+    )
 
 
 def test_weights_that_float16_cannot_hold_are_refused(
@@ -172,16 +169,12 @@ def test_weights_that_float16_cannot_hold_are_refused(
 
 
 def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = torch.randn(33, 5 * BLOCK)
-    whole = quantize(weight, "uint4", torch.float16)
+    weight = np.random.default_rng(0).standard_normal((33, 5 * BLOCK), np.float32)
+    whole = quantize(weight, "uint4", "float16")
     for piece in (2 * BLOCK * 33, 7 * BLOCK):
         monkeypatch.setattr("eesd.model.quantize._PIECE", piece)
-        for part, expected in zip(quantize(weight, "uint4", torch.float16), whole, strict=True):
-            assert (
-                part is expected
-                if part is None or expected is None
-                else torch.equal(part, expected)
-            )
+        for part, expected in zip(quantize(weight, "uint4", "float16"), whole, strict=True):
+            np.testing.assert_array_equal(part, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -487,11 +480,14 @@ def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -
     tokens = plain.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     assert tokens == drafted.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     assert len(reference.generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens) == len(tokens)
-    weights = [torch.randn(width, 64) for width in (37, 5, 8)]
-    parts = [quantize(weight, kind, torch.float32) for weight in weights]
+    random = np.random.default_rng(0)
+    parts = [
+        quantize(random.standard_normal((width, 64), np.float32), kind, "float32")
+        for width in (37, 5, 8)
+    ]
     joined = join_quantized(parts, 64)
-    assert torch.equal(
-        dequantize(joined, kind), torch.cat([dequantize(part, kind) for part in parts], 1)
+    np.testing.assert_array_equal(
+        dequantize(joined, kind), np.concatenate([dequantize(part, kind) for part in parts], 1)
     )
 
 
@@ -499,22 +495,21 @@ def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("width", [12, 7])
 def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: int) -> None:
     """Outputs and blocks that begin anywhere, also within a byte; with minimums or zero points."""
-    random = torch.Generator().manual_seed(0)
+    random = np.random.default_rng(0)
     whole = quantize(
-        torch.randn(width, 96, generator=random),
+        random.standard_normal((width, 96), np.float32),
         kind.replace("zero points", "uint4"),
-        torch.float16,
+        "float16",
     )
     if kind == "zero points":
-        zeros = pack(torch.randint(0, 16, (3, width), generator=random).to(torch.uint8), 4)
+        zeros = pack(random.integers(0, 16, (3, width), np.uint8), 4)
         whole = whole._replace(zeros=zeros, minimums=None)
     of = kind.replace("zero points", "uint4")
     for outputs in ([slice(0, width)], [slice(1, 4), slice(5, 6)], [slice(2, 4), slice(4, 6)]):
         part = part_of(whole, of, slice(1, 3), outputs)
-        expected = torch.cat([dequantize(whole, of)[32:96, some] for some in outputs], 1)
-        assert torch.equal(dequantize(part, of), expected) and part.levels.numel() == -(
-            -expected.numel() * BITS[of] // 8
-        )
+        expected = np.concatenate([dequantize(whole, of)[32:96, some] for some in outputs], 1)
+        np.testing.assert_array_equal(dequantize(part, of), expected)
+        assert len(part.levels) == -(-expected.size * BITS[of] // 8)
 
 
 def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(

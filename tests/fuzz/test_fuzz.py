@@ -35,6 +35,7 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.model.eagle_file import read_eagle
 from eesd.model.families import FAMILIES
+from eesd.model.loading import load_exit_head
 from eesd.runtime.cli import main, read_prompts
 from eesd.runtime.llm import LLM
 
@@ -129,7 +130,7 @@ def test_exit_head(text_model: Path, tmp_path: Path, limits: settings) -> None:
 
     def use(text: str) -> None:
         path.write_text(text, errors="surrogatepass")
-        assert checkpoint.exit_head(directory).exit_config.layer in (1, 2)
+        assert load_exit_head(checkpoint, directory).exit_config.layer in (1, 2)
 
     check(damaged_json(document), use, limits)
 

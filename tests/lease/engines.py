@@ -132,7 +132,8 @@ def random_engines(
         fuse(of_verify, of_draft)
     on_gpu, positions = stream.on_gpu, manifest.gpu_slots
     tables = tuple(
-        table.to(stream.device, dtype) for table in rotary_tables(manifest.geometry, positions)
+        table.to(stream.device, dtype)
+        for table in map(torch.tensor, rotary_tables(manifest.geometry, positions))
     )
     runner = partial(_runner, tables=(tables[0], tables[1]), stream=stream)
     memory = partial(

@@ -20,8 +20,10 @@ from eesd.distill.ages import AGES, random_roots, states_before
 from eesd.distill.teacher import Teacher, full_sequence_inputs
 from eesd.export.cli import main as export_main
 from eesd.model import exit_head_file
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitHead
+from eesd.model.loading import load_decoder, load_exit_head, make_initial_head
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.backends import EngineOptions, open_engines
@@ -43,7 +45,7 @@ def fixed_roots(age: int) -> torch.Tensor:
 
 def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> NDArray[np.float32]:
     """The head's logits [T, V] behind each token of the text, each drafted behind its root."""
-    decoder, layers = checkpoint.decoder(), (head.exit_config.layer, *head.exit_config.deep)
+    decoder, layers = load_decoder(checkpoint), (head.exit_config.layer, *head.exit_config.deep)
     ids = torch.tensor([TEXT])
     states, _ = Teacher(decoder, layers, 1, "float32")(ids)
     inputs, caches = full_sequence_inputs(
@@ -51,7 +53,9 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
     )
     x, *deep = [states[layer] for layer in layers]
     features, _ = head.lm_head_input(x, inputs, caches, states_before(head, deep, roots))
-    logits: NDArray[np.float32] = (features @ checkpoint.lm_head().float().T)[0].detach().numpy()
+    logits: NDArray[np.float32] = (
+        (features @ as_torch(checkpoint.lm_head()).float().T)[0].detach().numpy()
+    )
     return logits
 
 
@@ -111,7 +115,7 @@ def test_rounds_draft_what_training_computes(
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
     checkpoint = Checkpoint((exported / "model").resolve())
-    head = checkpoint.exit_head(exported / "head")
+    head = load_exit_head(checkpoint, exported / "head")
     by_age = [aged_logits(checkpoint, head, fixed_roots(age)) for age in range(AGES)]
     seen = list(drafted_logits(exported / "plans", backend))
     for root, age, logits in seen:
@@ -147,13 +151,13 @@ def test_mixed_ages_in_one_pass_are_those_of_passes_of_one_age(
 
 def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
     checkpoint = Checkpoint(family_dir("qwen3-bias"))
-    decoder, ids = checkpoint.decoder(), torch.tensor([TEXT])
+    decoder, ids = load_decoder(checkpoint), torch.tensor([TEXT])
     states, _ = Teacher(decoder, (1, 2, 3), 1, "float32")(ids)
     inputs, caches = full_sequence_inputs(
         checkpoint.geometry, 1, len(TEXT), 1, torch.float32, ids.device
     )
-    plain = checkpoint.initial_head(ExitConfig(1))
-    deep = checkpoint.initial_head(ExitConfig(1, deep=(2, 3)))
+    plain = make_initial_head(checkpoint, ExitConfig(1))
+    deep = make_initial_head(checkpoint, ExitConfig(1, deep=(2, 3)))
     expected, _ = plain.lm_head_input(states[1], inputs, caches)
     state = states_before(deep, [states[2], states[3]], fixed_roots(2))
     found, _ = deep.lm_head_input(states[1], inputs, caches, state)

@@ -18,13 +18,14 @@ from eesd.common.prior import CalibrationPrior
 from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitHead
+from eesd.model.loading import load_decoder, load_exit_head, make_initial_head, save_exit_head
 
 FamilyDir = Callable[[str], Path]
 
 
 def make_head(checkpoint: Checkpoint, blocks: int = 1, own_lm_head: bool = False) -> ExitHead:
     config = ExitConfig(2, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
-    head = checkpoint.initial_head(config)
+    head = make_initial_head(checkpoint, config)
     randomise(head, seed=3)
     return head
 
@@ -42,8 +43,8 @@ def test_loaded_head_is_the_saved_head(
 ) -> None:
     checkpoint = Checkpoint(family_dir(family))
     head = make_head(checkpoint, blocks, own_lm_head)
-    exit_head_file.save(head, tmp_path / "new" / "head", dtype)
-    read = checkpoint.exit_head(tmp_path / "new" / "head")
+    save_exit_head(head, tmp_path / "new" / "head", dtype)
+    read = load_exit_head(checkpoint, tmp_path / "new" / "head")
     assert read.exit_config == head.exit_config
     expected = {name: value.to(dtype).float() for name, value in head.state_dict().items()}
     assert ("lm_head.weight" in expected) == own_lm_head
@@ -52,9 +53,9 @@ def test_loaded_head_is_the_saved_head(
 
 def test_saving_again_replaces_the_head(family_dir: FamilyDir, tmp_path: Path) -> None:
     checkpoint = Checkpoint(family_dir("mistral"))
-    exit_head_file.save(make_head(checkpoint, blocks=2), tmp_path)
-    exit_head_file.save(make_head(checkpoint, blocks=1, own_lm_head=True), tmp_path)
-    assert checkpoint.exit_head(tmp_path).exit_config.blocks == 1
+    save_exit_head(make_head(checkpoint, blocks=2), tmp_path)
+    save_exit_head(make_head(checkpoint, blocks=1, own_lm_head=True), tmp_path)
+    assert load_exit_head(checkpoint, tmp_path).exit_config.blocks == 1
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         exit_head_file.CONFIG_FILE,
         exit_head_file.WEIGHTS_FILE,
@@ -68,8 +69,8 @@ def test_untrained_head_copies_the_last_layers(
 ) -> None:
     checkpoint = Checkpoint(family_dir(family))
     decoder, head = (
-        checkpoint.decoder(),
-        checkpoint.initial_head(ExitConfig(layer=1, blocks=2, own_lm_head=own_lm_head)),
+        load_decoder(checkpoint),
+        make_initial_head(checkpoint, ExitConfig(layer=1, blocks=2, own_lm_head=own_lm_head)),
     )
     for block, layer in zip(head.blocks, decoder.model.layers[1:], strict=True):
         torch.testing.assert_close(block.state_dict(), layer.state_dict(), rtol=0, atol=0)
@@ -92,16 +93,16 @@ def test_impossible_heads_are_refused(
     family_dir: FamilyDir, layer: int, blocks: int, words: str
 ) -> None:
     with pytest.raises(EESDError, match=words):
-        Checkpoint(family_dir("llama2")).initial_head(ExitConfig(layer, blocks))
+        make_initial_head(Checkpoint(family_dir("llama2")), ExitConfig(layer, blocks))
 
 
 def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: Path) -> None:
     """The geometry is the same; only the fingerprint differs."""
     checkpoint = Checkpoint(family_dir("mistral"))
     other = Checkpoint(build(FAMILIES["mistral"], tmp_path / "other", seed=1))
-    exit_head_file.save(make_head(checkpoint), tmp_path / "head")
+    save_exit_head(make_head(checkpoint), tmp_path / "head")
     with pytest.raises(EESDError, match="another base model") as caught:
-        other.exit_head(tmp_path / "head")
+        load_exit_head(other, tmp_path / "head")
     for word in (str(tmp_path / "head"), checkpoint.fingerprint()[:12], other.fingerprint()[:12]):
         assert word in str(caught.value)
 
@@ -111,7 +112,7 @@ def stored(
     family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Checkpoint, Path]:
     checkpoint, directory = Checkpoint(family_dir("qwen2")), tmp_path_factory.mktemp("head")
-    exit_head_file.save(make_head(checkpoint), directory)
+    save_exit_head(make_head(checkpoint), directory)
     return checkpoint, directory
 
 
@@ -123,7 +124,7 @@ def damaged(stored: tuple[Checkpoint, Path], tmp_path: Path) -> tuple[Checkpoint
 
 def refused(checkpoint: Checkpoint, directory: Path, *words: str) -> None:
     with pytest.raises(EESDError) as caught:
-        checkpoint.exit_head(directory)
+        load_exit_head(checkpoint, directory)
     for word in words:
         assert word in str(caught.value)
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,9 +29,11 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
 from eesd.export.cpu.build import build_for_cpu
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import joined
 from eesd.model.feed_forward import MLP, Mixture
+from eesd.model.initial_head import joined
+from eesd.model.loading import load_decoder, make_initial_head
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.llm import Speculation
@@ -119,13 +122,8 @@ def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path
     reference = AutoModelForCausalLM.from_pretrained(fused, dtype=torch.float32).state_dict()
     for layer in {before.removeprefix("model.layers.") for before in apart}:
         whole = reference[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
-        own = (
-            Checkpoint(fused)
-            .tensors[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"]
-            .read()
-            .float()
-        )
-        assert torch.equal(own, whole[3, whole.shape[1] // 2 :])
+        own = Checkpoint(fused).tensors[f"model.layers.{layer}.mlp.experts.3.up_proj.weight"].read()
+        assert torch.equal(as_torch(own).float(), whole[3, whole.shape[1] // 2 :])
 
 
 @pytest.mark.parametrize(
@@ -206,7 +204,7 @@ def check_modules(model: Path) -> None:
     reference: Any = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
     )
-    mixture: Any = checkpoint.decoder().model.layers[2].mlp
+    mixture: Any = load_decoder(checkpoint).model.layers[2].mlp
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = reference(x)
@@ -248,13 +246,13 @@ def test_a_mistake_is_caught(
 
 def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
     checkpoint = Checkpoint(model)
-    mlp: Any = checkpoint.initial_head(ExitConfig(1)).blocks[0].mlp
+    mlp: Any = make_initial_head(checkpoint, ExitConfig(1)).blocks[0].mlp
     x, is_mixtral = (
         torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0)),
         "mixtral" in model.name,
     )
     assert isinstance(mlp, MLP) and mlp.up_proj.out_features == (64 if is_mixtral else 32)
-    last: Any = checkpoint.decoder().model.layers[2]
+    last: Any = load_decoder(checkpoint).model.layers[2]
     experts = last.mlp.experts
     with torch.no_grad():
         if is_mixtral:  # which has room for two
@@ -266,11 +264,9 @@ def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
 
 def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:
     geometry = replace(Checkpoint(model).geometry, intermediate_size=40)
-    parts = [torch.ones(32, 16), torch.ones(32, 16)]
+    parts = [np.ones((32, 16), np.float32)] * 2
     found = joined("blocks.0.mlp.down_proj.weight", parts, geometry)
-    assert (
-        found.shape == (32, 40) and bool((found[:, :32] == 0.5).all()) and not found[:, 32:].any()
-    )
+    assert found.shape == (32, 40) and (found[:, :32] == 0.5).all() and not found[:, 32:].any()
 
 
 def check_tokens_and_bits(plans: Path, backend: str) -> None:

@@ -14,11 +14,14 @@ from transformers import AutoModelForCausalLM
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches
 from eesd.common.manifest import MASKED
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import KV, Decoder, Inputs
-from eesd.model.exit_head import ExitHead, initial_head
+from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.initial_head import initial_names, joined
 from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.loading import load_decoder
 from eesd.model.rotary import rotary_tables
 
 TOLERANCE = 1e-4
@@ -52,7 +55,7 @@ def load_pair(directory: Path) -> Pair:
     reference: Any = AutoModelForCausalLM.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager"
     )
-    return Pair(reference.eval(), Checkpoint(directory).decoder())
+    return Pair(reference.eval(), load_decoder(Checkpoint(directory)))
 
 
 @pytest.fixture(scope="module", params=list(FAMILIES))
@@ -117,7 +120,12 @@ def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
             path = ancestors(node)
             mask[row, 0, node, [start + ancestor for ancestor in path]] = 0
             positions[row, node] = start + len(path) - 1
-    return Inputs(*rotary_tables(decoder.geometry, slots), positions, torch.tensor(starts), mask)
+    return Inputs(
+        *map(torch.tensor, rotary_tables(decoder.geometry, slots)),
+        positions,
+        torch.tensor(starts),
+        mask,
+    )
 
 
 def test_every_path_of_a_token_tree_has_the_logits_of_its_chain(pair: Pair) -> None:
@@ -146,7 +154,13 @@ def test_sliding_window_equals_full_attention_up_to_the_limit(
 
 
 def made_head(decoder: Decoder, config: ExitConfig) -> ExitHead:
-    return initial_head(decoder.geometry, config, decoder.state_dict())
+    parameters, head = decoder.state_dict(), ExitHead(decoder.geometry, config)
+    for name, parameter in head.named_parameters():
+        parts = [
+            parameters[source].numpy() for source in initial_names(decoder.geometry, config)[name]
+        ]
+        parameter.data.copy_(as_torch(joined(name, parts, decoder.geometry)))
+    return head
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["E=1", "E=2"])

@@ -29,6 +29,7 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.model.families import FAMILIES
 from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.loading import load_decoder
 
 CONFIGS: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "data/published_configs.json").read_text()
@@ -225,7 +226,7 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
 def logits_of(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
     geometry, count = checkpoint.geometry, ids.shape[1]
     caches = empty_caches(geometry, 1, count, geometry.num_layers)
-    found: torch.Tensor = checkpoint.decoder()(
+    found: torch.Tensor = load_decoder(checkpoint)(
         ids, causal_inputs(geometry, 1, count, count), caches
     )[0][0]
     return found

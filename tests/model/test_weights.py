@@ -31,8 +31,9 @@ from eesd.common.weights import (
     stored_weight,
 )
 from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead, initial_names
+from eesd.model.exit_head import ExitHead
 from eesd.model.graphs import Draft, Verify
+from eesd.model.initial_head import initial_names
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.trt_plans import LONG_CACHE, one_node_is_faster

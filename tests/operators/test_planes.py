@@ -176,10 +176,13 @@ def test_other_drafts_leave_the_weights_in_one_piece(
 
 def upper_values(weight: torch.Tensor) -> torch.Tensor:
     """A linear weight [out, in] as its upper halves give it."""
-    quantized = quantize(weight, "int8", torch.float32)
-    levels = quantized.levels.view(torch.int8).view(len(quantized.scales), 32, -1).int() + 128
+    quantized = quantize(weight.numpy(), "int8", "float32")
+    levels = (
+        quantized.levels.view(np.int8).reshape(len(quantized.scales), 32, -1).astype(np.float32)
+        + 128
+    )
     values = (16 * (levels // 16) + 7.5 - 128) * quantized.scales[:, None]
-    return values.reshape(weight.shape[::-1]).t().contiguous()
+    return torch.from_numpy(values.reshape(weight.shape[::-1]).T.copy())
 
 
 def test_drafts_are_those_of_the_upper_halves(directory: Directory, tmp_path: Path) -> None:

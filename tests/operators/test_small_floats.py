@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 import onnx
 import pytest
-import torch
 from numpy.typing import NDArray
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.engine_dirs import assert_weights_match_manifest, edit_manifest, graph_of
@@ -23,6 +22,7 @@ from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
 from eesd.export.widened import reference
+from eesd.model.arrays import rounded, to_float32
 from eesd.model.quantize import quantize
 from eesd.model.quantized import dequantize
 from eesd.runtime.cli import main as run_main
@@ -50,32 +50,30 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
     return directory
 
 
-def random_weight(outputs: int, inputs: int) -> torch.Tensor:
+def random_weight(outputs: int, inputs: int) -> NDArray[np.float32]:
     """Outputs of very different sizes, one of them zero."""
-    torch.manual_seed(0)
-    weight = torch.randn(outputs, inputs) * torch.logspace(-6, 2, outputs)[:, None]
+    weight = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32)
+    weight *= np.logspace(-6, 2, outputs, dtype=np.float32)[:, None]
     weight[5] = 0
     return weight
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["fp8", "nvfp4"])
-def test_levels_are_the_nearest_ones(kind: str, dtype: torch.dtype) -> None:
+def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
     """As another library decodes them, with the scales that were found."""
     levels, numbers, count = LEVELS[kind]
-    weight = random_weight(37, 96).to(dtype)
-    found = quantize(weight, levels, dtype)
+    stored = rounded(random_weight(37, 96), dtype)
+    weight, found = to_float32(stored), quantize(stored, levels, dtype)
     bits = np.arange(count, dtype=np.uint8).view(numbers).astype(np.float32)
     grid = np.sort(bits[np.isfinite(bits)])
-    scales = found.whole_scales.numpy().T.repeat(96 // len(found.scales), 1)[:, :, None]
-    nearest = np.abs(grid * scales - weight.float().numpy()[:, :, None]).min(2)
-    values = dequantize(found, levels).t().numpy()
-    np.testing.assert_allclose(
-        np.abs(values - weight.float().numpy()), nearest, rtol=1e-5, atol=1e-12
-    )
+    scales = found.whole_scales.T.repeat(96 // len(found.scales), 1)[:, :, None]
+    nearest = np.abs(grid * scales - weight[:, :, None]).min(2)
+    values = dequantize(found, levels).T
+    np.testing.assert_allclose(np.abs(values - weight), nearest, rtol=1e-5, atol=1e-12)
     if kind == "nvfp4":  # the end of the range that fits a block better, from all scales there are
-        assert found.factor is not None and float(found.factor.log2()) % 1 == 0
-        blocks = weight.float().numpy().reshape(37, 6, 16)
+        assert found.factor is not None and np.log2(float(found.factor)) % 1 == 0
+        blocks = weight.reshape(37, 6, 16)
         every = np.arange(1, 127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(
             np.float32
         ) * float(found.factor)
@@ -90,13 +88,11 @@ def test_levels_are_the_nearest_ones(kind: str, dtype: torch.dtype) -> None:
 
 def test_parts_of_a_packed_weight_have_the_same_values_alone() -> None:
     """The export compares graphs with modules whose layers are not packed."""
-    torch.manual_seed(0)
-    weight = torch.randn(48, 64) * torch.tensor([1.0, 0.2, 5.0]).repeat_interleave(16)[:, None]
-    whole = dequantize(quantize(weight, FP4, torch.float16), FP4)
-    parts = [
-        dequantize(quantize(part, FP4, torch.float16), FP4) for part in torch.split(weight, 16)
-    ]
-    assert torch.equal(whole, torch.cat(parts, 1))
+    weight = np.random.default_rng(0).standard_normal((48, 64), np.float32)
+    weight *= np.array([1.0, 0.2, 5.0], np.float32).repeat(16)[:, None]
+    whole = dequantize(quantize(weight, FP4, "float16"), FP4)
+    parts = [dequantize(quantize(part, FP4, "float16"), FP4) for part in np.split(weight, 3)]
+    np.testing.assert_array_equal(whole, np.concatenate(parts, 1))
 
 
 @pytest.mark.parametrize(

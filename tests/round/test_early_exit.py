@@ -21,7 +21,9 @@ from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.cli import main as distill_main
 from eesd.export.cli import main as export_main
 from eesd.export.inspect import main as inspect_main
+from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.loading import load_exit_head
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation, load
 
@@ -134,13 +136,13 @@ def test_a_calibrated_exit_knows_how_often_it_is_right(
     """Replayed counts are the engines'; the draft vocabulary has the most used tokens."""
     (stored,) = reduced_head.glob("validation-*.safetensors")
     validation, checkpoint = ValidationSet.load(stored), Checkpoint(early)
-    head = checkpoint.exit_head(reduced_head)
+    head = load_exit_head(checkpoint, reduced_head)
     assert (
         head.exit_config.blocks == 0 and head.exit_config.trained and head.draft_vocab is not None
     )
     assert len(head.draft_vocab) == SIZE and load_manifest(reduced).exit_head.draft_vocab == SIZE
     replayed = replay_acceptance(
-        validation.correct_drafts(head, checkpoint.geometry, checkpoint.lm_head()), 5
+        validation.correct_drafts(head, checkpoint.geometry, as_torch(checkpoint.lm_head())), 5
     )
     llm = load(
         reduced, "ort", threads=1, speculation=Speculation("fixed:k=5", guard=False, drafter="exit")

@@ -30,6 +30,7 @@ from eesd.distill.teacher import Teacher
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import load_config
 from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.loading import load_decoder
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.llm import Speculation
 
@@ -109,9 +110,9 @@ def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
 def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     geometry, count = checkpoint.geometry, tokens.shape[1]
     caches = empty_caches(geometry, 1, count, geometry.num_layers)
-    logits: Tensor = checkpoint.decoder()(tokens, causal_inputs(geometry, 1, count, count), caches)[
-        0
-    ]
+    logits: Tensor = load_decoder(checkpoint)(
+        tokens, causal_inputs(geometry, 1, count, count), caches
+    )[0]
     return logits
 
 
@@ -292,7 +293,7 @@ def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> No
     by_engine = EngineTeacher(checkpoint, tmp_path / "engine", layers, 4, "float32", 32, 1)(
         ids[:1, :24]
     )
-    by_torch = Teacher(checkpoint.decoder(), layers, 4, "float32")(ids[:1, :24])
+    by_torch = Teacher(load_decoder(checkpoint), layers, 4, "float32")(ids[:1, :24])
     for layer in layers:
         # From 8-bit activations.
         torch.testing.assert_close(by_engine[0][layer], by_torch[0][layer], rtol=2e-2, atol=2e-2)

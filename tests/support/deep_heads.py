@@ -5,9 +5,9 @@ from pathlib import Path
 import torch
 
 from eesd.common.geometry import ExitConfig
-from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.exit_head import ExitHead
+from eesd.model.loading import load_exit_head, make_initial_head, save_exit_head
 from support.tiny_checkpoints import randomise
 
 
@@ -16,7 +16,7 @@ def deep_head(checkpoint: Checkpoint, directory: Path, blocks: int = 1) -> ExitH
     a directory."""
     deep = tuple(range(2, checkpoint.geometry.num_layers + 1))
     config = ExitConfig(1, blocks, base=checkpoint.fingerprint(), trained=True, deep=deep)
-    head = checkpoint.initial_head(config).requires_grad_(False)
+    head = make_initial_head(checkpoint, config).requires_grad_(False)
     randomise(head, seed=4)
-    exit_head_file.save(head, directory, torch.float32)
-    return checkpoint.exit_head(directory)
+    save_exit_head(head, directory, torch.float32)
+    return load_exit_head(checkpoint, directory)

@@ -11,6 +11,7 @@ from click.testing import Result
 from eesd.distill.cli import main
 from eesd.distill.continuing import TorchWriter, Writing, continue_prompts, padded
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.loading import load_decoder
 from support import tiny_models
 from support.command import add_tokenizer, succeed
 
@@ -47,7 +48,7 @@ def build(directory: Path) -> tuple[Path, Path]:
     model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    writer, temperatures = TorchWriter(Checkpoint(model).decoder()), [0, 0.7] * 128
+    writer, temperatures = TorchWriter(load_decoder(Checkpoint(model))), [0, 0.7] * 128
     texts = continue_prompts(
         writer, Writing(prompts, [LENGTH + 1] * 256, temperatures, np.random.default_rng, (2,))
     )

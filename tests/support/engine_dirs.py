@@ -15,8 +15,8 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, load_manifest
 from eesd.common.weights import weight_bytes, weights_of
 from eesd.export.memory import estimate_memory
-from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.loading import make_initial_head, save_exit_head
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from support.on_cache import OnCache
 from support.tiny_checkpoints import randomise
@@ -31,9 +31,9 @@ def trained_head(
     """Write a random exit head for the model, marked as trained."""
     checkpoint = Checkpoint(model)
     config = ExitConfig(layer, blocks, own_lm_head, checkpoint.fingerprint(), trained=True)
-    head = checkpoint.initial_head(config)
+    head = make_initial_head(checkpoint, config)
     randomise(head, seed=1)
-    exit_head_file.save(head, directory)
+    save_exit_head(head, directory)
     return directory
 
 

@@ -3,9 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from eesd.common.quantization import BITS, Quantization
+from eesd.model.arrays import rounded
+from eesd.model.as_torch import as_torch
 from eesd.model.quantized import Quantized, dequantize
 from eesd.runtime.engines.torch_quantized import arranged, product
 
@@ -44,20 +47,18 @@ multiple of a panel."""
 def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: str) -> Quantized:
     """A weight with any levels, of about the size that keeps the size of what it multiplies."""
     kind, shape = quantization.weights, (inputs // quantization.block, outputs)
-    size = 2.0 ** (1 - BITS[kind]) * inputs**-0.5
-    scales = (size * (0.5 + torch.rand(shape))).to(getattr(torch, quantization.scales or dtype))
+    size, random = 2.0 ** (1 - BITS[kind]) * inputs**-0.5, np.random.default_rng(0)
+    scales = rounded(size * (0.5 + random.random(shape)), quantization.scales or dtype)
     zeros = (
-        torch.randint(256, ((scales.numel() + 1) // 2,), dtype=torch.uint8)
+        random.integers(256, size=(scales.size + 1) // 2, dtype=np.uint8)
         if quantization.zero_points
         else None
     )
-    minimums = (-8 * size * torch.rand(shape)).to(scales.dtype) if quantization.minimums else None
-    return Quantized(
-        torch.randint(256, (inputs * outputs * BITS[kind] // 8,), dtype=torch.uint8),
-        scales,
-        zeros,
-        minimums,
+    minimums = (
+        (-8 * size * random.random(shape)).astype(scales.dtype) if quantization.minimums else None
     )
+    levels = random.integers(256, size=inputs * outputs * BITS[kind] // 8, dtype=np.uint8)
+    return Quantized(levels, scales, zeros, minimums)
 
 
 def all_checked(device: str) -> dict[str, dict[str, Any]]:
@@ -82,7 +83,7 @@ def checked(case: Case, of: str, device: str) -> dict[str, Any]:
         torch.randn(ROWS[-1], case.inputs).to(dtype),
     )
     found = {rows: product(x[:rows].to(device), weight).cpu() for rows in ROWS}
-    factors = dequantize(stored, case.quantization.weights).to(dtype).double()
+    factors = as_torch(dequantize(stored, case.quantization.weights)).to(dtype).double()
     exact, every = x.double() @ factors, found[ROWS[-1]]
     allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5 * (x.double().abs() @ factors.abs())
     return {

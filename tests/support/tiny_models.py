@@ -4,6 +4,7 @@ engines."""
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -12,8 +13,8 @@ from eesd.common.quantization import BLOCK, SEARCHED_INT4, UNQUANTIZED, Quantiza
 from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, stored_head, untrained_head, whole_model
 from eesd.export.onnx_graph import ExportOptions
-from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.loading import make_initial_head, save_exit_head
 from support.tiny_checkpoints import randomise
 
 EXIT_LAYER = 1
@@ -88,11 +89,11 @@ def export_tiny(
         config = ExitConfig(
             layer, blocks, own_lm_head, checkpoint.fingerprint(), draft_vocab=len(draft_vocab)
         )
-        ids = torch.tensor(draft_vocab) if draft_vocab else None
-        made = checkpoint.initial_head(config, ids).requires_grad_(False)
+        ids = np.array(draft_vocab) if draft_vocab else None
+        made = make_initial_head(checkpoint, config, ids).requires_grad_(False)
         if made.lm_head is not None:
             made.lm_head.weight.mul_(2)
-        exit_head_file.save(made, output.parent / "head", torch.float32)
+        save_exit_head(made, output.parent / "head", torch.float32)
         head = stored_head(checkpoint, output.parent / "head")
     options = ExportOptions(dtype, slots, tree_nodes, top_k, stages, quantization=quantization)
     build_for_cpu(output, export(checkpoint, head, options, output))

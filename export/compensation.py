@@ -1,0 +1,90 @@
+"""Quantization that knows the inputs of a layer: weights make up for the rounding of those before
+(GPTQ, arXiv 2210.17323)."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eesd.common.quantization import BITS, BLOCK
+from eesd.model.arrays import to_float32
+from eesd.model.as_torch import as_torch
+from eesd.model.quantize import TINY, quantize_blocks
+from eesd.model.quantized import Quantized, pack
+
+_DAMPING = 0.01
+"""The damping of the inputs' squares, as a share of their mean: GPTQ's default."""
+
+
+def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quantized:
+    """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little.
+
+    Inputs are rounded one after another. The weights of later inputs make up for the error of each.
+    Scales and minimums of a block are searched when its turn comes.
+
+    Args:
+        factor: What :func:`compensation` makes of the layer's inputs [in, in].
+        weight: Weight [out, in]; ``in`` must be a multiple of a block.
+        kind: ``int4`` or ``uint4``.
+        dtype: Element type of the scales; those of uint4 are float16.
+    """
+    values = weight.float().t().contiguous()
+    least, most = (0, 15) if kind == "uint4" else (-8, 7)
+    levels = torch.empty(values.shape, dtype=torch.int8)
+    scales, minimums = [], []
+    for begin in range(0, len(values), BLOCK):
+        end = begin + BLOCK
+        block = values[begin:end]
+        found = quantize_blocks(block.numpy()[None], kind, dtype)
+        minimum = np.zeros_like(found.scales) if found.minimums is None else found.minimums
+        step, low = as_torch(to_float32(found.scales[0])), as_torch(to_float32(minimum[0]))
+        errors = torch.empty_like(block)
+        for row, own in enumerate(factor[begin:end, begin:end]):
+            levels[begin + row] = level = (
+                ((block[row] - low) / step.clamp_min(float(TINY))).round_().clamp_(least, most)
+            )
+            errors[row] = (block[row] - level * step - low) / own[row]
+            block[row + 1 :] -= own[row + 1 :, None] * errors[row]
+        values[end:] -= factor[begin:end, end:].t() @ errors
+        scales.append(found.scales)
+        minimums.append(minimum)
+    stored = pack(levels.numpy().view(np.uint8), BITS[kind])
+    return Quantized(
+        stored,
+        np.concatenate(scales),
+        minimums=np.concatenate(minimums) if kind == "uint4" else None,
+    )
+
+
+def compensation(products: Tensor) -> Tensor:
+    """The upper triangular U [in, in] with U^T U = (products + damping)^-1: how inputs make up for
+    the error of one before.
+
+    Args:
+        products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are
+            always 0 are allowed.
+    """
+    wide = products.double()
+    diagonal = wide.diagonal()
+    diagonal += _DAMPING * diagonal.mean() + (diagonal == 0)
+    # R with R R^T = products, so that U is its inverse.
+    backwards = torch.linalg.cholesky(wide.flip(0, 1)).flip(0, 1)
+    whole = torch.eye(len(wide), dtype=wide.dtype)
+    upper: Tensor = torch.linalg.solve_triangular(backwards, whole, upper=True)
+    return upper.float()
+
+
+@contextmanager
+def one_thread_each() -> Iterator[ThreadPoolExecutor]:
+    """As many threads as torch has. Each runs torch alone: splitting every small operation costs
+    more than it gains."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
