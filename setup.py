@@ -64,17 +64,15 @@ it calls any of it. No x86-64 processor runs models with the scalar kernels, whi
 compared with: -O3 takes five times as long."""
 MACHINES = {"AMD64": "x86_64", "arm64": "aarch64", "ARM64": "aarch64"}
 """Names of machines on macOS and Windows."""
-LINK = [
-    "-shared",
-    *(["-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s"] if sys.platform == "linux" else []),
-]
+LINK = ["-shared"]
+if sys.platform == "linux":
+    LINK += ["-Wl,--as-needed", "-Wl,--exclude-libs,ALL", "-s", "-pthread"]
 WITH_CPP_LIBRARY = ["-static-libstdc++", "-static-libgcc"]
 """The library then needs only the C library, in the version that it was linked with or a later
 one."""
 WARNING = """
 warning: eesd's operators are not built ({reason}).
-warning: The package works without them. On the CPU, ONNX Runtime's own operators run models 2 to 6
-warning: times slower.
+warning: The package works without them, but ONNX Runtime's own operators run models 2 to 6 times slower on the CPU.
 warning: Install a C++ compiler (g++ or clang++; $CXX names another one), and then eesd again.
 """
 
@@ -109,10 +107,10 @@ def make_library(library: Path, scratch: Path) -> None:
     compiler = shlex.split(os.environ.get("CXX") or default, posix=sys.platform != "win32")
     scratch.mkdir(parents=True, exist_ok=True)
     library.parent.mkdir(parents=True, exist_ok=True)
-    names = {name for kernels in VECTORS.values() for name in kernels}
-    flags = {f"kernels_{name}": ("kernels", flags_of(name, compiler)) for name in names} | {
-        "operators": ("operators", COMMON)
-    }
+    # The slowest to compile are the first.
+    names = dict.fromkeys(name for kernels in VECTORS.values() for name in kernels)
+    flags = {f"kernels_{name}": ("kernels", flags_of(name, compiler)) for name in names}
+    flags |= {source: (source, COMMON) for source in ("operators", "pack")}
     objects = [scratch / f"{made}.o" for made in flags]
     commands = [
         [*compiler, *own, "-c", str(SOURCES / f"{source}.cpp"), "-o", str(made)]
@@ -171,6 +169,7 @@ class PlatformWheel(bdist_wheel):
     def run(self) -> None:
         """Build first: only then it is known which wheel it is."""
         self.run_command("build")
+        self.skip_build = True  # or installing into the wheel compiles again
         self.root_is_pure = not self.distribution.has_ext_modules()
         super().run()
 

@@ -157,7 +157,7 @@ class _Reader:
         half of their bits."""
         weight = self._weights[part.weight]
         values, kind = self._read(part.weight)
-        # It is stored as [in, out].
+        # Stored as [in, out].
         across = weight.transposed and self._tensor_file(part.weight) == WEIGHTS_FILE
         if values.shape != (weight.shape[::-1] if across else weight.shape):
             raise ValueError(part.weight)
@@ -184,13 +184,10 @@ class _Reader:
                 oriented(to_float32(values, kind)) * np.repeat(parts[SCALES], block, 0), FLOAT32
             )
         if kind == FP4:  # the operators know integers
-            values, parts[SCALES] = (
-                np.where(values & 8, -1, 1) * _TWICE_FP4[values & 7],
-                parts[SCALES] / 2,
-            )
-        zeros, levels = parts.get(ZEROS), oriented(values).astype(np.int16)
-        zeros = None if zeros is None else zeros.astype(np.int16)
-        return pack_levels(Levels(levels, parts[SCALES], zeros, parts.get(MINIMUMS)), planes)
+            values = np.where(values & 8, np.int8(-1), np.int8(1)) * _TWICE_FP4[values & 7]
+            parts[SCALES] = parts[SCALES] / 2
+        levels = Levels(oriented(values), parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS))
+        return pack_levels(levels, planes)
 
     def _tensor_file(self, name: str) -> str:
         return str(ExternalDataInfo(self._tensors[name]).location)

@@ -54,6 +54,18 @@ def _library() -> Any:
     return library
 
 
+def library() -> ctypes.CDLL:
+    """The library.
+
+    Raises:
+        EESDError: It is not built, or cannot be loaded here.
+    """
+    found: ctypes.CDLL | None = _library()
+    if found is None:
+        raise EESDError(MISSING)
+    return found
+
+
 def missing() -> str:
     """Why the operators cannot be used here, in one sentence; "" if they can."""
     if _library() is None:

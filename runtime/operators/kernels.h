@@ -5,6 +5,12 @@
 #include <stdint.h>
 #include <string.h>
 
+#ifdef _WIN32
+#define EESD_EXPORT __declspec(dllexport)
+#else
+#define EESD_EXPORT __attribute__((visibility("default")))
+#endif
+
 namespace eesd {
 
 constexpr int64_t PANEL = 16;  // columns of a weight that lie side by side

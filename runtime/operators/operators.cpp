@@ -656,12 +656,6 @@ const Kernels *find_kernels(const char *name) {
 }  // namespace
 }  // namespace eesd
 
-#ifdef _WIN32
-#define EESD_EXPORT __declspec(dllexport)
-#else
-#define EESD_EXPORT __attribute__((visibility("default")))
-#endif
-
 extern "C" {
 
 // Choose what the nodes of the sessions take that are made from now on: the kernels (a name, or "" for the fastest ones), the

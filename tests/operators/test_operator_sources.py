@@ -527,13 +527,14 @@ MUTANTS: dict[str, tuple[str, str, str, Callable[[Path], None]]] = {
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Kernels that no processor supports in the place of the fast ones: mutants are compiled
-    without them."""
+    """What mutants are compiled without: the packer, and for the fast kernels ones that no
+    processor supports."""
     directory = tmp_path_factory.mktemp("stubs")
     made = {name: str(directory / f"{name}.o") for name in operators.KERNELS if name != "scalar"}
-    compile_all(
-        *(["g++", "-fPIC", *compiled(name, MISSING), "-o", to] for name, to in made.items())
-    )
+    commands = [["g++", "-fPIC", *compiled(name, MISSING), "-o", to] for name, to in made.items()]
+    made["pack"] = str(directory / "pack.o")
+    commands.append(["g++", "-fPIC", *FLAGS, "-c", str(SOURCES / "pack.cpp"), "-o", made["pack"]])
+    compile_all(*commands)
     return [*made.values()]
 
 
@@ -544,7 +545,7 @@ def build(sources: Path, library: Path, stubs: list[str]) -> Path:
     compile_all(
         *([*common, "-c", str(sources / f"{Path(to).stem}.cpp"), "-o", to] for to in objects)
     )
-    compile_all(["g++", "-shared", "-o", str(library), *objects, *stubs])
+    compile_all(["g++", "-shared", "-pthread", "-o", str(library), *objects, *stubs])
     return library
 
 

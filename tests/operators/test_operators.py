@@ -37,8 +37,7 @@ from support.operators import (
 from support.specification import BITS, Weight
 
 from eesd.common.errors import EESDError
-from eesd.export.cpu.panels import NARROW, PLANES, SPLIT, UPPER, WIDE, Levels, _split, pack_levels
-from eesd.model.gguf_file import _unpack_blocks
+from eesd.export.cpu.panels import NARROW, PLANES, SPLIT, UPPER, WIDE
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.operators import make_session
 
@@ -451,39 +450,6 @@ def test_panels_have_the_specified_bytes(form: str, fine: bool, kind: int, minim
     packed = pack(weight)
     assert packed.numbers[5] == kind
     assert packed.data.tobytes() == packed_by_hand(weight, kind)
-
-
-@pytest.mark.parametrize(
-    "kind, size, halves, more",
-    [("Q4_K", 144, (0, 2), 1.03), ("Q5_K", 176, (0, 2), 1.03), ("Q6_K", 210, (208,), 1)],
-)
-def test_scales_of_k_quants_are_packed_as_files_have_them(
-    kind: str, size: int, halves: tuple[int, ...], more: float
-) -> None:
-    """Blocks of random bytes: their scales and minimums become the file's integers and factors, or
-    the like."""
-    random, outputs, supers = seeded(kind), 33, 5
-    blocks = random.integers(0, 256, (outputs * supers, size), np.uint8)
-    for at in halves:
-        factors = random.uniform(-0.1, 0.1, (len(blocks), 1)).astype(np.float16)
-        factors[:3, 0] = 0, 1e-7, 6e4  # none, a subnormal one, and nearly the largest
-        blocks[:, at : at + 2] = factors.view(np.uint8)
-    parts: list[Any] = [
-        None if part is None else part.reshape(outputs, -1).T
-        for part in _unpack_blocks(kind, blocks)
-    ]
-    levels, scales, minimums = parts
-    assert levels is not None and scales is not None
-    packed = pack_levels(Levels(levels.astype(np.int16), scales.astype(np.float32), None, minimums))
-    assert packed.numbers[5] == SPLIT
-    assert packed.data.nbytes == pytest.approx(blocks.nbytes * 48 / outputs, rel=more - 1 + 1e-9)
-    rows = len(scales) // supers
-    for values in (scales, minimums):
-        if values is not None:
-            integers, factors = _split(values, rows)  # type: ignore[misc]
-            np.testing.assert_array_equal(
-                integers * np.repeat(factors.astype(np.float32), rows, 0), values
-            )
 
 
 @pytest.mark.parametrize(

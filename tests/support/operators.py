@@ -17,7 +17,6 @@ from eesd.export.cpu.panels import (
     FLOAT32,
     NARROW,
     SPLIT,
-    SUPER,
     UPPER,
     Levels,
     Packed,
@@ -110,7 +109,7 @@ def random_weight(
     shape = inputs // (16 if fine else 32), outputs
     scales, found = random.uniform(0.3, 1, shape) / size, -random.uniform(0.2, 0.6, shape)
     if kind == SPLIT:
-        rows = SUPER // (16 if fine else 32)
+        rows = 256 // (16 if fine else 32)
         scales, found = split(random, scales, rows), split(random, found, rows)
     if kind == NARROW:
         scales, found = scales.astype(np.float16), found.astype(np.float16)

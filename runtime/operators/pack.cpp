@@ -1,0 +1,378 @@
+// Packs stored weights into panels, some panels on each thread. A weight is read twice: its values
+// decide what form it takes.
+#include "pack.h"
+
+#include <atomic>
+#include <cmath>
+#include <thread>
+#include <vector>
+
+#include "stored.h"
+
+namespace eesd {
+namespace {
+
+constexpr int64_t LIMIT = 1 << 28;  // larger sizes than any model has
+constexpr int64_t TOGETHER = 4;     // panels whose values share the lines of a processor's cache
+
+// Whether an array has so many rows of inputs, with so many columns of values of this size.
+bool covers(const Array &array, int64_t rows, int64_t columns, int64_t size) {
+  // Where the last of some values begins; -1: not in the array.
+  const auto last = [&](int64_t count, int64_t step) {
+    if (count == 1) return int64_t{0};
+    return step < 0 || step > array.bytes / (count - 1) ? int64_t{-1} : step * (count - 1);
+  };
+  const int64_t row = last(rows, array.input_step), column = last(columns, array.output_step);
+  if (!array.data || array.bytes < 0 || row < 0 || column < 0) return false;
+  return row <= array.bytes - size - column;
+}
+
+const char *check_array_levels(const Source &s) {
+  if (s.groups < 1 || s.inputs % s.groups) return "the scales do not fit the inputs";
+  const int64_t block = s.inputs / s.groups;
+  if (block != 16 && block % BLOCK) return "a scale is for 16 inputs or a multiple of 32";
+  if (!covers(s.values, s.inputs, s.outputs, kind_of(s).bytes))
+    return "the levels have another size";
+  if (!covers(s.scales, s.groups, s.outputs, 4)) return "the scales have another size";
+  if (s.minimums.data && !covers(s.minimums, s.groups, s.outputs, 4))
+    return "the minimums have another size";
+  return nullptr;
+}
+
+const char *check_blocks(const Source &s) {
+  const Kind &kind = kind_of(s);
+  if (s.inputs % kind.inputs) return "the inputs are no whole blocks";
+  const int64_t row = s.inputs / kind.inputs * kind.bytes;
+  if (s.rows < 1 || s.rows >= LIMIT || (!s.order && s.rows != s.outputs))
+    return "a weight has no such rows";
+  if (!s.values.data || s.values.bytes != s.rows * row) return "the blocks have another size";
+  for (int64_t i = 0; s.order && i < s.outputs; i++)
+    if (s.order[i] < 0 || s.order[i] >= s.rows) return "there is no such row";
+  return nullptr;
+}
+
+const char *check(const Source &s) {
+  if (s.type < FLOATS32 || s.type >= STORED_TYPES) return "weights of this type cannot be packed";
+  if (s.inputs < 1 || s.inputs >= LIMIT || s.outputs < 1 || s.outputs >= LIMIT)
+    return "a weight has no such size";
+  if (s.type <= BFLOATS16) {
+    const bool fits = covers(s.values, s.inputs, s.outputs, s.type == FLOATS32 ? 4 : 2);
+    return fits ? nullptr : "the weight has another size";
+  }
+  if (s.inputs % BLOCK) return "levels need a multiple of 32 inputs";
+  return s.type <= INT16 ? check_array_levels(s) : check_blocks(s);
+}
+
+// work(unit) for all units, on some threads. It must not throw.
+template <typename Work>
+void each_unit(const Matrix &matrix, int64_t threads, const Work &work) {
+  const int64_t panels = matrix.panels(), parts = (panels + TOGETHER - 1) / TOGETHER;
+  std::atomic<int64_t> next{0};
+  const auto run = [&] {
+    for (int64_t part; (part = next++) < parts;)
+      for (int64_t first = 0; first < matrix.inputs; first += UNIT_INPUTS)
+        for (int64_t p = part * TOGETHER; p < std::min((part + 1) * TOGETHER, panels); p++)
+          work(Unit{p, std::min(PANEL, matrix.outputs - p * PANEL), first,
+                    std::min(UNIT_INPUTS, matrix.inputs - first)});
+  };
+  std::vector<std::thread> others;
+  try {
+    for (int64_t i = 1; i < std::min(threads, parts); i++) others.emplace_back(run);
+  } catch (...) {  // fewer threads do it, too
+  }
+  run();
+  for (std::thread &other : others) other.join();
+}
+
+constexpr struct {
+  Format format;
+  int levels;
+} FORMATS[] = {{BITS4, 16}, {BITS5, 32}, {BITS6, 64}, {BITS8, 256}, {PLANES, 256}};
+
+// The narrowest format that holds these levels, and what must be added to them.
+bool find_format(Range levels, Matrix &matrix) {
+  for (const auto &one : FORMATS) {
+    const int zero = levels.least < 0 ? one.levels / 2 : 0;
+    if (levels.least + zero < 0 || levels.most + zero >= one.levels) continue;
+    matrix.format = one.format, matrix.zero = zero;
+    return true;
+  }
+  return false;
+}
+
+bool are_levels(int bits, Format format) {
+  for (const auto &one : FORMATS)
+    if (one.format == format) return (bits & ~(one.levels - 1)) == 0;
+  return false;
+}
+
+bool is_float16(float value) { return float_of(half_of(value)) == value; }
+
+// Integers and a float16 whose products are these values, if the largest one is `most` times it.
+bool split_by(const float *values, int64_t count, float largest, int most, int8_t *integers,
+              uint16_t &factor) {
+  const float exact = largest / static_cast<float>(most);
+  uint32_t bits;
+  memcpy(&bits, &exact, 4);
+  // What normal float16 give as a product gives them as a quotient. Most candidates end here.
+  if (std::fabs(exact) >= 65520 || (std::fabs(exact) >= 0x1p-14f && (bits & 0x1fff))) return false;
+  factor = half_of(exact);
+  const float rounded = float_of(factor);
+  for (int64_t i = 0; i < count; i++) {
+    const float integer = std::rint(values[i] / rounded);
+    if (!(integer * rounded == values[i] && std::fabs(integer + 0.5f) < 128)) return false;
+    integers[i] = static_cast<int8_t>(integer);
+  }
+  return true;
+}
+
+// Integers and a float16 whose products are these values. The largest value is some integer times
+// it; those that files have there are tried first.
+bool split(const float *values, int64_t count, int8_t *integers, uint16_t &factor) {
+  float largest = 0;
+  for (int64_t i = 0; i < count; i++)
+    if (std::fabs(values[i]) > std::fabs(largest)) largest = values[i];
+  std::fill_n(integers, count, static_cast<int8_t>(0)), factor = 0;
+  if (largest == 0) return true;
+  for (int most : {63, -128, 127, 15})
+    if (split_by(values, count, largest, most, integers, factor)) return true;
+  for (int most = 126; most > 0; most--)
+    if (split_by(values, count, largest, most, integers, factor)) return true;
+  return false;
+}
+
+// What is known of a weight's values while threads look at them.
+struct Facts {
+  std::atomic<int> least{32767}, most{-32768};
+  std::atomic<bool> finite{true}, narrow{true};  // whether all scales and minimums are, or float16
+  std::atomic<bool> products;                    // whether all can be split
+
+  void see(Range levels) {
+    for (int old = least; levels.least < old && !least.compare_exchange_weak(old, levels.least);)
+      continue;
+    for (int old = most; levels.most > old && !most.compare_exchange_weak(old, levels.most);)
+      continue;
+  }
+  void see(const float *values, int64_t count) {
+    int8_t integers[MOST_SHARED];
+    uint16_t factor;
+    for (int64_t i = 0; i < count; i++) {
+      if (!std::isfinite(values[i])) finite = false;
+      else if (narrow && !is_float16(values[i])) narrow = false;
+    }
+    if (finite && products && !split(values, count, integers, factor)) products = false;
+  }
+};
+
+bool can_have_planes(const Matrix &m) { return m.format == BITS8 && !m.fine && !m.minimums; }
+
+// Whether no level that a type has can change the format any more.
+bool is_widest(Range seen, Range possible) {
+  Matrix now = {}, last = {};
+  return find_format(seen, now) && find_format(possible, last) && now.format == last.format &&
+         now.zero == last.zero;
+}
+
+Range range_of(const Levels &levels, const Unit &unit) {
+  int16_t least = 32767, most = -32768;
+  for (int64_t c = 0; c < unit.columns; c++)
+    for (int64_t k = 0; k < unit.count; k++)
+      least = std::min(least, levels[c][k]), most = std::max(most, levels[c][k]);
+  return {least, most};
+}
+
+void look_at(const Source &source, const Matrix &matrix, const Unit &unit, Facts &facts) {
+  Shared shared;
+  read_shared(source, matrix, unit, shared);
+  const int64_t rows = unit.count / (matrix.fine ? 16 : BLOCK);
+  for (int64_t c = 0; c < unit.columns; c++) {
+    facts.see(shared.scales[c], rows);
+    if (matrix.minimums) facts.see(shared.minimums[c], rows);
+  }
+  if (is_widest({facts.least, facts.most}, kind_of(source).levels)) return;
+  Levels levels;
+  read_levels(source, unit, levels);
+  facts.see(range_of(levels, unit));
+}
+
+// 4 bits of each level of a block, from a bit on.
+void pack_low_bits(const uint8_t (&groups)[8][64], int first_bit, uint8_t *to) {
+  for (int g = 0; g < 4; g++)
+    for (int j = 0; j < 64; j++) {
+      const int low = groups[g][j] >> first_bit & 15, high = groups[g + 4][j] >> first_bit & 15;
+      to[g * 64 + j] = static_cast<uint8_t>(low | high << 4);
+    }
+}
+
+// The levels of a block in a format; of two planes the upper one.
+void pack_bits(const uint8_t (&groups)[8][64], Format format, uint8_t *to) {
+  if (format == BITS8) {
+    memcpy(to, groups, sizeof groups);
+    return;
+  }
+  pack_low_bits(groups, format == PLANES ? 4 : 0, to);
+  if (format == BITS5)
+    for (int byte = 0; byte < 64; byte++) {
+      int bits = 0;
+      for (int i = 0; i < 8; i++) bits |= (groups[byte / 8][byte % 8 * 8 + i] >> 4 & 1) << i;
+      to[HALF + byte] = static_cast<uint8_t>(bits);
+    }
+  if (format == BITS6)
+    for (int byte = 0; byte < 128; byte++) {
+      int bits = 0;
+      for (int i = 0; i < 4; i++) bits |= (groups[byte / 64 * 4 + i][byte % 64] >> 4 & 3) << i * 2;
+      to[HALF + byte] = static_cast<uint8_t>(bits);
+    }
+}
+
+// The levels of a unit. False: one of them is not in the format.
+bool pack_levels(const Source &source, const Matrix &matrix, const Unit &unit, uint8_t *to) {
+  Levels levels;
+  uint8_t bytes[PANEL][UNIT_INPUTS] = {}, groups[8][64];
+  read_levels(source, unit, levels);
+  int all = 0;
+  for (int64_t c = 0; c < unit.columns; c++)
+    for (int64_t k = 0; k < unit.count; k++) {
+      const int level = levels[c][k] + matrix.zero;
+      all |= level, bytes[c][k] = static_cast<uint8_t>(level);
+    }
+  uint8_t *const panel = to + unit.panel * matrix.panel_bytes();
+  for (int64_t at = 0; at < unit.count; at += BLOCK) {
+    for (int64_t g = 0; g < 8; g++)
+      for (int64_t c = 0; c < PANEL; c++) memcpy(&groups[g][c * 4], &bytes[c][at + g * 4], 4);
+    const int64_t block = (unit.first + at) / BLOCK;
+    pack_bits(groups, matrix.format, panel + matrix.blocks().at(block));
+    if (matrix.has_planes())
+      pack_low_bits(groups, 0, to + matrix.lower_at(unit.panel) + block * HALF);
+  }
+  return are_levels(all, matrix.format);
+}
+
+template <typename Value>
+void store(uint8_t *to, int64_t index, Value value) {
+  memcpy(to + index * static_cast<int64_t>(sizeof value), &value, sizeof value);
+}
+
+// The scales of a unit, or what lies behind them: its minimums. False: they are of another kind.
+bool pack_shared(const float (&values)[PANEL][MOST_SHARED], const Matrix &matrix, const Unit &unit,
+                 bool behind, uint8_t *to) {
+  const int64_t halves = matrix.fine ? 2 : 1, rows = unit.count / BLOCK * halves;
+  uint8_t *const panel = to + unit.panel * matrix.panel_bytes();
+  bool fits = true;
+  for (int64_t c = 0; c < PANEL; c++) {
+    int8_t integers[MOST_SHARED];
+    uint16_t factor;
+    if (matrix.scales == SPLIT) {
+      fits = split(values[c], rows, integers, factor) && fits;
+      store(panel + matrix.blocks().factors_at(unit.first / BLOCK), c + (behind ? PANEL : 0),
+            factor);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t block = unit.first / BLOCK + r / halves;
+      const int64_t index = (r % halves + (behind ? halves : 0)) * PANEL + c;
+      uint8_t *const at = panel + matrix.blocks().at(block) + matrix.level_bytes();
+      if (matrix.scales == WIDE) store(at, index, values[c][r]);
+      if (matrix.scales == SPLIT) store(at, index, integers[r]);
+      if (matrix.scales != NARROW) continue;
+      store(at, index, half_of(values[c][r]));
+      fits = fits && is_float16(values[c][r]);
+    }
+  }
+  return fits;
+}
+
+bool pack_unit(const Source &source, const Matrix &matrix, const Unit &unit, uint8_t *to) {
+  Shared shared;
+  read_shared(source, matrix, unit, shared);
+  return pack_levels(source, matrix, unit, to) &&
+         pack_shared(shared.scales, matrix, unit, false, to) &&
+         (!matrix.minimums || pack_shared(shared.minimums, matrix, unit, true, to));
+}
+
+template <typename Value>
+void pack_floats(const Source &source, const Matrix &matrix, const Unit &unit, uint8_t *to) {
+  const int64_t row = PANEL * static_cast<int64_t>(sizeof(Value));
+  uint8_t *const start = to + unit.panel * matrix.panel_bytes() + unit.first * row;
+  if (unit.columns < PANEL) memset(start, 0, static_cast<size_t>(unit.count * row));
+  read_array<Value>(source.values, unit,
+                    [&](int64_t c, int64_t k, Value value) { store(start, k * PANEL + c, value); });
+}
+
+// What a weight's type and arrays say of its panels; its values decide the rest.
+Matrix described(const Source &source) {
+  Matrix matrix = {
+      nullptr, static_cast<Format>(source.type), source.inputs, source.outputs, 0, false, NARROW,
+      false};
+  if (source.type <= BFLOATS16) return matrix;
+  const bool array = source.type <= INT16;
+  matrix.format = BITS8;
+  matrix.fine = array ? source.inputs / source.groups < BLOCK : kind_of(source).fine;
+  matrix.minimums = array ? source.minimums.data != nullptr : kind_of(source).minimums;
+  return matrix;
+}
+
+const char *plan(const Source &source, int64_t threads, Matrix &matrix) {
+  if (const char *why = check(source)) return why;
+  matrix = described(source);
+  if (!matrix.has_levels()) return nullptr;
+  Facts facts;
+  facts.products = source.inputs % UNIT_INPUTS == 0;
+  each_unit(matrix, threads, [&](const Unit &unit) { look_at(source, matrix, unit, facts); });
+  if (!facts.finite) return "a scale or a minimum is not a finite number";
+  if (!find_format({facts.least, facts.most}, matrix)) return "the levels need more than 8 bits";
+  if (matrix.minimums && matrix.zero) return "levels below 0 cannot have minimums";
+  if (source.planes && can_have_planes(matrix)) matrix.format = PLANES;
+  matrix.scales = facts.narrow ? NARROW : facts.products ? SPLIT : WIDE;
+  return nullptr;
+}
+
+// Whether a weight can be packed like this: numbers of eesd_plan.
+bool is_plan(const Source &source, const int64_t *n) {
+  const Matrix own = described(source);
+  if (n[1] != own.inputs || n[2] != own.outputs || n[4] != own.fine || n[6] != own.minimums)
+    return false;
+  if (!own.has_levels()) return n[0] == own.format && n[3] == 0 && n[5] == NARROW;
+  if (n[0] < BITS4 || n[0] > PLANES || n[3] < 0 || n[3] > 128) return false;
+  if (n[0] == PLANES && !can_have_planes(own)) return false;
+  return n[5] == NARROW || n[5] == WIDE || (n[5] == SPLIT && own.inputs % UNIT_INPUTS == 0);
+}
+
+const char *pack(const Source &source, int64_t threads, const Matrix &matrix, uint8_t *to) {
+  std::atomic<bool> fits{true};
+  each_unit(matrix, threads, [&](const Unit &unit) {
+    if (source.type == FLOATS32) pack_floats<uint32_t>(source, matrix, unit, to);
+    else if (source.type <= BFLOATS16) pack_floats<uint16_t>(source, matrix, unit, to);
+    else if (!pack_unit(source, matrix, unit, to)) fits = false;
+  });
+  return fits ? nullptr : "the weight has changed while it was packed";
+}
+
+}  // namespace
+}  // namespace eesd
+
+using eesd::Matrix;
+
+extern "C" {
+
+const char *eesd_plan(const eesd::Source *source, int64_t threads, int64_t *numbers) {
+  if (!source || !numbers) return "an argument is missing";
+  Matrix m = {};
+  if (const char *why = eesd::plan(*source, threads, m)) return why;
+  const int64_t found[] = {m.format, m.inputs, m.outputs,  m.zero,
+                           m.fine,   m.scales, m.minimums, m.bytes()};
+  memcpy(numbers, found, sizeof found);
+  return nullptr;
+}
+
+const char *eesd_pack(const eesd::Source *source, int64_t threads, const int64_t *n, uint8_t *to,
+                      int64_t bytes) {
+  if (!source || !n || !to) return "an argument is missing";
+  if (const char *why = eesd::check(*source)) return why;
+  if (!eesd::is_plan(*source, n)) return "the weight cannot be packed like this";
+  Matrix m = eesd::described(*source);
+  m.format = static_cast<eesd::Format>(n[0]), m.scales = static_cast<eesd::Scales>(n[5]);
+  m.zero = static_cast<int32_t>(n[3]);
+  if (bytes != m.bytes()) return "the packed weight has another size";
+  return eesd::pack(*source, threads, m, to);
+}
+}
