@@ -272,18 +272,33 @@ def _read(source: TensorSource, weight: StoredWeight) -> Array:
     return tensor
 
 
+def stored_floats(source: TensorSource, weight: StoredWeight, across: bool = False) -> Array:
+    """The values of a weight that is not quantized, rounded to the type in which it is stored.
+
+    Args:
+        source: The tensor.
+        weight: The weight.
+        across: Whether to return the transpose.
+
+    Raises:
+        EESDError: The tensor has another shape, or values that the type cannot hold.
+    """
+    tensor = _read(source, weight)
+    values = (transposed if across else converted)(tensor, weight.dtype)
+    if tensor.dtype != values.dtype and not all_finite(values):
+        raise EESDError(
+            f"The tensor {weight.name} has values that {weight.dtype} cannot hold; give another "
+            "--dtype."
+        )
+    return values
+
+
 def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]:
     """The bytes of each tensor that is stored for a weight, by name."""
     if weight.quantization is not None:
         parts = zip(("", SCALES, ZEROS, MINIMUMS, FACTOR), quantized(source, weight), strict=True)
         return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}
-    tensor = _read(source, weight)
-    values = (transposed if weight.transposed else converted)(tensor, weight.dtype)
-    if tensor.dtype != values.dtype and not all_finite(values):
-        raise EESDError(
-            f"The tensor {weight.name} has values that {weight.dtype} cannot hold; give "
-            "another --dtype."
-        )
+    values = stored_floats(source, weight, weight.transposed)
     return {weight.name: _bytes_of(values)}
 
 

@@ -282,9 +282,20 @@ class GgufTensor:
         Raises:
             EESDError: The file is truncated, or a scale or minimum is infinite or not a number.
         """
+        if not self._keeps(quantization):
+            return None
+        return self._stored_levels(quantization.weights, is_transposed)
+
+    def blocks(self, quantization: Quantization) -> tuple[str, NDArray[np.uint8]] | None:
+        """The type of the blocks, and the bytes of all rows [rows, bytes], if :meth:`levels` would
+        return what they hold."""
+        if not self._keeps(quantization):
+            return None
+        return self._stored.stored, self._rows(self.shape[0])
+
+    def _keeps(self, quantization: Quantization) -> bool:
         own = self.quantization
-        keeps = own is not None and quantization in (own, replace(own, weights="int8"))
-        return self._stored_levels(quantization.weights, is_transposed) if keeps else None
+        return own is not None and quantization in (own, replace(own, weights="int8"))
 
     def _stored_levels(self, kind: str, is_transposed: bool) -> Quantized:
         """What the file stores, with levels of this element type."""

@@ -446,11 +446,11 @@ def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
 
 
 def matrix(model: onnx.ModelProto) -> onnx.TensorProto:
-    """A weight in a file, not at its beginning."""
+    """A weight in a file, not at its beginning, that no other graph has."""
     found: list[onnx.TensorProto] = [
-        t for t in model.graph.initializer if len(t.dims) == 2 and t.external_data
+        tensor for tensor in model.graph.initializer if tensor.name.endswith("o_proj.weight")
     ]
-    return next(tensor for tensor in reversed(found) if tensor.name not in ("cos", "sin"))
+    return found[-1]
 
 
 def renamed(model: onnx.ModelProto) -> None:
