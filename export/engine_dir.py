@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import onnx
-import torch
 
 import eesd
 from eesd.common.draft_vocab import Ids
@@ -25,20 +25,25 @@ from eesd.common.manifest import (
     MANIFEST_FILE,
     WEIGHTS_FILE,
     FileInfo,
+    GraphInfo,
     Manifest,
 )
 from eesd.common.outputs import existing_parent, resolved
 from eesd.common.prior import CalibrationPrior
 from eesd.common.quantization import EXIT_HEAD, LM_HEAD
 from eesd.common.weights import (
+    DRAFT_VOCAB,
     HEAD_TABLES,
     ROTARY_TABLES,
     StoredWeight,
     checkpoint_names,
     lm_head_name,
     model_shapes,
+    weights_of,
 )
 from eesd.export.cache import other_file
+from eesd.export.cpu.build import write_build
+from eesd.export.cpu.readers import SourceReader
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, make_graph, to_proto
 from eesd.export.weights import (
@@ -58,8 +63,10 @@ from eesd.model.eagle_file import read_eagle
 from eesd.model.exit_head_file import read_exit_config
 from eesd.model.generation_config import GENERATION_CONFIG_FILE
 from eesd.model.rotary import rotary_tables
+from eesd.model.safetensors_file import CheckpointTensor
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.engines.cpu_build import place_of
 
 WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37, 0.14, 0.12, -0.25))
 """The prior of a draft that is the whole model in fewer bits: the mean of fits to three such drafts
@@ -190,6 +197,7 @@ def export(
     check: Callable[[Path, Manifest], None] | None = None,
     progress: Progress = lambda *_: None,
     announce: Callable[[Manifest, int], None] = lambda *_: None,
+    packed: bool = False,
 ) -> Manifest:
     """Write an engine directory.
 
@@ -206,6 +214,8 @@ def export(
         progress: Called when a step begins, and after each weight.
         announce: Called before anything is written, with the manifest but for its files, and the
             bytes of the weights.
+        packed: Whether to write the weights packed for the CPU, and not as ``weights.bin``. Only
+            this project's operators can run such a directory.
 
     Raises:
         EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too
@@ -233,43 +243,36 @@ def export(
         raise EESDError(
             f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file."
         ) from None
-    splits = split_layers(
-        checkpoint.geometry, head.config, options.dtype, options.quantization, options.stages
-    )
-    sources = weight_sources(checkpoint, head, options.max_seq_len)
-    linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
-    linked_names = frozenset(linked)
     progress("loading the tokenizer", 0, 0)
     # First, because it refuses some models before the long work.
     texts = resolved_tokenizer(checkpoint.path)
-    progress("writing the draft graph", 0, 0)
-    graphs = {
-        "draft": make_graph("draft", checkpoint.geometry, head.config, options, None, linked_names)
-    }
-    for number, layers in enumerate(splits):
-        name = f"verify_{number}" if len(splits) > 1 else "verify"
-        progress(f"writing the {name} graph", 0, 0)
-        graphs[name] = make_graph(
-            name, checkpoint.geometry, head.config, options, layers, linked_names
-        )
-    layout = layout_weights((graph.weights for graph in graphs.values()), linked)
-    manifest = _manifest(checkpoint, head.config, options, graphs)
-    announce(manifest, layout.size)
+    engines = prepared(checkpoint, head, options)
+    layout = engines.layout
+    announce(engines.manifest, layout.size)
     check_space(existing_parent(output), layout.size + 64_000_000)
-    sources = stored_sources(layout.weights, sources, checkpoint.geometry)
-    progress("writing the weights", 0, 0)
+    progress("packing the weights" if packed else "writing the weights", 0, 0)
     with directory_written_whole(output, foreign) as directory:
-        links = link_files(
-            directory, (linked[name] for name in linked.keys() & layout.locations.keys())
-        )
-        files = _write_files(directory, sources, graphs, layout, texts, progress)
+        files = _write_texts(directory, engines, texts)
         if head.draft_vocab is not None:
             head.draft_vocab.astype("<i8").tofile(directory / DRAFT_VOCAB_FILE)
             files[DRAFT_VOCAB_FILE] = _file_info(directory / DRAFT_VOCAB_FILE)
-        manifest = replace(manifest, files=files, linked=links)
+
+        def wrote(name: str, size: int) -> None:
+            progress(name, size, layout.size)
+
+        manifest = replace(engines.manifest, files=files)
+        if packed:
+            place = place_of(directory, manifest)
+            place.mkdir()
+            engines.pack(place, wrote)
+        else:
+            linked = (engines.linked[name] for name in engines.linked.keys() & layout.locations)
+            links = link_files(directory, linked)
+            path = directory / WEIGHTS_FILE
+            files[WEIGHTS_FILE] = write_weights(path, layout, engines.sources, wrote)
+            manifest = replace(manifest, files=files, linked=links)
         (directory / MANIFEST_FILE).write_text(manifest.to_json())
         if check is not None:
-            progress("checking parity", 0, 0)
             check(directory, manifest)
     return manifest
 
@@ -287,6 +290,8 @@ def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, 
         name: checkpoint.tensors[name] for name in model_shapes(checkpoint.geometry)
     }
     sources |= {EXIT_HEAD + name: source for name, source in head.sources.items()}
+    if (ids := head.draft_vocab) is not None:
+        sources[EXIT_HEAD + DRAFT_VOCAB] = ComputedTensor(lambda: ids)
     tables = [(ROTARY_TABLES, checkpoint.geometry)]
     if head.config.eagle:
         tables.append((HEAD_TABLES, head.config.eagle.block))
@@ -312,23 +317,65 @@ def stored_sources(
     return {name: joined([sources[part] for part in parts]) for name, parts in names.items()}
 
 
-def _write_files(
-    directory: Path,
-    sources: Mapping[str, TensorSource],
-    graphs: Mapping[str, Graph],
-    layout: WeightLayout,
-    texts: Mapping[str, bytes],
-    progress: Progress,
+@dataclass(frozen=True)
+class Prepared:
+    """Engines before anything is written.
+
+    Attributes:
+        graphs: The standard graphs by name.
+        layout: Where weights will lie in ``weights.bin``.
+        linked: Weights that stay in the checkpoint's files, by name.
+        sources: Where each weight of the graphs comes from, by its name there.
+        manifest: The manifest, without files.
+    """
+
+    graphs: Mapping[str, Graph]
+    layout: WeightLayout
+    linked: Mapping[str, CheckpointTensor]
+    sources: Mapping[str, TensorSource]
+    manifest: Manifest
+
+    def pack(self, place: Path, progress: Callable[[str, int], None] = lambda *_: None) -> None:
+        """Write the build for the CPU straight from the checkpoint, into a directory."""
+        write_build(self.manifest, place, self._reader, progress)
+
+    def _reader(self, graph: GraphInfo) -> SourceReader:
+        return SourceReader(weights_of(self.manifest, graph), self.sources)
+
+    def write_graphs(self, directory: Path) -> list[str]:
+        """Write the standard graphs, and return the names of their files."""
+        for graph in self.graphs.values():
+            onnx.save(to_proto(graph, self.layout.locations), directory / graph.info.file)
+        return [graph.info.file for graph in self.graphs.values()]
+
+
+def prepared(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prepared:
+    """The graphs of a model, and what its weights are made of. No weight is read.
+
+    Raises:
+        EESDError: The model cannot be split into as many stages, or has no weights to link.
+    """
+    geometry, config = checkpoint.geometry, head.config
+    splits = split_layers(geometry, config, options.dtype, options.quantization, options.stages)
+    sources = weight_sources(checkpoint, head, options.max_seq_len)
+    linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}
+    names = frozenset(linked)
+    graphs = {"draft": make_graph("draft", geometry, config, options, None, names)}
+    for number, layers in enumerate(splits):
+        name = f"verify_{number}" if len(splits) > 1 else "verify"
+        graphs[name] = make_graph(name, geometry, config, options, layers, names)
+    layout = layout_weights((graph.weights for graph in graphs.values()), linked)
+    every = chain.from_iterable(graph.weights for graph in graphs.values())
+    stored = stored_sources(every, sources, geometry)
+    return Prepared(graphs, layout, linked, stored, _manifest(checkpoint, config, options, graphs))
+
+
+def _write_texts(
+    directory: Path, engines: Prepared, texts: Mapping[str, bytes]
 ) -> dict[str, FileInfo]:
-    """Write weights, graphs, and the files of the tokenizer."""
-    total = sum(weight.nbytes for weight in layout.weights)
-    weights = write_weights(
-        directory / WEIGHTS_FILE, layout, sources, lambda name, size: progress(name, size, total)
-    )
-    files = {WEIGHTS_FILE: weights}
-    for graph in graphs.values():
-        onnx.save(to_proto(graph, layout.locations), directory / graph.info.file)
-        files[graph.info.file] = _file_info(directory / graph.info.file)
+    """Write graphs, and the files of the tokenizer."""
+    names = engines.write_graphs(directory)
+    files = {name: _file_info(directory / name) for name in names}
     for name, content in texts.items():
         (directory / name).write_bytes(content)
         files[name] = _file_info(directory / name)
@@ -369,7 +416,7 @@ def _manifest(
 
 
 def _tools() -> dict[str, str]:
-    tools = {"eesd": eesd.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
+    tools = {"eesd": eesd.__version__, "onnx": onnx.__version__}
     for name in ("transformers",):
         with contextlib.suppress(PackageNotFoundError):
             tools[name] = version(name)

@@ -4,6 +4,7 @@ weights, export, check, report."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -79,6 +80,7 @@ class Choices:
     pack: bool | None = None
     round_on: Path | None = None
     plans: bool = True
+    packed: bool = False
 
 
 def make_engines(
@@ -101,12 +103,12 @@ def make_engines(
     Raises:
         EESDError: A package is missing, the choices do not fit the model, the model is not
             supported, or the disk is too small.
+        packed: Whether weights are written packed for the CPU alone.
     """
     with shown_steps(log) as steps:
-        steps.begin("importing torch")
+        steps.begin("reading the checkpoint")
         try:
             from eesd.export.engine_dir import check_output, export
-            from eesd.export.rounding import rounded_on
             from eesd.model.checkpoint import Checkpoint
             from eesd.model.hub import find_model
         except ImportError as error:
@@ -114,7 +116,6 @@ def make_engines(
                 f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'."
             ) from None
         check_output(output)
-        steps.begin("reading the checkpoint")
         checkpoint = Checkpoint(find_model(choices.model))
         if choices.layers is not None:
             checkpoint = checkpoint.first_layers(choices.layers)
@@ -125,24 +126,32 @@ def make_engines(
         report: list[str] = []
 
         def check(directory: Path, manifest: Manifest) -> None:
-            report.extend(_check(directory, manifest, rounded, head, choices.check))
+            if choices.check:
+                steps.begin("comparing with torch")
+                report.extend(_check_with_torch(directory, manifest, rounded, head))
             finish(directory)
 
         def announce(manifest: Manifest, size: int) -> None:
             for line in _forecast(manifest, size, disk_usage(existing_parent(output)).free):
                 say(line)
+            if choices.check is None:
+                steps.begin("checking some layers and the head")
+                report.extend(_check_quickly(rounded, head, options))
 
         def say_layer(layer: int, layers: int) -> None:
             steps.progress(f"rounding layer {layer}", 1, layers)
 
         if choices.round_on is not None:
             steps.begin("rounding the weights on the text")
-        with rounded_on(
+        with _rounded(
             choices.round_on, checkpoint, head.config.layer, options, output, say_layer
         ) as rounded:
-            manifest = export(rounded, head, options, output, check, steps.progress, announce)
-        steps.begin("building for the CPU")
-        report += _pack(output, manifest, choices.pack)
+            manifest = export(
+                rounded, head, options, output, check, steps.progress, announce, choices.packed
+            )
+        if not choices.packed:
+            steps.begin("building for the CPU")
+            report += _pack(output, manifest, choices.pack)
     say(_summary(output, manifest, options, own=_keeps_levels(checkpoint, options.quantization)))
     if (
         not manifest.exit_head.is_whole(checkpoint.geometry)
@@ -168,6 +177,26 @@ def make_engines(
         say(line)
     say(f"exported in {steps.seconds()}")
     _warn(output, choices, checkpoint, head)
+
+
+def _rounded(
+    text: Path | None,
+    checkpoint: Checkpoint,
+    layers: int,
+    options: ExportOptions,
+    output: Path,
+    say: Callable[[int, int], None],
+) -> AbstractContextManager[Checkpoint]:
+    """See :func:`~eesd.export.rounding.rounded_on`, which needs torch."""
+    if text is None:
+        return nullcontext(checkpoint)
+    try:
+        from eesd.export.rounding import rounded_on
+    except ImportError as error:
+        raise EESDError(
+            f"--round-on needs {error.name}; install it with: pip install 'eesd[distill]'."
+        ) from None
+    return rounded_on(text, checkpoint, layers, options, output, say)
 
 
 def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
@@ -561,28 +590,51 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
     return []
 
 
-def _check(
-    directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head, wanted: bool | None
-) -> list[str]:
-    """Run the parity check, and return lines that report its result. Raises EESDError if a graph is
-    wrong."""
-    from eesd.export.parity import (
-        check_bits,
-        compare_graphs,
-        compare_graphs_memory,
-        quantization_drift,
-    )
+def _check_quickly(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> list[str]:
+    """Run the quick check where this machine can.
 
-    if wanted is False:
+    Returns:
+        A line that reports its result.
+
+    Raises:
+        EESDError: A graph or packed weights are wrong.
+    """
+    from eesd.export.quick_check import QuickCheck
+    from eesd.runtime.engines.operators import missing
+
+    if missing():
         return []
-    needed = compare_graphs_memory(manifest)
-    if wanted is None and needed > available_memory() // 4:
-        return [
-            (
-                f"parity not checked: the check needs about {needed / 1e9:.0f} GB of memory; "
-                "--check runs it anyway"
-            )
-        ]
+    check = QuickCheck(checkpoint, head, options)
+    if check.memory > available_memory() // 4:
+        return [f"not checked: that needs about {check.memory / 1e9:.0f} GB of memory"]
+    differences = check.differences()
+    bad = [kind for kind, difference in differences.items() if not difference <= 1]
+    if bad:
+        raise EESDError(
+            f"The {' and '.join(bad)} graph and its packed weights do not compute the same; please "
+            "report this model."
+        )
+    worst = max(differences.values())
+    return [
+        "checked: two layers and the head agree with ONNX Runtime's operators (largest difference "
+        f"{worst:.0%} of what rounding explains)"
+    ]
+
+
+def _check_with_torch(
+    directory: Path, manifest: Manifest, checkpoint: Checkpoint, head: Head
+) -> list[str]:
+    """Compare the whole graphs with torch, and return lines that report the result.
+
+    Raises:
+        EESDError: A graph is wrong, or torch is missing.
+    """
+    try:
+        from eesd.export.parity import check_bits, compare_graphs, quantization_drift
+    except ImportError as error:
+        raise EESDError(
+            f"--check needs {error.name}; install it with: pip install 'eesd[distill]'."
+        ) from None
     differences = compare_graphs(directory, manifest, checkpoint, head)
     bad = [kind for kind, difference in differences.items() if not difference.acceptable]
     if bad:

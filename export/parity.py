@@ -12,13 +12,12 @@ widened to float32.
   each kernel.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -33,8 +32,16 @@ from eesd.common.weights import (
     weights_of,
 )
 from eesd.export.engine_dir import Head, weight_sources
+from eesd.export.reference import (
+    Difference,
+    empty_cache,
+    least_cosine,
+    rows_of_slots,
+    run_chain,
+    run_stages,
+)
 from eesd.export.weights import TensorSource, joined, quantized
-from eesd.export.widened import Widened, reference, widen
+from eesd.export.widened import reference
 from eesd.model.arrays import rounded, to_float32
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
@@ -50,9 +57,6 @@ from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.trt_plans import attended_slots
 
-TOLERANCE = 1e-3
-"""Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of
-another order of additions."""
 LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
 """Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 11."""
 
@@ -61,24 +65,6 @@ _ENGINE_PROMPT, _LONG_TEXT = 12, 2000
 _TEXT_LENGTH = 64
 
 Array = NDArray[np.float32]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference of a graph's logits from the torch module's.
-
-    Attributes:
-        largest: Largest absolute difference.
-        scale: Largest absolute logit.
-    """
-
-    largest: float
-    scale: float
-
-    @property
-    def acceptable(self) -> bool:
-        """Whether rounding explains the difference. False for NaN."""
-        return self.largest <= TOLERANCE * max(1.0, self.scale)
 
 
 @dataclass(frozen=True)
@@ -262,7 +248,7 @@ def _difference(
 ) -> Difference:
     """Run a module, and the graph or the chain of stages that was exported from it."""
     caches = {
-        index: _empty_cache(manifest, _TREE_SLOTS) for graph in stages for index in graph.caches
+        index: empty_cache(manifest, _TREE_SLOTS) for graph in stages for index in graph.caches
     }
     module_caches = empty_caches(manifest.geometry, 1, _TREE_SLOTS, len(caches))
     expected = module(ids, inputs, module_caches)[0].numpy()
@@ -270,7 +256,7 @@ def _difference(
         name: getattr(inputs, name).numpy()
         for name in ("position_ids", "write_indices", "attn_mask")
     }
-    logits, _ = _run_stages(directory, stages, ids.numpy(), masked, caches)
+    logits, _ = run_stages(directory, stages, ids.numpy(), masked, caches)
     return Difference(float(np.abs(logits - expected).max()), float(np.abs(expected).max()))
 
 
@@ -299,19 +285,19 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
         np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=count + 1).tolist()
     )
     [kv_cache] = engines.verify.new_kv_caches()
-    caches = {index: _empty_cache(manifest, count + 1) for index in range(manifest.num_caches)}
+    caches = {index: empty_cache(manifest, count + 1) for index in range(manifest.num_caches)}
     cosines: dict[str, float] = {}
 
     def compare(kind: str, engine: Any, stages: Sequence[GraphInfo], first: int, stop: int) -> None:
         logits = engine.forward([Call(kv_cache, tokens[first:stop], range(first, stop), first)])[
             0
         ].logits.copy()
-        expected, written = _run_chain(directory, stages, tokens[first:stop], first, caches)
+        expected, written = run_chain(directory, stages, tokens[first:stop], first, caches)
         cosines[f"{kind} logits"] = least_cosine(logits, expected)
         for part, name in enumerate(("keys", "values")):
             pairs = [(kv_cache.read(index)[part], cache[part]) for index, cache in written.items()]
             cosines[f"{kind} {name}"] = min(
-                least_cosine(*(_rows(x, first, stop) for x in pair)) for pair in pairs
+                least_cosine(*(rows_of_slots(x, first, stop) for x in pair)) for pair in pairs
             )
         caches.update(written)
 
@@ -370,100 +356,11 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
     for part, name in enumerate(("keys", "values")):
         lowest: dict[int, float] = {}
         for index in range(manifest.num_caches):
-            mine, theirs = (_rows(kv_cache.read(index)[part], 0, length) for _, kv_cache in both)
+            mine, theirs = (
+                rows_of_slots(kv_cache.read(index)[part], 0, length) for _, kv_cache in both
+            )
             lowest[index] = least_cosine(mine, theirs)
         wrong = (index for index, cosine in lowest.items() if cosine < LEAST_COSINE[manifest.dtype])
         index = next(wrong, min(lowest, key=lowest.__getitem__))
         cosines[f"{name} of {length} tokens in cache {index}"] = lowest[index]
     return cosines
-
-
-def _run_chain(
-    directory: Path,
-    stages: Sequence[GraphInfo],
-    tokens: list[int],
-    slot: int,
-    caches: Mapping[int, Array],
-) -> tuple[Array, dict[int, Array]]:
-    """Run consecutive tokens from ``slot`` on. Returns logits [n, V] and the written caches."""
-    positions = np.arange(slot, slot + len(tokens))
-    hidden = np.arange(caches[0].shape[3]) > positions[:, None]
-    feeds = {
-        "position_ids": positions[None],
-        "write_indices": np.array([slot]),
-        "attn_mask": np.where(hidden, np.float32(MASKED), np.float32(0))[None, None],
-    }
-    logits, written = _run_stages(directory, stages, np.array([tokens]), feeds, caches)
-    return logits[0], written
-
-
-def _empty_cache(manifest: Manifest, slots: int) -> Array:
-    """Keys and values of one cache [2, B, KV, S, D]."""
-    return np.zeros(
-        (2, 1, manifest.geometry.num_kv_heads, slots, manifest.geometry.head_dim), np.float32
-    )
-
-
-def _run_stages(
-    directory: Path,
-    stages: Sequence[GraphInfo],
-    x: NDArray[Any],
-    feeds: Mapping[str, NDArray[Any]],
-    caches: Mapping[int, Array],
-) -> tuple[Array, dict[int, Array]]:
-    """Run a graph, or the chain of its stages.
-
-    Args:
-        directory: Engine directory.
-        stages: The draft graph, or the stages of verify.
-        x: Token ids [B, n].
-        feeds: The inputs that all stages share. Every token gets logits.
-        caches: Keys and values [2, B, KV, S, D] by the index of the cache.
-
-    Returns:
-        Logits [B, n, V], and the written caches of all stages.
-    """
-    written: dict[int, Array] = {}
-    for graph in stages:
-        own = {
-            f"{part}_{i}": caches[i][n]
-            for i in graph.caches
-            for n, part in enumerate(("key", "value"))
-        }
-        given = {**feeds, **own, "logit_rows": np.arange(x.shape[1]), graph.inputs[0].name: x}
-        outputs = _run_widened(
-            directory / graph.file, {info.name: given[info.name] for info in graph.inputs}
-        )
-        x = outputs[graph.results[0].name]
-        written |= {
-            i: np.stack([outputs[f"{part}_{i}_out"] for part in ("key", "value")])
-            for i in graph.caches
-        }
-    return x, written
-
-
-def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-    """Run a graph with ONNX Runtime on the CPU, widened to float32."""
-    options = ort.SessionOptions()
-    options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
-    # int4 and int8 kernels would round differently.
-    options.add_session_config_entry("session.disable_quant_qdq", "1")
-    weights: Widened = {}
-    model = widen(path, options, weights)
-    session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    names = [output.name for output in session.get_outputs()]
-    return dict(zip(names, session.run(names, feeds), strict=True))
-
-
-def _rows(cache: Array, first: int, stop: int) -> Array:
-    """The slots ``first`` to ``stop`` of keys or values [B, KV, S, D], one row for each slot."""
-    return cache[0, :, first:stop].swapaxes(0, 1).reshape(stop - first, -1)
-
-
-def least_cosine(a: Array, b: Array) -> float:
-    """The lowest cosine between corresponding rows of two matrices. Rows with NaN count as 0."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    cosines = (a * b).sum(1) / np.maximum(
-        np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-30
-    )
-    return float(np.nan_to_num(cosines).min())

@@ -29,13 +29,19 @@ Options = Mapping[str, Any]
 """Options of an export by their names in :class:`~eesd.export.make.Choices`; None: the default."""
 
 
-def engine_directory(model: str, options: Options, cache_dir: Path | None) -> Path:
+def engine_directory(
+    model: str, options: Options, cache_dir: Path | None, backend: str = "auto"
+) -> Path:
     """The engine directory of a model. The export writes its messages to stderr.
+
+    On a CPU, the cache holds a model once: weights are packed straight from the checkpoint, unless
+    a whole engine directory is there. Other backends need a whole one.
 
     Args:
         model: Directory, GGUF file, Hugging Face id or short name.
         options: Options of the export.
         cache_dir: The cache; None: this user's.
+        backend: What will run it.
 
     Raises:
         EESDError: The model cannot be found, or there is no place for a cache.
@@ -44,20 +50,24 @@ def engine_directory(model: str, options: Options, cache_dir: Path | None) -> Pa
     directory = cache.cache_directory(cache_dir)
     place = _place(directory, model, options)
     if not (_is_whole(place) and _is_built(place)):
-        directory.mkdir(parents=True, exist_ok=True)
-        _run(command_of(place, model, options))
+        if packed := _runs_packed(backend):
+            place = _place(directory, model, options, packed)
+        if not (packed and _is_whole(place) and _is_built(place)):
+            directory.mkdir(parents=True, exist_ok=True)
+            _run(command_of(place, model, options, packed))
     cache.note_use(place)
     return place
 
 
-def command_of(place: Path, model: str, options: Options) -> list[str]:
+def _runs_packed(backend: str) -> bool:
+    """Whether this project's operators will run the model."""
+    return backend in ("auto", "ort") and not torch_sees_gpu() and not missing()
+
+
+def command_of(place: Path, model: str, options: Options, packed: bool = False) -> list[str]:
     """The command line of the process that exports."""
-    return [
-        sys.executable,
-        "-m",
-        "eesd.export.prepare",
-        json.dumps([str(place), model, dict(options)]),
-    ]
+    request = json.dumps([str(place), model, dict(options), packed])
+    return [sys.executable, "-m", "eesd.export.prepare", request]
 
 
 def _run(command: list[str]) -> None:
@@ -76,25 +86,25 @@ def _run(command: list[str]) -> None:
 @click.argument("request")
 def main(request: str) -> None:
     """Export a model into the cache for the command that started this one."""
-    text, model, options = json.loads(request)
+    text, model, options, packed = json.loads(request)
     place = Path(text)
     remove_leftovers(place.parent)
     with turn(place, lambda: _say(f"Another process exports {model}; waiting for it.")):
         if not _is_whole(place):
-            _export(place, model, options)
+            _export(place, model, options, packed)
         elif not _is_built(place):
             from eesd.export.cpu.build import build_for_cpu
 
             build_for_cpu(place, load_manifest(place))
 
 
-def _export(place: Path, model: str, options: Options) -> None:
+def _export(place: Path, model: str, options: Options, packed: bool) -> None:
     kept = cache.discard(place) if place.exists() else ""  # it is damaged, or of somebody else
     if kept:
         raise EESDError(f"{place} cannot be used, and is not replaced: {kept}; move it away.")
 
     def finish(directory: Path) -> None:
-        if _place(place.parent, model, options) != place:
+        if _place(place.parent, model, options, packed) != place:
             raise EESDError(
                 f"The files of {model} changed while it was exported; start again when they "
                 "no longer change."
@@ -103,12 +113,15 @@ def _export(place: Path, model: str, options: Options) -> None:
 
     _say(f"Exporting {model} to {place}. Later starts use it from there.")
     gpu = torch_sees_gpu()
-    choices = Choices(model, pack=None if gpu else True, plans=gpu, **options)
+    pack = None if gpu else True
+    choices = Choices(model, pack=pack, plans=gpu, packed=packed, **options)
     make_engines(choices, place, _say, lambda step: _say(f"{step} ..."), finish)
 
 
-def _place(directory: Path, model: str, options: Options) -> Path:
+def _place(directory: Path, model: str, options: Options, packed: bool = False) -> Path:
     """Where the engine directory lies. A model or head that is named by an id is fetched."""
+    if packed:
+        options = {**options, "packed": True}
     head = options["exit_head"]
     try:
         found = None if head is None or head in NOT_STORED else find_head(head)

@@ -7,16 +7,23 @@ from time import perf_counter
 from eesd.common.terminal import Progress, progress
 
 
+SECONDS = 2.0
+"""Between two lines about a long step, where no bar can be shown."""
+
+
 class Steps:
     """Made by :func:`shown_steps`."""
 
     def __init__(self, bar: Progress, log: Callable[[str], None]) -> None:
         self._bar, self._task, self._log = bar, bar.add_task("", total=None), log
         self._began: list[tuple[str, float]] = []
+        self._done, self._said = 0, 0.0
 
     def begin(self, step: str) -> None:
         """End the step before, and begin one."""
-        self._began.append((step, perf_counter()))
+        now = perf_counter()
+        self._began.append((step, now))
+        self._done, self._said = 0, now
         self._bar.reset(self._task, description=step, total=None)
         if self._bar.disable:
             self._log(step)
@@ -24,10 +31,23 @@ class Steps:
     def progress(self, text: str, size: int, total: int) -> None:
         """What :func:`~eesd.export.engine_dir.export` tells: a step begins, or bytes of a weight
         were written."""
-        if size:
-            self._bar.update(self._task, description=text, advance=size, total=total)
-        else:
+        if not size:
             self.begin(text)
+            return
+        self._bar.update(self._task, description=text, advance=size, total=total)
+        self._done += size
+        if self._bar.disable:
+            self._log_progress(total)
+
+    def _log_progress(self, total: int) -> None:
+        """Log the share that is done and the time that is left, every few seconds."""
+        (step, began), now = self._began[-1], perf_counter()
+        if now - self._said < SECONDS or not total:
+            return
+        self._said = now
+        share = min(self._done / total, 1.0)
+        left = (now - began) * (1 - share) / share
+        self._log(f"{step}: {share:.0%}, {left:.0f} s left")
 
     def seconds(self) -> str:
         """The seconds of all steps, and of each that took one or more."""

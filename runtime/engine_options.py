@@ -61,4 +61,4 @@ def engine_dir_of(options: dict[str, Any]) -> Path:
         )
     from eesd.export.prepare import engine_directory
 
-    return engine_directory(model, given, options["cache_dir"])
+    return engine_directory(model, given, options["cache_dir"], options.get("backend", "auto"))

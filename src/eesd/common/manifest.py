@@ -227,7 +227,8 @@ class Manifest:
         sampling: How requests sample that give no options.
         draft: The draft graph.
         verify: The verify graph: its stages in order, or a single one.
-        files: Size and hash of every file that the export wrote, besides the manifest.
+        files: Size and hash of every file that the export wrote, besides the manifest and builds
+            for the CPU.
         linked: Checkpoint files that are hard-linked into the directory; empty without
             ``--link-weights``.
         tools: Versions of the packages that wrote the directory.
@@ -298,6 +299,11 @@ class Manifest:
         """Bytes of every file, linked files included, plans not included."""
         own = {name: info.size for name, info in self.files.items()}
         return own | {name: info.size for name, info in self.linked.items()}
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the weights are in a build for the CPU alone, and not in :data:`WEIGHTS_FILE`."""
+        return WEIGHTS_FILE not in self.files
 
     def base_layers(self, graph: GraphInfo) -> range:
         """The base layers that ``graph`` runs; the draft with an EAGLE-3 head runs none."""
@@ -396,7 +402,7 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     if not _draft_vocab_fits(manifest):
         raise ValueError("the draft vocabulary")
     _check_quantization(manifest.quantization)
-    if not {WEIGHTS_FILE, *(graph.file for graph in manifest.graphs)} <= manifest.files.keys():
+    if not {graph.file for graph in manifest.graphs} <= manifest.files.keys():
         raise ValueError("a file is not listed")
     if not all(is_file_name(name) for name in (*manifest.files, *manifest.linked)):
         raise ValueError("a file is outside the directory")

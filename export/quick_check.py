@@ -1,0 +1,194 @@
+"""A check of an export that takes seconds: a few layers and the head of the model, twice.
+
+Their standard graphs run on ONNX Runtime's own operators, and their build for the CPU on this
+project's, with float32 activations. Both read the checkpoint's weights through the code of the
+whole export. So a fault in packing or in a graph shows as a difference of logits.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+from math import sqrt
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+
+from eesd.common.architecture import LM_HEAD
+from eesd.common.geometry import Eagle, ExitConfig, Geometry
+from eesd.common.manifest import WEIGHTS_FILE, GraphInfo, Manifest
+from eesd.common.quantization import UNQUANTIZED
+from eesd.common.weights import EMBEDDINGS, lm_head_name, model_shapes, weight_bytes
+from eesd.export.engine_dir import ComputedTensor, Head, Prepared, prepared
+from eesd.export.onnx_graph import ExportOptions
+from eesd.export.reference import Array, empty_cache, run_chain
+from eesd.export.weights import TensorSource, write_weights
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.family import rows_of
+from eesd.model.gguf_file import GgufTensor
+from eesd.model.packed import PackedTensor
+from eesd.model.safetensors_file import CheckpointTensor
+from eesd.runtime.engines.backends import default_threads
+from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.cpu_engine import CpuEngine
+
+Source = TypeVar("Source", bound=TensorSource)
+LAYERS, COLUMNS, SLOTS, NODES, TOKENS = 2, 2048, 64, 16, 12
+"""Least layers, most rows of vocabulary tables, slots, drafted nodes, and tokens of a call."""
+UNIT = 2.0**-24
+"""Largest relative error of a float32 operation."""
+SAFETY = 4
+"""Factor of the expected error: only an average grows as the square root of the terms."""
+
+
+class QuickCheck:
+    """The small model, and how its two engines compare."""
+
+    def __init__(self, checkpoint: Checkpoint, head: Head, options: ExportOptions) -> None:
+        self._engines = _smaller(checkpoint, head, options)
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the check takes: the session's weights and their packed copies in float32."""
+        wide = replace(self._engines.manifest, dtype="float32", quantization=UNQUANTIZED)
+        return 2 * sum(weight_bytes(wide, graph) for graph in wide.graphs)
+
+    def differences(self) -> dict[str, float]:
+        """Differences of the logits of verify and draft, as multiples of the largest that rounding
+        explains."""
+        manifest = self._engines.manifest
+        with TemporaryDirectory(prefix="eesd-check-") as name:
+            directory = Path(name)
+            place = directory / "build"
+            place.mkdir()
+            self._engines.pack(place)
+            self._engines.write_graphs(directory)
+            write_weights(
+                directory / WEIGHTS_FILE,
+                self._engines.layout,
+                self._engines.sources,
+                lambda *_: None,
+            )
+            found, expected = _packed_logits(place, manifest), _standard_logits(directory, manifest)
+        return {
+            kind: float(np.abs(found[kind] - logits).max()) / _bound(manifest, logits)
+            for kind, logits in expected.items()
+        }
+
+
+def _bound(manifest: Manifest, logits: Array) -> float:
+    """The largest difference of logits that other orders of additions explain.
+
+    A sum of K products has an error of about sqrt(K) units of the size of its result. A block has
+    four products one after another, and the LM head is another one. The errors of all add up.
+    """
+    geometry = manifest.geometry
+    widest = max(geometry.hidden_size, geometry.intermediate_size)
+    products = 4 * (geometry.num_layers + manifest.exit_head.blocks) + 1
+    return SAFETY * products * sqrt(widest) * UNIT * max(1.0, float(np.abs(logits).max()))
+
+
+def _tokens(manifest: Manifest) -> list[int]:
+    random = np.random.default_rng(0)
+    found: list[int] = random.integers(manifest.geometry.vocab_size, size=TOKENS + 1).tolist()
+    return found
+
+
+def _packed_logits(place: Path, manifest: Manifest) -> dict[str, Array]:
+    """The logits of a verify pass and of a draft step after it, from this project's operators."""
+    tokens, found = _tokens(manifest), dict[str, Array]()
+    kv_cache = None
+    for kind, stages, first, stop in _steps(manifest):
+        engine = CpuEngine(place, manifest, stages, default_threads(), int8_activations=False)
+        if kv_cache is None:
+            [kv_cache] = engine.new_kv_caches()
+            kv_cache.reserve(TOKENS + 1)
+        call = Call(kv_cache, tokens[first:stop], range(first, stop), first)
+        found[kind] = engine.forward([call])[0].logits.copy()
+    return found
+
+
+def _standard_logits(directory: Path, manifest: Manifest) -> dict[str, Array]:
+    """The same from ONNX Runtime's own operators."""
+    tokens, found = _tokens(manifest), dict[str, Array]()
+    caches = {index: empty_cache(manifest, SLOTS) for index in range(manifest.num_caches)}
+    for kind, stages, first, stop in _steps(manifest):
+        found[kind], written = run_chain(directory, stages, tokens[first:stop], first, caches)
+        caches.update(written)
+    return found
+
+
+class _Step(NamedTuple):
+    """A call: its graphs in order, the first token and the end."""
+
+    kind: str
+    stages: Sequence[GraphInfo]
+    first: int
+    stop: int
+
+
+def _steps(manifest: Manifest) -> list[_Step]:
+    steps = [_Step("verify", manifest.verify, 0, TOKENS)]
+    if manifest.exit_head.can_draft:
+        steps.append(_Step("draft", [manifest.draft], TOKENS, TOKENS + 1))
+    return steps
+
+
+def _smaller(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prepared:
+    """The first layers of a model, its head, and the first rows of its vocabulary tables."""
+    config = _smaller_config(checkpoint.geometry, head.config)
+    geometry = _smaller_geometry(checkpoint.geometry, head.config)
+    small = copy(checkpoint)
+    small.geometry = geometry
+    small.config = replace(checkpoint.config, geometry=geometry)
+    tables = EMBEDDINGS, lm_head_name(geometry)
+    small.tensors = _with_rows(checkpoint.tensors, tables, geometry.vocab_size)
+    sources = _with_rows(head.sources, (f"{LM_HEAD}.weight",), geometry.vocab_size)
+    needed = model_shapes(geometry)
+    own = {name: one for name, one in options.quantization.tensors.items() if name in needed}
+    smaller = replace(
+        options,
+        max_seq_len=SLOTS,
+        max_tree_nodes=min(options.max_tree_nodes, NODES),
+        draft_top_k=min(options.draft_top_k, geometry.vocab_size),
+        stages=1,
+        link_weights=False,
+        quantization=replace(options.quantization, tensors=own),
+    )
+    return prepared(small, Head(config, sources), smaller)
+
+
+def _smaller_geometry(geometry: Geometry, head: ExitConfig) -> Geometry:
+    read = len(head.eagle.layers) if head.eagle else 1 + len(head.deep)
+    layers = min(geometry.num_layers, max(LAYERS, read, head.blocks))
+    columns = min(geometry.vocab_size, head.draft_vocab or geometry.vocab_size, COLUMNS)
+    return replace(geometry, num_layers=layers, vocab_size=columns)
+
+
+def _smaller_config(geometry: Geometry, head: ExitConfig) -> ExitConfig:
+    small = _smaller_geometry(geometry, head)
+    layer = small.num_layers if head.is_whole(geometry) else min(head.layer, 1)
+    deep = tuple(range(layer + 1, layer + 1 + len(head.deep)))
+    return replace(head, layer=layer, draft_vocab=0, deep=deep, eagle=_smaller_eagle(head, small))
+
+
+def _smaller_eagle(head: ExitConfig, small: Geometry) -> Eagle | None:
+    if head.eagle is None:
+        return None
+    block = replace(head.eagle.block, vocab_size=small.vocab_size)
+    return replace(head.eagle, layers=tuple(range(1, len(head.eagle.layers) + 1)), block=block)
+
+
+def _with_rows(
+    tensors: Mapping[str, Source], names: tuple[str, ...], count: int
+) -> dict[str, Source]:
+    """The tensors, of which some have only their first rows."""
+    return dict(tensors) | {name: _rows(tensors[name], count) for name in names if name in tensors}
+
+
+def _rows(tensor: Any, count: int) -> Any:
+    """The first rows of a tensor. A GGUF file's keep their levels."""
+    if isinstance(tensor, CheckpointTensor | PackedTensor | GgufTensor):
+        return rows_of(tensor, 0, count)
+    return ComputedTensor(lambda: tensor.read()[:count])
