@@ -83,10 +83,13 @@ def test_a_wheel_of_the_source_distribution_has_the_library(checkout: Path, tmp_
     packed = {path.name for path in (unpacked / "src/eesd/runtime/operators").iterdir()}
     assert packed == {path.name for path in (ROOT / "runtime" / "operators").iterdir()}
     compiler = tmp_path / "c++"
-    compiler.write_text('#!/bin/sh\nexec c++ "$@" -O0\n')  # the package's own level takes minutes
+    # The package's own level takes minutes.
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/commands\nexec c++ "$@" -O0\n')
     compiler.chmod(0o755)
     wheel, said = build(unpacked, tmp_path / "wheel", "wheel", str(compiler))
     assert re.search(r"-py3-none-linux_[a-z0-9_]+\.whl$", wheel.name) and "not built" not in said
+    made = re.findall(r" -o (\S+\.o)\n", (tmp_path / "commands").read_text())
+    assert len(made) == len(set(made)) == len(operators.KERNELS) + 2  # each file once
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "installed")
