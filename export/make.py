@@ -4,6 +4,7 @@ weights, export, check, report."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -108,7 +109,6 @@ def make_engines(
             import onnxscript  # noqa: F401
 
             from eesd.export.engine_dir import check_output, export
-            from eesd.export.rounding import rounded_on
             from eesd.model.checkpoint import Checkpoint
             from eesd.model.hub import find_model
         except ImportError as error:
@@ -139,7 +139,7 @@ def make_engines(
 
         if choices.round_on is not None:
             steps.begin("rounding the weights on the text")
-        with rounded_on(
+        with _rounded_on(
             choices.round_on, checkpoint, head.config.layer, options, output, say_layer
         ) as rounded:
             manifest = export(rounded, head, options, output, check, steps.progress, announce)
@@ -223,6 +223,31 @@ def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptio
     )
     _check_options(options, config.max_positions)
     return head, options
+
+
+def _rounded_on(
+    text: Path | None,
+    checkpoint: Checkpoint,
+    layers: int,
+    options: ExportOptions,
+    output: Path,
+    say: Callable[[int, int], None],
+) -> AbstractContextManager[Checkpoint]:
+    """The checkpoint, with levels that fit a text if one is given
+    (:func:`~eesd.export.rounding.rounded_on`): that needs torch.
+
+    Raises:
+        EESDError: A package is missing.
+    """
+    if text is None:
+        return nullcontext(checkpoint)
+    try:
+        from eesd.export.rounding import rounded_on
+    except ImportError as error:
+        raise EESDError(
+            f"--round-on needs {error.name}; install it with: pip install 'eesd[distill]'."
+        ) from None
+    return rounded_on(text, checkpoint, layers, options, output, say)
 
 
 def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool) -> str:

@@ -43,7 +43,7 @@ TOGETHER = 8
 
 @contextmanager
 def rounded_on(
-    text: Path | None,
+    text: Path,
     checkpoint: Checkpoint,
     layers: int,
     options: ExportOptions,
@@ -54,7 +54,7 @@ def rounded_on(
     the block.
 
     Args:
-        text: The text file; None: weights are rounded to nearest, as the checkpoint is.
+        text: The text file.
         checkpoint: The base model.
         layers: Base layers of the draft.
         options: Options of the export.
@@ -65,9 +65,6 @@ def rounded_on(
         EESDError: No weight gets 4 bits, or the text cannot be read, is too short, or has no tokens
             of the model.
     """
-    if text is None:
-        yield checkpoint
-        return
     passes = [
         found for draft in (False, True) if (found := _to_round(checkpoint, layers, options, draft))
     ]
