@@ -297,7 +297,8 @@ class _ScaleSearch:
         np.multiply(self._blocks, np.reciprocal(np.maximum(scale, TINY))[:, None], out=levels)
         np.clip(np.rint(levels, out=levels), -8, 7, out=levels)
         dot = _sums(np.multiply(self._blocks, levels, out=products), products)
-        best = dot / np.maximum(_sums(np.multiply(levels, levels, out=products), products), TINY)
+        squares = _sums(np.multiply(levels, levels, out=products), products)
+        best = np.divide(dot, np.maximum(squares, TINY), out=squares)
         return best, dot * best
 
 

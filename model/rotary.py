@@ -105,6 +105,7 @@ def _yarn(powers: Floats, scaling: RopeScaling, size: int, theta: float) -> Floa
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
         high += 0.001  # no division by zero
-    kept: Floats = 1 - np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)
+    kept = 1 - np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     slowed = np.reciprocal(scaling.factor * powers)
-    return slowed * (1 - kept) + np.reciprocal(powers) * kept
+    blended: Floats = slowed * (1 - kept) + np.reciprocal(powers) * kept
+    return blended

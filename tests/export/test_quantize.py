@@ -79,7 +79,7 @@ def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
     """The weight [in, out] that the format defines: scale times level, plus minimum."""
     blocks, outputs = quantized.scales.shape
     levels = unpacked(quantized.levels, kind, (blocks * BLOCK, outputs))
-    result: NDArray[np.float32] = levels * np.repeat(to_float32(quantized.scales), BLOCK, 0)
+    result = to_float32(levels) * np.repeat(to_float32(quantized.scales), BLOCK, 0)
     if quantized.minimums is not None:
         result += np.repeat(to_float32(quantized.minimums), BLOCK, 0)
     return result

@@ -120,12 +120,8 @@ def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
             path = ancestors(node)
             mask[row, 0, node, [start + ancestor for ancestor in path]] = 0
             positions[row, node] = start + len(path) - 1
-    return Inputs(
-        *map(torch.tensor, rotary_tables(decoder.geometry, slots)),
-        positions,
-        torch.tensor(starts),
-        mask,
-    )
+    cos, sin = map(torch.tensor, rotary_tables(decoder.geometry, slots))
+    return Inputs(cos, sin, positions, torch.tensor(starts), mask)
 
 
 def test_every_path_of_a_token_tree_has_the_logits_of_its_chain(pair: Pair) -> None:

@@ -5,17 +5,20 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 from support.command import assert_one_line
 from support.no_torch import BLOCK
 
 import eesd
+from eesd.common.errors import EESDError
+from eesd.export.make import _rounded_on
 
 IMPORT = """
 import json
 import eesd
-heavy = {"numpy", "onnx", "onnxruntime", "tokenizers", "click", "rich"}
-print(json.dumps(sorted(heavy & sys.modules.keys())))
+print(json.dumps(sorted({"numpy", "onnx", "onnxruntime", "tokenizers", "click", "rich"} & sys.modules.keys())))
 assert set(eesd.__all__) == {name for name in eesd.__all__ if getattr(eesd, name)}
 """
 
@@ -23,8 +26,7 @@ USE = """
 from pathlib import Path
 from click.testing import CliRunner
 import eesd
-import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect
-import eesd.runtime.cli, eesd.runtime.doctor
+import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect, eesd.runtime.cli, eesd.runtime.doctor
 
 directory = sys.argv[1]
 llm = eesd.load(directory, threads=1)
@@ -79,6 +81,25 @@ def test_exporting_says_what_to_install(text_model: Path, tmp_path: Path) -> Non
     assert (done.returncode, done.stdout) == (2, "")
     assert_one_line(done.stderr, "Exporting needs", "pip install 'eesd[export]'")
     assert not (tmp_path / "plans").exists()
+
+
+READ = """
+import sys
+import eesd.export.weights, eesd.model.checkpoint, eesd.model.eagle_file, eesd.model.initial_head, eesd.model.quantize
+assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+
+
+def test_reading_and_quantizing_checkpoints_needs_no_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rounding_on_a_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "eesd.export.rounding", None)
+    arguments: Any = [None] * 5
+    with pytest.raises(EESDError, match=r"--round-on needs .*pip install 'eesd\[distill\]'"):
+        _rounded_on(Path("text"), *arguments)
 
 
 def test_help_needs_nothing() -> None:
