@@ -81,6 +81,12 @@ class Choices:
     plans: bool = True
 
 
+def lacks(work: str, error: ImportError) -> EESDError:
+    """The error of work that needs a package which is not installed."""
+    extra = "torch" if error.name == "torch" else "export"
+    return EESDError(f"{work} needs {error.name}; install it with: pip install 'eesd[{extra}]'.")
+
+
 def make_engines(
     choices: Choices,
     output: Path,
@@ -109,10 +115,11 @@ def make_engines(
             from eesd.export.rounding import rounded_on
             from eesd.model.checkpoint import Checkpoint
             from eesd.model.hub import find_model
+
+            if choices.check:
+                import eesd.export.parity  # noqa: F401
         except ImportError as error:
-            raise EESDError(
-                f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'."
-            ) from None
+            raise lacks("Exporting with --check" if choices.check else "Exporting", error) from None
         check_output(output)
         steps.begin("reading the checkpoint")
         checkpoint = Checkpoint(find_model(choices.model))
@@ -566,15 +573,17 @@ def _check(
 ) -> list[str]:
     """Run the parity check, and return lines that report its result. Raises EESDError if a graph is
     wrong."""
-    from eesd.export.parity import (
-        check_bits,
-        compare_graphs,
-        compare_graphs_memory,
-        quantization_drift,
-    )
-
     if wanted is False:
         return []
+    try:
+        from eesd.export.parity import (
+            check_bits,
+            compare_graphs,
+            compare_graphs_memory,
+            quantization_drift,
+        )
+    except ImportError as error:
+        return [f"parity not checked. {lacks('The check', error)}"]
     needed = compare_graphs_memory(manifest)
     if wanted is None and needed > available_memory() // 4:
         return [

@@ -53,6 +53,11 @@ from eesd.export.cli import main
 main()
 """
 
+BUILD = """
+from eesd.export.build import main
+main()
+"""
+
 
 def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BLOCK + code, *map(str, arguments)]
@@ -79,6 +84,12 @@ def test_exporting_says_what_to_install(text_model: Path, tmp_path: Path) -> Non
     assert (done.returncode, done.stdout) == (2, "")
     assert_one_line(done.stderr, "Exporting needs", "pip install 'eesd[export]'")
     assert not (tmp_path / "plans").exists()
+
+
+def test_building_says_what_to_install(engine: Path) -> None:
+    done = python(BUILD, engine, "--target", "cpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_one_line(done.stderr, "Building needs onnx", "pip install 'eesd[export]'")
 
 
 def test_help_needs_nothing() -> None:
