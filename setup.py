@@ -72,8 +72,8 @@ WITH_CPP_LIBRARY = ["-static-libstdc++", "-static-libgcc"]
 one."""
 WARNING = """
 warning: eesd's operators are not built ({reason}).
-warning: The package works without them, but ONNX Runtime's own operators run models 2 to 6 times slower on the CPU.
-warning: Install a C++ compiler (g++ or clang++; $CXX names another one), and then eesd again.
+warning: The package works without them, but on the CPU ONNX Runtime's own operators are 2 to 6
+warning: times slower. Install a C++ compiler (g++ or clang++; $CXX names another one), and then eesd again.
 """
 
 

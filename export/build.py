@@ -21,7 +21,7 @@ from eesd.common.manifest import GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Progress, notice, progress
 from eesd.common.weights import weight_bytes
 from eesd.export import plans
-from eesd.export.cpu.build import build_for_cpu
+from eesd.export.make import lacks
 from eesd.export.memory import build_memory
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import describe_build
@@ -91,6 +91,10 @@ def main(
     if target == CPU:
         if precision or batch > 1 or prefill_chunk or capabilities or strip_weights or check:
             raise EESDError("--target cpu takes no option but --force; leave the others out.")
+        try:
+            from eesd.export.cpu.build import build_for_cpu
+        except ImportError as error:
+            raise lacks("Building", error) from None
         click.echo(
             f"built for the CPU: {describe_build(build_for_cpu(directory, manifest, force))}"
         )
@@ -184,13 +188,15 @@ def check_resources(
 def _check(directory: Path, manifest: Manifest) -> None:
     """Compare the plans with the torch backend on the same GPU, and with their graphs, and print
     the cosines. Without a GPU or enough memory, only say so."""
-    from eesd.export.parity import (
-        LEAST_COSINE,
-        compare_engines,
-        compare_engines_memory,
-        compare_texts,
-    )
-
+    try:
+        from eesd.export.parity import (
+            LEAST_COSINE,
+            compare_engines,
+            compare_engines_memory,
+            compare_texts,
+        )
+    except ImportError as error:
+        raise lacks("--check", error) from None
     if compute_capability() is None:
         notice(
             "The plans were not checked: there is no NVIDIA GPU here; run the same command on "

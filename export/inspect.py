@@ -13,6 +13,7 @@ from eesd.common.errors import EESDError
 from eesd.common.integrity import sha256_of, verify_files
 from eesd.common.manifest import Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
+from eesd.export.make import lacks
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import ACCEPTANCES, GPUS, Prediction, slots_read
 from eesd.export.predict import predict as predict_calls
@@ -166,9 +167,7 @@ def _outlined(model: str) -> Manifest:
     try:
         from eesd.export.outline import outlined
     except ImportError as error:
-        raise EESDError(
-            f"Reading a model needs {error.name}; install it with: pip install 'eesd[export]'."
-        ) from None
+        raise lacks("Reading a model", error) from None
     return outlined(model)
 
 

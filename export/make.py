@@ -60,6 +60,7 @@ class Choices:
         model: Directory, GGUF file, Hugging Face id or short name.
         plans: Whether plans may be built of 16-bit engines, so that a 4-bit draft has no minimums,
             which TensorRT cannot read.
+        packed: Whether weights are written packed for the CPU alone.
     """
 
     model: str
@@ -83,6 +84,12 @@ class Choices:
     packed: bool = False
 
 
+def lacks(work: str, error: ImportError) -> EESDError:
+    """The error of work that needs a package which is not installed."""
+    extra = "torch" if error.name == "torch" else "export"
+    return EESDError(f"{work} needs {error.name}; install it with: pip install 'eesd[{extra}]'.")
+
+
 def make_engines(
     choices: Choices,
     output: Path,
@@ -103,7 +110,6 @@ def make_engines(
     Raises:
         EESDError: A package is missing, the choices do not fit the model, the model is not
             supported, or the disk is too small.
-        packed: Whether weights are written packed for the CPU alone.
     """
     with shown_steps(log) as steps:
         steps.begin("reading the checkpoint")
@@ -111,10 +117,11 @@ def make_engines(
             from eesd.export.engine_dir import check_output, export
             from eesd.model.checkpoint import Checkpoint
             from eesd.model.hub import find_model
+
+            if choices.check:
+                import eesd.export.parity  # noqa: F401
         except ImportError as error:
-            raise EESDError(
-                f"Exporting needs {error.name}; install it with: pip install 'eesd[export]'."
-            ) from None
+            raise lacks("Exporting with --check" if choices.check else "Exporting", error) from None
         check_output(output)
         checkpoint = Checkpoint(find_model(choices.model))
         if choices.layers is not None:
@@ -143,7 +150,7 @@ def make_engines(
 
         if choices.round_on is not None:
             steps.begin("rounding the weights on the text")
-        with _rounded(
+        with _rounded_on(
             choices.round_on, checkpoint, head.config.layer, options, output, say_layer
         ) as rounded:
             manifest = export(
@@ -179,7 +186,7 @@ def make_engines(
     _warn(output, choices, checkpoint, head)
 
 
-def _rounded(
+def _rounded_on(
     text: Path | None,
     checkpoint: Checkpoint,
     layers: int,
@@ -627,14 +634,10 @@ def _check_with_torch(
     """Compare the whole graphs with torch, and return lines that report the result.
 
     Raises:
-        EESDError: A graph is wrong, or torch is missing.
+        EESDError: A graph is wrong.
     """
-    try:
-        from eesd.export.parity import check_bits, compare_graphs, quantization_drift
-    except ImportError as error:
-        raise EESDError(
-            f"--check needs {error.name}; install it with: pip install 'eesd[distill]'."
-        ) from None
+    from eesd.export.parity import check_bits, compare_graphs, quantization_drift
+
     differences = compare_graphs(directory, manifest, checkpoint, head)
     bad = [kind for kind, difference in differences.items() if not difference.acceptable]
     if bad:

@@ -20,7 +20,7 @@ from eesd.common.machine import torch_sees_gpu
 from eesd.common.manifest import load_manifest
 from eesd.common.turns import turn
 from eesd.export import cache
-from eesd.export.make import NOT_STORED, Choices, make_engines
+from eesd.export.make import NOT_STORED, Choices, lacks, make_engines
 from eesd.model.hub import find_head, find_model
 from eesd.runtime.engines.cpu_build import find_build
 from eesd.runtime.engines.operators import missing
@@ -127,9 +127,7 @@ def _place(directory: Path, model: str, options: Options, packed: bool = False) 
         found = None if head is None or head in NOT_STORED else find_head(head)
         return cache.place_of(directory, model, find_model(model), options, found)
     except ImportError as error:
-        raise EESDError(
-            f"Fetching needs {error.name}; install it with: pip install 'eesd[export]'."
-        ) from None
+        raise lacks("Fetching", error) from None
 
 
 def _is_whole(place: Path) -> bool:

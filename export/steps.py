@@ -6,7 +6,6 @@ from time import perf_counter
 
 from eesd.common.terminal import Progress, progress
 
-
 SECONDS = 2.0
 """Between two lines about a long step, where no bar can be shown."""
 

@@ -67,7 +67,7 @@ def _library() -> Any:
         import gguf
     except ImportError:
         raise EESDError(
-            "Reading a GGUF file needs gguf; install it with: pip install gguf."
+            "Reading a GGUF file needs gguf; install it with: pip install 'eesd[export]'."
         ) from None
     return gguf
 

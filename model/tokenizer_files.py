@@ -2,25 +2,87 @@
 
 transformers does not always use ``tokenizer.json`` as it stands: ``LlamaTokenizer`` and
 ``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes bring special tokens of their
-own, and some files overrule others. So transformers loads the tokenizer here, once, and what it
-made is written down. All readers of these files get the same token ids. That of a GGUF file is made
-from its metadata.
+own, and some files overrule others. The rules of version 5 are written down here for the classes of
+the supported families, so their tokenizers need the tokenizers library alone. A directory with
+anything else, as another class, an unknown field or no ``tokenizer.json``, is loaded by
+transformers itself. All readers of the written files get the same token ids. The tokenizer of a
+GGUF file is made from its metadata.
 """
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from logging import CRITICAL
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
-from eesd.common.errors import EESDError
+from eesd.common.errors import EESDError, reason, refused
+from eesd.common.json_input import read_json_object
 from eesd.common.manifest import SPECIAL_TOKENS
 from eesd.model.gguf_file import GgufFile, read_gguf
 from eesd.model.gguf_tokenizer import gguf_tokenizer
 
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 """A model with none of these files has no tokenizer."""
+_REMEDY = "correct its files, config.json among them, or move them away to use token ids alone"
+_AS_IT_STANDS = "TokenizersBackend"
+"""The class that uses ``tokenizer.json`` as it stands; also named ``PreTrainedTokenizerFast``."""
+CLASS_OF_TYPE = (
+    dict.fromkeys(("llama", "smollm3", "hunyuan_v1_dense"))
+    | dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), _AS_IT_STANDS)
+    | dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
+    | dict.fromkeys(("gemma2", "gemma3_text"), "GemmaTokenizer")
+)
+"""The class that transformers registers for a ``model_type``, None where there is none."""
+OVERRULED = ("qwen2",)
+"""Model types whose registered class replaces the class that their files name."""
+_INERT = {
+    *("add_bos_token", "add_eos_token", "tokenizer_class", "processor_class", "backend"),
+    *("clean_up_tokenization_spaces", "spaces_between_special_tokens", "sp_model_kwargs", "errors"),
+    *("model_max_length", "max_length", "stride", "truncation_side", "truncation_strategy"),
+    *("padding_side", "pad_to_multiple_of", "pad_token_type_id", "use_default_system_prompt"),
+    *("is_local", "local_files_only", "name_or_path", "tokenizer_file", "special_tokens_map_file"),
+    "model_input_names",
+}
+"""Fields of ``tokenizer_config.json`` that change neither ids nor templates. With a
+``tokenizer.json``, transformers drops ``add_bos_token`` and ``add_eos_token``."""
+_READ = {
+    *("add_prefix_space", "legacy", "split_special_tokens", "chat_template"),
+    *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"),
+}
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_QWEN2_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_Token = str | AddedToken
+_Vocabulary = dict[str, int]
+_Merges = list[tuple[str, str]]
+
+
+class _ForTransformers(Exception):
+    """The files hold something that the rules of this module do not know."""
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A tokenizer, its named special tokens, and its chat templates by name."""
+
+    backend: Tokenizer
+    special_tokens: dict[str, str]
+    split_special_tokens: bool
+    templates: dict[str, str]
 
 
 def resolved_tokenizer(model: Path) -> dict[str, bytes]:
@@ -38,34 +100,36 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
         far as the model has them, by name. Nothing if it has no tokenizer.
 
     Raises:
-        EESDError: transformers cannot load the tokenizer, or it is not one of the tokenizers
-            library, or a GGUF file's is of an unknown kind.
+        EESDError: The tokenizer cannot be loaded, needs transformers and there is none, or is not
+            one of the tokenizers library; or a GGUF file's is of an unknown kind.
     """
     if model.is_file():
         return _of_gguf(read_gguf(model))
     if not any((model / name).exists() for name in _SOURCES):
         return {}
-    loaded = _load(model)
-    backend = Tokenizer.from_str(loaded.backend_tokenizer.to_str())
-    backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
-    backend.no_padding()
-    tokens = {name: loaded.special_tokens_map.get(name) for name in SPECIAL_TOKENS}
+    try:
+        loaded = _by_rules(model)
+    except _ForTransformers:
+        loaded = _by_transformers(model)
+    loaded.backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
+    loaded.backend.no_padding()
     config: dict[str, Any] = {
-        name: str(token) for name, token in tokens.items() if token is not None
+        name: loaded.special_tokens[name]
+        for name in SPECIAL_TOKENS
+        if name in loaded.special_tokens
     }
-    if getattr(loaded, "split_special_tokens", False):
+    if loaded.split_special_tokens:
         config["split_special_tokens"] = True
-    template = loaded.chat_template
+    templates = {
+        name: loaded.templates[name] for name in ("default", "tool_use") if name in loaded.templates
+    }
+    if "tool_use" not in templates:
+        return _files(loaded.backend, config, templates.get("default"))
     # There is another template for messages with tools.
-    if isinstance(template, dict) and "tool_use" in template:
-        used = {name: template[name] for name in ("default", "tool_use") if name in template}
-        config["chat_template"] = [
-            {"name": name, "template": source} for name, source in used.items()
-        ]
-        template = None
-    elif isinstance(template, dict):
-        template = template.get("default")
-    return _files(backend, config, template)
+    config["chat_template"] = [
+        {"name": name, "template": source} for name, source in templates.items()
+    ]
+    return _files(loaded.backend, config, None)
 
 
 def _of_gguf(file: GgufFile) -> dict[str, bytes]:
@@ -91,12 +155,18 @@ def _files(backend: Tokenizer, config: dict[str, Any], template: str | None) -> 
     return {name: text.encode() for name, text in files.items()}
 
 
-def _load(model: Path) -> Any:
+def _by_transformers(model: Path) -> _Loaded:
     """Load a tokenizer with transformers, which takes seconds to import, and says much on the
     way."""
-    from transformers import AutoTokenizer
-    from transformers.utils import logging
-
+    try:
+        from transformers import AutoTokenizer
+        from transformers.utils import logging
+    except ModuleNotFoundError:
+        name = _object(model, "tokenizer_config.json").get("tokenizer_class")
+        raise EESDError(
+            f"The tokenizer of {model} (class {name or 'unnamed'}) is loaded by transformers; "
+            "install it with: pip install transformers."
+        ) from None
     verbosity = logging.get_verbosity()
     logging.set_verbosity(CRITICAL)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
@@ -104,19 +174,304 @@ def _load(model: Path) -> Any:
         loaded = AutoTokenizer.from_pretrained(model, **options)
         if not isinstance(getattr(loaded, "backend_tokenizer", None), Tokenizer):
             raise TypeError(f"{type(loaded).__name__} is not a tokenizer of the tokenizers library")
-        template = loaded.chat_template
-        if not isinstance(
-            template.get("default", "") if isinstance(template, dict) else template or "", str
-        ):
+        templates = loaded.chat_template or {}
+        templates = templates if isinstance(templates, dict) else {"default": templates}
+        if not all(isinstance(template, str) for template in templates.values()):
             raise TypeError("the chat template is not text")
     except Exception as error:  # it may fail in any way on files that it does not expect
-        reason = " ".join((str(error) or type(error).__name__).split())[:200].rstrip(".")
-        remedy = (
-            "correct its files, config.json among them, or move them away to use token ids alone"
-        )
+        why = " ".join((str(error) or type(error).__name__).split())[:200].rstrip(".")
         raise EESDError(
-            f"transformers cannot load the tokenizer in {model} ({reason}); {remedy}."
+            f"transformers cannot load the tokenizer in {model} ({why}); {_REMEDY}."
         ) from None
     finally:
         logging.set_verbosity(verbosity)
-    return loaded
+    return _Loaded(
+        Tokenizer.from_str(loaded.backend_tokenizer.to_str()),
+        loaded.special_tokens_map,
+        getattr(loaded, "split_special_tokens", False),
+        templates,
+    )
+
+
+def _by_rules(model: Path) -> _Loaded:
+    """Load a tokenizer as transformers does, without it."""
+    config = _object(model, "tokenizer_config.json")
+    kind = _class(model, config)
+    source = _object(model, "tokenizer.json")
+    added = _added_tokens(config, source)
+    given, extra = _special_tokens(model, config, added)
+    special = _TOKENS.get(kind, {}) | given
+    backend = _backend(model, source, kind, config | special)
+    if backend.padding is not None:
+        special.setdefault("pad_token", backend.padding["pad_token"])
+    order = dict.fromkeys((*SPECIAL_TOKENS, *special))
+    named = [token for name in order if (token := special.get(name)) is not None]
+    _add_tokens(backend, added, named, extra)
+    if kind == "Qwen2Tokenizer":
+        every = dict.fromkeys(map(str, (*named, *extra)))
+        backend.add_tokens([AddedToken(token, special=True) for token in every])
+    if backend.post_processor is None:
+        backend.post_processor = processors.TemplateProcessing(
+            single="$A:0", pair="$A:0 $B:1", special_tokens=[]
+        )
+    return _Loaded(
+        backend,
+        {name: str(token) for name, token in special.items() if token is not None},
+        config.get("split_special_tokens", False),
+        _templates(model, config.get("chat_template")),
+    )
+
+
+def _object(model: Path, name: str) -> dict[str, Any]:
+    """The object of a JSON file; an empty one if there is no file."""
+    path = model / name
+    return read_json_object(path, _REMEDY) if path.exists() else {}
+
+
+def _class(model: Path, config: dict[str, Any]) -> str:
+    """The class that transformers takes for a directory."""
+    described = _object(model, "config.json")
+    model_type, given = described.get("model_type"), config.get("tokenizer_class")
+    _require(
+        (model / "tokenizer.json").exists()
+        and isinstance(model_type, str)
+        and model_type in CLASS_OF_TYPE
+        and "model_name" not in described
+        and (given is None or (isinstance(given, str) and given != ""))
+        and (given is not None or described.get("tokenizer_class") is None)
+    )
+    registered = CLASS_OF_TYPE[model_type]
+    if registered == _AS_IT_STANDS or model_type in OVERRULED:
+        return registered
+    name = (given or registered or _AS_IT_STANDS).removesuffix("Fast")
+    if name == "PreTrainedTokenizer":
+        return _AS_IT_STANDS
+    # Published for Llama 3's kind of vocabulary by mistake, which transformers corrects.
+    text = (model / "tokenizer.json").read_text("utf-8-sig") if name == "LlamaTokenizer" else ""
+    if '"ByteLevel"' in text:
+        return _AS_IT_STANDS
+    _require(name in _BACKENDS or name == _AS_IT_STANDS)
+    return name
+
+
+def _require(known: bool) -> None:
+    if not known:
+        raise _ForTransformers
+
+
+def _added_tokens(config: dict[str, Any], source: dict[str, Any]) -> dict[int, AddedToken]:
+    """Added tokens by id. Those of ``tokenizer_config.json`` replace those of
+    ``tokenizer.json``."""
+    if "added_tokens_decoder" not in config:
+        tokens = source.get("added_tokens")
+        _require(isinstance(tokens, list) and all(isinstance(token, dict) for token in tokens))
+        _require(all(isinstance(token.get("id"), int) for token in tokens))
+        return {token["id"]: _added_token(token) for token in tokens}
+    tokens = config["added_tokens_decoder"]
+    _require(isinstance(tokens, dict) and all(map(str.isdecimal, tokens)))
+    return {int(index): _added_token(token) for index, token in tokens.items()}
+
+
+def _added_token(fields: Any, **more: bool) -> AddedToken:
+    _require(isinstance(fields, dict) and isinstance(fields.get("content"), str))
+    flags = {name: fields[name] for name in _FLAGS if name in fields} | more
+    _require(fields["content"] != "" and all(isinstance(flag, bool) for flag in flags.values()))
+    return AddedToken(fields["content"], **flags)
+
+
+def _token(value: Any) -> _Token | None:
+    if isinstance(value, dict) and value.get("__type") == "AddedToken":
+        return _added_token(value)
+    _require(value is None or isinstance(value, str | AddedToken))
+    _require(value != "")
+    token: _Token | None = value
+    return token
+
+
+def _special_tokens(
+    model: Path, config: dict[str, Any], added: dict[int, AddedToken]
+) -> tuple[dict[str, _Token | None], list[_Token]]:
+    """The named special tokens that the files give, and the others."""
+    names = {name for name in config if name.endswith("_token")}
+    _require(config.keys() <= _INERT | _READ | names)
+    _require(isinstance(config.get("split_special_tokens", False), bool))
+    fields = {name: value for name, value in config.items() if name not in _INERT}
+    if not fields.get("extra_special_tokens") and "additional_special_tokens" in fields:
+        fields["extra_special_tokens"] = fields.pop("additional_special_tokens")
+    if isinstance(fields.get("extra_special_tokens"), dict):
+        others = fields.pop("extra_special_tokens")
+        _require(all(name.endswith("_token") and name not in SPECIAL_TOKENS for name in others))
+        fields |= others
+    if "added_tokens_decoder" not in config:
+        fields |= _special_tokens_map(model)
+    extra = fields.get("extra_special_tokens", fields.get("additional_special_tokens")) or []
+    _require(isinstance(extra, list) and None not in extra)
+    by_content = {token.content: token for token in added.values()}
+    special: dict[str, _Token | None] = {}
+    for name in (name for name in fields if name.endswith("_token")):
+        token = _token(fields[name])
+        if name in SPECIAL_TOKENS:
+            special[name] = token if token is None else by_content.get(str(token), token)
+        else:
+            _require(isinstance(token, str))
+            special[name] = token
+    return special, [token for token in map(_token, extra) if token is not None]
+
+
+def _special_tokens_map(model: Path) -> dict[str, Any]:
+    """Fields of ``special_tokens_map.json``, which replace those of ``tokenizer_config.json``."""
+    fields = _object(model, "special_tokens_map.json")
+    _require(fields.keys() <= {*SPECIAL_TOKENS, "additional_special_tokens"})
+    _require(not (model / "added_tokens.json").exists())
+    return {
+        name: _added_token(value, special=True) if isinstance(value, dict) else value
+        for name, value in fields.items()
+    }
+
+
+def _add_tokens(
+    backend: Tokenizer,
+    added: dict[int, AddedToken],
+    named: list[_Token],
+    extra: list[_Token],
+) -> None:
+    """Add tokens in the order of transformers, which decides their ids and flags."""
+    tokens: list[_Token] = [token for _, token in sorted(added.items())]
+    known = {token.content for token in backend.get_added_tokens_decoder().values()}
+    known |= set(map(str, tokens))
+    for token in (*named, *extra):
+        if str(token) not in known and token not in tokens:
+            tokens.append(token)
+    names = set(map(str, named))
+    for index, token in enumerate(tokens):
+        if isinstance(token, str):
+            tokens[index] = AddedToken(token, special=True)
+        elif str(token) in names:
+            token.special = True
+    backend.add_tokens(tokens)
+
+
+def _templates(model: Path, given: Any) -> dict[str, str]:
+    """Chat templates by name. Templates in files of their own replace ``given``, the templates of
+    ``tokenizer_config.json``."""
+    files = {"default": model / "chat_template.jinja"}
+    files |= {
+        path.name.removesuffix(".jinja"): path
+        for path in (model / "additional_chat_templates").glob("*.jinja")
+    }
+    with refused(lambda error: f"A chat template of {model} is not UTF-8 text; {_REMEDY}."):
+        # Not by read_text of json_input: transformers keeps a byte order mark.
+        found = {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
+    if found or given is None:
+        return found
+    if isinstance(given, list):
+        _require(all(isinstance(one, dict) and {"name", "template"} <= one.keys() for one in given))
+        given = {str(one["name"]): one["template"] for one in given}
+    templates: dict[str, str] = given if isinstance(given, dict) else {"default": given}
+    _require(all(isinstance(template, str) for template in templates.values()))
+    return templates
+
+
+def _backend(model: Path, source: dict[str, Any], kind: str, config: dict[str, Any]) -> Tokenizer:
+    """The tokenizer before tokens are added."""
+    path = model / "tokenizer.json"
+    sentence = f"The tokenizer in {model} cannot be loaded"
+    if kind == _AS_IT_STANDS:
+        with refused(lambda error: f"{sentence} ({reason(error)}); {_REMEDY}."):
+            return Tokenizer.from_file(str(path))
+    given = source.get("model")
+    _require(isinstance(given, dict) and given.get("type") == "BPE")
+    vocabulary, merges = given.get("vocab"), given.get("merges")
+    _require(isinstance(vocabulary, dict) and isinstance(merges, list))
+    _require(isinstance(config.get("add_prefix_space", False), bool | None))
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    _require(all(isinstance(pair, list) and len(pair) == 2 for pair in pairs))
+    small = given | {"vocab": {}, "merges": []}
+    with refused(lambda error: f"{sentence} ({reason(error)}); {_REMEDY}."):
+        rest = Tokenizer.from_str(json.dumps(source | {"model": small, "added_tokens": []}))
+        backend = _BACKENDS[kind](vocabulary, list(map(tuple, pairs)), config)
+        backend.post_processor = rest.post_processor
+        if rest.padding is not None:
+            backend.enable_padding(**rest.padding)
+    return backend
+
+
+def _llama(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> Tokenizer:
+    backend = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=True, byte_fallback=True))
+    prefixed = config.get("add_prefix_space") is not False
+    scheme = "always" if config.get("legacy", False) else "first"
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme=scheme if prefixed else "never", split=False
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence(
+        [*steps, decoders.Strip(content=" ", left=1)] if prefixed else steps
+    )
+    return backend
+
+
+def _qwen2(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> Tokenizer:
+    backend = _byte_level_bpe(vocabulary, merges)
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_PIECES), behavior="isolated"),
+            pre_tokenizers.ByteLevel(
+                add_prefix_space=bool(config.get("add_prefix_space")), use_regex=False
+            ),
+        ]
+    )
+    return backend
+
+
+def _gpt2(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> Tokenizer:
+    backend = _byte_level_bpe(vocabulary, merges)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=config.get("add_prefix_space", False)
+    )
+    return backend
+
+
+def _byte_level_bpe(vocabulary: _Vocabulary, merges: _Merges) -> Tokenizer:
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, continuing_subword_prefix="", end_of_word_suffix="")
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _gemma(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> Tokenizer:
+    unknown = str(config["unk_token"])
+    backend = Tokenizer(
+        models.BPE(vocabulary, merges, fuse_unk=True, unk_token=unknown, byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return backend
+
+
+_BACKENDS: dict[str, Callable[[_Vocabulary, _Merges, dict[str, Any]], Tokenizer]] = {
+    "LlamaTokenizer": _llama,
+    "Qwen2Tokenizer": _qwen2,
+    "GPT2Tokenizer": _gpt2,
+    "GemmaTokenizer": _gemma,
+}
+"""Classes that take vocabulary, merges and post-processor from ``tokenizer.json``, and nothing
+else."""
+_END = "<|endoftext|>"
+_TOKENS: dict[str, dict[str, _Token | None]] = {
+    "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
+    "Qwen2Tokenizer": {"unk_token": _END, "bos_token": None, "eos_token": _END, "pad_token": _END},
+    "GPT2Tokenizer": {"unk_token": _END, "bos_token": _END, "eos_token": _END, "pad_token": None},
+    "GemmaTokenizer": {
+        "unk_token": "<unk>",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    },
+}
+"""Special tokens of these classes where the files give none."""

@@ -55,9 +55,11 @@ print(json.dumps({"peak": memory("VmHWM"), "sizes": sizes, "nodes": nodes, "weig
 
 WEIGHT_STAGE = """
 before = reset_peak()
-sources = stored_sources(layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry)
+every = weight_sources(checkpoint, head, 4096)
+sources = stored_sources(layout.weights, every, checkpoint.geometry)
 info = write_weights(Path(sys.argv[4]), layout, sources, lambda *_: None)
-print(json.dumps({"grown": memory("VmHWM") - before, "size": info.size, "tensors": len(layout.weights)}))
+grown = memory("VmHWM") - before
+print(json.dumps({"grown": grown, "size": info.size, "tensors": len(layout.weights)}))
 """
 
 

@@ -313,12 +313,13 @@ def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvidia_driver", lambda: False)
     table = succeed(doctor.main).stdout
     assert all(
-        f"'eesd[{extra}]'" in table for extra in ("export", "torch", "tensorrt", "tensorrt-rtx")
+        f"'eesd[{extra}]'" in table
+        for extra in ("export", "torch", "distill", "tensorrt", "tensorrt-rtx")
     )
     facts = json.loads(succeed(doctor.main, "--json").stdout)
-    assert facts["packages"]["torch"] == "not installed: pip install 'eesd[export]'"
+    assert facts["packages"]["torch"] == "not installed: pip install 'eesd[torch]'"
     assert (
-        facts["jobs"]["export"].startswith("no: torch")
+        facts["jobs"]["export"].startswith("no: onnx")
         and "pip install eesd" in facts["jobs"]["run on the CPU (ort)"]
     )
     assert "cannot be loaded" in facts["machine"]["onnxruntime providers"]

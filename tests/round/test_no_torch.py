@@ -18,7 +18,8 @@ from eesd.export.make import _rounded_on
 IMPORT = """
 import json
 import eesd
-print(json.dumps(sorted({"numpy", "onnx", "onnxruntime", "tokenizers", "click", "rich"} & sys.modules.keys())))
+wanted = {"numpy", "onnx", "onnxruntime", "tokenizers", "click", "rich"}
+print(json.dumps(sorted(wanted & sys.modules.keys())))
 assert set(eesd.__all__) == {name for name in eesd.__all__ if getattr(eesd, name)}
 """
 
@@ -26,7 +27,8 @@ USE = """
 from pathlib import Path
 from click.testing import CliRunner
 import eesd
-import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect, eesd.runtime.cli, eesd.runtime.doctor
+import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect
+import eesd.runtime.cli, eesd.runtime.doctor
 
 directory = sys.argv[1]
 llm = eesd.load(directory, threads=1)
@@ -52,6 +54,11 @@ print(llm.generate([5, 6], max_new_tokens=30, ignore_eos=True).tokens)
 
 EXPORT = """
 from eesd.export.cli import main
+main()
+"""
+
+BUILD = """
+from eesd.export.build import main
 main()
 """
 
@@ -85,7 +92,8 @@ def test_exporting_says_what_to_install(text_model: Path, tmp_path: Path) -> Non
 
 READ = """
 import sys
-import eesd.export.weights, eesd.model.checkpoint, eesd.model.eagle_file, eesd.model.initial_head, eesd.model.quantize
+import eesd.export.weights, eesd.model.checkpoint, eesd.model.eagle_file
+import eesd.model.initial_head, eesd.model.quantize
 assert not {"torch", "transformers"} & sys.modules.keys()
 """
 
@@ -100,6 +108,12 @@ def test_rounding_on_a_text_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     arguments: Any = [None] * 5
     with pytest.raises(EESDError, match=r"--round-on needs .*pip install 'eesd\[distill\]'"):
         _rounded_on(Path("text"), *arguments)
+
+
+def test_building_says_what_to_install(engine: Path) -> None:
+    done = python(BUILD, engine, "--target", "cpu")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert_one_line(done.stderr, "Building needs onnx", "pip install 'eesd[export]'")
 
 
 def test_help_needs_nothing() -> None:

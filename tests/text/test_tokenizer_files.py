@@ -2,6 +2,10 @@
 of the model's files."""
 
 import json
+import os
+import random
+import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 from support import tiny_models
 from support.command import assert_refused, run
 from tokenizers import (
+    AddedToken,
     Tokenizer,
     decoders,
     models,
@@ -18,9 +23,12 @@ from tokenizers import (
     trainers,
 )
 from transformers import AutoTokenizer
+from transformers.models.auto import tokenization_auto as registered
 
 from eesd.common.errors import EESDError
 from eesd.export.cli import main as export_main
+from eesd.model import tokenizer_files
+from eesd.model.families import FAMILIES
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.text import TextCodec
 
@@ -184,6 +192,132 @@ def test_token_ids_are_those_of_transformers(
             (model / "config.json").unlink(missing_ok=True)
 
 
+def with_gaps(backend: Tokenizer) -> Tokenizer:
+    """More added tokens, with flags, one of them no special token; truncation and padding."""
+    found = Tokenizer.from_str(backend.to_str())
+    found.add_tokens([AddedToken("<|odd|>", lstrip=True), AddedToken("<|code|>", normalized=False)])
+    found.add_special_tokens([AddedToken("<|eot|>", rstrip=True, single_word=True)])
+    found.enable_truncation(4)
+    found.enable_padding(pad_token="<|filler|>")
+    return found
+
+
+def random_config(chance: random.Random) -> dict[str, Any]:
+    """A ``tokenizer_config.json`` with a few fields, most of them as published files have them."""
+    names = ["<s>", "</s>", "<unk>", "<|end|>", "<|new|>", "<|odd|>", "<|code|>", "the"]
+
+    def token() -> Any:
+        name = chance.choice(names)
+        full = {"content": name, "lstrip": chance.random() < 0.3, "normalized": False}
+        return chance.choice([name, name, name, None, {"__type": "AddedToken", **full}])
+
+    def decoder() -> dict[str, Any]:
+        ids = chance.sample(range(400), 5)
+        flags = ("lstrip", "normalized", "rstrip", "single_word", "special")
+        return {
+            str(index): {"content": name, **{flag: chance.random() < 0.3 for flag in flags}}
+            for index, name in zip(ids, chance.sample(names, 5), strict=True)
+        }
+
+    choices: dict[str, Any] = {
+        **{f"{name}_token": token for name in ("bos", "eos", "unk", "pad", "image", "mask")},
+        "added_tokens_decoder": decoder,
+        "additional_special_tokens": lambda: chance.sample(names, 2),
+        "extra_special_tokens": lambda: chance.choice(
+            [[], {}, {"boi_token": "<|boi|>"}, ["<|x|>"]]
+        ),
+        "add_bos_token": lambda: chance.random() < 0.5,
+        "add_prefix_space": lambda: chance.choice([True, False, None]),
+        "legacy": lambda: chance.choice([True, False, None]),
+        "split_special_tokens": lambda: chance.random() < 0.5,
+        "chat_template": lambda: chance.choice(
+            [
+                *(TEMPLATE, None, {"default": "x"}),
+                [{"name": "default", "template": "x"}, {"name": "tool_use", "template": "y"}],
+            ]
+        ),
+        "clean_up_tokenization_spaces": lambda: True,
+        "model_max_length": lambda: 1000000000000000019884624838656,
+        "of_another_time": lambda: 1,
+    }
+    weights = [1 if name == "of_another_time" else 8 for name in choices]
+    used = dict.fromkeys(chance.choices([*choices], weights, k=chance.randrange(9)))
+    return {name: choices[name]() for name in used}
+
+
+def write_other_files(model: Path, chance: random.Random) -> None:
+    """Files that overrule others."""
+    if chance.random() < 0.3:
+        mapped = {"eos_token": "<|end|>", "pad_token": {"content": "<|p|>", "lstrip": True}}
+        mapped |= {"additional_special_tokens": ["<|map|>"]} if chance.random() < 0.5 else {}
+        (model / "special_tokens_map.json").write_text(json.dumps(mapped))
+    if chance.random() < 0.2:
+        (model / "chat_template.jinja").write_bytes(b"\xef\xbb\xbfa\r\nb")
+    if chance.random() < 0.2:
+        (model / "additional_chat_templates").mkdir()
+        (model / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+
+
+def files_or_refusal(model: Path) -> dict[str, bytes] | None:
+    try:
+        return resolved_tokenizer(model)
+    except EESDError:
+        return None
+
+
+def test_the_rules_write_the_files_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random directories of every family: a directory goes to transformers, or its files are the
+    same in every byte."""
+    backends = [*BACKENDS.values(), *map(with_gaps, BACKENDS.values())]
+    by_rules, found = tokenizer_files._by_rules, Counter[str]()
+
+    def unknown(_: Path) -> Any:
+        raise tokenizer_files._ForTransformers
+
+    for case in range(int(os.environ.get("TOKENIZER_CASES", "300"))):
+        chance = random.Random(case)
+        config, name = random_config(chance), chance.choice([*CLASSES, "GemmaTokenizerFast"])
+        config |= {"tokenizer_class": name} if name else {}
+        kind = chance.choice([*tokenizer_files.CLASS_OF_TYPE])
+        model = write_model(tmp_path / str(case), chance.choice(backends), config, kind)
+        write_other_files(model, chance)
+        with monkeypatch.context() as patch:
+            patch.setattr(tokenizer_files, "_by_rules", unknown)
+            expected = files_or_refusal(model)
+        try:
+            by_rules(model)
+        except tokenizer_files._ForTransformers:
+            found["transformers"] += 1
+        except EESDError:
+            assert expected is None, (case, kind, config)
+        else:
+            found[tokenizer_files._class(model, config)] += 1
+            assert files_or_refusal(model) == expected, (case, kind, config)
+    assert found.keys() == {*tokenizer_files._BACKENDS, "TokenizersBackend", "transformers"}
+    assert found["transformers"] < 0.4 * found.total(), found
+
+
+def test_the_classes_of_model_types_are_those_of_transformers() -> None:
+    names = {kind: registered.TOKENIZER_MAPPING_NAMES.get(kind) for kind in FAMILIES}
+    assert names == tokenizer_files.CLASS_OF_TYPE
+    overruled = registered.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & FAMILIES.keys()
+    assert overruled == {*tokenizer_files.OVERRULED, "phi3"}
+
+
+def test_without_transformers_its_tokenizers_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"tokenizer_class": "CodeLlamaTokenizer"}
+    model = write_model(tmp_path / "model", BACKENDS["sentencepiece"], config)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(EESDError, match=r"class CodeLlamaTokenizer.*pip install transformers"):
+        resolved_tokenizer(model)
+    write_model(model, BACKENDS["sentencepiece"], {"tokenizer_class": "LlamaTokenizer"})
+    assert "tokenizer.json" in resolved_tokenizer(model)
+
+
 def test_transformers_reads_the_same_from_the_engine_directory(tmp_path: Path) -> None:
     config = {
         "tokenizer_class": "LlamaTokenizer",
@@ -250,14 +384,14 @@ def test_a_model_without_tokenizer_has_no_files(tmp_path: Path) -> None:
         ("chat_template.jinja", b"\xff"),
     ],
 )
-def test_a_tokenizer_that_transformers_cannot_load_is_refused(
+def test_a_tokenizer_that_cannot_be_loaded_is_refused(
     tmp_path: Path, name: str, content: str | bytes
 ) -> None:
     model = write_model(
         tmp_path / "model", BACKENDS["byte level"], {"tokenizer_class": "TokenizersBackend"}
     )
     (model / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(EESDError, match="transformers cannot load the tokenizer in"):
+    with pytest.raises(EESDError, match="correct its files"):
         resolved_tokenizer(model)
 
 
@@ -265,5 +399,5 @@ def test_an_export_with_such_a_tokenizer_leaves_nothing_behind(tmp_path: Path) -
     model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
     (model / "tokenizer.json").write_text("{")
     result = run(export_main, "--model", model, "--exit-layer", 1, "-o", tmp_path / "plans")
-    assert_refused(result, "cannot load the tokenizer", "correct its files")
+    assert_refused(result, "tokenizer.json", "correct its files")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
