@@ -73,7 +73,7 @@ one."""
 WARNING = """
 warning: eesd's operators are not built ({reason}).
 warning: The package works without them, but on the CPU ONNX Runtime's own operators are 2 to 6
-warning: times slower. Install a C++ compiler (g++ or clang++; $CXX names another one), and then eesd again.
+warning: times slower. Install a C++ compiler (g++ or clang++; $CXX names another one), then eesd.
 """
 
 
