@@ -180,7 +180,9 @@ def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
     options = ("--steps", 6, "--mix", own_rows)
     distill(learner, own_rows, tmp_path / "online", *options)
     distill(learner, own_rows, tmp_path / "filling", *options, "--offline", tmp_path / "cache")
-    monkeypatch.setattr(Checkpoint, "decoder", lambda *_: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr(
+        "eesd.distill.run.load_decoder", lambda *_: pytest.fail("the teacher was loaded")
+    )
     distill(learner, own_rows, tmp_path / "cached", *options, "--offline", tmp_path / "cache")
     assert (
         read_losses(tmp_path / "online")

@@ -149,7 +149,9 @@ def test_a_head_that_goes_on_keeps_its_draft_vocabulary_and_the_cache_serves_any
 ) -> None:
     more = ("--steps", 2, "--offline", tmp_path / "cache")
     distill(learner, own_rows, tmp_path / "whole", *more)
-    monkeypatch.setattr(Checkpoint, "decoder", lambda *_: pytest.fail("the teacher was loaded"))
+    monkeypatch.setattr(
+        "eesd.distill.run.load_decoder", lambda *_: pytest.fail("the teacher was loaded")
+    )
     distill(
         learner,
         own_rows,
