@@ -63,7 +63,7 @@ lint: $(VENV)/installed-dev
 bench: build/pycode/manifest.json operators $(VENV)/installed-dev
 	$(BIN)/eesd-bench --engine-dir build/pycode --output bench-results --overwrite
 
-# What runs and exports models. Python files are compiled when they are first imported: compiling them all takes a minute.
+# What runs and exports models, without torch. Python files are compiled when they are first imported: compiling them all takes a minute.
 # setuptools builds the library again when its sources change. src/eesd links to the top-level folders, so an editable install
 # sees new files without being made again.
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
@@ -72,7 +72,7 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PIP) --editable '.[export]' setuptools
 	touch $@
 
-# What tests, lint and benchmarks run besides.
+# What tests, lint and benchmarks run besides, torch among it.
 $(VENV)/installed-dev: $(VENV)/installed
 	@echo "Installing what the tests run into $(VENV)."
 	$(PIP) 'eesd[dev]'

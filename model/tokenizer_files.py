@@ -231,7 +231,8 @@ def _object(model: Path, name: str) -> dict[str, Any]:
 def _class(model: Path, config: dict[str, Any]) -> str:
     """The class that transformers takes for a directory."""
     described = _object(model, "config.json")
-    model_type, given = described.get("model_type"), config.get("tokenizer_class")
+    model_type: Any = described.get("model_type")
+    given: Any = config.get("tokenizer_class")
     _require(
         (model / "tokenizer.json").exists()
         and isinstance(model_type, str)
@@ -240,10 +241,10 @@ def _class(model: Path, config: dict[str, Any]) -> str:
         and (given is None or (isinstance(given, str) and given != ""))
         and (given is not None or described.get("tokenizer_class") is None)
     )
-    registered = CLASS_OF_TYPE[model_type]
+    registered = CLASS_OF_TYPE[model_type] or ""
     if registered == _AS_IT_STANDS or model_type in OVERRULED:
         return registered
-    name = (given or registered or _AS_IT_STANDS).removesuffix("Fast")
+    name = str(given or registered or _AS_IT_STANDS).removesuffix("Fast")
     if name == "PreTrainedTokenizer":
         return _AS_IT_STANDS
     # Published for Llama 3's kind of vocabulary by mistake, which transformers corrects.
@@ -263,7 +264,7 @@ def _added_tokens(config: dict[str, Any], source: dict[str, Any]) -> dict[int, A
     """Added tokens by id. Those of ``tokenizer_config.json`` replace those of
     ``tokenizer.json``."""
     if "added_tokens_decoder" not in config:
-        tokens = source.get("added_tokens")
+        tokens: Any = source.get("added_tokens")
         _require(isinstance(tokens, list) and all(isinstance(token, dict) for token in tokens))
         _require(all(isinstance(token.get("id"), int) for token in tokens))
         return {token["id"]: _added_token(token) for token in tokens}
@@ -379,7 +380,7 @@ def _backend(model: Path, source: dict[str, Any], kind: str, config: dict[str, A
     if kind == _AS_IT_STANDS:
         with refused(lambda error: f"{sentence} ({reason(error)}); {_REMEDY}."):
             return Tokenizer.from_file(str(path))
-    given = source.get("model")
+    given: Any = source.get("model")
     _require(isinstance(given, dict) and given.get("type") == "BPE")
     vocabulary, merges = given.get("vocab"), given.get("merges")
     _require(isinstance(vocabulary, dict) and isinstance(merges, list))
