@@ -60,7 +60,8 @@ def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
     options = ExportOptions(
         dtype, slots, max_tree_nodes=1, draft_top_k=1, quantization=quantization
     )
-    return export(checkpoint, untrained_head(checkpoint, LAYER), options, directory)
+    head = untrained_head(checkpoint, LAYER)
+    return export(checkpoint, head, options, directory, packed=True)
 
 
 def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:

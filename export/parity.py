@@ -29,7 +29,6 @@ from eesd.common.weights import (
     graph_name,
     stored_weight,
     weight_bytes,
-    weights_of,
 )
 from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.reference import (
@@ -80,18 +79,6 @@ class QuantizationDrift:
     logit_change: float
     same_token: int
     positions: int
-
-
-def compare_graphs_memory(manifest: Manifest) -> int:
-    """Bytes that :func:`compare_graphs` takes: the modules, the session, and the session's packed
-    weights, in float32."""
-    wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
-    nbytes = {
-        name: weight.nbytes
-        for graph in wide.graphs
-        for name, weight in weights_of(wide, graph).items()
-    }
-    return 3 * sum(nbytes.values())
 
 
 def compare_graphs(

@@ -145,7 +145,7 @@ class Bench:
             "exit_blocks": manifest.exit_head.blocks,
             "exit_trained": manifest.exit_head.trained,
             "max_tree_nodes": manifest.max_tree_nodes,
-            "weights_sha256": manifest.files[WEIGHTS_FILE].sha256,
+            "weights_sha256": None if manifest.is_packed else manifest.files[WEIGHTS_FILE].sha256,
         }
 
     def check_widths(self, widths: Iterable[int]) -> None:

@@ -43,8 +43,9 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
     """
     check_graphs(directory, manifest)
     place = place_of(directory, manifest)
-    if find_build(directory, manifest) and not force:
+    if find_build(directory, manifest) and (manifest.is_packed or not force):
         return place
+    manifest.check_whole(directory)
     try:
         with turn(place, lambda: None):
             # Another process may have built it meanwhile.

@@ -220,6 +220,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
         from eesd.runtime.engines.ort_engine import open_on_device
 
         options.refuse_choices("ort on a GPU")
+        manifest.check_whole(directory)
         return Engines(
             *open_on_device(
                 directory, manifest, options.engine_threads, options.draft, exact=options.exact
@@ -229,6 +230,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
 
     if lacking := operators.missing():
         options.refuse_choices("ort without this project's operators")
+        manifest.check_whole(directory)
         from eesd.runtime.engines.ort_engine import open_on_cpu
 
         return Engines(
@@ -251,6 +253,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
 
 def _open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
     options.refuse_choices("torch")
+    manifest.check_whole(directory)
     from eesd.runtime.engines.torch_engine import open_team, open_torch
 
     if ranks() > 1:
@@ -264,6 +267,7 @@ def _open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> 
 
 def _open_tensorrt(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
     options.refuse_choices("tensorrt")
+    manifest.check_whole(directory)
     from eesd.runtime.engines.trt_plans import PlanDirectory
 
     plans = PlanDirectory(directory, manifest)

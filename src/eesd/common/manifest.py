@@ -305,6 +305,15 @@ class Manifest:
         """Whether the weights are in a build for the CPU alone, and not in :data:`WEIGHTS_FILE`."""
         return WEIGHTS_FILE not in self.files
 
+    def check_whole(self, directory: Path) -> None:
+        """Raise :class:`EESDError` unless any backend can read the weights in ``directory``."""
+        if self.is_packed:
+            raise EESDError(
+                f"{directory} has weights packed for this project's operators alone, as --model "
+                "keeps them on a CPU; give --model with this --backend, or export the model with "
+                "eesd-export."
+            )
+
     def base_layers(self, graph: GraphInfo) -> range:
         """The base layers that ``graph`` runs; the draft with an EAGLE-3 head runs none."""
         layers = [index for index in graph.caches if index < self.geometry.num_layers]
