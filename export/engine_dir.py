@@ -47,6 +47,7 @@ from eesd.export.cpu.readers import SourceReader
 from eesd.export.memory import split_layers
 from eesd.export.onnx_graph import ExportOptions, Graph, make_graph, to_proto
 from eesd.export.weights import (
+    JointTensor,
     TensorSource,
     WeightLayout,
     check_space,
@@ -62,6 +63,7 @@ from eesd.model.checkpoint import Checkpoint, exit_head_tensors, stored_draft_vo
 from eesd.model.eagle_file import read_eagle
 from eesd.model.exit_head_file import read_exit_config
 from eesd.model.generation_config import GENERATION_CONFIG_FILE
+from eesd.model.gguf_file import GgufTensor
 from eesd.model.rotary import rotary_tables
 from eesd.model.safetensors_file import CheckpointTensor
 from eesd.model.tokenizer_files import resolved_tokenizer
@@ -248,8 +250,9 @@ def export(
     texts = resolved_tokenizer(checkpoint.path)
     engines = prepared(checkpoint, head, options)
     layout = engines.layout
-    announce(engines.manifest, layout.size)
-    check_space(existing_parent(output), layout.size + 64_000_000)
+    expected = engines.packed_size if packed else layout.size
+    announce(engines.manifest, expected)
+    check_space(existing_parent(output), expected + 64_000_000)
     progress("packing the weights" if packed else "writing the weights", 0, 0)
     with directory_written_whole(output, foreign) as directory:
         files = _write_texts(directory, engines, texts)
@@ -258,7 +261,7 @@ def export(
             files[DRAFT_VOCAB_FILE] = _file_info(directory / DRAFT_VOCAB_FILE)
 
         def wrote(name: str, size: int) -> None:
-            progress(name, size, layout.size)
+            progress(name, size, expected)
 
         manifest = replace(engines.manifest, files=files)
         if packed:
@@ -335,6 +338,12 @@ class Prepared:
     sources: Mapping[str, TensorSource]
     manifest: Manifest
 
+    @property
+    def packed_size(self) -> int:
+        """Bytes of the build for the CPU, nearly: blocks of GGUF files keep their size."""
+        weights = {one.name: one for graph in self.graphs.values() for one in graph.weights}
+        return sum(_packed_bytes(self.sources[name], weights[name]) for name in weights)
+
     def pack(self, place: Path, progress: Callable[[str, int], None] = lambda *_: None) -> None:
         """Write the build for the CPU straight from the checkpoint, into a directory."""
         write_build(self.manifest, place, self._reader, progress)
@@ -347,6 +356,13 @@ class Prepared:
         for graph in self.graphs.values():
             onnx.save(to_proto(graph, self.layout.locations), directory / graph.info.file)
         return [graph.info.file for graph in self.graphs.values()]
+
+
+def _packed_bytes(source: TensorSource, weight: StoredWeight) -> int:
+    parts = source.parts if isinstance(source, JointTensor) else [source]
+    if weight.quantization is None or not all(isinstance(one, GgufTensor) for one in parts):
+        return weight.nbytes
+    return sum(one.nbytes for one in parts if isinstance(one, GgufTensor))
 
 
 def prepared(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prepared:

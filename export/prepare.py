@@ -90,7 +90,7 @@ def main(request: str) -> None:
     place = Path(text)
     remove_leftovers(place.parent)
     with turn(place, lambda: _say(f"Another process exports {model}; waiting for it.")):
-        if not _is_whole(place):
+        if not _is_whole(place) or (packed and not _is_built(place)):
             _export(place, model, options, packed)
         elif not _is_built(place):
             from eesd.export.cpu.build import build_for_cpu

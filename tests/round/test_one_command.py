@@ -99,8 +99,8 @@ def python(code: str, *arguments: object) -> "subprocess.Popen[str]":
 
 def request(cache: Path, model: Path) -> str:
     """What the process that exports is told."""
-    place = caches.place_of(cache, str(model), model, KEY, None)
-    return prepare.command_of(place, str(model), KEY)[-1]
+    place = caches.place_of(cache, str(model), model, KEY | {"packed": True}, None)
+    return prepare.command_of(place, str(model), KEY, packed=True)[-1]
 
 
 def test_the_first_start_exports_and_later_ones_only_run(
@@ -113,8 +113,10 @@ def test_the_first_start_exports_and_later_ones_only_run(
         r"(?s)^Exporting .+^exported in \d+ s", (first / "stderr").read_text(), re.MULTILINE
     )
     assert re.fullmatch("model-[0-9a-f]{16}", place.name)
-    for name in ("weights.bin", "tokenizer.json"):
-        assert (place / name).read_bytes() == (plans / name).read_bytes()
+    assert (place / "tokenizer.json").read_bytes() == (plans / "tokenizer.json").read_bytes()
+    [packed], [built] = place.glob("cpu-*/weights.bin"), plans.glob("cpu-*/weights.bin")
+    assert packed.read_bytes() == built.read_bytes()
+    assert not (place / "weights.bin").exists()  # the cache holds a model once
     before = contents(cache)
     # Torch and the packages of exporting cannot be imported.
     with python(BLOCK + RUN, "--model", model, *ASK) as second:
@@ -246,7 +248,7 @@ def test_two_that_start_together_export_once(first: Path, model: Path, cache: Pa
 
 MOMENTS = {
     "before its name": "import eesd.export.cache as c; c.mark = kill",
-    "packing": "import eesd.export.make as m; m._pack = kill",
+    "packing": "import eesd.export.engine_dir as e; e.write_build = kill",
 }
 
 
@@ -256,21 +258,21 @@ def test_a_start_after_a_killed_one(model: Path, cache: Path, moment: str) -> No
     kill_command("eesd.export.prepare", MOMENTS[moment], request(cache, model))
     assert any(name.startswith(".") for name in listing(cache))
     after = succeed(run_main, "--model", model, *ASK)
-    assert ("Exporting" in after.stderr) == (moment != "packing")
+    assert "Exporting" in after.stderr
     assert len([name for name in listing(cache) if not name.startswith(".")]) == 1
-    if moment == "packing":  # the start has written nothing
-        succeed(run_main, "--model", model, *ASK, "--max-seq-len", 64)
     assert not any(name.startswith(".") for name in listing(cache))
     assert succeed(run_main, "--model", model, *ASK).stdout == after.stdout
 
 
 def test_what_was_damaged_is_exported_again(model: Path, place: Path) -> None:
-    before = (place / "weights.bin").read_bytes()
-    for damage in ("weights.bin", "manifest.json"):
+    [build] = place.glob("cpu-*")
+    weights = f"{build.name}/weights.bin"
+    before = (place / weights).read_bytes()
+    for damage in (weights, "manifest.json"):
         (place / damage).write_bytes((place / damage).read_bytes()[:-5])
         assert "Exporting" in succeed(run_main, "--model", model, *ASK).stderr
         assert "Exporting" not in succeed(run_main, "--model", model, *ASK).stderr
-        assert (place / "weights.bin").read_bytes() == before
+        assert (place / weights).read_bytes() == before
     (place / "manifest.json").unlink()
     (place / "notes.txt").write_text("mine")
     assert_refused(run(run_main, "--model", model, *ASK), str(place), "notes.txt", "move it away")
@@ -284,7 +286,7 @@ def test_a_model_that_changes_while_it_is_exported(
         edit_json(model / "config.json")
         return []
 
-    monkeypatch.setattr(make, "_check", edit)
+    monkeypatch.setattr(make, "_check_quickly", edit)
     result = run(run_main, "--model", model, *ASK)
     assert result.exit_code == 2 and result.stdout == ""
     assert_one_line(result.stderr.splitlines(keepends=True)[-1], "changed while it was exported")
@@ -461,4 +463,4 @@ def test_a_damaged_mark_is_no_mark(place: Path, text: str) -> None:
     (place / caches.MARK_FILE).write_text(text.replace("{name}", place.name))
     assert "0 directories" in succeed(cache_main, "list").stdout
     succeed(cache_main, "clean", "--all")
-    assert (place / "weights.bin").exists()
+    assert (place / "verify.onnx").exists()
