@@ -7,30 +7,32 @@ file until the export is complete: verify, the draft and the checks read them in
 own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from eesd.common.architecture import Block, Linear, Model, block
 from eesd.common.errors import EESDError
 from eesd.common.files import temporary_beside
 from eesd.common.json_input import read_text
-from eesd.common.quantization import PACKED, is_linear
-from eesd.common.weights import EMBEDDINGS, StoredWeight, layer_shapes, stored_weight
+from eesd.common.quantization import PACKED, Shape, is_linear
+from eesd.common.shapes import NO_HEAD, block_weights
+from eesd.common.weights import EMBEDDINGS, StoredWeight, layer_shapes, model_shapes, stored_weight
 from eesd.export.onnx_graph import ExportOptions
 from eesd.export.weights import RoundedTensor, own_levels
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import Block, Embeddings, Inputs
+from eesd.model.decoder import add_modules
 from eesd.model.inputs import causal_inputs
 from eesd.model.quantize import compensation, one_thread_each, quantize_for
 from eesd.model.quantized import Quantized, dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
+from eesd.model.torch_ops import Inputs, TorchOperations
 
 LEAST_TOKENS, MOST_TOKENS = 4096, 16384
 """Tokens of the text that the rounding needs, and that it reads."""
@@ -144,37 +146,27 @@ def _round(
     say: Callable[[int, int], None],
 ) -> None:
     """Round weights layer after layer, and put tensors with their levels into the checkpoint."""
-    geometry = checkpoint.geometry
-    with torch.device("meta"):
-        table = Embeddings(geometry)
-    table.load_state_dict({"weight": checkpoint.tensors[EMBEDDINGS].read()}, assign=True)
-    states, inputs = (
-        [table(part).float() for part in rows],
-        [_inputs(checkpoint, part) for part in rows],
-    )
-    del table  # which is large
+    model = Model(checkpoint.geometry, NO_HEAD)
+    inputs = [_inputs(checkpoint, part) for part in rows]
+    states = _embedded(checkpoint, model, rows)
     layers = 1 + max(int(name.split(".")[2]) for name in weights)
     for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        with torch.device("meta"):
-            block = Block(geometry.of_layer(layer), geometry.kind(layer)).eval()
-        state = {
-            name: checkpoint.tensors[prefix + name].read().float() for name in block.state_dict()
-        }
-        block.load_state_dict(state, assign=True)
-        wanted = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
+        of = model.layer(layer)
+        root = _modules(checkpoint, block_weights(of))
+        root.float()
         wanted = {
             name: weight
-            for name, weight in wanted.items()
-            if own_levels(checkpoint.tensors[name], weight) is None
+            for name, weight in weights.items()
+            if name.startswith(of.prefix) and own_levels(checkpoint.tensors[name], weight) is None
         }
-        products = _products(
-            block, {_first_reader(name) for name in wanted}, prefix, states, inputs
-        )
+        o = _Recording(model, root.get_submodule)
+        for name in {_first_reader(name) for name in wanted}:
+            size = root.get_parameter(name).shape[1]
+            o.sums[name] = torch.zeros(size, size)
+        _run(o, of, states, inputs)
         levels = _round_block(
-            block, wanted, prefix, {name: compensation(one) for name, one in products.items()}
+            root, wanted, {name: compensation(one) for name, one in o.sums.items()}
         )
-        del products
         file = files.with_name(f"{files.name}-{layer}")
         torch.save({name: tuple(found) for name, found in levels.items()}, file)
         for name, weight in wanted.items():
@@ -182,19 +174,54 @@ def _round(
             checkpoint.tensors[name] = RoundedTensor.of(
                 checkpoint.tensors[name], name, weight.quantization, file
             )
-        states = _run(block, states, inputs)
+        states = _run(TorchOperations(model, root.get_submodule), of, states, inputs)
         say(layer + 1, layers)
 
 
+@dataclass
+class _Recording(TorchOperations):
+    """Operations that record what some linear layers read.
+
+    Attributes:
+        sums: The sum of x x^T over their inputs x, by the names of their weights.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
+        name = f"{layers[0].name}.weight"
+        if name in self.sums:
+            rows = x.flatten(0, -2)
+            self.sums[name].addmm_(rows.t(), rows)
+        return super().linear(x, layers)
+
+
+def _modules(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> nn.Module:
+    """Modules with weights of the checkpoint."""
+    root = nn.Module()
+    with torch.device("meta"):
+        add_modules(root, shapes, checkpoint.geometry.wide_norms)
+    state = {name: checkpoint.tensors[name].read() for name in shapes}
+    root.load_state_dict(state, assign=True)
+    return root
+
+
+def _embedded(checkpoint: Checkpoint, model: Model, rows: Sequence[Tensor]) -> list[Tensor]:
+    """The embeddings of token ids, float32."""
+    shape = model_shapes(checkpoint.geometry)[EMBEDDINGS]
+    table = _modules(checkpoint, {EMBEDDINGS: shape})
+    return [TorchOperations(model, table.get_submodule).embed(part).float() for part in rows]
+
+
 def _round_block(
-    block: Block, weights: dict[str, StoredWeight], prefix: str, factors: dict[str, Tensor]
+    root: nn.Module, weights: dict[str, StoredWeight], factors: dict[str, Tensor]
 ) -> dict[str, Quantized]:
-    """Round the weights of a block, each in a thread. The block has their values then."""
+    """Round the weights of a block, each in a thread. The modules have their values then."""
 
     @torch.no_grad()
     def levels(name: str) -> Quantized:
-        of, module = weights[name], _module(block, name, prefix)
-        assert of.quantization is not None
+        of, module = weights[name], root.get_submodule(name.removesuffix(".weight"))
+        assert of.quantization is not None and isinstance(module, nn.Linear)
         kind = of.quantization.weights
         found = quantize_for(
             factors[_first_reader(name)], module.weight, kind, getattr(torch, of.scales_dtype)
@@ -213,37 +240,11 @@ def _inputs(checkpoint: Checkpoint, ids: Tensor) -> Inputs:
     )
 
 
-def _run(block: Block, states: Sequence[Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
+def _run(
+    o: TorchOperations, of: Block, states: Sequence[Tensor], inputs: Sequence[Inputs]
+) -> list[Tensor]:
     """What a block makes of states [rows, tokens, hidden]."""
-    unused = torch.empty(0), torch.empty(0)
-    return [block(x, of, unused)[0] for x, of in zip(states, inputs, strict=True)]
-
-
-def _products(
-    block: Block, names: set[str], prefix: str, states: Sequence[Tensor], inputs: Sequence[Inputs]
-) -> dict[str, Tensor]:
-    """The sum of x x^T over the inputs x of some linear layers, by the names of their weights."""
-    found: dict[str, Tensor] = {}
-
-    def add(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-        x = given[0].flatten(0, -2)
-        found[name].addmm_(x.t(), x)
-
-    hooks = []
-    for name in names:
-        module = _module(block, name, prefix)
-        found[name] = torch.zeros(module.in_features, module.in_features)
-        hooks.append(module.register_forward_pre_hook(partial(add, name)))
-    _run(block, states, inputs)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def _module(block: Block, name: str, prefix: str) -> nn.Linear:
-    module = block.get_submodule(name.removeprefix(prefix).removesuffix(".weight"))
-    assert isinstance(module, nn.Linear)
-    return module
+    return [block(replace(o, inputs=rows), of, x) for x, rows in zip(states, inputs, strict=True)]
 
 
 def _first_reader(name: str) -> str:

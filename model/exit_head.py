@@ -17,129 +17,73 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
+from eesd.common.architecture import (
+    Model,
+    attend_in_head,
+    deep_in,
+    deep_state,
+    finish_head,
+)
 from eesd.common.errors import EESDError
-from eesd.common.geometry import ExitConfig, Geometry, draft_columns, head_fault
-from eesd.common.quantization import LM_HEAD
-from eesd.common.weights import DRAFT_VOCAB, FINAL_NORM, block_shapes, lm_head_name
-from eesd.model.decoder import KV, Block, Inputs, make_norm, write_cache
+from eesd.common.geometry import ExitConfig, Geometry, exit_caches, head_fault
+from eesd.common.quantization import EXIT_HEAD, LM_HEAD
+from eesd.common.weights import (
+    DRAFT_VOCAB,
+    FINAL_NORM,
+    ROTARY_TABLES,
+    block_shapes,
+    exit_head_shapes,
+    lm_head_name,
+)
+from eesd.model.decoder import add_modules
+from eesd.model.rotary import rotary_tables
+from eesd.model.torch_ops import KV, Inputs, TorchOperations
 
-
-class DeepState(nn.Module):
-    """What one deep layer adds to the deep state."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        super().__init__()
-        self.norm = make_norm(geometry)
-        self.state_proj = nn.Linear(
-            geometry.hidden_size, 2 * geometry.num_kv_heads * geometry.head_dim, bias=False
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, n, 2 KV D] for the hidden state x [B, n, hidden] after the layer."""
-        state: Tensor = self.state_proj(self.norm(x))
-        return state
-
-
-def deep_states(projections: nn.ModuleList, hidden: Sequence[Tensor]) -> Tensor:
-    """The deep states [B, n, 2 KV D] of tokens, from their hidden states after each deep layer,
-    each [B, n, hidden]."""
-    state: Tensor
-    state, *others = [project(x) for project, x in zip(projections, hidden, strict=True)]
-    for other in others:
-        state = state + other
-    return state
-
-
-def write_states(states: Tensor, inputs: Inputs, caches: Sequence[KV]) -> list[KV]:
-    """Write states [B, n, 2 C KV D] of tokens into their slots of C caches: keys, then values, of
-    one cache after another."""
-    kv_heads, size = caches[0][0].shape[1], caches[0][0].shape[3]
-    parts = torch.split(states.view(*states.shape[:2], -1, size).transpose(1, 2), kv_heads, 1)
-    tensors = [tensor for cache in caches for tensor in cache]
-    written = [
-        write_cache(tensor, part, inputs.write_indices)
-        for tensor, part in zip(tensors, parts, strict=True)
-    ]
-    return list(zip(written[::2], written[1::2], strict=True))
-
-
-def carry_deep_states(inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
-    """Read the deep state before the first of n tokens, and copy it into their slots.
-
-    Returns:
-        The deep state [B, 1, 2 KV D], zero where there is no token before, and the written caches.
-    """
-    is_there = inputs.write_indices > 0
-    before = (inputs.write_indices - is_there.long())[:, None, None, None]
-    is_there = is_there.to(cache[0].dtype)[:, None, None, None]
-    found = [
-        torch.gather(part, 2, before.expand(-1, part.shape[1], 1, part.shape[3])) * is_there
-        for part in cache
-    ]
-    every = (inputs.position_ids * 0).to(cache[0].dtype)[:, None, :, None]  # [B, 1, n, 1]
-    keys, values = (
-        write_cache(part, one + every, inputs.write_indices)
-        for part, one in zip(cache, found, strict=True)
-    )
-    return torch.cat(found, 1).transpose(1, 2).flatten(2), (keys, values)
+PARTS = ("blocks", "norm", "lm_head", "deep", "deep_in_proj", "fuse_norm", "fuse_proj")
+"""The parts of a head, in the order of its parameters, in which a checkpoint of a training has the
+state of its optimizers."""
 
 
 class ExitHead(nn.Module):
-    """The modules of an exit head. Each block has a pair of caches, like a base layer.
+    """The modules of an exit head, and what training computes with them. Each block has a pair of
+    caches, like a base layer.
 
     Attributes:
         draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending: column i of the logits is
             for the token with the i-th id. None: for token i.
     """
 
+    blocks: nn.ModuleList
+    lm_head: nn.Linear | None
     draft_vocab: Tensor | None
 
     def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
         super().__init__()
-        self.exit_config = exit_config
-        self.blocks = nn.ModuleList(
-            Block(geometry.dense, kind) for kind in geometry.head_kinds(exit_config.blocks)
-        )
-        self.norm = make_norm(geometry)
-        columns = draft_columns(geometry, exit_config)
-        self.lm_head = (
-            nn.Linear(geometry.hidden_size, columns, bias=False)
-            if exit_config.own_lm_head
-            else None
-        )
-        ids = (
-            torch.zeros(exit_config.draft_vocab, dtype=torch.int64)
-            if exit_config.draft_vocab
-            else None
-        )
+        self.geometry, self.exit_config = geometry, exit_config
+        self.blocks = nn.ModuleList()
+        shapes = exit_head_shapes(geometry, exit_config)
+        columns = shapes.pop(DRAFT_VOCAB, None)
+        ids = None if columns is None else torch.zeros(columns, dtype=torch.int64)
         self.register_buffer(DRAFT_VOCAB, ids)
-        self.deep = nn.ModuleList(DeepState(geometry) for _ in exit_config.deep)
-        width = 2 * geometry.num_kv_heads * geometry.head_dim
-        self.deep_in_proj: nn.Module | None = (
-            nn.Linear(width, geometry.hidden_size, bias=False) if exit_config.deep else None
-        )
+        ordered = sorted(shapes, key=lambda name: PARTS.index(name.partition(".")[0]))
+        add_modules(self, {name: shapes[name] for name in ordered}, geometry.wide_norms)
+        if not exit_config.own_lm_head:
+            self.lm_head = None
 
-    def forward(
-        self, x: Tensor, inputs: Inputs, caches: list[KV], lm_head: nn.Linear
-    ) -> tuple[Tensor, list[KV]]:
-        """Predict from the hidden state x [B, n, hidden] after layer N, with the caches of the
-        head.
+    @property
+    def described(self) -> Model:
+        """The description of the model with this head."""
+        return Model(self.geometry, self.exit_config)
 
-        ``lm_head`` is the base model's; a head with its own does not use it. Returns logits
-        [B, n, V], with a draft vocabulary [B, n, Vd], and the written caches.
-        """
-        state, carried = None, []
-        if self.exit_config.deep:
-            state, cache = carry_deep_states(inputs, caches[-1])
-            carried.append(cache)
-        x, written = self.lm_head_input(x, inputs, caches[: len(self.blocks)], state)
-        if self.lm_head is not None:
-            return self.lm_head(x), written + carried
-        if self.draft_vocab is None:
-            return lm_head(x), written + carried
-        return linear(x, self.rows_of(lm_head.weight)), written + carried
+    def _operations(
+        self, inputs: Inputs | None = None, caches: Sequence[KV] = ()
+    ) -> TorchOperations:
+        own = zip(exit_caches(*self.described), caches, strict=False)
+        return TorchOperations(self.described, self._module, inputs, dict(own))
+
+    def _module(self, name: str) -> nn.Module:
+        return self.get_submodule(name.removeprefix(EXIT_HEAD))
 
     def rows_of(self, lm_head: Tensor) -> Tensor:
         """The rows of an LM head's weight [V, hidden] that the head's logits are made from: those
@@ -163,71 +107,45 @@ class ExitHead(nn.Module):
         return torch.where(self.draft_vocab[columns] == tokens, columns, -1)
 
     def lm_head_input(
-        self, x: Tensor, inputs: Inputs, caches: list[KV], state: Tensor | None = None
-    ) -> tuple[Tensor, list[KV]]:
-        """Run blocks and norm. Returns the input of the LM head [B, n, hidden] and the written
-        caches.
+        self, x: Tensor, inputs: Inputs, caches: Sequence[KV], state: Tensor | None = None
+    ) -> Tensor:
+        """Run blocks and norm: the input of the LM head [B, n, hidden], for the hidden state x
+        [B, n, hidden] after layer N.
 
         With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each
         token's root. It is added behind the last attention, so no key or value depends on it:
         verify, which does not know it, writes the same ones.
         """
-        x, written = self.attend(x, inputs, caches)
-        return self.finish(x, state), written
+        return self.finish(self.attend(x, inputs, caches), state)
 
-    def attend(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> tuple[Tensor, list[KV]]:
+    def attend(self, x: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
         """Run all that needs the other tokens: up to behind the last attention, for x
-        [B, n, hidden]."""
-        if not self.blocks:
-            return x, []
-        written = []
-        for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
-            x, cache = block(x, inputs, cache)
-            written.append(cache)
-        x, cache = self._last.attend(x, inputs, caches[-1])
-        return x, [*written, cache]
+        [B, n, hidden]. ``caches`` are those of the blocks."""
+        return attend_in_head(self._operations(inputs, caches), self.described, x)
 
     def finish(self, x: Tensor, state: Tensor | None) -> Tensor:
         """Run the rest, for each token alone: x and the deep state before its root, both with the
         same leading dimensions."""
-        if self.deep_in_proj is not None and state is not None:
-            x = x + self.deep_in_proj(state)
-        features: Tensor = self.norm(self._last.feed_forward(x) if self.blocks else x)
-        return features
+        o = self._operations()
+        if state is not None:
+            x = o.add([x], deep_in(o, o.model, state), "")
+        return o.norm(finish_head(o, o.model, x), o.model.head_norm("norm"))
 
-    @property
-    def _last(self) -> Block:
-        last = self.blocks[-1]
-        assert isinstance(last, Block)
-        return last
+    def deep_states(self, hidden: Sequence[Tensor]) -> Tensor:
+        """The deep states [B, n, 2 KV D] of tokens, from their hidden states after each deep layer,
+        each [B, n, hidden]."""
+        return deep_state(self._operations(), self.described, hidden)
 
-    def write_kv(self, x: Tensor, inputs: Inputs, caches: list[KV]) -> list[KV]:
-        """Write the caches of all blocks for x [B, n, hidden], without predicting.
 
-        The first E - 1 blocks run; the last one only computes its keys and values. The verify pass
-        calls this with its hidden state after layer N, so that the draft finds filled caches.
-        """
-        if not self.blocks:
-            return []
-        written = []
-        for block, cache in zip(self.blocks[:-1], caches[:-1], strict=True):
-            x, cache = block(x, inputs, cache)
-            written.append(cache)
-        return [*written, self._last.write_kv(x, inputs, caches[-1])]
-
-    def write_states(
-        self, embedded: Tensor, hidden: Sequence[Tensor], inputs: Inputs, caches: list[KV]
-    ) -> list[KV]:
-        """Write what verify knows of the layers that the head reads: here the deep cache. Verify
-        calls this.
-
-        Args:
-            embedded: The embeddings of the tokens [B, n, hidden], for heads that read them.
-            hidden: Their states after each of the layers, [B, n, hidden].
-            inputs: Shared inputs.
-            caches: The head's caches that are not written yet.
-        """
-        return write_states(deep_states(self.deep, hidden), inputs, caches[-1:])
+def make_head(geometry: Geometry, exit_config: ExitConfig, slots: int) -> ExitHead:
+    """The modules of a head, without values. One of EAGLE-3 has rotary tables of its own
+    [S, D/2], float32, for S = ``slots``."""
+    head = ExitHead(geometry, exit_config)
+    if exit_config.eagle:
+        tables = rotary_tables(exit_config.eagle.block, slots)
+        for name, table in zip(ROTARY_TABLES, tables, strict=True):
+            head.register_buffer(name, table)
+    return head
 
 
 def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:

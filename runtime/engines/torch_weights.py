@@ -42,12 +42,11 @@ from eesd.common.weights import (
     weights_of,
 )
 from eesd.model.decoder import Decoder
-from eesd.model.eagle import make_head
-from eesd.model.exit_head import ExitHead
+from eesd.model.exit_head import ExitHead, make_head
 from eesd.model.graphs import Draft, Verify
-from eesd.model.parallel import Split, add_parts
 from eesd.model.quantized import Quantized, dequantize, part_of
 from eesd.runtime.engines.device import explain_out_of_memory
+from eesd.runtime.engines.team import Split
 from eesd.runtime.engines.torch_quantized import (
     TYPES,
     ComputedBefore,
@@ -133,11 +132,9 @@ def load_modules(
             verifier, *drafter = (
                 _make_modules(own, weights, weights_of(manifest, of)) for of in graphs
             )
-        if split is not None:
-            for modules in (verifier, *drafter):
-                add_parts(*modules, split.add)
-        verify = Verify(*verifier, manifest.stage_layers[number]).eval()
-        drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
+        add = None if split is None else split.add
+        verify = Verify(*verifier, manifest.stage_layers[number], add).eval()
+        drafting = [Draft(*modules, manifest.draft_top_k, add).eval() for modules in drafter]
         by_rows = False
         if kernels:
             from eesd.runtime.engines.torch_fused import computes_by_rows, fuse

@@ -25,8 +25,8 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
 from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.parallel import Split, add_in_order
 from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.team import Split, add_in_order
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.engines.torch_weights import load_modules
 from eesd.runtime.llm import LLM, Speculation

@@ -50,7 +50,7 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
         checkpoint.geometry, 1, len(TEXT), len(head.blocks), torch.float32, ids.device
     )
     x, *deep = [states[layer] for layer in layers]
-    features, _ = head.lm_head_input(x, inputs, caches, states_before(head, deep, roots))
+    features = head.lm_head_input(x, inputs, caches, states_before(head, deep, roots))
     logits: NDArray[np.float32] = (features @ checkpoint.lm_head().float().T)[0].detach().numpy()
     return logits
 
@@ -154,9 +154,9 @@ def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
     )
     plain = checkpoint.initial_head(ExitConfig(1))
     deep = checkpoint.initial_head(ExitConfig(1, deep=(2, 3)))
-    expected, _ = plain.lm_head_input(states[1], inputs, caches)
+    expected = plain.lm_head_input(states[1], inputs, caches)
     state = states_before(deep, [states[2], states[3]], fixed_roots(2))
-    found, _ = deep.lm_head_input(states[1], inputs, caches, state)
+    found = deep.lm_head_input(states[1], inputs, caches, state)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches
 from eesd.common.manifest import MASKED
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import KV, Decoder, Inputs
+from eesd.model.decoder import Decoder
 from eesd.model.exit_head import ExitHead, initial_head
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
+from eesd.model.torch_ops import KV, Inputs
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]

@@ -196,6 +196,11 @@ class Model(NamedTuple):
             return Block(eagle.block, prefix, cache, FULL, eagle)
         return Block(geometry.dense, prefix, cache, geometry.head_kinds(self.head.blocks)[index])
 
+    @property
+    def final_norm(self) -> Norm:
+        """The norm before the base model's LM head."""
+        return Norm(FINAL_NORM, self.geometry.rms_norm_eps)
+
     def head_norm(self, name: str) -> Norm:
         """A norm of the exit head."""
         eagle = self.head.eagle
@@ -238,8 +243,7 @@ def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
     if layers.stop < geometry.num_layers:
         return x
     columns = Linear(LM_HEAD, geometry.vocab_size)
-    final = Norm(FINAL_NORM, geometry.rms_norm_eps)
-    return o.logits(o.last(x), columns, final, geometry.logit_cap)
+    return o.logits(o.last(x), columns, model.final_norm, geometry.logit_cap)
 
 
 def draft(o: Operations[X], model: Model, x: X) -> X:
@@ -261,15 +265,29 @@ def exit_head(o: Operations[X], model: Model, x: X) -> X:
     more: list[X] = []
     if head.deep:
         more.append(deep_in(o, model, o.carry_state("deep_state")))
-    for index in range(head.blocks):
-        x = block(o, model.exit_block(index), x, more if index == head.blocks - 1 else ())
+    x = finish_head(o, model, attend_in_head(o, model, x, more))
     cap = 0.0 if head.blocks else geometry.logit_cap
     return o.logits(x, columns, model.head_norm("norm"), cap)
 
 
-def block(o: Operations[X], of: Block, x: X, more: Sequence[X] = ()) -> X:
-    """A block's output for hidden states x. ``more`` is added after attention."""
-    return feed_forward(o, of, attend(o, of, x, [x, *more]))
+def attend_in_head(o: Operations[X], model: Model, x: X, more: Sequence[X] = ()) -> X:
+    """What of the exit head needs other tokens: up to behind its last attention, to which ``more``
+    is added."""
+    last = model.head.blocks - 1
+    for index in range(last):
+        x = block(o, model.exit_block(index), x)
+    return attend(o, model.exit_block(last), x, [x, *more]) if model.head.blocks else x
+
+
+def finish_head(o: Operations[X], model: Model, x: X) -> X:
+    """The rest of the exit head's blocks, for each token alone."""
+    last = model.head.blocks - 1
+    return feed_forward(o, model.exit_block(last), x) if model.head.blocks else x
+
+
+def block(o: Operations[X], of: Block, x: X) -> X:
+    """A block's output for hidden states x."""
+    return feed_forward(o, of, attend(o, of, x, [x]))
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
