@@ -25,7 +25,7 @@ from eesd.distill.calibrate import DraftedRound
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.distill.teacher import TeacherCall, chunk_rows, full_sequence_inputs
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 
 DRAFTS_PER_ROUND = 8
 """Draft length of the replayed rounds, unless another one is given."""

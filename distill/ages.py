@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 
 AGES = 8
 """Ages that are told apart: in training most drafts are shorter, and validation replays rounds of

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from eesd.distill.ages import states_before
 from eesd.distill.options import LossOptions
 from eesd.distill.teacher import Batch, autocast, chunk_rows
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 from eesd.model.torch_ops import KV, Inputs
 
 LOSS_NAMES = ("ce", "kl", "tv")

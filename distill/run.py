@@ -49,8 +49,8 @@ from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teach
 from eesd.distill.trainer import Report, Trainer, check_output
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead, check_exit
+from eesd.model.decoder import Decoder, ExitHead
+from eesd.model.exit_head import check_exit
 from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save, save_config
 from eesd.model.hub import find_head, find_model
 from eesd.model.tokenizer_files import resolved_tokenizer

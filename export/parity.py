@@ -36,8 +36,7 @@ from eesd.export.engine_dir import Head, weight_sources
 from eesd.export.weights import TensorSource, joined, quantized
 from eesd.export.widened import Widened, reference, widen
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead, make_head
+from eesd.model.decoder import Decoder, ExitHead, make_head
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.quantized import dequantize

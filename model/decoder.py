@@ -1,4 +1,4 @@
-"""The base model as modules, which have its parameters.
+"""The base model and its exit head as modules, which have their parameters.
 
 Parameters have the names of Llama's in a Hugging Face checkpoint, which the description of the
 model uses, too. Only the layers compute; what a block computes is in ``common/architecture.py``.
@@ -10,11 +10,25 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from eesd.common.architecture import EMBEDDING, Model, verify
-from eesd.common.geometry import Geometry
-from eesd.common.quantization import Shape
+from eesd.common.architecture import (
+    EMBEDDING,
+    Model,
+    attend_in_head,
+    deep_in,
+    deep_state,
+    finish_head,
+    verify,
+)
+from eesd.common.geometry import ExitConfig, Geometry, exit_caches
+from eesd.common.quantization import EXIT_HEAD, Shape
 from eesd.common.shapes import NO_HEAD, graph_needs
+from eesd.common.weights import DRAFT_VOCAB, ROTARY_TABLES, exit_head_shapes
+from eesd.model.rotary import rotary_tables
 from eesd.model.torch_ops import KV, Inputs, TorchOperations
+
+PARTS = ("blocks", "norm", "lm_head", "deep", "deep_in_proj", "fuse_norm", "fuse_proj")
+"""The parts of a head, in the order of its parameters, in which a checkpoint of a training has the
+state of its optimizers."""
 
 
 class RMSNorm(nn.Module):
@@ -89,3 +103,106 @@ class Decoder(nn.Module):
         o = self.operations(inputs, caches)
         logits = verify(o, o.model, input_ids, range(self.geometry.num_layers))
         return logits, [*o.caches.values()]
+
+
+class ExitHead(nn.Module):
+    """The modules of an exit head, and what training computes with them. Each block has a pair of
+    caches, like a base layer.
+
+    Attributes:
+        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending: column i of the logits is
+            for the token with the i-th id. None: for token i.
+    """
+
+    blocks: nn.ModuleList
+    lm_head: nn.Linear | None
+    draft_vocab: Tensor | None
+
+    def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
+        super().__init__()
+        self.geometry, self.exit_config = geometry, exit_config
+        self.blocks = nn.ModuleList()
+        shapes = exit_head_shapes(geometry, exit_config)
+        columns = shapes.pop(DRAFT_VOCAB, None)
+        ids = None if columns is None else torch.zeros(columns, dtype=torch.int64)
+        self.register_buffer(DRAFT_VOCAB, ids)
+        ordered = sorted(shapes, key=lambda name: PARTS.index(name.partition(".")[0]))
+        add_modules(self, {name: shapes[name] for name in ordered}, geometry.wide_norms)
+        if not exit_config.own_lm_head:
+            self.lm_head = None
+
+    @property
+    def described(self) -> Model:
+        """The description of the model with this head."""
+        return Model(self.geometry, self.exit_config)
+
+    def _operations(
+        self, inputs: Inputs | None = None, caches: Sequence[KV] = ()
+    ) -> TorchOperations:
+        own = zip(exit_caches(*self.described), caches, strict=False)
+        return TorchOperations(self.described, self._module, inputs, dict(own))
+
+    def _module(self, name: str) -> nn.Module:
+        return self.get_submodule(name.removeprefix(EXIT_HEAD))
+
+    def rows_of(self, lm_head: Tensor) -> Tensor:
+        """The rows of an LM head's weight [V, hidden] that the head's logits are made from: those
+        of the draft vocabulary."""
+        return lm_head if self.draft_vocab is None else lm_head[self.draft_vocab]
+
+    def tokens(self, columns: Tensor) -> Tensor:
+        """Token ids for columns of the logits."""
+        if self.draft_vocab is None:
+            return columns
+        return self.draft_vocab[columns]
+
+    def columns(self, tokens: Tensor) -> Tensor:
+        """Columns of the logits for token ids; -1 for tokens that the draft vocabulary does not
+        have."""
+        if self.draft_vocab is None:
+            return tokens
+        columns = torch.searchsorted(self.draft_vocab, tokens.long().contiguous()).clamp_max(
+            len(self.draft_vocab) - 1
+        )
+        return torch.where(self.draft_vocab[columns] == tokens, columns, -1)
+
+    def lm_head_input(
+        self, x: Tensor, inputs: Inputs, caches: Sequence[KV], state: Tensor | None = None
+    ) -> Tensor:
+        """Run blocks and norm: the input of the LM head [B, n, hidden], for the hidden state x
+        [B, n, hidden] after layer N.
+
+        With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each
+        token's root. It is added behind the last attention, so no key or value depends on it:
+        verify, which does not know it, writes the same ones.
+        """
+        return self.finish(self.attend(x, inputs, caches), state)
+
+    def attend(self, x: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
+        """Run all that needs the other tokens: up to behind the last attention, for x
+        [B, n, hidden]. ``caches`` are those of the blocks."""
+        return attend_in_head(self._operations(inputs, caches), self.described, x)
+
+    def finish(self, x: Tensor, state: Tensor | None) -> Tensor:
+        """Run the rest, for each token alone: x and the deep state before its root, both with the
+        same leading dimensions."""
+        o = self._operations()
+        if state is not None:
+            x = o.add([x], deep_in(o, o.model, state), "")
+        return o.norm(finish_head(o, o.model, x), o.model.head_norm("norm"))
+
+    def deep_states(self, hidden: Sequence[Tensor]) -> Tensor:
+        """The deep states [B, n, 2 KV D] of tokens, from their hidden states after each deep layer,
+        each [B, n, hidden]."""
+        return deep_state(self._operations(), self.described, hidden)
+
+
+def make_head(geometry: Geometry, exit_config: ExitConfig, slots: int) -> ExitHead:
+    """The modules of a head, without values. One of EAGLE-3 has rotary tables of its own
+    [S, D/2], float32, for S = ``slots``."""
+    head = ExitHead(geometry, exit_config)
+    if exit_config.eagle:
+        tables = rotary_tables(exit_config.eagle.block, slots)
+        for name, table in zip(ROTARY_TABLES, tables, strict=True):
+            head.register_buffer(name, table)
+    return head

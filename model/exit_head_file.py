@@ -14,7 +14,7 @@ from eesd.common.files import written_whole
 from eesd.common.geometry import LARGEST_SIZE, ExitConfig
 from eesd.common.json_input import from_json, read_json_object
 from eesd.common.prior import CalibrationPrior
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 from eesd.model.fields import Fields
 
 WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"

@@ -1,25 +1,22 @@
 """The torch modules of the graphs: **draft** (the first N layers and the exit head)
 and **verify** (the model). What they compute is in ``common/architecture.py``.
 
-Both take the same inputs, and caches in the order of their indices. Verify folds grouped heads, so
-that its logits do not depend on how many tokens a pass has. The draft needs no such promise:
-nothing that it computes reaches the output. For one token, engines have a faster attention with the
-heads apart.
+Both take the same inputs, and caches in the order of their indices.
 
 Verify computes logits only for the tokens that its caller names: nobody reads those of a prompt,
 and the LM head is a large part of a small model.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from eesd.common.architecture import Model, draft, verify
 from eesd.common.shapes import graph_needs
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead
-from eesd.model.torch_ops import KV, Add, Inputs, TorchOperations, fold_mask
+from eesd.model.decoder import Decoder, ExitHead
+from eesd.model.torch_ops import KV, Add, Inputs, TorchOperations
 
 
 class Graph(nn.Module):
@@ -57,10 +54,12 @@ class Graph(nn.Module):
         self._add_ranks = add_ranks
 
     def _pass(self, inputs: Inputs, caches: Sequence[KV]) -> TorchOperations:
-        """The operations of a pass with these caches."""
+        """The operations of a pass with these caches. It makes masks of its own, as the memory of
+        the inputs may have new values."""
         given = dict(zip(self._caches, caches, strict=True))
+        own = replace(inputs, near=None, query_mask=None)
         return self.operations(
-            self.described, self.get_submodule, inputs, given, self._add_ranks, self.best is None
+            self.described, self.get_submodule, own, given, self._add_ranks, self.best is None
         )
 
 
@@ -146,12 +145,9 @@ class Verify(Graph):
             hidden state [B, n, hidden] from the others; the written caches. With :attr:`best` the
             logits have the model's type, and what it makes of them follows.
         """
-        geometry = self.described.geometry
-        if x.shape[1] > self.unmasked:
-            inputs = fold_mask(inputs, geometry.num_heads // geometry.num_kv_heads)
         o = self._pass(inputs, caches)
         x = verify(o, self.described, x, self.layers)
         written = [*o.caches.values()]
-        if self.best is None or self.layers.stop < geometry.num_layers:
+        if self.best is None or self.layers.stop < self.described.geometry.num_layers:
             return x, written
         return x, self.best(x, 0, None), written

@@ -9,6 +9,7 @@ token, a chain or a token tree.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention, silu
 
 from eesd.common.architecture import EMBEDDING, Block, Linear, Mixture, Model, Norm
-from eesd.common.geometry import SLIDING, UNROTATED, Geometry, exit_caches
+from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD
 from eesd.common.weights import INPUTS, ROTARY_TABLES, split_side
@@ -42,8 +43,6 @@ class Inputs:
         write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
         attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does
             not. Kernels that derive it use only its shape.
-        query_mask: The same with a row for each query that a KV head gets, from
-            :func:`fold_mask`. None: heads stay apart.
         logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every
             sequence. None: all of them.
         tree: For these kernels, if the tokens may be a tree: each sees the slots below a number
@@ -53,7 +52,8 @@ class Inputs:
             those up to itself. It uses neither caches nor a mask then, and GPUs have fast kernels
             for such an attention.
         near: The same inputs for sliding layers, once one has asked for them.
-        group: The argument that :func:`fold_mask` had.
+        query_mask: The mask with a row for each query that a KV head gets, once a layer has asked
+            for it.
     """
 
     cos: Tensor
@@ -61,12 +61,11 @@ class Inputs:
     position_ids: Tensor
     write_indices: Tensor
     attn_mask: Tensor
-    query_mask: Tensor | None = None
     logit_rows: Tensor | None = None
     tree: tuple[Tensor, Tensor] | None = None
     whole: bool = False
     near: "Inputs | None" = field(default=None, repr=False)
-    group: int = 1
+    query_mask: Tensor | None = field(default=None, repr=False)
 
     def within(self, window: int) -> "Inputs":
         """These inputs for layers whose tokens see ``window`` tokens, their own included: made
@@ -80,25 +79,20 @@ class Inputs:
             hidden = numbers(self.attn_mask, 3) <= self.position_ids[:, None, :, None] - window
             mask = torch.minimum(self.attn_mask, hidden.to(self.attn_mask.dtype) * MASKED)
             self.near = replace(self, attn_mask=mask, query_mask=None)
-            if self.query_mask is not None:
-                self.near = fold_mask(self.near, self.group)
         return self.near
+
+    def folded(self, group: int) -> Tensor:
+        """The mask [B, 1, group n, S] of layers that fold the ``group`` query heads of a KV head
+        into its queries, [B, KV, group n, D]: made once. One attention then reads each cache once.
+        """
+        if self.query_mask is None:
+            self.query_mask = self.attn_mask.repeat(1, 1, group, 1)
+        return self.query_mask
 
     @property
     def own_slots(self) -> Tensor:
         """The slot of each token [B, n]."""
         return self.write_indices[:, None] + numbers(self.position_ids, 1)
-
-
-def fold_mask(inputs: Inputs, group: int) -> Inputs:
-    """Inputs whose layers fold the ``group`` query heads of a KV head into its queries:
-    [B, KV, group n, D].
-
-    One attention then reads each cache once. Torch computes a single query in another order than
-    several, so its engine pads calls to an even number.
-    """
-    mask = torch.cat([inputs.attn_mask] * group, 2)
-    return replace(inputs, query_mask=mask, near=None, group=group)
 
 
 def numbers(x: Tensor, axis: int) -> Tensor:
@@ -142,13 +136,13 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, geometry: Ge
     """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D];
     [B, H, n, D]. Torch reads only as many of the first slots as the mask has columns.
 
-    Torch always gets folded heads, because its own grouped attention repeats the caches for every
-    head.
+    Heads are always folded, because torch's own grouped attention repeats the caches for every
+    head. Torch computes a single query in another order than several, so its engine pads calls to
+    an even number.
     """
-    mask, kv_heads = inputs.query_mask, keys.shape[1]
-    if mask is None:
-        mask = inputs.attn_mask.repeat(1, 1, q.shape[1] // kv_heads, 1)
+    kv_heads = keys.shape[1]
     folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
+    mask = inputs.folded(q.shape[1] // kv_heads)
     return _attention(folded, keys, values, mask, geometry).reshape(q.shape)
 
 
@@ -288,10 +282,7 @@ class TorchOperations:
     def add(self, residual: Sequence[Tensor], y: Tensor, name: str) -> Tensor:
         """The first, y, and the others."""
         first, *others = residual
-        total = first + y
-        for other in others:
-            total = total + other
-        return total
+        return reduce(torch.add, others, first + y)
 
     def split(self, x: Tensor, sizes: Sequence[int], names: Sequence[str]) -> Sequence[Tensor]:
         return torch.split(x, list(sizes), -1)
@@ -339,22 +330,16 @@ class TorchOperations:
         head: Any = self.module(EXIT_HEAD.removesuffix("."))
         cos, sin = (getattr(head, name).to(mask.dtype) for name in ROTARY_TABLES)
         mask = torch.where(hidden, MASKED, mask)
-        own = replace(inputs, cos=cos, sin=sin, attn_mask=mask, query_mask=None)
-        group = block.geometry.num_heads // block.geometry.num_kv_heads
-        return own if inputs.query_mask is None else fold_mask(own, group)
+        return replace(inputs, cos=cos, sin=sin, attn_mask=mask, query_mask=None)
 
     def _write(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [B, KV, n, D] of the tokens into a cache."""
         at, (old_keys, old_values) = self._inputs().write_indices, self.caches[index]
         self.caches[index] = write_cache(old_keys, keys, at), write_cache(old_values, values, at)
 
-    def _state_caches(self) -> range:
-        geometry, head = self.model
-        return exit_caches(geometry, head)[head.blocks :]
-
     def write_state(self, x: Tensor, name: str) -> Tensor:
         """Write keys, then values, of one cache after another."""
-        indices, geometry = self._state_caches(), self.model.geometry
+        indices, geometry = self.model.state_caches, self.model.geometry
         whole = pad(x, (0, len(indices) * self.model.state_width - x.shape[2]))
         heads = whole.view(*x.shape[:2], -1, geometry.head_dim).transpose(1, 2)
         parts = torch.split(heads, geometry.num_kv_heads, 1)
@@ -364,7 +349,7 @@ class TorchOperations:
 
     def carry_state(self, name: str) -> Tensor:
         """[B, 1, 2 KV D]; zero where there is no token before."""
-        inputs, [index] = self._inputs(), self._state_caches()
+        inputs, [index] = self._inputs(), self.model.state_caches
         count, there = inputs.position_ids.shape[1], (inputs.write_indices > 0)[:, None]
         before = inputs.write_indices[:, None] - there.long()
         keys, values = (_read(part, before) * there[..., None, None] for part in self.caches[index])
@@ -377,7 +362,7 @@ class TorchOperations:
         sees = inputs.attn_mask[:, 0] > MASKED / 2
         before = sees & (slots < inputs.own_slots[:, :, None])
         parent = torch.where(before, slots, -1).amax(-1)
-        caches = [part for index in self._state_caches() for part in self.caches[index]]
+        caches = [part for index in self.model.state_caches for part in self.caches[index]]
         found = torch.cat([_read(part, parent.clamp_min(0)) for part in caches], 1)
         states = found.transpose(1, 2).flatten(2)[..., : self.model.geometry.hidden_size]
         return states * (parent >= 0)[..., None]

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import reduce, wraps
 from io import BytesIO
 from itertools import count
 from typing import Any, NoReturn, TypeVar, cast
@@ -94,10 +94,7 @@ class Split:
 
 def add_in_order(parts: Sequence[Tensor]) -> Tensor:
     """Add parts, the first ones first."""
-    total, *others = parts
-    for other in others:
-        total = total + other
-    return total
+    return reduce(torch.add, parts)
 
 
 class Team:

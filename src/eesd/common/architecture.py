@@ -17,7 +17,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from eesd.common.geometry import FULL, Eagle, ExitConfig, Geometry, draft_columns
+from eesd.common.geometry import (
+    FULL,
+    Eagle,
+    ExitConfig,
+    Geometry,
+    draft_columns,
+    exit_caches,
+)
 from eesd.common.quantization import EXIT_HEAD
 
 X = TypeVar("X")
@@ -211,6 +218,11 @@ class Model(NamedTuple):
     def state_width(self) -> int:
         """Columns of a deep state: the keys and values of a token in one cache."""
         return 2 * self.geometry.num_kv_heads * self.geometry.head_dim
+
+    @property
+    def state_caches(self) -> range:
+        """Indices of the caches of states."""
+        return exit_caches(self.geometry, self.head)[self.head.blocks :]
 
 
 def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
