@@ -147,7 +147,10 @@ def _round(
 ) -> None:
     """Round weights layer after layer, and put tensors with their levels into the checkpoint."""
     model = Model(checkpoint.geometry, NO_HEAD)
-    inputs = [_inputs(checkpoint, part) for part in rows]
+    inputs = [
+        replace(causal_inputs(model.geometry, *part.shape, part.shape[1]), whole=True)
+        for part in rows
+    ]
     states = _embedded(checkpoint, model, rows)
     layers = 1 + max(int(name.split(".")[2]) for name in weights)
     for layer in range(layers):
@@ -231,13 +234,6 @@ def _round_block(
 
     with one_thread_each() as pool:
         return dict(zip(weights, pool.map(levels, weights), strict=True))
-
-
-def _inputs(checkpoint: Checkpoint, ids: Tensor) -> Inputs:
-    """Inputs of whole rows [rows, tokens]."""
-    return replace(
-        causal_inputs(checkpoint.geometry, len(ids), ids.shape[1], ids.shape[1]), whole=True
-    )
 
 
 def _run(

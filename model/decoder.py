@@ -140,21 +140,17 @@ class ExitHead(nn.Module):
         self, inputs: Inputs | None = None, caches: Sequence[KV] = ()
     ) -> TorchOperations:
         own = zip(exit_caches(*self.described), caches, strict=False)
-        return TorchOperations(self.described, self._module, inputs, dict(own))
-
-    def _module(self, name: str) -> nn.Module:
-        return self.get_submodule(name.removeprefix(EXIT_HEAD))
+        return TorchOperations(
+            self.described,
+            lambda name: self.get_submodule(name.removeprefix(EXIT_HEAD)),
+            inputs,
+            dict(own),
+        )
 
     def rows_of(self, lm_head: Tensor) -> Tensor:
         """The rows of an LM head's weight [V, hidden] that the head's logits are made from: those
         of the draft vocabulary."""
         return lm_head if self.draft_vocab is None else lm_head[self.draft_vocab]
-
-    def tokens(self, columns: Tensor) -> Tensor:
-        """Token ids for columns of the logits."""
-        if self.draft_vocab is None:
-            return columns
-        return self.draft_vocab[columns]
 
     def columns(self, tokens: Tensor) -> Tensor:
         """Columns of the logits for token ids; -1 for tokens that the draft vocabulary does not

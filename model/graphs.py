@@ -99,12 +99,13 @@ class Draft(Graph):
         """
         o = self._pass(inputs, caches)
         logits = draft(o, self.described, input_ids)
-        written = [*o.caches.values()]
+        written, draft_vocab = [*o.caches.values()], self.exit_head.draft_vocab
         if self.best is not None:
-            return logits, self.best(logits, self.top_k, self.exit_head.draft_vocab), written
+            return logits, self.best(logits, self.top_k, draft_vocab), written
         values, columns = torch.topk(logits, self.top_k)
         logprobs = values - torch.logsumexp(logits, -1, keepdim=True)
-        return logits, self.exit_head.tokens(columns), logprobs, written
+        tokens = columns if draft_vocab is None else draft_vocab[columns]
+        return logits, tokens, logprobs, written
 
 
 class Verify(Graph):

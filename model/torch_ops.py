@@ -13,14 +13,14 @@ from functools import reduce
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention, silu
 
 from eesd.common.architecture import EMBEDDING, Block, Linear, Mixture, Model, Norm
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD
-from eesd.common.weights import INPUTS, ROTARY_TABLES, split_side
+from eesd.common.weights import INPUTS, split_side
 
 EVEN_ROWS = 4
 """On the CPU, torch's float32 products add in another order where the number of rows is no multiple
@@ -183,7 +183,7 @@ class TorchOperations:
     """
 
     model: Model
-    module: Callable[[str], nn.Module]
+    module: Callable[[str], Any]
     inputs: Inputs | None = None
     caches: dict[int, KV] = field(default_factory=dict)
     add_ranks: Add | None = None
@@ -327,8 +327,8 @@ class TorchOperations:
             return inputs
         mask, slots = inputs.attn_mask, numbers(inputs.attn_mask, 3)
         hidden = (slots == 0) & (inputs.own_slots > 0)[:, None, :, None]
-        head: Any = self.module(EXIT_HEAD.removesuffix("."))
-        cos, sin = (getattr(head, name).to(mask.dtype) for name in ROTARY_TABLES)
+        head = self.module(EXIT_HEAD.removesuffix("."))
+        cos, sin = head.cos.to(mask.dtype), head.sin.to(mask.dtype)
         mask = torch.where(hidden, MASKED, mask)
         return replace(inputs, cos=cos, sin=sin, attn_mask=mask, query_mask=None)
 

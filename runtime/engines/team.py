@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce, wraps
 from io import BytesIO
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -80,21 +80,11 @@ class Split:
 
     def ranges(self, sizes: Sequence[int]) -> list[slice]:
         """This rank's share of each of several ranges, which lie one after another."""
-        shares, begin = [], 0
-        for size in sizes:
-            shares.append(
-                slice(
-                    begin + size * self.rank // self.ranks,
-                    begin + size * (self.rank + 1) // self.ranks,
-                )
-            )
-            begin += size
-        return shares
-
-
-def add_in_order(parts: Sequence[Tensor]) -> Tensor:
-    """Add parts, the first ones first."""
-    return reduce(torch.add, parts)
+        rank, ranks, begins = self.rank, self.ranks, accumulate(sizes, initial=0)
+        return [
+            slice(begin + size * rank // ranks, begin + size * (rank + 1) // ranks)
+            for begin, size in zip(begins, sizes, strict=False)
+        ]
 
 
 class Team:
@@ -134,10 +124,10 @@ class Team:
         """Add the parts of all ranks in their order: each rank gets all of them."""
         own = part.contiguous()
         if self._sums is None:
-            return add_in_order(self._gather(own))
+            return reduce(torch.add, self._gather(own))
         found = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(found, own, self._sums)
-        return add_in_order(found)
+        return reduce(torch.add, found)
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array of each rank, all of one shape."""

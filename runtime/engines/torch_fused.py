@@ -474,7 +474,7 @@ class FusedOperations(TorchOperations):
     """The operations of Llama's blocks."""
 
     def norm(self, x: Tensor | Sum, norm: Norm) -> Tensor:
-        weight: Any = self.module(norm.name).weight
+        weight = self.module(norm.name).weight
         if isinstance(x, Tensor):
             return normalize(x, weight, norm.eps)[1]
         x.total, y = normalize(x.x, weight, norm.eps, x.added)
@@ -483,16 +483,11 @@ class FusedOperations(TorchOperations):
     def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
         """One product where the weights lie together."""
         apart = [one for one in layers if not isinstance(self.module(one.name), ComputedBefore)]
-        found: list[Any] = [self.module(layer.name) for layer in apart]
+        found = [self.module(layer.name) for layer in apart]
         if len(found) == 1 or not all(isinstance(one, nn.Linear) for one in found):
             return super().linear(x, apart)
         biases = [one.bias for one in found if one.bias is not None]
         return linear(x, joined([one.weight for one in found]), joined(biases) if biases else None)
-
-    def _weight(self, block: Block, norm: str) -> Tensor:
-        weight = self.module(block.norm(norm).name).weight
-        assert isinstance(weight, Tensor)
-        return weight
 
     def gated(self, y: Tensor, activation: str) -> Tensor:
         return gate(y)
@@ -507,7 +502,8 @@ class FusedOperations(TorchOperations):
         geometry, inputs, cache = block.geometry, self._inputs(block), self.caches[block.cache]
         norms = None
         if geometry.qk_norm:
-            of_keys, of_queries = (self._weight(block, f"self_attn.{part}_norm") for part in "kq")
+            names = (block.norm(f"self_attn.{part}_norm").name for part in "kq")
+            of_keys, of_queries = (self.module(name).weight for name in names)
             norms = of_queries if attends else of_keys, of_keys
         places = (inputs.cos, inputs.sin), inputs.position_ids, inputs.write_indices
         q = rotate_and_write(qkv, *places, norms, geometry.rms_norm_eps, cache)
