@@ -147,10 +147,8 @@ def _round(
 ) -> None:
     """Round weights layer after layer, and put tensors with their levels into the checkpoint."""
     model = Model(checkpoint.geometry, NO_HEAD)
-    inputs = [
-        replace(causal_inputs(model.geometry, *part.shape, part.shape[1]), whole=True)
-        for part in rows
-    ]
+    causal = (causal_inputs(model.geometry, *part.shape, part.shape[1]) for part in rows)
+    inputs = [replace(one, whole=True) for one in causal]
     states = _embedded(checkpoint, model, rows)
     layers = 1 + max(int(name.split(".")[2]) for name in weights)
     for layer in range(layers):
