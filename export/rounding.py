@@ -160,10 +160,9 @@ def _round(
             for name, weight in weights.items()
             if name.startswith(of.prefix) and own_levels(checkpoint.tensors[name], weight) is None
         }
-        o = _Recording(model, root.get_submodule)
-        for name in {_first_reader(name) for name in wanted}:
-            size = root.get_parameter(name).shape[1]
-            o.sums[name] = torch.zeros(size, size)
+        sizes = {name: root.get_parameter(name).shape[1] for name in map(_first_reader, wanted)}
+        sums = {name: torch.zeros(size, size) for name, size in sizes.items()}
+        o = _Recording(model, root.get_submodule, sums=sums)
         _run(o, of, states, inputs)
         levels = _round_block(
             root, wanted, {name: compensation(one) for name, one in o.sums.items()}

@@ -1,17 +1,5 @@
-"""The exit head: predicts the next token from the hidden state after layer N.
-
-It consists of E decoder blocks, a norm, and the base model's LM head or its own. With a draft
-vocabulary it predicts only Vd of the V tokens. It is stored in a checkpoint of its own:
-``exit_head_file.py``. Without blocks it has no caches: that is the early exit of models that were
-trained for it (LayerSkip, arXiv 2404.16710).
-
-A head may also know something of the deep layers. Verify has run all layers: it projects the states
-after some of them to a *deep state*, 2 KV D numbers for each token, and writes it into the token's
-slot of the deep cache, as if these were keys and values. A draft step reads the deep state of the
-token before its first one, adds it, projected back, after the head's last attention, and copies it
-into the slots of its own tokens. So all steps of a round read the deep state of the token before
-the root, the last one that verify had seen, and need to be told nothing.
-"""
+"""What an untrained exit head is: which heads a model can have, and the weights that they start
+from."""
 
 from collections.abc import Mapping, Sequence
 

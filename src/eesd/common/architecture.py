@@ -10,6 +10,25 @@ L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks;
 follow. Verify writes all of them, so the draft can go on at once after a verify pass. Verify can be
 split by layers into stages. A head that reads states of layers needs a single stage.
 
+**Exit head**: E blocks, a norm, and the base model's LM head or its own, behind layer N. Without
+blocks it has no caches: that is the early exit of models that were trained for it (LayerSkip, arXiv
+2404.16710). A head may also know something of the deep layers. Verify projects the states after
+some of them to a *deep state*, 2 KV D numbers for each token, and writes it into the token's slot
+of the deep cache, as if these were keys and values. A draft step reads the deep state of the token
+before its first one, adds it, projected back, after the head's last attention, and copies it into
+the slots of its own tokens. So all steps of a round read the deep state of the token before the
+root, the last one that verify had seen, and need to be told nothing.
+
+**EAGLE-3** (arXiv 2503.01840): one block behind the embeddings, which reads a token's embedding and
+a state of the token before it. Of the token before the root that state is what verify knows: hidden
+states of three layers, fused by a product. Behind a drafted token it is what the head itself
+computed there. Both lie in the slot of the token that they are about, in caches of states. So a
+draft step reads the slot of the token that each of its tokens follows, and writes its own; verify
+writes the fused states over what was drafted, and the block's keys and values from them. No graph
+has an input that others do not have, and whatever moves or keeps caches does the same to states.
+The first token of a text follows none, so the published heads have no keys for it: only it sees its
+own slot.
+
 The module needs neither torch nor onnx.
 """
 
