@@ -68,12 +68,12 @@ def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> Non
 
 
 def _layer(name: str, shapes: Mapping[str, Shape], wide: bool) -> nn.Module:
-    size, *inputs = shapes[f"{name}.weight"]
-    if not inputs:
-        return RMSNorm(size, wide)
+    shape = shapes[f"{name}.weight"]
+    if len(shape) == 1:
+        return RMSNorm(shape[0], wide)
     if name == EMBEDDING:
-        return nn.Embedding(size, *inputs)
-    return nn.Linear(*inputs, size, bias=f"{name}.bias" in shapes)
+        return nn.Embedding(shape[0], shape[1])
+    return nn.Linear(shape[1], shape[0], bias=f"{name}.bias" in shapes)
 
 
 class Decoder(nn.Module):
