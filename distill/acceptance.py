@@ -25,7 +25,7 @@ from eesd.distill.calibrate import DraftedRound
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
 from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.distill.teacher import TeacherCall, chunk_rows, full_sequence_inputs
-from eesd.model.exit_head import ExitHead, deep_states
+from eesd.model.decoder import ExitHead
 
 DRAFTS_PER_ROUND = 8
 """Draft length of the replayed rounds, unless another one is given."""
@@ -310,8 +310,8 @@ class ValidationSet:
         inputs, caches = full_sequence_inputs(
             geometry, len(rows), x.shape[1], len(head.blocks), torch.float32, device
         )
-        attended, _ = head.attend(x, inputs, caches)
-        states = deep_states(head.deep, deep) if deep else None
+        attended = head.attend(x, inputs, caches)
+        states = head.deep_states(deep) if deep else None
         wanted = head.columns(self.tokens[rows, 1:].to(device)).cpu()
         at, ages = torch.arange(wanted.shape[1]), AGES if deep else 1
         reached = (at >= self.starts[rows, None] - 1) & (at < self.ends[rows, None] - 1)

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from eesd.model.exit_head import ExitHead, deep_states
+from eesd.model.decoder import ExitHead
 
 AGES = 8
 """Ages that are told apart: in training most drafts are shorter, and validation replays rounds of
@@ -49,6 +49,6 @@ def states_before(head: ExitHead, hidden: Sequence[Tensor], roots: Tensor) -> Te
         hidden: Hidden states after each deep layer, [B, T, hidden].
         roots: Root of each position [B, T], or [1, T].
     """
-    states = deep_states(head.deep, hidden)
+    states = head.deep_states(hidden)
     roots = roots.expand(states.shape[:2])[..., None]
     return torch.gather(states, 1, (roots - 1).clamp_min(0).expand_as(states)) * (roots > 0)

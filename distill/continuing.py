@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from eesd.common.architecture import block
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED
 from eesd.distill.teacher import wide_logits
-from eesd.model.decoder import Decoder, Inputs, capped
+from eesd.model.decoder import Decoder
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.rotary import rotary_tables
+from eesd.model.torch_ops import KV, Inputs, capped
 
 SLOT_BUCKET = 64
 """Attention covers the slots in use, rounded up to a multiple of this number."""
@@ -146,7 +148,7 @@ class _TorchRows:
         inputs = causal_inputs(self._decoder.geometry, len(texts), longest, longest)
         inputs = self._inputs(inputs.position_ids, inputs.write_indices, inputs.attn_mask)
         new = [(k[rows, :, :longest], v[rows, :, :longest]) for k, v in self._caches]
-        self._hidden(padded(texts, longest)[0], inputs, new)
+        self._normed(padded(texts, longest)[0], inputs, new)
         for (k, v), (keys, values) in zip(self._caches, new, strict=True):
             k[rows, :, :longest], v[rows, :, :longest] = keys, values
 
@@ -156,8 +158,8 @@ class _TorchRows:
         mask = torch.where(torch.arange(used) > at[:, None], MASKED, 0.0)[:, None, None]
         inputs = self._inputs(at[:, None], at, mask)
         views = [(k[:, :, :used], v[:, :, :used]) for k, v in self._caches]
-        x = self._hidden(torch.tensor(tokens)[:, None], inputs, views)[:, 0]
-        logits = wide_logits(self._decoder.model.norm(x), self._weight)
+        x = self._normed(torch.tensor(tokens)[:, None], inputs, views)[:, 0]
+        logits = wide_logits(x, self._weight)
         return capped(logits, self._decoder.geometry.logit_cap)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -173,13 +175,13 @@ class _TorchRows:
             mask.to(self._weight),
         )
 
-    def _hidden(self, ids: Tensor, inputs: Inputs, caches: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """Hidden states [B, n, hidden] after the last block for ids [B, n]. Writes the caches in
-        place."""
-        x: Tensor = self._decoder.model.embed_tokens(ids.to(self._weight.device))
-        for block, cache in zip(self._decoder.model.layers, caches, strict=True):
-            x, _ = block(x, inputs, cache)
-        return x
+    def _normed(self, ids: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
+        """What the LM head reads [B, n, hidden] for ids [B, n]. Writes the caches in place."""
+        o = self._decoder.operations(inputs, caches)
+        x = o.embed(ids.to(self._weight.device))
+        for index in range(len(caches)):
+            x = block(o, o.model.layer(index), x)
+        return o.norm(x, o.model.final_norm)
 
 
 def continue_prompts(writer: Writer, writing: Writing) -> list[list[int]]:

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 from eesd.distill.ages import states_before
 from eesd.distill.options import LossOptions
 from eesd.distill.teacher import Batch, autocast, chunk_rows
-from eesd.model.decoder import KV, Inputs
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
+from eesd.model.torch_ops import KV, Inputs
 
 LOSS_NAMES = ("ce", "kl", "tv")
 """The losses that :func:`token_losses` computes."""
@@ -121,7 +121,7 @@ class Student(nn.Module):
         with autocast(self.precision, mask.device):
             hidden, *deep = [states.float() for states in batch.hidden]
             state = None if roots is None else states_before(self.head, deep, roots)
-            features, _ = self.head.lm_head_input(hidden, inputs, list(caches), state)
+            features = self.head.lm_head_input(hidden, inputs, caches, state)
             losses, agrees = token_losses(
                 features.flatten(0, 1),
                 lm_head if own_lm_head is None else own_lm_head.weight,

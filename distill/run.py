@@ -51,8 +51,7 @@ from eesd.model.arrays import to_float32
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import Decoder, ExitHead
 from eesd.model.exit_head_file import CONFIG_FILE, WEIGHTS_FILE, read_exit_config, save_config
 from eesd.model.hub import find_head, find_model
 from eesd.model.initial_head import check_exit

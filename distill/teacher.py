@@ -17,14 +17,16 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from eesd.common.architecture import block
 from eesd.common.errors import EESDError
 from eesd.common.geometry import Geometry
 from eesd.common.json_input import read_json_object
 from eesd.distill.data import Rows, shard_name
 from eesd.distill.options import first_difference
 from eesd.distill.stored import damaged, saved_whole
-from eesd.model.decoder import KV, Decoder, Inputs, capped
+from eesd.model.decoder import Decoder
 from eesd.model.inputs import causal_inputs, empty_caches
+from eesd.model.torch_ops import KV, Inputs, capped
 
 LOGITS_PER_CHUNK = 1 << 25
 """Logits in memory at a time (128 MiB in float32)."""
@@ -170,22 +172,23 @@ class Teacher(nn.Module):
     @torch.no_grad()
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
         """Hidden states [B, T, hidden] after each exit layer, and the targets."""
-        backbone, dtype = self.decoder.model, storage_dtype(self.precision)
-        inputs, (cache,) = full_sequence_inputs(
-            self.decoder.geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device
+        geometry, dtype = self.decoder.geometry, storage_dtype(self.precision)
+        inputs, caches = full_sequence_inputs(
+            geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device
         )
+        o = self.decoder.operations(inputs, caches * geometry.num_layers)
         hidden = {}
         with autocast(self.precision, ids.device):
-            x = backbone.embed_tokens(ids)
-            for number, block in enumerate(backbone.layers, 1):
-                x, _ = block(x, inputs, cache)
-                if number in self.layers:
-                    hidden[number] = x.to(dtype)
-            x = backbone.norm(x)
+            x = o.embed(ids)
+            for index in range(geometry.num_layers):
+                x = block(o, o.model.layer(index), x)
+                if index + 1 in self.layers:
+                    hidden[index + 1] = x.to(dtype)
+            x = o.norm(x, o.model.final_norm)
         # Outside the autocast: rounded logits would change the label where two tokens are almost
         # equally likely.
         flat = x.flatten(0, 1)
-        rows = chunk_rows(self.decoder.geometry.vocab_size, ids.device)
+        rows = chunk_rows(geometry.vocab_size, ids.device)
         top = [self._top_tokens(chunk) for chunk in flat.chunk(-(-len(flat) // rows))]
         top_ids, top_logprobs = (
             torch.cat(part).view(*ids.shape, -1) for part in zip(*top, strict=True)

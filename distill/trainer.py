@@ -31,7 +31,7 @@ from eesd.distill.options import Intervals, TrainingOptions, first_difference
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import TargetSource, full_sequence_inputs, on_device, storage_dtype
 from eesd.model import exit_head_file
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 from eesd.model.loading import save_exit_head
 
 Report = Callable[[dict[str, Any]], None]

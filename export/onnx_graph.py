@@ -8,7 +8,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from eesd.common.architecture import Model, draft, verify
-from eesd.common.geometry import ExitConfig, Geometry, draft_caches, draft_columns, exit_caches
+from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import (
     DEFAULT_TOP_K,
     DEFAULT_TREE_NODES,
@@ -87,9 +87,10 @@ def make_graph(
     layers = range(geometry.num_layers) if layers is None else layers
     is_draft = name == "draft"
     model = Model(geometry, exit_config)
+    needs = graph_needs(geometry, exit_config, None if is_draft else layers)
     o = OnnxOperations(
         model=model,
-        shapes=graph_needs(geometry, exit_config, None if is_draft else layers).weights,
+        shapes=needs.weights,
         dtype=options.dtype,
         slots=options.max_seq_len,
         quantization=options.quantization,
@@ -99,7 +100,7 @@ def make_graph(
         folds=not is_draft or _draft_folds(options),
     )
     results = _write_draft(o, options.draft_top_k) if is_draft else _write_verify(o, layers)
-    caches = _caches(geometry, exit_config, None if is_draft else layers)
+    caches = sorted(needs.caches)
     inputs, kv = _inputs(o, is_draft, layers), _cache_infos(o, caches)
     outputs = [*results, *(TensorInfo(f"{one.name}_out", one.shape, one.dtype) for one in kv)]
     info = GraphInfo(f"{name}.onnx", tuple(caches), (*inputs, *kv), tuple(outputs))
@@ -115,13 +116,6 @@ def _draft_folds(options: ExportOptions) -> bool:
     """
     in_place = one_node_is_faster(options.max_seq_len, options.quantization)
     return options.dtype != "float32" and not in_place
-
-
-def _caches(geometry: Geometry, exit_config: ExitConfig, layers: range | None) -> list[int]:
-    """The caches of a graph; ``layers`` as for :func:`~eesd.common.shapes.graph_needs`."""
-    if layers is None:
-        return draft_caches(geometry, exit_config)
-    return [*layers, *(exit_caches(geometry, exit_config) if layers.start == 0 else ())]
 
 
 def _write_draft(o: OnnxOperations, top_k: int) -> list[TensorInfo]:

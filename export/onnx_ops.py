@@ -20,7 +20,7 @@ import numpy as np
 from onnx import TensorProto, helper
 
 from eesd.common.architecture import EMBEDDING, Block, Linear, Mixture, Model, Norm
-from eesd.common.geometry import SLIDING, UNROTATED, Geometry, exit_caches
+from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD, Quantizations, Shape
 from eesd.common.weights import (
@@ -485,9 +485,7 @@ class OnnxOperations:
 
     def _state_caches(self) -> list[str]:
         """The caches of states: keys, then values, of one after another."""
-        geometry, head = self.model
-        caches = exit_caches(geometry, head)[head.blocks :]
-        return [f"{part}_{cache}" for cache in caches for part in ("key", "value")]
+        return [f"{part}_{cache}" for cache in self.model.state_caches for part in ("key", "value")]
 
     def write_state(self, x: str, name: str) -> str:
         geometry, caches = self.geometry, self._state_caches()

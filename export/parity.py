@@ -44,13 +44,12 @@ from eesd.export.widened import reference
 from eesd.model.arrays import rounded, to_float32
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import Decoder, Inputs
-from eesd.model.eagle import make_head
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import Decoder, ExitHead, make_head
 from eesd.model.graphs import Draft, Verify
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.quantized import dequantize
 from eesd.model.rotary import rotary_tables
+from eesd.model.torch_ops import Inputs
 from eesd.runtime.engines.backends import Engines, default_threads
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.exactness import Exactness

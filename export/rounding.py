@@ -6,32 +6,33 @@ block is in memory at a time. Its levels lie in a file until the export is compl
 draft and the checks read them in orders of their own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from eesd.common.architecture import Block, Linear, Model, block
 from eesd.common.errors import EESDError
 from eesd.common.files import temporary_beside
 from eesd.common.json_input import read_text
-from eesd.common.quantization import PACKED, is_linear
-from eesd.common.weights import EMBEDDINGS, StoredWeight, layer_shapes, stored_weight
+from eesd.common.quantization import PACKED, Shape, is_linear
+from eesd.common.shapes import NO_HEAD, block_weights
+from eesd.common.weights import EMBEDDINGS, StoredWeight, layer_shapes, model_shapes, stored_weight
 from eesd.export.compensation import compensation, one_thread_each, quantize_for
 from eesd.export.onnx_graph import ExportOptions
 from eesd.export.weights import RoundedTensor, own_levels
-from eesd.model.arrays import to_float32
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import Block, Embeddings, Inputs
+from eesd.model.decoder import add_modules
 from eesd.model.inputs import causal_inputs
 from eesd.model.quantized import Quantized, dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
+from eesd.model.torch_ops import Inputs, TorchOperations
 
 LEAST_TOKENS, MOST_TOKENS = 4096, 16384
 """Tokens of the text that the rounding needs, and that it reads."""
@@ -142,40 +143,29 @@ def _round(
     say: Callable[[int, int], None],
 ) -> None:
     """Round weights layer after layer, and put tensors with their levels into the checkpoint."""
-    geometry = checkpoint.geometry
-    with torch.device("meta"):
-        table = Embeddings(geometry)
-    table.load_state_dict({"weight": as_torch(checkpoint.tensors[EMBEDDINGS].read())}, assign=True)
-    states, inputs = (
-        [table(part).float() for part in rows],
-        [_inputs(checkpoint, part) for part in rows],
+    model = Model(checkpoint.geometry, NO_HEAD)
+    causal = (
+        causal_inputs(model.geometry, len(part), part.shape[1], part.shape[1]) for part in rows
     )
-    del table  # which is large
+    inputs = [replace(one, whole=True) for one in causal]
+    states = _embedded(checkpoint, model, rows)
     layers = 1 + max(int(name.split(".")[2]) for name in weights)
     for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        with torch.device("meta"):
-            block = Block(geometry.of_layer(layer), geometry.kind(layer)).eval()
-        values = {
-            name: to_float32(checkpoint.tensors[prefix + name].read())
-            for name in block.state_dict()
-        }
-        block.load_state_dict(
-            {name: as_torch(value) for name, value in values.items()}, assign=True
-        )
-        wanted = {name: weight for name, weight in weights.items() if name.startswith(prefix)}
+        of = model.layer(layer)
+        root = _modules(checkpoint, block_weights(of))
+        root.float()
         wanted = {
             name: weight
-            for name, weight in wanted.items()
-            if own_levels(checkpoint.tensors[name], weight) is None
+            for name, weight in weights.items()
+            if name.startswith(of.prefix) and own_levels(checkpoint.tensors[name], weight) is None
         }
-        products = _products(
-            block, {_first_reader(name) for name in wanted}, prefix, states, inputs
-        )
+        sizes = {name: root.get_parameter(name).shape[1] for name in map(_first_reader, wanted)}
+        sums = {name: torch.zeros(size, size) for name, size in sizes.items()}
+        o = _Recording(model, root.get_submodule, sums=sums)
+        _run(o, of, states, inputs)
         levels = _round_block(
-            block, wanted, prefix, {name: compensation(one) for name, one in products.items()}
+            root, wanted, {name: compensation(one) for name, one in o.sums.items()}
         )
-        del products
         with files.with_name(f"{files.name}-{layer}").open("wb") as file:
             for name, weight in wanted.items():
                 assert weight.quantization is not None
@@ -183,19 +173,54 @@ def _round(
                 checkpoint.tensors[name] = RoundedTensor.of(
                     stored, weight.quantization, levels[name], file
                 )
-        states = _run(block, states, inputs)
+        states = _run(TorchOperations(model, root.get_submodule), of, states, inputs)
         say(layer + 1, layers)
 
 
+@dataclass
+class _Recording(TorchOperations):
+    """Operations that record what some linear layers read.
+
+    Attributes:
+        sums: The sum of x x^T over their inputs x, by the names of their weights.
+    """
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
+        name = f"{layers[0].name}.weight"
+        if name in self.sums:
+            rows = x.flatten(0, -2)
+            self.sums[name].addmm_(rows.t(), rows)
+        return super().linear(x, layers)
+
+
+def _modules(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> nn.Module:
+    """Modules with weights of the checkpoint."""
+    root = nn.Module()
+    with torch.device("meta"):
+        add_modules(root, shapes, checkpoint.geometry.wide_norms)
+    state = {name: as_torch(checkpoint.tensors[name].read()) for name in shapes}
+    root.load_state_dict(state, assign=True)
+    return root
+
+
+def _embedded(checkpoint: Checkpoint, model: Model, rows: Sequence[Tensor]) -> list[Tensor]:
+    """The embeddings of token ids, float32."""
+    shape = model_shapes(checkpoint.geometry)[EMBEDDINGS]
+    table = _modules(checkpoint, {EMBEDDINGS: shape})
+    return [TorchOperations(model, table.get_submodule).embed(part).float() for part in rows]
+
+
 def _round_block(
-    block: Block, weights: dict[str, StoredWeight], prefix: str, factors: dict[str, Tensor]
+    root: nn.Module, weights: dict[str, StoredWeight], factors: dict[str, Tensor]
 ) -> dict[str, Quantized]:
-    """Round the weights of a block, each in a thread. The block has their values then."""
+    """Round the weights of a block, each in a thread. The modules have their values then."""
 
     @torch.no_grad()
     def levels(name: str) -> Quantized:
-        of, module = weights[name], _module(block, name, prefix)
-        assert of.quantization is not None
+        of, module = weights[name], root.get_submodule(name.removesuffix(".weight"))
+        assert of.quantization is not None and isinstance(module, nn.Linear)
         kind = of.quantization.weights
         found = quantize_for(factors[_first_reader(name)], module.weight, kind, of.scales_dtype)
         module.weight = nn.Parameter(as_torch(dequantize(found, kind).T), requires_grad=False)
@@ -205,44 +230,11 @@ def _round_block(
         return dict(zip(weights, pool.map(levels, weights), strict=True))
 
 
-def _inputs(checkpoint: Checkpoint, ids: Tensor) -> Inputs:
-    """Inputs of whole rows [rows, tokens]."""
-    return replace(
-        causal_inputs(checkpoint.geometry, len(ids), ids.shape[1], ids.shape[1]), whole=True
-    )
-
-
-def _run(block: Block, states: Sequence[Tensor], inputs: Sequence[Inputs]) -> list[Tensor]:
+def _run(
+    o: TorchOperations, of: Block, states: Sequence[Tensor], inputs: Sequence[Inputs]
+) -> list[Tensor]:
     """What a block makes of states [rows, tokens, hidden]."""
-    unused = torch.empty(0), torch.empty(0)
-    return [block(x, of, unused)[0] for x, of in zip(states, inputs, strict=True)]
-
-
-def _products(
-    block: Block, names: set[str], prefix: str, states: Sequence[Tensor], inputs: Sequence[Inputs]
-) -> dict[str, Tensor]:
-    """The sum of x x^T over the inputs x of some linear layers, by the names of their weights."""
-    found: dict[str, Tensor] = {}
-
-    def add(name: str, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-        x = given[0].flatten(0, -2)
-        found[name].addmm_(x.t(), x)
-
-    hooks = []
-    for name in names:
-        module = _module(block, name, prefix)
-        found[name] = torch.zeros(module.in_features, module.in_features)
-        hooks.append(module.register_forward_pre_hook(partial(add, name)))
-    _run(block, states, inputs)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
-def _module(block: Block, name: str, prefix: str) -> nn.Linear:
-    module = block.get_submodule(name.removeprefix(prefix).removesuffix(".weight"))
-    assert isinstance(module, nn.Linear)
-    return module
+    return [block(replace(o, inputs=rows), of, x) for x, rows in zip(states, inputs, strict=True)]
 
 
 def _first_reader(name: str) -> str:

@@ -4,8 +4,8 @@ import torch
 
 from eesd.common.geometry import Geometry
 from eesd.common.manifest import MASKED
-from eesd.model.decoder import KV, Inputs
 from eesd.model.rotary import rotary_tables
+from eesd.model.torch_ops import KV, Inputs
 
 
 def causal_inputs(

@@ -14,8 +14,7 @@ from eesd.common.weights import DRAFT_VOCAB
 from eesd.model.arrays import to_float32
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint, exit_head_tensors, stored_draft_vocab
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import Decoder, ExitHead
 from eesd.model.exit_head_file import WEIGHTS_FILE, read_exit_config, save_config
 from eesd.model.initial_head import check_exit, initial_names, joined
 

@@ -13,7 +13,7 @@ import torch
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 from eesd.model.loading import load_exit_head, save_exit_head
 
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from eesd.common.architecture import Block, Linear, Mixture, Model, Norm, draft, verify
-from eesd.common.geometry import SLIDING, UNROTATED, Geometry, exit_caches
+from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD
 from eesd.common.weights import (
@@ -301,7 +301,7 @@ class _Builder:
             kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
             slots=slots_of(self.manifest),
-            layer=exit_caches(geometry, head)[head.blocks],
+            layer=self._model.state_caches[0],
             size=geometry.hidden_size if head.eagle else self._model.state_width,
         )
 

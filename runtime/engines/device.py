@@ -17,7 +17,7 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MASKED, GraphInfo
-from eesd.model.decoder import KV
+from eesd.model.torch_ops import KV
 
 ALIGNMENT = 256
 """Bytes. TensorRT requires addresses of inputs, outputs and scratch memory to be multiples of

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from eesd.common.manifest import EXACT_NODES, PREFILL_CHUNK, GraphInfo, Manifest
-from eesd.model.decoder import KV
+from eesd.model.torch_ops import KV
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, Choose, KVCache, StepOutputs, Work
 from eesd.runtime.engines.device import (
     ALIGNMENT,

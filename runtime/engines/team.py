@@ -2,8 +2,8 @@
 
 The processes are started together (``torchrun --nproc-per-node K``). All ranks have the same
 engines and caches, each over its part of the model. Rank 0 sends each call of a method to the other
-ranks, which make the same call. Sums within a call are in ``model/parallel.py``. Samplers,
-controllers and texts are rank 0's alone, so ranks need no clock in common.
+ranks, which make the same call. Samplers, controllers and texts are rank 0's alone, so ranks need
+no clock in common.
 
 All data goes through ``torch.distributed``: sums on GPUs through NCCL, everything else through
 gloo, from one rank to another. Gloo's own collectives are not used: their threads free Python's
@@ -19,10 +19,11 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import reduce, wraps
 from io import BytesIO
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NoReturn, TypeVar, cast
 
 import numpy as np
@@ -33,7 +34,7 @@ from torch import Tensor
 from torch.distributed import P2POp, irecv, isend
 
 from eesd.common.errors import EESDError
-from eesd.model.parallel import Split, add_in_order
+from eesd.model.torch_ops import Add
 from eesd.runtime.engines.base import Call, KVCache, StepOutputs, Values, Work
 from eesd.runtime.engines.device_cache import DeviceKVCache
 from eesd.runtime.engines.device_engine import DeviceEngine
@@ -55,6 +56,35 @@ READ = {
 """What an order is made of, beside Python's own lists, tuples, texts and numbers."""
 TOLD = {"forward"}
 """Methods that rank 0 may tell other ranks to call."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """One of the ranks that share a model: tensor parallelism (Shoeybi et al. 2019, arXiv
+    1909.08053).
+
+    Each rank has some heads of every attention and some columns of every MLP, or of each expert:
+    the modules of :meth:`~eesd.common.geometry.Geometry.on_rank`. So it computes a part of what
+    both add to x. The parts are added in the order of the ranks. Embeddings, norms, routers and LM
+    heads are on every rank.
+
+    Attributes:
+        ranks: Number of ranks.
+        rank: This one.
+        add: Adds the parts of all.
+    """
+
+    ranks: int
+    rank: int
+    add: Add
+
+    def ranges(self, sizes: Sequence[int]) -> list[slice]:
+        """This rank's share of each of several ranges, which lie one after another."""
+        rank, ranks, begins = self.rank, self.ranks, accumulate(sizes, initial=0)
+        return [
+            slice(begin + size * rank // ranks, begin + size * (rank + 1) // ranks)
+            for begin, size in zip(begins, sizes, strict=False)
+        ]
 
 
 class Team:
@@ -94,10 +124,10 @@ class Team:
         """Add the parts of all ranks in their order: each rank gets all of them."""
         own = part.contiguous()
         if self._sums is None:
-            return add_in_order(self._gather(own))
+            return reduce(torch.add, self._gather(own))
         found = [torch.empty_like(own) for _ in range(self.ranks)]
         dist.all_gather(found, own, self._sums)
-        return add_in_order(found)
+        return reduce(torch.add, found)
 
     def gathered(self, values: NDArray[Any]) -> list[NDArray[Any]]:
         """An array of each rank, all of one shape."""

@@ -11,10 +11,8 @@ from torch import Tensor, set_num_threads
 from eesd.common.errors import EESDError
 from eesd.common.machine import ranks
 from eesd.common.manifest import GraphInfo, Manifest
-from eesd.model.decoder import Inputs
-from eesd.model.feed_forward import EVEN_ROWS
 from eesd.model.graphs import Draft, Verify
-from eesd.model.parallel import Split
+from eesd.model.torch_ops import EVEN_ROWS, Inputs
 from eesd.runtime.engines.base import Call, Logits
 from eesd.runtime.engines.device import (
     DeviceStream,
@@ -25,7 +23,7 @@ from eesd.runtime.engines.device import (
 )
 from eesd.runtime.engines.device_cache import DeviceMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make_engines
-from eesd.runtime.engines.team import Team, TeamEngine, follow, lead
+from eesd.runtime.engines.team import Split, Team, TeamEngine, follow, lead
 from eesd.runtime.engines.torch_weights import load_modules
 from eesd.runtime.engines.trt_plans import first_slots
 

@@ -1,4 +1,4 @@
-"""Decoder blocks of the torch engine on a GPU: the modules of ``model/`` with kernels in Triton.
+"""The operations of the torch engine on a GPU, with kernels in Triton.
 
 Torch runs a norm, a rotation or a write into the cache as a kernel for each arithmetic operation. A
 decoding pass has so few rows that a kernel takes about as long as its launch. Here a block has four
@@ -20,6 +20,8 @@ It needs Triton, so it is imported only where that works.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -27,12 +29,12 @@ import triton.language as tl
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from eesd.common.architecture import Block, Linear, Norm
 from eesd.common.geometry import Geometry
 from eesd.common.manifest import MASKED
-from eesd.model.decoder import KV, Block, Inputs, RMSNorm, attend
-from eesd.model.feed_forward import MLP
 from eesd.model.graphs import Draft, Verify
-from eesd.runtime.engines.torch_quantized import ComputedBefore, QuantizedLinear
+from eesd.model.torch_ops import Inputs, TorchOperations, attend
+from eesd.runtime.engines.torch_quantized import ComputedBefore
 
 MOST_NODES = 64
 """Tokens of a sequence, at most, for which attention is computed in splits, and derives its
@@ -53,6 +55,8 @@ HIDDEN = tl.constexpr(float(MASKED))
 TOP, NONE = tl.constexpr(2**31 - 1), tl.constexpr(-(2**63))
 """The highest value of each half of a key, and a number below all keys; see
 :func:`_best_of_part`."""
+TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Linear layers whose weights lie together, so that they are one."""
 
 
 @triton.jit(do_not_specialize=["eps"])  # type: ignore[untyped-decorator]
@@ -433,43 +437,6 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
     return best
 
 
-class FusedNorm(RMSNorm):
-    """An RMSNorm in one kernel."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        nn.Module.__init__(self)
-        assert isinstance(norm, RMSNorm)
-        self.weight, self.eps = norm.weight, norm.eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return normalize(x, self.weight, self.eps)[1]
-
-
-class Joined(nn.Module):
-    """Linear layers that read the same input, in one product: their outputs [..., sum of out] side
-    by side."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        first, *_ = layers
-        self.quantized = first if isinstance(first, QuantizedLinear) else None
-        if self.quantized is None:
-            self.weight = joined([_tensor(layer.weight) for layer in layers])
-            self.bias = (
-                None if first.bias is None else joined([_tensor(layer.bias) for layer in layers])
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.quantized is not None:
-            return self.quantized(x)  # type: ignore[no-any-return]
-        return linear(x, self.weight, self.bias)
-
-
-def _tensor(value: Tensor | nn.Module) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value
-
-
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Tensors one behind the other, along their first dimension: a view where they lie so in
     memory, else a copy."""
@@ -488,98 +455,100 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     )
 
 
-class FusedBlock(Block):
-    """A decoder block with the same weights and calls."""
+@dataclass
+class Sum:
+    """What a block adds to x, until the norm behind adds it up.
 
-    def __init__(self, block: Block, kv_only: bool) -> None:
-        """``kv_only``: whether only the weights for :meth:`write_kv` are there."""
-        nn.Module.__init__(self)
-        attention, mlp = block.self_attn, block.mlp
-        assert isinstance(mlp, MLP)
-        self.input_norm = FusedNorm(block.input_layernorm)
-        self.norms: tuple[Tensor, Tensor] | None = None
-        if isinstance(attention.q_norm, RMSNorm) and isinstance(attention.k_norm, RMSNorm):
-            keys_norm = attention.k_norm.weight
-            self.norms = keys_norm if kv_only else attention.q_norm.weight, keys_norm
-        self.eps = self.input_norm.eps
-        layers = (attention.q_proj, attention.o_proj, mlp.gate_proj, mlp.down_proj)
-        self.quantized = all(isinstance(layer, QuantizedLinear) for layer in layers)
-        self.kv_proj = Joined((attention.k_proj, attention.v_proj)) if kv_only else None
-        if not kv_only:
-            self.qkv_proj = Joined((attention.q_proj, attention.k_proj, attention.v_proj))
-            self.gate_up_proj = Joined((mlp.gate_proj, mlp.up_proj))
-            self.o_proj, self.down_proj = attention.o_proj, mlp.down_proj
-            self.attention_norm = FusedNorm(block.post_attention_layernorm)
+    Attributes:
+        x: [B, n, hidden].
+        added: What attention adds.
+        total: The sum, once a norm has read it.
+    """
 
-    def forward(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
-        attended, cache = self._attended(x, inputs, cache)
-        x, normed = normalize(x, self.attention_norm.weight, self.eps, attended)
-        return x + self._mlp(normed), cache
+    x: Tensor
+    added: Tensor
+    total: Tensor | None = None
 
-    def attend(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
-        """See :meth:`Block.attend`."""
-        attended, cache = self._attended(x, inputs, cache)
-        return x + attended, cache
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """See :meth:`Block.feed_forward`."""
-        return x + self._mlp(self.attention_norm(x))
+class FusedOperations(TorchOperations):
+    """The operations of Llama's blocks."""
 
-    def write_kv(self, x: Tensor, inputs: Inputs, cache: KV) -> KV:
-        """See :meth:`Block.write_kv`."""
-        projection = self.qkv_proj if self.kv_proj is None else self.kv_proj
-        self._rotated(projection(self.input_norm(x)), inputs, cache)
-        return cache
+    def norm(self, x: Tensor | Sum, norm: Norm) -> Tensor:
+        weight = self.module(norm.name).weight
+        if isinstance(x, Tensor):
+            return normalize(x, weight, norm.eps)[1]
+        x.total, y = normalize(x.x, weight, norm.eps, x.added)
+        return y
 
-    def _attended(self, x: Tensor, inputs: Inputs, cache: KV) -> tuple[Tensor, KV]:
-        q = self._rotated(self.qkv_proj(self.input_norm(x)), inputs, cache)
-        if x.shape[1] <= MOST_NODES:
-            y = attend_in_splits(q, cache, inputs)
-        else:
-            y = attend(q.transpose(1, 2), *cache, inputs).transpose(1, 2).flatten(2)
-        return self.o_proj(y), cache
+    def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
+        """One product where the weights lie together."""
+        apart = [one for one in layers if not isinstance(self.module(one.name), ComputedBefore)]
+        found = [self.module(layer.name) for layer in apart]
+        if len(found) == 1 or not all(isinstance(one, nn.Linear) for one in found):
+            return super().linear(x, apart)
+        biases = [one.bias for one in found if one.bias is not None]
+        return linear(x, joined([one.weight for one in found]), joined(biases) if biases else None)
 
-    def _rotated(self, x: Tensor, inputs: Inputs, cache: KV) -> Tensor:
-        """Write keys and values of x [B, n, (H + 2 KV) D]; the queries [B, n, H, D]."""
-        tables = inputs.cos, inputs.sin
-        return rotate_and_write(
-            x, tables, inputs.position_ids, inputs.write_indices, self.norms, self.eps, cache
-        )
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        return gate(y)
 
-    def _mlp(self, x: Tensor) -> Tensor:
-        added: Tensor = self.down_proj(gate(self.gate_up_proj(x)))
-        return added
+    def add(self, residual: Sequence[Tensor | Sum], y: Tensor, name: str) -> Any:
+        known: list[Any] = [one.total if isinstance(one, Sum) else one for one in residual]
+        if name.endswith(".attended") and len(known) == 1:
+            return Sum(known[0], y)
+        return super().add(known, y, name)
+
+    def attention(self, qkv: Tensor, block: Block, name: str, attends: bool) -> Tensor:
+        geometry, inputs, cache = block.geometry, self._inputs(block), self.caches[block.cache]
+        norms = None
+        if geometry.qk_norm:
+            names = (block.norm(f"self_attn.{part}_norm").name for part in "kq")
+            of_keys, of_queries = (self.module(name).weight for name in names)
+            norms = of_queries if attends else of_keys, of_keys
+        places = (inputs.cos, inputs.sin), inputs.position_ids, inputs.write_indices
+        q = rotate_and_write(qkv, *places, norms, geometry.rms_norm_eps, cache)
+        if not attends:
+            return qkv
+        if q.shape[1] <= MOST_NODES:
+            return attend_in_splits(q, cache, inputs)
+        return attend(q.transpose(1, 2), *cache, inputs, geometry).transpose(1, 2).flatten(2)
 
 
 def fuse(*modules: Draft | Verify) -> None:
-    """Replace the blocks and norms that have weights, and are not replaced yet: a draft and a
-    verify may share them.
+    """Give graphs the operations with kernels. A draft and a verify may share modules.
 
-    What its graph does not use has no weights, and stays as it is. So do models with other parts
-    than Llama's and those with a head of EAGLE-3: the kernels know no others. The most likely
-    tokens are found by a kernel in all models.
+    Models with other parts than Llama's and those with a head of EAGLE-3 keep torch's: the kernels
+    know no others. The most likely tokens are found by a kernel in all models.
     """
     for module in modules:
-        module.best, head = find_best, module.exit_head
-        if _has_other_parts(module.geometry) or head.exit_config.eagle:
+        module.best, (geometry, head) = find_best, module.described
+        if _has_other_parts(geometry) or head.eagle:
             continue
-        module.unmasked = MOST_NODES
-        for blocks in (module.model.layers, head.blocks):
-            for index, block in enumerate(blocks):
-                assert isinstance(block, Block)
-                if not isinstance(block, FusedBlock) and _is_there(block.self_attn.k_proj):
-                    assert isinstance(block.mlp, MLP)
-                    blocks[index] = FusedBlock(block, kv_only=not _is_there(block.mlp.gate_proj))
-        for part in (module.model, head, *head.deep):
-            if not isinstance(part.norm, FusedNorm) and not part.norm.weight.is_meta:
-                part.norm = FusedNorm(part.norm)
+        module.unmasked, module.operations = MOST_NODES, FusedOperations
+        for parent in module.modules():
+            for names in TOGETHER:
+                found = [getattr(parent, name, None) for name in names]
+                _put_together([one for one in found if isinstance(one, nn.Linear)])
+
+
+def _put_together(layers: Sequence[nn.Linear]) -> None:
+    """Make the weights of linear layers views of one, and their biases. What a graph does not use
+    has no weights, and stays as it is."""
+    layers = [layer for layer in layers if not layer.weight.is_meta]
+    for kind in ("weight", "bias"):
+        parts = [getattr(layer, kind) for layer in layers if getattr(layer, kind) is not None]
+        if parts:
+            views = torch.split(joined(parts), [len(part) for part in parts])
+            for layer, view in zip(layers, views, strict=True):
+                setattr(layer, kind, nn.Parameter(view, requires_grad=False))
 
 
 def computes_by_rows(verify: Verify) -> bool:
     """Whether a row's states do not depend on how many rows a call has: products with torch's
     weights do."""
-    blocks = [verify.model.layers[index] for index in verify.layers]
-    return all(isinstance(block, FusedBlock) and block.quantized for block in blocks)
+    blocks = [verify.get_submodule(f"model.layers.{index}") for index in verify.layers]
+    products = [isinstance(one, nn.Linear) for block in blocks for one in block.modules()]
+    return verify.operations is FusedOperations and not any(products)
 
 
 def _has_other_parts(geometry: Geometry) -> bool:
@@ -596,7 +565,3 @@ def _has_other_parts(geometry: Geometry) -> bool:
         or geometry.layer_kinds
         or geometry.experts
     )
-
-
-def _is_there(layer: nn.Module) -> bool:
-    return isinstance(layer, (QuantizedLinear, ComputedBefore)) or not _tensor(layer.weight).is_meta

@@ -90,8 +90,7 @@ class QuantizedLinear(nn.Module):
     first of them.
 
     The outputs of the first one are those of all of them, side by side, and the others are
-    :class:`ComputedBefore`. So :func:`~eesd.model.feed_forward.joint_linear` makes one product of
-    them.
+    :class:`ComputedBefore`. So all of them side by side are one product.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, out_features: int) -> None:

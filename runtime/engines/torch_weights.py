@@ -25,10 +25,11 @@ from torch import Tensor
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest
-from eesd.common.quantization import DRAFT, EXIT_HEAD, LEVELS, LM_HEAD, Quantization, parts_of
+from eesd.common.quantization import DRAFT, LEVELS, LM_HEAD, Quantization, parts_of
 from eesd.common.terminal import notice
 from eesd.common.weights import (
     DEEP,
+    EMBEDDINGS,
     FACTOR,
     INPUTS,
     MINIMUMS,
@@ -43,13 +44,11 @@ from eesd.common.weights import (
 )
 from eesd.model.arrays import FLOAT8, NUMPY_TYPES, Array
 from eesd.model.as_torch import as_torch
-from eesd.model.decoder import Decoder
-from eesd.model.eagle import make_head
-from eesd.model.exit_head import ExitHead
-from eesd.model.graphs import Draft, Verify
-from eesd.model.parallel import Split, add_parts
+from eesd.model.decoder import Decoder, ExitHead, make_head
+from eesd.model.graphs import Draft, Graph, Verify
 from eesd.model.quantized import Quantized, dequantize, part_of
 from eesd.runtime.engines.device import explain_out_of_memory
+from eesd.runtime.engines.team import Split
 from eesd.runtime.engines.torch_quantized import (
     TYPES,
     ComputedBefore,
@@ -134,14 +133,11 @@ def load_modules(
             weights = {name: weight.to(device) for name, weight in stored.items()}
         del stored  # dequantized weights
         with _explain_mismatch(directory):
-            verifier, *drafter = (
-                _make_modules(own, weights, weights_of(manifest, of)) for of in graphs
-            )
-        if split is not None:
-            for modules in (verifier, *drafter):
-                add_parts(*modules, split.add)
-        verify = Verify(*verifier, manifest.stage_layers[number]).eval()
-        drafting = [Draft(*modules, manifest.draft_top_k).eval() for modules in drafter]
+            add = None if split is None else split.add
+            verify = Verify(*_empty_modules(own), manifest.stage_layers[number], add)
+            drafting = [Draft(*_empty_modules(own), own.draft_top_k, add) for _ in graphs[1:]]
+            for of, module in zip(graphs, (verify, *drafting), strict=True):
+                _set_weights(module, own, weights, weights_of(manifest, of))
         by_rows = False
         if kernels:
             from eesd.runtime.engines.torch_fused import computes_by_rows, fuse
@@ -190,54 +186,42 @@ def _explain_mismatch(directory: Path) -> Iterator[None]:
         ) from None
 
 
-def _make_modules(
-    manifest: Manifest, weights: Weights, names: Iterable[str]
-) -> tuple[Decoder, ExitHead]:
-    """Make the modules of a graph with its weights. Parameters without a weight stay on the meta
-    device.
+def _empty_modules(manifest: Manifest) -> tuple[Decoder, ExitHead]:
+    """The modules of a model, on a rank those of the rank, on the meta device."""
+    with torch.device("meta"):
+        return Decoder(manifest.geometry), make_head(
+            manifest.geometry, manifest.exit_head, manifest.max_seq_len
+        )
+
+
+def _set_weights(module: Graph, manifest: Manifest, weights: Weights, names: Iterable[str]) -> None:
+    """Give a graph its weights. Parameters without a weight stay on the meta device.
+
+    A layer with a quantized weight takes the place of all layers whose weight it has.
 
     Args:
+        module: The graph.
         manifest: The manifest, on a rank that of the rank.
         weights: By name.
         names: The weights of the graph.
     """
-    with torch.device("meta"):
-        decoder = Decoder(manifest.geometry)
-        head = make_head(manifest.geometry, manifest.exit_head, manifest.max_seq_len)
     used = {name.removeprefix(DRAFT): weights[name] for name in names}
     own: dict[str, Tensor] = {}
     for name, weight in used.items():
-        if isinstance(weight, QuantizedWeight):
-            bias = used.get(name.removesuffix("weight") + "bias")
-            outputs = _outputs(name, weight.scales.shape[1], manifest)
-            layer = QuantizedLinear(weight, None if bias is None else _tensor(bias), outputs[0])
-            _set_quantized(decoder, head, name, layer, outputs[1:])
-        else:
+        if not isinstance(weight, QuantizedWeight):
             own |= _unpacked(name, weight, manifest)
-    Draft(decoder, head, manifest.draft_top_k).load_state_dict(own, strict=False, assign=True)
+            continue
+        bias = used.get(name.removesuffix("weight") + "bias")
+        layers = [part.removesuffix(".weight") for part in parts_of(name)]
+        outputs = _outputs(name, weight.scales.shape[1], manifest)
+        for layer, columns in zip(layers, outputs, strict=True):
+            module.set_submodule(layer, ComputedBefore(columns))
+        first = QuantizedLinear(weight, None if bias is None else _tensor(bias), outputs[0])
+        module.set_submodule(layers[0], first)
+    module.load_state_dict(own, strict=False, assign=True)
     if manifest.geometry.tied_embeddings and LM_HEAD not in used:
-        decoder.lm_head.weight = decoder.model.embed_tokens.weight
-    for module in (decoder, head):
-        module.requires_grad_(False)
-    return decoder, head
-
-
-def _set_quantized(
-    decoder: Decoder,
-    head: ExitHead,
-    name: str,
-    layer: QuantizedLinear,
-    others_outputs: Sequence[int],
-) -> None:
-    """Put a layer in the place of all layers whose weight it has. ``others_outputs``: of all but
-    the first."""
-    module = head if name.startswith(EXIT_HEAD) else decoder
-    first, *others = (
-        part.removeprefix(EXIT_HEAD).removesuffix(".weight") for part in parts_of(name)
-    )
-    for other, outputs in zip(others, others_outputs, strict=True):
-        module.set_submodule(other, ComputedBefore(outputs))
-    module.set_submodule(first, layer)
+        module.lm_head.weight = module.get_parameter(EMBEDDINGS)
+    module.requires_grad_(False).eval()
 
 
 def _map_files(directory: Path, names: Iterable[str]) -> Files:

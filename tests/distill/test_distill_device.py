@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from eesd.common.architecture import Model, block
+from eesd.common.shapes import NO_HEAD
 from eesd.distill import teacher as teacher_module
 from eesd.distill.teacher import Teacher, full_sequence_inputs, largest
 from eesd.model.checkpoint import Checkpoint
@@ -33,19 +35,21 @@ def test_whole_passes_have_the_states_of_masked_ones(
 
 def test_a_whole_pass_has_the_gradients_of_a_masked_one(family_dir: Callable[[str], Path]) -> None:
     checkpoint = Checkpoint(family_dir("llama-linear"))
-    block = load_decoder(checkpoint).model.layers[0].requires_grad_()
+    decoder: Any = load_decoder(checkpoint)
+    described = Model(checkpoint.geometry, NO_HEAD).layer(0)
+    layer = decoder.model.layers[0].requires_grad_()
     x, gradients = torch.randn(2, 30, checkpoint.geometry.hidden_size), []
     for whole in (False, True):
         inputs, [cache] = full_sequence_inputs(
             checkpoint.geometry, 2, 30, 1, torch.float32, x.device, whole
         )
         assert cache[0].numel() == (0 if whole else x.shape[0] * 30 * 2 * 16)
-        block.zero_grad()
-        block(x, inputs, cache)[0].square().mean().backward()
+        layer.zero_grad()
+        block(decoder.operations(inputs, [cache]), described, x).square().mean().backward()
         gradients.append(
-            [value.grad.clone() for value in block.parameters() if value.grad is not None]
+            [value.grad.clone() for value in layer.parameters() if value.grad is not None]
         )
-    assert len(gradients[0]) == len(list(block.parameters()))
+    assert len(gradients[0]) == len(list(layer.parameters()))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
 

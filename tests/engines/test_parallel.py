@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from hashlib import sha256
 from pathlib import Path
 from threading import Barrier, Thread
@@ -25,8 +25,8 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
 from eesd.export.inspect import main as inspect_main
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.parallel import Split, add_in_order
 from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.team import Split
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.engines.torch_weights import load_modules
 from eesd.runtime.llm import LLM, Speculation
@@ -86,7 +86,7 @@ def in_one_process(
     def add(rank: int, part: torch.Tensor) -> torch.Tensor:
         parts[rank] = part
         meeting.wait(60)
-        total = add_in_order([parts[rank] for rank in range(ranks)])
+        total = reduce(torch.add, (parts[rank] for rank in range(ranks)))
         meeting.wait(60)
         return total
 

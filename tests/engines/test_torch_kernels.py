@@ -127,16 +127,16 @@ def test_ranks_compute_with_kernels_what_they_compute_with_torchs_operators(
     assert verify == load_manifest(directory).geometry.num_layers > draft > 0
     assert found["shared"][:draft] == [True] * draft, "the joined weights are there once"
     layers = {
-        "qkv_proj.quantized": [2, 64],
-        "o_proj.part": [1, 64],
-        "gate_up_proj.quantized": [2, 96],
+        "self_attn.q_proj": [2, 64],
+        "self_attn.o_proj": [1, 64],
+        "mlp.gate_proj": [2, 96],
     }
     kept = {
         f"model.layers.{index}.{name}": shape
         for index in range(verify)
         for name, shape in layers.items()
     }
-    kept |= {"exit_head.blocks.0.kv_proj.quantized": [2, 32], "lm_head": [2, 97]}
+    kept |= {"exit_head.blocks.0.self_attn.k_proj": [2, 32], "lm_head": [2, 97]}
     assert found["levels"] == (kept if kind == "int4" else {})
 
 
@@ -157,14 +157,14 @@ def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(
 def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, Any]) -> None:
     """Only the LM head of the draft is a copy, in fewer bits."""
     engines, head = found["engines"][0], "exit_head.blocks.0"
-    layers = ("qkv_proj.quantized", "o_proj", "gate_up_proj.quantized", "down_proj")
+    layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
     blocks = [
         [f"{block}.{layer}" for layer in layers]
         for block in (head, *(f"model.layers.{i}" for i in range(4)))
     ]
     others = [name for names in blocks[1:] for name in names]
     assert engines["draft"] == sorted([*blocks[0], "lm_head", *blocks[1]])
-    assert engines["verify"] == sorted([f"{head}.kv_proj.quantized", "lm_head", *others])
+    assert engines["verify"] == sorted([f"{head}.self_attn.k_proj", "lm_head", *others])
     assert engines["shared"] == sorted(blocks[1]) and engines["dequantized"] == [0, 0]
     assert not any(plain["verify"] for plain in found["engines"][1:])
     whole = found["engines"][4]

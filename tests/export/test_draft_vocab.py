@@ -22,7 +22,7 @@ from eesd.distill.cli import main as distill_main
 from eesd.distill.data import Rows, count_next_tokens, most_used
 from eesd.distill.losses import token_losses
 from eesd.export.inspect import main as inspect_main
-from eesd.export.parity import least_cosine
+from eesd.export.reference import least_cosine
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.loading import load_exit_head

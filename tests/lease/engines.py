@@ -12,8 +12,7 @@ from torch import nn
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import FORMAT_VERSION, GraphInfo, Manifest, SamplingDefaults
 from eesd.common.quantization import Quantizations
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import Decoder, ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.device import DeviceStream, device_streams
@@ -164,7 +163,7 @@ def _runner(
 def _quantize(decoder: Decoder) -> None:
     """Random levels of 4 bits in the place of the weights of blocks and LM head. Layers that read
     one input become one."""
-    indices = range(len(decoder.model.layers))
+    indices = range(decoder.geometry.num_layers)
     blocks = [
         [f"model.layers.{index}.{name}" for name in joint.split()]
         for index in indices

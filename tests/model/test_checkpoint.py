@@ -611,7 +611,7 @@ def test_unused_tensors_are_ignored(model_dir: Path) -> None:
 def test_every_float_type_is_read(model_dir: Path, dtype: torch.dtype) -> None:
     value = torch.linspace(-3, 3, 64, dtype=torch.float64).to(dtype)
     edit_tensors(model_dir, model__norm__weight=value)
-    decoder = load_decoder(Checkpoint(model_dir))
+    decoder: Any = load_decoder(Checkpoint(model_dir))
     assert torch.equal(decoder.model.norm.weight, value.float())
     assert not any(parameter.requires_grad for parameter in decoder.parameters())
 

@@ -22,7 +22,7 @@ from eesd.export.cli import main as export_main
 from eesd.model import exit_head_file
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 from eesd.model.loading import load_decoder, load_exit_head, make_initial_head
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
@@ -52,10 +52,9 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
         checkpoint.geometry, 1, len(TEXT), len(head.blocks), torch.float32, ids.device
     )
     x, *deep = [states[layer] for layer in layers]
-    features, _ = head.lm_head_input(x, inputs, caches, states_before(head, deep, roots))
-    logits: NDArray[np.float32] = (
-        (features @ as_torch(checkpoint.lm_head()).float().T)[0].detach().numpy()
-    )
+    features = head.lm_head_input(x, inputs, caches, states_before(head, deep, roots))
+    lm_head = as_torch(checkpoint.lm_head()).float()
+    logits: NDArray[np.float32] = (features @ lm_head.T)[0].detach().numpy()
     return logits
 
 
@@ -158,9 +157,9 @@ def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
     )
     plain = make_initial_head(checkpoint, ExitConfig(1))
     deep = make_initial_head(checkpoint, ExitConfig(1, deep=(2, 3)))
-    expected, _ = plain.lm_head_input(states[1], inputs, caches)
+    expected = plain.lm_head_input(states[1], inputs, caches)
     state = states_before(deep, [states[2], states[3]], fixed_roots(2))
-    found, _ = deep.lm_head_input(states[1], inputs, caches, state)
+    found = deep.lm_head_input(states[1], inputs, caches, state)
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 

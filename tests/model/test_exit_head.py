@@ -17,7 +17,7 @@ from eesd.common.geometry import ExitConfig
 from eesd.common.prior import CalibrationPrior
 from eesd.model import exit_head_file
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 from eesd.model.loading import load_decoder, load_exit_head, make_initial_head, save_exit_head
 
 FamilyDir = Callable[[str], Path]
@@ -68,10 +68,9 @@ def test_untrained_head_copies_the_last_layers(
     family_dir: FamilyDir, family: str, own_lm_head: bool
 ) -> None:
     checkpoint = Checkpoint(family_dir(family))
-    decoder, head = (
-        load_decoder(checkpoint),
-        make_initial_head(checkpoint, ExitConfig(layer=1, blocks=2, own_lm_head=own_lm_head)),
-    )
+    config = ExitConfig(layer=1, blocks=2, own_lm_head=own_lm_head)
+    decoder: Any = load_decoder(checkpoint)
+    head: Any = make_initial_head(checkpoint, config)
     for block, layer in zip(head.blocks, decoder.model.layers[1:], strict=True):
         torch.testing.assert_close(block.state_dict(), layer.state_dict(), rtol=0, atol=0)
     assert torch.equal(head.norm.weight, decoder.model.norm.weight)

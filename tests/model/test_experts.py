@@ -21,19 +21,22 @@ from support.family_grid import SMALL, FamilyCase
 from support.mutants import mutate
 from support.without_operators import without_operators
 from torch import Tensor
+from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 
 import eesd
+from eesd.common.architecture import Model, mixture_of
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig
 from eesd.common.manifest import load_manifest
+from eesd.common.shapes import NO_HEAD
 from eesd.export.cli import main as export_main
 from eesd.export.cpu.build import build_for_cpu
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.feed_forward import MLP, Mixture
 from eesd.model.initial_head import joined
 from eesd.model.loading import load_decoder, make_initial_head
+from eesd.model.torch_ops import TorchOperations
 from eesd.runtime.engines.backends import EngineOptions, open_engines
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.llm import Speculation
@@ -204,30 +207,34 @@ def check_modules(model: Path) -> None:
     reference: Any = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
     )
-    mixture: Any = load_decoder(checkpoint).model.layers[2].mlp
+    decoder = load_decoder(checkpoint)
+    nothing: Any = None
+    o, block = decoder.operations(nothing, []), Model(checkpoint.geometry, NO_HEAD).layer(2)
+    mixture = mixture_of(block)
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = reference(x)
-        torch.testing.assert_close(mixture(x), expected, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            mixture._all(x, mixture.route(x)), expected, rtol=1e-4, atol=1e-5
-        )
-        unused = mixture.route(x)[..., 0] == 0
-        mixture.experts[0].up_proj.weight *= 1e30
-        mixture.experts[0].down_proj.weight *= 1e30
-        found = mixture._all(x, mixture.route(x))
+        shares = o.shares(x, block, mixture)
+        found = o.mixture(x, block, mixture, "", None, ())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        found = o.on_all(x, shares, block, mixture)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        unused = shares[..., 0] == 0
+        for part in ("up_proj", "down_proj"):
+            decoder.get_parameter(f"model.layers.2.mlp.experts.0.{part}.weight").mul_(1e30)
+        found = o.on_all(x, shares, block, mixture)
         torch.testing.assert_close(found[unused], expected[unused], rtol=1e-4, atol=1e-5)
 
 
 MUTANTS = [
-    ("route", "if self.normed", "if not self.normed"),
-    ("route", "self.used, -1", "self.used - 1, -1"),
-    ("route", ".softmax(-1)", ".sigmoid()"),
-    ("_all", "x * used", "x"),
-    ("_all", "* weight", "* used"),
-    ("_all", "y + expert", "expert"),
-    ("_chosen", "* weights[tokens, index, None]", ""),
-    ("_chosen", "x[rows]", "x[rows - rows[0]]"),
+    ("shares", "if experts.normed", "if not experts.normed"),
+    ("shares", "experts.used, -1", "experts.used - 1, -1"),
+    ("shares", ".softmax(-1)", ".sigmoid()"),
+    ("on_all", "x * (share > 0).to(x.dtype)", "x"),
+    ("on_all", ") * share", ") * (share > 0)"),
+    ("on_all", "y + self", "self"),
+    ("on_chosen", "* shares[tokens, index, None]", ""),
+    ("on_chosen", "given[rows]", "given[rows - rows[0]]"),
 ]
 
 
@@ -239,27 +246,34 @@ def test_a_mixture_is_that_of_transformers(model: Path) -> None:
 def test_a_mistake_is_caught(
     models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
 ) -> None:
-    mutate(monkeypatch, Mixture, name, old, new)
+    mutate(monkeypatch, TorchOperations, name, old, new)
     with pytest.raises(AssertionError, match="not close"):
         check_modules(models("qwen3_moe"))
 
 
 def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
     checkpoint = Checkpoint(model)
-    mlp: Any = make_initial_head(checkpoint, ExitConfig(1)).blocks[0].mlp
+    head: Any = make_initial_head(checkpoint, ExitConfig(1))
+    mlp: Any = head.blocks[0].mlp
     x, is_mixtral = (
         torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0)),
         "mixtral" in model.name,
     )
-    assert isinstance(mlp, MLP) and mlp.up_proj.out_features == (64 if is_mixtral else 32)
+    assert not hasattr(mlp, "experts") and mlp.up_proj.out_features == (64 if is_mixtral else 32)
     last: Any = load_decoder(checkpoint).model.layers[2]
     experts = last.mlp.experts
     with torch.no_grad():
         if is_mixtral:  # which has room for two
-            torch.testing.assert_close(mlp(x), (experts[0](x) + experts[1](x)) / 2)
+            both = (mlp_of(experts[0], x) + mlp_of(experts[1], x)) / 2
+            torch.testing.assert_close(mlp_of(mlp, x), both)
         else:  # one, and 8 of 24 columns of another one
             assert torch.equal(mlp.gate_proj.weight[24:], experts[1].gate_proj.weight[:8])
             assert torch.equal(mlp.down_proj.weight[:, 24:], experts[1].down_proj.weight[:, :8] / 2)
+
+
+def mlp_of(module: Any, x: Tensor) -> Tensor:
+    gated: Tensor = silu(module.gate_proj(x)) * module.up_proj(x)
+    return torch.Tensor(module.down_proj(gated))
 
 
 def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:

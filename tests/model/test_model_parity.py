@@ -16,13 +16,13 @@ from eesd.common.geometry import ExitConfig, Geometry, draft_caches
 from eesd.common.manifest import MASKED
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.decoder import KV, Decoder, Inputs
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import Decoder, ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.initial_head import initial_names, joined
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.loading import load_decoder
 from eesd.model.rotary import rotary_tables
+from eesd.model.torch_ops import KV, Inputs
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]

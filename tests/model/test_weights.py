@@ -30,8 +30,7 @@ from eesd.common.weights import (
     packed_name,
     stored_weight,
 )
-from eesd.model.decoder import Decoder
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import Decoder, ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.initial_head import initial_names
 from eesd.model.inputs import causal_inputs, empty_caches

@@ -6,7 +6,7 @@ import torch
 
 from eesd.common.geometry import ExitConfig
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.exit_head import ExitHead
+from eesd.model.decoder import ExitHead
 from eesd.model.loading import load_exit_head, make_initial_head, save_exit_head
 from support.tiny_checkpoints import randomise
 

@@ -13,30 +13,40 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from torch import nn
+from torch import Tensor
 
 from eesd.common.manifest import load_manifest
 from eesd.runtime.engines import torch_weights
 from eesd.runtime.engines.team import TeamEngine
 from eesd.runtime.engines.torch_engine import TorchStageRunner, open_team, open_torch
-from eesd.runtime.engines.torch_fused import FusedBlock
+from eesd.runtime.engines.torch_fused import FusedOperations, joined
+from eesd.runtime.engines.torch_quantized import QuantizedLinear
 from support.interpreted import levels_of, logits_of
 
 
-def layers_of(engine: TeamEngine) -> list[nn.Module]:
+def layers_of(engine: TeamEngine) -> list[Any]:
+    """The attentions of the layers that have weights, if kernels compute with them."""
     stage: Any = engine.own.stages[0]
     assert isinstance(stage, TorchStageRunner)
-    return list(stage.module.model.layers)
+    model: Any = stage.module.model
+    attentions = [block.self_attn for block in model.layers]
+    return [one for one in attentions if is_there(one)] * (
+        stage.module.operations is FusedOperations
+    )
 
 
-def memory_of(block: Any) -> int:
-    """Where the joined weights of queries, keys and values are; of a block that has none, a number
-    of its own."""
-    if not isinstance(block, FusedBlock):
-        return id(block)
-    joined = block.qkv_proj
-    levels = None if joined.quantized is None else joined.quantized.weight.levels
-    return (joined.weight if levels is None else levels).data_ptr()
+def is_there(attention: Any) -> bool:
+    layer = attention.q_proj
+    return isinstance(layer, QuantizedLinear) or not layer.weight.is_meta
+
+
+def memory_of(attention: Any) -> int:
+    """Where the joined weights of queries, keys and values are."""
+    if isinstance(attention.q_proj, QuantizedLinear):
+        return attention.q_proj.weight.levels.data_ptr()
+    parts: list[Tensor] = [getattr(attention, f"{part}_proj").weight for part in "qkv"]
+    assert joined(parts).data_ptr() == parts[0].data_ptr(), "they lie together"
+    return parts[0].data_ptr()
 
 
 def main(directory: Path) -> None:
@@ -52,8 +62,8 @@ def main(directory: Path) -> None:
             float(abs(one - other).max()) for one, other in zip(found, expected, strict=True)
         ],
         "deviation": [float(one.std()) for one in expected],
-        "fused": [sum(isinstance(block, FusedBlock) for block in blocks) for blocks in layers],
-        "shared": [memory_of(one) == memory_of(other) for one, other in zip(*layers, strict=True)],
+        "fused": [len(attentions) for attentions in layers],
+        "shared": [memory_of(one) == memory_of(other) for one, other in zip(*layers, strict=False)],
         "levels": {
             name: list(weight.scales.shape)
             for name, weight in levels_of(verify.own.stages[0]).items()

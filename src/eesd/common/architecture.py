@@ -10,6 +10,25 @@ L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks;
 follow. Verify writes all of them, so the draft can go on at once after a verify pass. Verify can be
 split by layers into stages. A head that reads states of layers needs a single stage.
 
+**Exit head**: E blocks, a norm, and the base model's LM head or its own, behind layer N. Without
+blocks it has no caches: that is the early exit of models that were trained for it (LayerSkip, arXiv
+2404.16710). A head may also know something of the deep layers. Verify projects the states after
+some of them to a *deep state*, 2 KV D numbers for each token, and writes it into the token's slot
+of the deep cache, as if these were keys and values. A draft step reads the deep state of the token
+before its first one, adds it, projected back, after the head's last attention, and copies it into
+the slots of its own tokens. So all steps of a round read the deep state of the token before the
+root, the last one that verify had seen, and need to be told nothing.
+
+**EAGLE-3** (arXiv 2503.01840): one block behind the embeddings, which reads a token's embedding and
+a state of the token before it. Of the token before the root that state is what verify knows: hidden
+states of three layers, fused by a product. Behind a drafted token it is what the head itself
+computed there. Both lie in the slot of the token that they are about, in caches of states. So a
+draft step reads the slot of the token that each of its tokens follows, and writes its own; verify
+writes the fused states over what was drafted, and the block's keys and values from them. No graph
+has an input that others do not have, and whatever moves or keeps caches does the same to states.
+The first token of a text follows none, so the published heads have no keys for it: only it sees its
+own slot.
+
 The module needs neither torch nor onnx.
 """
 
@@ -17,7 +36,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
-from eesd.common.geometry import FULL, Eagle, ExitConfig, Geometry, draft_columns
+from eesd.common.geometry import (
+    FULL,
+    Eagle,
+    ExitConfig,
+    Geometry,
+    draft_columns,
+    exit_caches,
+)
 from eesd.common.quantization import EXIT_HEAD
 
 X = TypeVar("X")
@@ -196,6 +222,11 @@ class Model(NamedTuple):
             return Block(eagle.block, prefix, cache, FULL, eagle)
         return Block(geometry.dense, prefix, cache, geometry.head_kinds(self.head.blocks)[index])
 
+    @property
+    def final_norm(self) -> Norm:
+        """The norm before the base model's LM head."""
+        return Norm(FINAL_NORM, self.geometry.rms_norm_eps)
+
     def head_norm(self, name: str) -> Norm:
         """A norm of the exit head."""
         eagle = self.head.eagle
@@ -206,6 +237,11 @@ class Model(NamedTuple):
     def state_width(self) -> int:
         """Columns of a deep state: the keys and values of a token in one cache."""
         return 2 * self.geometry.num_kv_heads * self.geometry.head_dim
+
+    @property
+    def state_caches(self) -> range:
+        """Indices of the caches of states."""
+        return exit_caches(self.geometry, self.head)[self.head.blocks :]
 
 
 def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
@@ -238,8 +274,7 @@ def verify(o: Operations[X], model: Model, x: X, layers: range) -> X:
     if layers.stop < geometry.num_layers:
         return x
     columns = Linear(LM_HEAD, geometry.vocab_size)
-    final = Norm(FINAL_NORM, geometry.rms_norm_eps)
-    return o.logits(o.last(x), columns, final, geometry.logit_cap)
+    return o.logits(o.last(x), columns, model.final_norm, geometry.logit_cap)
 
 
 def draft(o: Operations[X], model: Model, x: X) -> X:
@@ -261,15 +296,29 @@ def exit_head(o: Operations[X], model: Model, x: X) -> X:
     more: list[X] = []
     if head.deep:
         more.append(deep_in(o, model, o.carry_state("deep_state")))
-    for index in range(head.blocks):
-        x = block(o, model.exit_block(index), x, more if index == head.blocks - 1 else ())
+    x = finish_head(o, model, attend_in_head(o, model, x, more))
     cap = 0.0 if head.blocks else geometry.logit_cap
     return o.logits(x, columns, model.head_norm("norm"), cap)
 
 
-def block(o: Operations[X], of: Block, x: X, more: Sequence[X] = ()) -> X:
-    """A block's output for hidden states x. ``more`` is added after attention."""
-    return feed_forward(o, of, attend(o, of, x, [x, *more]))
+def attend_in_head(o: Operations[X], model: Model, x: X, more: Sequence[X] = ()) -> X:
+    """What of the exit head needs other tokens: up to behind its last attention, to which ``more``
+    is added."""
+    last = model.head.blocks - 1
+    for index in range(last):
+        x = block(o, model.exit_block(index), x)
+    return attend(o, model.exit_block(last), x, [x, *more]) if model.head.blocks else x
+
+
+def finish_head(o: Operations[X], model: Model, x: X) -> X:
+    """The rest of the exit head's blocks, for each token alone."""
+    blocks = model.head.blocks
+    return feed_forward(o, model.exit_block(blocks - 1), x) if blocks else x
+
+
+def block(o: Operations[X], of: Block, x: X) -> X:
+    """A block's output for hidden states x."""
+    return feed_forward(o, of, attend(o, of, x, [x]))
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:

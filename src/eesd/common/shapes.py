@@ -14,7 +14,7 @@ from eesd.common.architecture import (
     draft,
     verify,
 )
-from eesd.common.geometry import UNROTATED, ExitConfig, Geometry, exit_caches
+from eesd.common.geometry import UNROTATED, ExitConfig, Geometry
 from eesd.common.quantization import Shape
 
 NO_HEAD = ExitConfig(layer=0, blocks=0)
@@ -100,20 +100,16 @@ class Shapes:
     def _use(self, *caches: int) -> None:
         self.caches += [cache for cache in caches if cache not in self.caches]
 
-    def _state_caches(self) -> range:
-        geometry, head = self.model
-        return exit_caches(geometry, head)[head.blocks :]
-
     def write_state(self, x: int, name: str) -> int:
-        self._use(*self._state_caches())
+        self._use(*self.model.state_caches)
         return x
 
     def carry_state(self, name: str) -> int:
-        self._use(*self._state_caches())
+        self._use(*self.model.state_caches)
         return self.model.state_width
 
     def parent_state(self, name: str, written: int | None = None) -> int:
-        self._use(*self._state_caches())
+        self._use(*self.model.state_caches)
         return self.model.geometry.hidden_size
 
     def last(self, x: int) -> int:

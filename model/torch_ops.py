@@ -1,0 +1,382 @@
+"""The table of operations that computes with torch, over static KV caches: for training, checking
+and the torch engine.
+
+Each layer has a cache [B, KV, S, D] for keys and one for values. A pass writes the keys and values
+of its ``n`` new tokens at ``write_indices``, and attention sees all S slots through an additive
+mask [B, 1, n, S]. Positions and visibility are inputs, so the same pass serves a prompt, a single
+token, a chain or a token tree.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, pad, scaled_dot_product_attention, silu
+
+from eesd.common.architecture import EMBEDDING, Block, Linear, Mixture, Model, Norm
+from eesd.common.geometry import SLIDING, UNROTATED, Geometry
+from eesd.common.manifest import MASKED
+from eesd.common.quantization import EXIT_HEAD
+from eesd.common.weights import INPUTS, split_side
+
+EVEN_ROWS = 4
+"""On the CPU, torch's float32 products add in another order where the number of rows is no multiple
+of this. So a row is there several times where bits shall not depend on other tokens."""
+KV = tuple[Tensor, Tensor]
+"""The key cache and the value cache of one layer, each [B, KV, S, D]."""
+Add = Callable[[Tensor], Tensor]
+"""Adds the parts of all ranks in their order, given this rank's. Each rank gets the sum."""
+
+
+@dataclass
+class Inputs:
+    """The inputs of a pass that all layers share.
+
+    Attributes:
+        cos: Rotary table [S, D/2], and where sliding layers have one of their own, that beside it:
+            [S, D].
+        sin: Rotary table of the same shape.
+        position_ids: Position of each token in the text, [B, n].
+        write_indices: Slot of each sequence's first new token, [B]. The other tokens follow it.
+        attn_mask: Additive mask [B, 1, n, S]: 0 where a token sees a slot, -30000 where it does
+            not. Kernels that derive it use only its shape.
+        logit_rows: Which of the n tokens get logits from verify, [R]; the same ones in every
+            sequence. None: all of them.
+        tree: For these kernels, if the tokens may be a tree: each sees the slots below a number
+            [B], and of those from there on where it has a 1 in [B, n, width]. None: each sees the
+            slots up to its own.
+        whole: Whether the pass has its sequences from their first tokens on, and each token sees
+            those up to itself. It uses neither caches nor a mask then, and GPUs have fast kernels
+            for such an attention.
+        near: The same inputs for sliding layers, once one has asked for them.
+        query_mask: The mask with a row for each query that a KV head gets, once a layer has asked
+            for it.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    position_ids: Tensor
+    write_indices: Tensor
+    attn_mask: Tensor
+    logit_rows: Tensor | None = None
+    tree: tuple[Tensor, Tensor] | None = None
+    whole: bool = False
+    near: "Inputs | None" = field(default=None, repr=False)
+    query_mask: Tensor | None = field(default=None, repr=False)
+
+    def within(self, window: int) -> "Inputs":
+        """These inputs for layers whose tokens see ``window`` tokens, their own included: made
+        once, and kept in ``near``.
+
+        The slots of tokens that a round has not committed are behind the window of none of its
+        nodes, as long as the window is longer than a round: so a slot's number stands for its
+        position, wherever a node of a tree lies.
+        """
+        if self.near is None:
+            hidden = numbers(self.attn_mask, 3) <= self.position_ids[:, None, :, None] - window
+            mask = torch.minimum(self.attn_mask, hidden.to(self.attn_mask.dtype) * MASKED)
+            self.near = replace(self, attn_mask=mask, query_mask=None)
+        return self.near
+
+    def folded(self, group: int) -> Tensor:
+        """The mask [B, 1, group n, S] of layers that fold the ``group`` query heads of a KV head
+        into its queries, [B, KV, group n, D]: made once. One attention then reads each cache once.
+        """
+        if self.query_mask is None:
+            self.query_mask = self.attn_mask.repeat(1, 1, group, 1)
+        return self.query_mask
+
+    @property
+    def own_slots(self) -> Tensor:
+        """The slot of each token [B, n]."""
+        return self.write_indices[:, None] + numbers(self.position_ids, 1)
+
+
+def numbers(x: Tensor, axis: int) -> Tensor:
+    """0, 1, ... for the places of a tensor along an axis, int64."""
+    return torch.arange(x.shape[axis], device=x.device)
+
+
+def capped(x: Tensor, cap: float) -> Tensor:
+    """Values between -cap and cap: those near 0 stay, nearly. 0 is no cap."""
+    return x if not cap else cap * torch.tanh(x / cap)
+
+
+def rotate(x: Tensor, inputs: Inputs, local: bool = False) -> Tensor:
+    """Apply the rotary embedding to x [B, H, n, D], that of sliding layers if ``local``. The two
+    halves of D are rotated."""
+    half = x.shape[-1] // 2
+    columns = slice(half, 2 * half) if local else slice(0, half)
+    tables = (table[:, columns] for table in (inputs.cos, inputs.sin))
+    cos, sin = (table[inputs.position_ids][:, None] for table in tables)
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
+    """Write keys or values of new tokens [B, KV, n, D] into a cache [B, KV, S, D], from the slots
+    ``write_indices`` [B] on.
+
+    Without autograd the cache is written in place, as engines do it: a copy would move all S slots
+    for n tokens. With autograd a copy is returned, because the backward pass may need the old
+    content.
+    """
+    slots = write_indices[:, None] + numbers(new, 2)
+    if torch.is_grad_enabled():
+        cache = cache.clone()
+    # Not scatter_, which copies a cache that is a view.
+    cache[numbers(new, 0)[:, None], :, slots] = new.transpose(1, 2)
+    return cache
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, geometry: Geometry) -> Tensor:
+    """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D];
+    [B, H, n, D]. Torch reads only as many of the first slots as the mask has columns.
+
+    Heads are always folded, because torch's own grouped attention repeats the caches for every
+    head. Torch computes a single query in another order than several, so its engine pads calls to
+    an even number.
+    """
+    kv_heads = keys.shape[1]
+    folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
+    mask = inputs.folded(q.shape[1] // kv_heads)
+    return _attention(folded, keys, values, mask, geometry).reshape(q.shape)
+
+
+def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, geometry: Geometry) -> Tensor:
+    """One attention operator, with as many heads in q as in the caches or a multiple of them."""
+    scale, cap, slots = geometry.score_scale, geometry.attention_cap, mask.shape[3]
+    keys, values = keys[:, :, :slots], values[:, :, :slots]
+    if cap:  # torch's attention has none
+        weights = (capped(q @ keys.transpose(2, 3) * scale, cap) + mask).float().softmax(-1)
+        return weights.to(q.dtype) @ values
+    return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+
+
+def attend_whole(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, window: int = 0) -> Tensor:
+    """Grouped-query attention of whole sequences, each token to those up to itself, or to
+    ``window`` of them."""
+    if not (geometry.attention_cap or window):
+        scale = geometry.attention_scale or None
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
+    before = numbers(q, 2)[:, None] - numbers(q, 2)
+    hidden = (before < 0) | (before >= window) if window else before < 0
+    mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, MASKED)[None, None]
+    keys, values = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
+    return _attention(q, keys, values, mask, geometry)
+
+
+@dataclass
+class TorchOperations:
+    """Computes one pass. A value is a tensor [B, n, columns].
+
+    Attributes:
+        model: The model.
+        module: Gives a module by its name in the description.
+        inputs: The inputs of the pass. None: nothing is computed that needs other tokens.
+        caches: The caches by their indices: at the end the written ones.
+        add_ranks: Adds the parts of all ranks; None: one process has all weights.
+        wide: Whether logits without a cap become float32.
+    """
+
+    model: Model
+    module: Callable[[str], Any]
+    inputs: Inputs | None = None
+    caches: dict[int, KV] = field(default_factory=dict)
+    add_ranks: Add | None = None
+    wide: bool = True
+
+    def embed(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.module(EMBEDDING)(ids)
+        scale = self.model.geometry.embedding_scale
+        return x if scale == 1 else (x.float() * scale).to(x.dtype)
+
+    def norm(self, x: Tensor, norm: Norm) -> Tensor:
+        normed: Tensor = self.module(norm.name)(x, norm.eps)
+        return normed
+
+    def product(
+        self,
+        x: Tensor,
+        layers: Sequence[Linear],
+        name: str,
+        norm: Norm | None = None,
+        residual: Sequence[Tensor] = (),
+        activation: str = "",
+    ) -> Tensor:
+        y = self.linear(self.norm(x, norm) if norm else x, layers)
+        if activation:
+            return self.gated(y, activation)
+        if self.add_ranks and split_side(f"{layers[0].name}.weight") == INPUTS:
+            y = self.add_ranks(y)
+        return self.add(residual, y, name) if residual else y
+
+    def linear(self, x: Tensor, layers: Sequence[Linear]) -> Tensor:
+        """The outputs of linear layers side by side, this rank's part."""
+        outputs = [self.module(layer.name)(x) for layer in layers]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, -1)
+
+    def gated(self, y: Tensor, activation: str) -> Tensor:
+        """The activated gate times up, which stand side by side in y."""
+        gate, up = y.chunk(2, -1)
+        return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+
+    def mixture(
+        self,
+        x: Tensor,
+        block: Block,
+        mixture: Mixture,
+        name: str,
+        norm: Norm | None,
+        residual: Sequence[Tensor],
+    ) -> Tensor:
+        x = self.norm(x, norm) if norm else x
+        shares = self.shares(x, block, mixture)
+        # Where the host must not wait for what is chosen.
+        compute = self.on_all if x.is_cuda else self.on_chosen
+        y = compute(x, shares, block, mixture)
+        y = self.add_ranks(y) if self.add_ranks else y
+        return self.add(residual, y, name) if residual else y
+
+    def shares(self, x: Tensor, block: Block, mixture: Mixture) -> Tensor:
+        """The weights of the experts, in the type of x: [B, n, E], 0 where a token does not use
+        one."""
+        experts = block.geometry.experts
+        assert experts is not None
+        shares = self.linear(x, [mixture.router]).float().softmax(-1)
+        chosen, indices = shares.topk(experts.used, -1)
+        if experts.normed:
+            chosen = chosen / chosen.sum(-1, keepdim=True)
+        return torch.zeros_like(shares).scatter(-1, indices, chosen).to(x.dtype)
+
+    def on_all(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
+        """The sum of the experts, each of which runs on all tokens.
+
+        Its inputs are 0 where a token does not use it, and so are its outputs, whatever the type's
+        range is.
+        """
+        y = torch.zeros_like(x)
+        for expert, share in zip(mixture.experts, torch.split(shares, 1, -1), strict=True):
+            y = y + self._expert(x * (share > 0).to(x.dtype), block, expert) * share
+        return y
+
+    def on_chosen(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
+        """The same, but each expert runs on the tokens that use it."""
+        given, shares = x.flatten(0, -2), shares.flatten(0, -2)
+        y = torch.zeros_like(given)
+        for index in (shares > 0).any(0).nonzero()[:, 0].tolist():
+            tokens = (shares[:, index] > 0).nonzero()[:, 0]
+            rows = torch.cat((tokens, tokens[:1].expand(-len(tokens) % EVEN_ROWS)))
+            found = self._expert(given[rows], block, mixture.experts[index])[: len(tokens)]
+            y = y.index_add(0, tokens, found * shares[tokens, index, None])
+        return y.view(x.shape)
+
+    def _expert(self, x: Tensor, block: Block, expert: tuple[Linear, Linear, Linear]) -> Tensor:
+        *layers, down = expert
+        gated = self.gated(self.linear(x, layers), block.geometry.activation)
+        return self.linear(gated, [down])
+
+    def add(self, residual: Sequence[Tensor], y: Tensor, name: str) -> Tensor:
+        """The first, y, and the others."""
+        first, *others = residual
+        return reduce(torch.add, others, first + y)
+
+    def split(self, x: Tensor, sizes: Sequence[int], names: Sequence[str]) -> Sequence[Tensor]:
+        return torch.split(x, list(sizes), -1)
+
+    def concat(self, parts: Sequence[Tensor], name: str) -> Tensor:
+        return torch.cat(list(parts), -1)
+
+    def attention(self, qkv: Tensor, block: Block, name: str, attends: bool) -> Tensor:
+        geometry, inputs = block.geometry, self._inputs(block)
+        window = geometry.window if block.kind == SLIDING else 0
+        heads = qkv.view(*qkv.shape[:2], -1, geometry.head_dim).transpose(1, 2)
+        counts = [geometry.num_heads] * attends + [geometry.num_kv_heads] * 2
+        *queries, k, v = torch.split(heads, counts, 1)
+        k = self._turned(k, block, "k_norm", inputs)
+        if not inputs.whole:
+            self._write(block.cache, k, v)
+        if not attends:
+            return qkv
+        q = self._turned(queries[0], block, "q_norm", inputs)
+        if inputs.whole:
+            y = attend_whole(q, k, v, geometry, window)
+        else:
+            seen = inputs.within(window) if window else inputs
+            y = attend(q, *self.caches[block.cache], seen, geometry)
+        return y.transpose(1, 2).flatten(2)
+
+    def _turned(self, x: Tensor, block: Block, norm: str, inputs: Inputs) -> Tensor:
+        """Queries or keys x [B, heads, n, D], normalized and rotated."""
+        geometry, own = block.geometry, block.norm(f"self_attn.{norm}")
+        if geometry.qk_norm and not geometry.qk_norm_rotated:
+            x = self.norm(x, own)
+        if block.kind != UNROTATED:
+            x = rotate(x, inputs, block.kind == SLIDING and geometry.local_theta > 0)
+        return self.norm(x, own) if geometry.qk_norm_rotated else x
+
+    def _inputs(self, block: Block | None = None) -> Inputs:
+        """The inputs of a block. Those of EAGLE-3 have its own tables, and a mask that hides the
+        first slot from all but its own token."""
+        inputs = self.inputs
+        assert inputs is not None
+        if block is None or block.eagle is None:
+            return inputs
+        mask, slots = inputs.attn_mask, numbers(inputs.attn_mask, 3)
+        hidden = (slots == 0) & (inputs.own_slots > 0)[:, None, :, None]
+        head = self.module(EXIT_HEAD.removesuffix("."))
+        cos, sin = head.cos.to(mask.dtype), head.sin.to(mask.dtype)
+        mask = torch.where(hidden, MASKED, mask)
+        return replace(inputs, cos=cos, sin=sin, attn_mask=mask, query_mask=None)
+
+    def _write(self, index: int, keys: Tensor, values: Tensor) -> None:
+        """Write keys and values [B, KV, n, D] of the tokens into a cache."""
+        at, (old_keys, old_values) = self._inputs().write_indices, self.caches[index]
+        self.caches[index] = write_cache(old_keys, keys, at), write_cache(old_values, values, at)
+
+    def write_state(self, x: Tensor, name: str) -> Tensor:
+        """Write keys, then values, of one cache after another."""
+        indices, geometry = self.model.state_caches, self.model.geometry
+        whole = pad(x, (0, len(indices) * self.model.state_width - x.shape[2]))
+        heads = whole.view(*x.shape[:2], -1, geometry.head_dim).transpose(1, 2)
+        parts = torch.split(heads, geometry.num_kv_heads, 1)
+        for index, keys, values in zip(indices, parts[::2], parts[1::2], strict=True):
+            self._write(index, keys, values)
+        return x
+
+    def carry_state(self, name: str) -> Tensor:
+        """[B, 1, 2 KV D]; zero where there is no token before."""
+        inputs, [index] = self._inputs(), self.model.state_caches
+        count, there = inputs.position_ids.shape[1], (inputs.write_indices > 0)[:, None]
+        before = inputs.write_indices[:, None] - there.long()
+        keys, values = (_read(part, before) * there[..., None, None] for part in self.caches[index])
+        self._write(index, *(part.expand(-1, -1, count, -1) for part in (keys, values)))
+        return torch.cat((keys, values), 1).transpose(1, 2).flatten(2)
+
+    def parent_state(self, name: str, written: Tensor | None = None) -> Tensor:
+        """Zeros for a token that follows none. What was written is in the caches."""
+        inputs, slots = self._inputs(), numbers(self._inputs().attn_mask, 3)
+        sees = inputs.attn_mask[:, 0] > MASKED / 2
+        before = sees & (slots < inputs.own_slots[:, :, None])
+        parent = torch.where(before, slots, -1).amax(-1)
+        caches = [part for index in self.model.state_caches for part in self.caches[index]]
+        found = torch.cat([_read(part, parent.clamp_min(0)) for part in caches], 1)
+        states = found.transpose(1, 2).flatten(2)[..., : self.model.geometry.hidden_size]
+        return states * (parent >= 0)[..., None]
+
+    def last(self, x: Tensor) -> Tensor:
+        rows = self._inputs().logit_rows
+        return x if rows is None else x.index_select(1, rows)
+
+    def logits(self, x: Tensor, head: Linear, norm: Norm | None, cap: float) -> Tensor:
+        logits = self.product(x, [head], "logits", norm)
+        return capped(logits.float() if cap or self.wide else logits, cap)
+
+
+def _read(cache: Tensor, slots: Tensor) -> Tensor:
+    """What lies in slots [B, n] of a cache [B, KV, S, D]: [B, KV, n, D]."""
+    at = slots[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+    return torch.gather(cache, 2, at)
