@@ -210,7 +210,7 @@ def check_modules(model: Path) -> None:
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
     )
     decoder = checkpoint.decoder()
-    o, block = decoder.operations(None, []), Model(checkpoint.geometry, NO_HEAD).layer(2)
+    o, block = decoder.operations(), Model(checkpoint.geometry, NO_HEAD).layer(2)
     mixture = mixture_of(block)
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
