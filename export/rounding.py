@@ -144,16 +144,13 @@ def _round(
 ) -> None:
     """Round weights layer after layer, and put tensors with their levels into the checkpoint."""
     model = Model(checkpoint.geometry, NO_HEAD)
-    causal = (
-        causal_inputs(model.geometry, len(part), part.shape[1], part.shape[1]) for part in rows
-    )
-    inputs = [replace(one, whole=True) for one in causal]
+    shapes = (part.shape for part in rows)
+    inputs = [replace(causal_inputs(model.geometry, b, n, n), whole=True) for b, n in shapes]
     states = _embedded(checkpoint, model, rows)
     layers = 1 + max(int(name.split(".")[2]) for name in weights)
     for layer in range(layers):
         of = model.layer(layer)
-        root = _modules(checkpoint, block_weights(of))
-        root.float()
+        root = _modules(checkpoint, block_weights(of)).float()
         wanted = {
             name: weight
             for name, weight in weights.items()
@@ -163,9 +160,7 @@ def _round(
         sums = {name: torch.zeros(size, size) for name, size in sizes.items()}
         o = _Recording(model, root.get_submodule, sums=sums)
         _run(o, of, states, inputs)
-        levels = _round_block(
-            root, wanted, {name: compensation(one) for name, one in o.sums.items()}
-        )
+        levels = _round_block(root, wanted, {name: compensation(one) for name, one in sums.items()})
         with files.with_name(f"{files.name}-{layer}").open("wb") as file:
             for name, weight in wanted.items():
                 assert weight.quantization is not None

@@ -6,6 +6,7 @@ model uses, too. Only the layers compute; what a block computes is in ``common/a
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -79,7 +80,7 @@ def _layer(name: str, shapes: Mapping[str, Shape], wide: bool) -> nn.Module:
 class Decoder(nn.Module):
     """The base model."""
 
-    model: nn.Module
+    model: Any
     lm_head: nn.Linear
 
     def __init__(self, geometry: Geometry) -> None:
@@ -90,7 +91,9 @@ class Decoder(nn.Module):
         if geometry.tied_embeddings:
             self.lm_head.weight = self.get_parameter(f"{EMBEDDING}.weight")
 
-    def operations(self, inputs: Inputs, caches: Sequence[KV]) -> TorchOperations:
+    def operations(
+        self, inputs: Inputs | None = None, caches: Sequence[KV] = ()
+    ) -> TorchOperations:
         """The operations of a pass, with a pair of caches for each layer."""
         model = Model(self.geometry, NO_HEAD)
         return TorchOperations(model, self.get_submodule, inputs, dict(enumerate(caches)))

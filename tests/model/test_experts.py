@@ -208,8 +208,7 @@ def check_modules(model: Path) -> None:
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
     )
     decoder = load_decoder(checkpoint)
-    nothing: Any = None
-    o, block = decoder.operations(nothing, []), Model(checkpoint.geometry, NO_HEAD).layer(2)
+    o, block = decoder.operations(), Model(checkpoint.geometry, NO_HEAD).layer(2)
     mixture = mixture_of(block)
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -260,7 +259,8 @@ def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
         "mixtral" in model.name,
     )
     assert not hasattr(mlp, "experts") and mlp.up_proj.out_features == (64 if is_mixtral else 32)
-    last: Any = load_decoder(checkpoint).model.layers[2]
+    decoder: Any = load_decoder(checkpoint)
+    last = decoder.model.layers[2]
     experts = last.mlp.experts
     with torch.no_grad():
         if is_mixtral:  # which has room for two
