@@ -24,7 +24,7 @@ from support.command import (
     succeed,
 )
 from support.killing import kill_command
-from support.no_torch import BLOCK
+from support.no_torch import BLOCK, HEAVY, blocker
 
 from eesd.common.turns import turn
 from eesd.export import cache as caches
@@ -123,6 +123,20 @@ def test_the_first_start_exports_and_later_ones_only_run(
         stdout, stderr = second.communicate()
     assert (second.returncode, stdout, stderr) == (0, expected, notice())
     assert contents(cache) == before
+
+
+def test_a_first_start_needs_neither_torch_nor_transformers(
+    first: Path, model: Path, tmp_path: Path
+) -> None:
+    """Nor does the process that exports, which is another one."""
+    (tmp_path / "sitecustomize.py").write_text(blocker(*HEAVY))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", RUN, "--model", model, *ASK, "--cache-dir", tmp_path / "cache"]
+    done = subprocess.run(
+        [*map(str, command)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, (first / "stdout").read_text()), done.stderr
+    assert "\nchecked: " in done.stderr
 
 
 def test_stdout_holds_only_what_was_asked_for(first: Path, model: Path, cache: Path) -> None:

@@ -1,18 +1,24 @@
-"""Code that makes torch and the packages of exporting impossible to import."""
+"""Code that makes packages impossible to import."""
 
-BLOCK = """
+
+def blocker(*packages: str) -> str:
+    """Code after which these packages cannot be imported."""
+    return f"""
 import sys
 
 class Blocker:
-    blocked = {
-        "torch", "transformers", "safetensors", "huggingface_hub", "onnx",
-        "ml_dtypes",
-    }
+    blocked = {set(packages)!r}
 
     def find_spec(self, name, path=None, target=None):
         package = name.partition(".")[0]
         if package in self.blocked:
-            raise ModuleNotFoundError(f"No module named {name!r}", name=package)
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=package)
 
 sys.meta_path.insert(0, Blocker())
 """
+
+
+HEAVY = ("torch", "transformers")
+"""Packages that the CPU path never needs."""
+BLOCK = blocker(*HEAVY, "safetensors", "huggingface_hub", "onnx", "ml_dtypes")
+"""Without torch and the packages of exporting."""
