@@ -15,11 +15,11 @@ from eesd.common.quantization import DTYPES, Quantizations
 from eesd.common.weights import read_graph
 from eesd.distill.continuing import TextRows, Writing, texts_of_rows
 from eesd.distill.teacher import Targets, storage_dtype, top_tokens
-from eesd.export.cpu.build import build_for_cpu
 from eesd.export.engine_dir import export, untrained_head
 from eesd.export.onnx_graph import ExportOptions
 from eesd.model.checkpoint import Checkpoint
 from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.cpu_build import built_for_cpu, find_build
 from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.operators import make_session
@@ -49,7 +49,7 @@ def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Pat
     if manifest is None or manifest.max_seq_len < slots:
         shutil.rmtree(directory, ignore_errors=True)
         manifest = _export(checkpoint, directory, slots)
-    return build_for_cpu(directory, manifest), manifest
+    return built_for_cpu(directory, manifest), manifest
 
 
 def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
@@ -71,7 +71,8 @@ def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:
         manifest = load_manifest(directory)
     except EESDError:
         return None
-    return manifest if manifest.exit_head.base == checkpoint.fingerprint() else None
+    is_models = manifest.exit_head.base == checkpoint.fingerprint()
+    return manifest if is_models and find_build(directory, manifest) else None
 
 
 class EngineWriter:

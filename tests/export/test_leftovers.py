@@ -226,7 +226,8 @@ def test_an_export_after_a_killed_one(
     text_model: Path, tmp_path: Path, somebodys: list[str], moment: str
 ) -> None:
     options = ("--model", text_model, "--exit-layer", 1, "-o", tmp_path / "plans")
-    kill_command("eesd.export.cli", EXPORT_MOMENTS[moment], *options)
+    check = "--check" if moment == "parity" else "--no-check"
+    kill_command("eesd.export.cli", EXPORT_MOMENTS[moment], *options, check)
     assert len(listing(tmp_path)) > len(somebodys)
     succeed(export_main, *options)
     assert listing(tmp_path) == sorted([*somebodys, "plans"])

@@ -416,6 +416,7 @@ def test_export_reports_bits(exported: Export, tmp_path: Path) -> None:
         tmp_path / "plans",
         "--max-tree-nodes",
         5,
+        "--check",
     )
     assert "verify: logits of calls of 1 to 6 tokens equal in every bit" in result.stdout
 
