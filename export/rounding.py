@@ -161,8 +161,7 @@ def _round(
         }
         sizes = {name: root.get_parameter(name).shape[1] for name in map(_first_reader, wanted)}
         sums = {name: torch.zeros(size, size) for name, size in sizes.items()}
-        o = _Recording(model, root.get_submodule, sums=sums)
-        _run(o, of, states, inputs)
+        _run(_Recording(model, root.get_submodule, sums=sums), of, states, inputs)
         levels = _round_block(root, wanted, {name: compensation(one) for name, one in sums.items()})
         file = files.with_name(f"{files.name}-{layer}")
         torch.save({name: tuple(found) for name, found in levels.items()}, file)
