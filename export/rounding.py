@@ -158,8 +158,7 @@ def _round(
         }
         sizes = {name: root.get_parameter(name).shape[1] for name in map(_first_reader, wanted)}
         sums = {name: torch.zeros(size, size) for name, size in sizes.items()}
-        o = _Recording(model, root.get_submodule, sums=sums)
-        _run(o, of, states, inputs)
+        _run(_Recording(model, root.get_submodule, sums=sums), of, states, inputs)
         levels = _round_block(root, wanted, {name: compensation(one) for name, one in sums.items()})
         with files.with_name(f"{files.name}-{layer}").open("wb") as file:
             for name, weight in wanted.items():

@@ -129,7 +129,12 @@ class ExitHead(nn.Module):
         columns = shapes.pop(DRAFT_VOCAB, None)
         ids = None if columns is None else torch.zeros(columns, dtype=torch.int64)
         self.register_buffer(DRAFT_VOCAB, ids)
-        ordered = sorted(shapes, key=lambda name: PARTS.index(name.partition(".")[0]))
+        needs = graph_needs(*self.described, None)  # the draft has whole blocks
+        names = dict.fromkeys((*(name.removeprefix(EXIT_HEAD) for name in needs.weights), *shapes))
+        ordered = sorted(
+            (name for name in names if name in shapes),
+            key=lambda name: PARTS.index(name.partition(".")[0]),
+        )
         add_modules(self, {name: shapes[name] for name in ordered}, geometry.wide_norms)
         if not exit_config.own_lm_head:
             self.lm_head = None

@@ -281,8 +281,7 @@ class TorchOperations:
 
     def add(self, residual: Sequence[Tensor], y: Tensor, name: str) -> Tensor:
         """The first, y, and the others."""
-        first, *others = residual
-        return reduce(torch.add, others, first + y)
+        return reduce(torch.add, residual[1:], residual[0] + y)
 
     def split(self, x: Tensor, sizes: Sequence[int], names: Sequence[str]) -> Sequence[Tensor]:
         return torch.split(x, list(sizes), -1)

@@ -521,7 +521,8 @@ def fuse(*modules: Draft | Verify) -> None:
     know no others. The most likely tokens are found by a kernel in all models.
     """
     for module in modules:
-        module.best, (geometry, head) = find_best, module.described
+        module.best = find_best
+        geometry, head = module.described
         if _has_other_parts(geometry) or head.eagle:
             continue
         module.unmasked, module.operations = MOST_NODES, FusedOperations

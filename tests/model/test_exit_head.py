@@ -73,7 +73,7 @@ def test_untrained_head_copies_the_last_layers(
     head: Any = make_initial_head(checkpoint, config)
     for block, layer in zip(head.blocks, decoder.model.layers[1:], strict=True):
         torch.testing.assert_close(block.state_dict(), layer.state_dict(), rtol=0, atol=0)
-    assert torch.equal(head.norm.weight, decoder.model.norm.weight)
+    assert torch.equal(head.get_parameter("norm.weight"), decoder.model.norm.weight)
     if own_lm_head:
         assert head.lm_head is not None and torch.equal(head.lm_head.weight, decoder.lm_head.weight)
 

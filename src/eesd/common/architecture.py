@@ -312,8 +312,7 @@ def attend_in_head(o: Operations[X], model: Model, x: X, more: Sequence[X] = ())
 
 def finish_head(o: Operations[X], model: Model, x: X) -> X:
     """The rest of the exit head's blocks, for each token alone."""
-    blocks = model.head.blocks
-    return feed_forward(o, model.exit_block(blocks - 1), x) if blocks else x
+    return feed_forward(o, model.exit_block(model.head.blocks - 1), x) if model.head.blocks else x
 
 
 def block(o: Operations[X], of: Block, x: X) -> X:

@@ -257,7 +257,7 @@ def model_shapes(geometry: Geometry) -> dict[str, Shape]:
 def exit_head_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
     """Name and shape of every tensor that an exit head has, in a checkpoint and in the graphs."""
     every: dict[str, Shape] = {}
-    for layers in (None, range(geometry.num_layers)):  # the draft has whole blocks
+    for layers in (range(geometry.num_layers), None):
         every |= graph_needs(geometry, exit_config, layers).weights
     shapes = {
         name.removeprefix(EXIT_HEAD): shape
