@@ -119,7 +119,10 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 @click.option(
     "--check/--no-check",
     default=None,
-    help="Compare graphs and torch modules.  [default: if memory allows]",
+    help=(
+        "Compare the whole graphs with torch, or check nothing.  [default: check two layers and "
+        "the head with ONNX Runtime]"
+    ),
 )
 @click.option(
     "--pack/--no-pack",
