@@ -58,6 +58,8 @@ def built_for_cpu(directory: Path, manifest: Manifest) -> Path:
     """
     check_graphs(directory, manifest)
     place = find_build(directory, manifest)
+    if place is None and manifest.is_packed:
+        raise EESDError(f"{directory} has no whole build for the CPU; export the model again.")
     if place is None:
         raise EESDError(
             f"{directory} is not built for the CPU; run: eesd-build --target cpu {directory}."

@@ -94,7 +94,7 @@ def test_manifest_describes_the_export(
     assert exported_files(directory) == sorted([MANIFEST_FILE, *manifest.files])
     assert {*GRAPHS, WEIGHTS_FILE} <= manifest.files.keys()
     verify_files(directory, manifest)
-    assert {"eesd", "torch", "onnx"} <= manifest.tools.keys()
+    assert {"eesd", "onnx"} <= manifest.tools.keys()
     assert Manifest.to_json(manifest) == (directory / MANIFEST_FILE).read_text()
 
 
