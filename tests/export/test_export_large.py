@@ -49,7 +49,7 @@ layout = layout_weights((graph.weights for graph in graphs))
 
 GRAPH_STAGE = """
 sizes = [len(to_proto(graph, layout.locations).SerializeToString()) for graph in graphs]
-nodes = [len(list(graph.model.graph)) for graph in graphs]
+nodes = [len(graph.model.graph.node) for graph in graphs]
 print(json.dumps({"peak": memory("VmHWM"), "sizes": sizes, "nodes": nodes, "weights": layout.size}))
 """
 
@@ -149,8 +149,9 @@ def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
     sources = stored_sources(
         layout.weights, weight_sources(checkpoint, head, 4096), checkpoint.geometry
     )
+    rounded = [weight for weight in layout.weights if weight.dtype == "float16"]
     with path.open("rb") as file:
-        for weight in (*layout.weights[:12:4], *layout.weights[-12::4], layout.weights[-1]):
+        for weight in (*rounded[:12:4], *rounded[-12::4], rounded[-1]):
             _, offset, length = layout.locations[weight.name]
             file.seek(offset)
             stored = np.frombuffer(file.read(length), np.float16).reshape(weight.stored_shape)
