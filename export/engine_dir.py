@@ -271,8 +271,9 @@ def export(
         else:
             linked = (engines.linked[name] for name in engines.linked.keys() & layout.locations)
             links = link_files(directory, linked)
-            path = directory / WEIGHTS_FILE
-            files[WEIGHTS_FILE] = write_weights(path, layout, engines.sources, wrote)
+            files[WEIGHTS_FILE] = write_weights(
+                directory / WEIGHTS_FILE, layout, engines.sources, wrote
+            )
             manifest = replace(manifest, files=files, linked=links)
         (directory / MANIFEST_FILE).write_text(manifest.to_json())
         if check is not None:

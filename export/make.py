@@ -621,10 +621,9 @@ def _check_quickly(checkpoint: Checkpoint, head: Head, options: ExportOptions) -
             f"The {' and '.join(bad)} graph and its packed weights do not compute the same; please "
             "report this model."
         )
-    worst = max(differences.values())
     return [
         "checked: two layers and the head agree with ONNX Runtime's operators (largest difference "
-        f"{worst:.0%} of what rounding explains)"
+        f"{max(differences.values()):.0%} of what rounding explains)"
     ]
 
 

@@ -48,13 +48,13 @@ def engine_directory(
         SystemExit: The model cannot be exported. The process that tried has said why.
     """
     directory = cache.cache_directory(cache_dir)
-    place = _place(directory, model, options)
-    if not (_is_whole(place) and _is_built(place)):
-        if packed := _runs_packed(backend):
-            place = _place(directory, model, options, packed)
-        if not (packed and _is_whole(place) and _is_built(place)):
-            directory.mkdir(parents=True, exist_ok=True)
-            _run(command_of(place, model, options, packed))
+    packed = _runs_packed(backend)
+    place = _place(directory, model, options, packed)
+    if packed and not _is_ready(place) and _is_ready(whole := _place(directory, model, options)):
+        place = whole
+    if not _is_ready(place):
+        directory.mkdir(parents=True, exist_ok=True)
+        _run(command_of(place, model, options, packed))
     cache.note_use(place)
     return place
 
@@ -90,7 +90,7 @@ def main(request: str) -> None:
     place = Path(text)
     remove_leftovers(place.parent)
     with turn(place, lambda: _say(f"Another process exports {model}; waiting for it.")):
-        if not _is_whole(place) or (packed and not _is_built(place)):
+        if not (_is_ready(place) if packed else _is_whole(place)):
             _export(place, model, options, packed)
         elif not _is_built(place):
             from eesd.export.cpu.build import build_for_cpu
@@ -136,6 +136,11 @@ def _is_whole(place: Path) -> bool:
         return cache.is_marked(place) and bool(load_manifest(place))
     except EESDError:
         return False
+
+
+def _is_ready(place: Path) -> bool:
+    """Whether the engine directory can run as it is."""
+    return _is_whole(place) and _is_built(place)
 
 
 def _is_built(place: Path) -> bool:
