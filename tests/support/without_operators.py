@@ -2,7 +2,7 @@
 compiler."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -10,11 +10,23 @@ import pytest
 from eesd.runtime.engines import operators
 
 
-@contextmanager
-def without_operators() -> Iterator[None]:
+LIBRARY = operators.LIBRARY
+
+
+def without_operators() -> AbstractContextManager[None]:
     """As if the library were not built, in this process."""
+    return _looking_at(Path("missing.so"))
+
+
+def with_operators() -> AbstractContextManager[None]:
+    """The library as it is, also inside ``without_operators``."""
+    return _looking_at(LIBRARY)
+
+
+@contextmanager
+def _looking_at(library: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(operators, "LIBRARY", Path("missing.so"))
+        monkeypatch.setattr(operators, "LIBRARY", library)
         operators._library.cache_clear()
         yield
     operators._library.cache_clear()
