@@ -43,8 +43,6 @@ from eesd.model.gguf_file import GgufTensor
 from eesd.model.quantized import unpack
 
 _FORMS = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
-_TWICE_FP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.int8)
-"""Twice the magnitudes of the smallest floating-point numbers, which are integers."""
 
 
 class Reader(ABC):
@@ -75,8 +73,8 @@ class Reader(ABC):
         """What is stored for some columns of a matrix, and the type of its values or levels.
 
         Returns:
-            Arrays [inputs, columns] or [inputs / block, columns] by suffix. Scales and minimums are
-            float32, and values of 16 bits may be uint16.
+            Arrays [inputs, columns] or [inputs / block, columns] by suffix. Scales, minimums and
+            levels of floating point are float32, and values of 16 bits may be uint16.
         """
 
     def pack(self, part: Columns, planes: bool) -> Packed:
@@ -97,10 +95,9 @@ class Reader(ABC):
         if not all(np.isfinite(array).all() for array in parts.values()):
             raise ValueError(f"scales or minimums of {part.weight} are not finite")
         if kind == FP8:
-            whole = to_float32(values, kind) * np.repeat(parts[SCALES], of.block, 0)
-            return pack_floats(whole, FLOAT32)
-        if kind == FP4:  # the operators know integers
-            values = np.where(values & 8, np.int8(-1), np.int8(1)) * _TWICE_FP4[values & 7]
+            return pack_floats(values * np.repeat(parts[SCALES], of.block, 0), FLOAT32)
+        if kind == FP4:  # Twice a value is an integer, which the operators know.
+            values = (2 * values).astype(np.int8)
             parts[SCALES] = parts[SCALES] / 2
         levels = Levels(values, parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS))
         return pack_levels(levels, planes)
@@ -132,6 +129,8 @@ class DirectoryReader(Reader):
         values, kind = self._read(part.weight)
         file = ExternalDataInfo(self._tensors[part.weight]).location
         across = weight.transposed and file == WEIGHTS_FILE  # stored as [in, out]
+        if kind in (FP8, FP4):
+            values = to_float32(values, kind)
         if values.shape != (weight.shape[::-1] if across else weight.shape):
             raise ValueError(part.weight)
         columns = slice(part.start, part.stop)

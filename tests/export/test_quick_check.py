@@ -1,0 +1,68 @@
+"""The check that every export for the CPU runs: its graphs against its packed weights."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support import gguf_files
+from support.command import assert_refused, run, succeed
+from support.tiny_checkpoints import FAMILIES, build
+from support.without_operators import needs_operators
+
+from eesd.export.cli import main
+from eesd.export.cpu import readers
+from eesd.export.cpu.panels import Levels, pack_levels
+
+pytestmark = needs_operators()
+KINDS: dict[str, tuple[str | gguf_files.Spec, tuple[object, ...]]] = {
+    "fp8": ("llama3", ("--exit-layer", 1, "--dtype", "float16", "--quantize", "fp8")),
+    "nvfp4": ("qwen2", ("--exit-layer", 1, "--dtype", "bfloat16", "--quantize", "nvfp4")),
+    "int8, drafts itself": ("qwen3", ("--dtype", "float32", "--quantize", "int8")),
+    "experts": (gguf_files.Spec("llama", "Q4_0", "Q8_0", experts="apart"), ("--exit-layer", 1)),
+    "Q8_0, drafts itself": (gguf_files.Spec("llama", matrices="Q8_0", table="Q8_0"), ()),
+    # One row of this file's logits is ill-conditioned: rounding alone changes it by far more.
+    "Q4_K": (gguf_files.Spec("llama", "Q4_K", "Q6_K", True), ("--exit-layer", 1)),
+}
+
+
+def command(kind: str, directory: Path) -> list[Any]:
+    of, options = KINDS[kind]
+    if isinstance(of, str):
+        model = build(FAMILIES[of], directory / "model")
+    else:
+        model = gguf_files.write(directory / "model.gguf", of)
+    return ["--model", model, "--output", directory / "plans", "--max-seq-len", 64, *options]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_exports_are_far_within_the_bound(kind: str, tmp_path: Path) -> None:
+    output = succeed(main, *command(kind, tmp_path)).output
+    found = re.search(r"largest difference (\d+)% of what rounding explains", output)
+    assert found and int(found[1]) < 20
+
+
+@pytest.mark.parametrize("kind", ["fp8", "Q8_0, drafts itself", "int8, drafts itself"])
+def test_wrongly_packed_weights_are_no_export(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight whose first inputs changed places is refused, and nothing is left."""
+
+    def swapped(array: Any) -> Any:
+        array = np.array(array)
+        array[[0, 1]] = array[[1, 0]]
+        return array
+
+    def pack(levels: Levels, planes: bool) -> Any:
+        return pack_levels(replace(levels, levels=swapped(levels.levels)), planes)
+
+    monkeypatch.setattr(readers, "pack_levels", pack)
+    floats, blocks = readers.pack_floats, readers.pack_gguf
+    monkeypatch.setattr(readers, "pack_floats", lambda values, form: floats(swapped(values), form))
+    monkeypatch.setattr(
+        readers, "pack_gguf", lambda rows, *others: blocks(np.roll(rows, 34), *others)
+    )
+    assert_refused(run(main, *command(kind, tmp_path)), "do not compute the same")
+    assert not (tmp_path / "plans").exists()
