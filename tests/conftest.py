@@ -87,10 +87,13 @@ def planned(shared: Shared) -> late_gpus.Planned:
     return partial(late_gpus.directory, shared)
 
 
-LONG = """
-    leftovers bench_peers mutations quantize exactness torch_engine build stages gguf distill linked
-    distill_damage streams trt_engine device_sampler rejection memory lossless text_drafts parity
-""".split()
+# fmt: off
+LONG = (
+    "leftovers", "bench_peers", "mutations", "quantize", "exactness", "torch_engine", "build",
+    "stages", "gguf", "distill", "linked", "distill_damage", "streams", "trt_engine",
+    "device_sampler", "rejection", "memory", "lossless", "text_drafts", "parity",
+)
+# fmt: on
 """Test files that take longest. They begin first, so that neither process waits for the other at
 the end. The first one forks its process hundreds of times, which takes long once that is large."""
 

@@ -9,7 +9,6 @@ import pytest
 
 from eesd.runtime.engines import operators
 
-
 LIBRARY = operators.LIBRARY
 
 
