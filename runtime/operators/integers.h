@@ -14,7 +14,7 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
     Bytes levels[P][8];
     for (int i = 0; i < P; i++) {
       const uint8_t *p = panels[i] + place.at(b), *lower = lower_plane<format>(panels + i, b);
-      fetch_ahead<format, M>(p, lower);
+      fetch_ahead<format, M>(a, p, lower);
       load_levels<format>(p, lower, levels[i]);
     }
     for (int h = 0; h < halves; h++) {

@@ -80,7 +80,7 @@ static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = panels[0] + place.at(b), *scales = p + LEVEL_BYTES<format>, *factors = panels[0] + place.factors_at(b);
     const uint8_t *lower = lower_plane<format>(panels, b);
-    fetch_ahead<format, M>(p, lower);
+    fetch_ahead<format, M>(a, p, lower);
     for (int h = 0; h < halves; h++) {
       const int8_t *x = a.levels + (row * blocks + b) * BLOCK;
       Bytes products[M];

@@ -8,11 +8,18 @@ template <Format format> static inline const uint8_t *lower_plane(const uint8_t 
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// What is read soon. Of one row or two, a line of the next page for each block: with it the processor fetches the page by itself.
-template <Format format, int rows> static inline void fetch_ahead(const uint8_t *block, const uint8_t *lower) {
-  constexpr int64_t ahead = rows > 2 ? AHEAD : PAGE, bytes = rows > 2 ? LEVEL_BYTES<format> + 64 : 1;
-  for (int64_t i = 0; i < bytes; i += 64) fetch_second(block + ahead + i);
-  for (int64_t i = 0; format == PLANES && i < least(bytes, HALF); i += 64) fetch_second(lower + ahead + i);
+// What is read soon: whole blocks, or of a few rows a line of the next page for each block, with which some processors fetch the
+// page by themselves (fetching.h).
+template <Format format, int rows> static inline void fetch_ahead(const Activations &a, const uint8_t *block, const uint8_t *lower) {
+  const bool whole = rows > FEW_ROWS || a.whole_blocks;
+  if (!whole) {
+    fetch_second(block + PAGE);
+    if (format == PLANES) fetch_second(lower + PAGE);
+    return;
+  }
+  constexpr int64_t bytes = LEVEL_BYTES<format> + 64;
+  for (int64_t i = 0; i < bytes; i += 64) fetch_second(block + AHEAD + i);
+  for (int64_t i = 0; format == PLANES && i < HALF; i += 64) fetch_second(lower + AHEAD + i);
 }
 
 // The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.

@@ -45,7 +45,7 @@ static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = *panel + place.at(b), *scales = p + LEVEL_BYTES<format>, *factors = *panel + place.factors_at(b);
     const uint8_t *lower = lower_plane<format>(panel, b);
-    fetch_ahead<format, M>(p, lower);
+    fetch_ahead<format, M>(a, p, lower);
     Bytes levels[8];
     load_levels<format>(p, lower, levels);
     for (int h = 0; h < halves; h++) {
