@@ -346,6 +346,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
         "exit head": _head(manifest),
         "draft vocabulary": _draft_vocab(manifest),
         "calibration": "prior of this draft" if exit_head.calibration else "default prior",
+        "ends of texts": ", ".join(map(str, manifest.eos_token_ids)) or "none",
         "element type": manifest.dtype,
         "linear weights": _linear_weights(manifest),
         "KV cache": (

@@ -22,6 +22,7 @@ from eesd.model.families import FAMILIES
 from eesd.model.family import Family, Gguf
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufFile, GgufTensor
+from eesd.model.gguf_special import end_tokens
 from eesd.model.rotary import frequencies, llama3_frequencies
 from eesd.model.safetensors_file import DTYPES, CheckpointTensor
 
@@ -35,8 +36,6 @@ _SIZES = {
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
 """Keys that do not change what a decoder computes. The embedding table says the size of the
 vocabulary."""
-_END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
-"""Keys of tokens that end a text, a turn or a message. llama.cpp stops at each."""
 _ROPE_FACTORS = "rope_freqs.weight"
 """Tensor of the divisor of each rotary frequency."""
 _LLAMA3_POSITIONS = 8192
@@ -146,15 +145,8 @@ class _Own(Fields):
 
 
 def _special_tokens(general: Fields) -> dict[str, Any]:
-    ends = [
-        general.integer(f"tokenizer.ggml.{name}", None, optional=True, least=0)
-        for name in _END_TOKENS
-    ]
     bos = general.integer("tokenizer.ggml.bos_token_id", None, optional=True, least=0)
-    return {
-        "bos_token_id": bos,
-        "eos_token_id": list(dict.fromkeys(token for token in ends if token is not None)),
-    }
+    return {"bos_token_id": bos, "eos_token_id": end_tokens(general)}
 
 
 def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str, Any]:

@@ -5,7 +5,6 @@ GGUF files.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from tokenizers import (
     AddedToken,
@@ -23,56 +22,16 @@ from eesd.common.errors import EESDError
 from eesd.model.fields import Fields
 from eesd.model.gguf_file import GgufFile
 from eesd.model.gguf_pre_tokenizers import BEGINS, PRE_TOKENIZERS, WHOLE_PIECES
+from eesd.model.gguf_special import (
+    CONTROL,
+    CONTROL_NAMES,
+    UNKNOWN,
+    USER_DEFINED,
+    end_tokens,
+    token_types,
+    values,
+)
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Values of ``tokenizer.ggml.token_type``."""
-_ENDS = (
-    "eot_id",
-    "im_end",
-    "end",
-    "return",
-    "call",
-    "calls",
-    "flush",
-    "eom_id",
-    "endoftext",
-    "end_of_text",
-)
-_PARTS = (
-    "code_prefix",
-    "code_suffix",
-    "code_middle",
-    "prefix",
-    "suffix",
-    "middle",
-    "repo_name",
-    "file_sep",
-)
-_FILLED = ("fim_prefix", "fim_suffix", "fim_middle", "fim_pad", "fim_repo")
-_CONTROL_NAMES = {
-    *(f"<|{name}|>" for name in (*_ENDS, *_PARTS, *_FILLED)),
-    *(
-        f"<{name}>"
-        for name in (
-            "end_of_turn",
-            "/s",
-            "EOT",
-            "end_of_utterance",
-            "eos",
-            "turn|",
-            "|tool_response",
-        )
-    ),
-    *(f"<{name.replace('_', '-')}>" for name in _FILLED),
-    *(f"<{name}>" for name in (*_FILLED[:-1], "PRE", "SUF", "MID", "PAD", "REPO", "reponame")),
-    *(f"\u2581<{name}>" for name in ("PRE", "SUF", "MID")),
-    *(
-        f"<\uff5c{name}\uff5c>"
-        for name in ("end\u2581of\u2581sentence", "fim\u2581begin", "fim\u2581hole", "fim\u2581end")
-    ),
-    *("_<EOT>", "[EOT]", "[EOS]", "[PAD]", "[e~["),
-}
-"""llama.cpp takes these tokens for control tokens. It ignores their type in the file."""
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 _SPM_DEFAULTS = {"bos_token": 1, "eos_token": 2, "unk_token": 0}
@@ -99,7 +58,7 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
 
 def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
     tokens = [
-        token or f"[EMPTY_{index}]" for index, token in enumerate(_list(fields, "tokens", str))
+        token or f"[EMPTY_{index}]" for index, token in enumerate(values(fields, "tokens", str))
     ]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) < len(tokens):
@@ -137,15 +96,6 @@ def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
     return tokenizer, special
 
 
-def _list(fields: Fields, name: str, *kinds: type) -> list[Any]:
-    values = fields.take(f"tokenizer.ggml.{name}")
-    if not isinstance(values, list) or any(type(value) not in kinds for value in values):
-        raise ValueError(
-            f"tokenizer.ggml.{name} is not a list of {' or '.join(kind.__name__ for kind in kinds)}"
-        )
-    return values
-
-
 def _special(fields: Fields, tokens: Sequence[str], defaults: dict[str, int]) -> dict[str, str]:
     found = {}
     for name, own in _SPECIAL.items():
@@ -167,7 +117,7 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
             "write it with: gguf-new-metadata --pre-tokenizer NAME IN OUT"
         )
     merges: dict[tuple[str, str], None] = {}
-    for merge in _list(fields, "merges", str):
+    for merge in values(fields, "merges", str):
         cut = merge.find(" ", 1)
         pair = (merge[:cut], merge[cut + 1 :])
         if cut < 0 or not vocabulary.keys() >= {*pair, "".join(pair)}:
@@ -186,7 +136,7 @@ def _sentencepiece(
 ) -> Tokenizer:
     """BPE of SentencePiece: of neighbours that make a token, those whose token has the best score
     are merged first."""
-    scores = _list(fields, "scores", float, int)
+    scores = values(fields, "scores", float, int)
     if len(scores) < len(vocabulary):
         raise ValueError(f"it has {len(scores)} scores for {len(vocabulary)} tokens")
     merges = []
@@ -210,14 +160,8 @@ def _sentencepiece(
 
 def _added_tokens(fields: Fields, tokens: Sequence[str]) -> list[AddedToken]:
     """Tokens that are found in a text before it is cut: those for control, and those of the
-    users."""
-    types = (
-        _list(fields, "token_type", int)
-        if "tokenizer.ggml.token_type" in fields.raw
-        else [1] * len(tokens)
-    )
-    if len(types) < len(tokens):
-        raise ValueError(f"it has {len(types)} types for {len(tokens)} tokens")
+    users. Only the former are special, and not shown."""
+    types, ends = token_types(fields, tokens), end_tokens(fields)
     model = (fields.text("general.name") or "").lower()
     stripped = "phi-3" in model or "phi3" in model
     return [
@@ -225,11 +169,8 @@ def _added_tokens(fields: Fields, tokens: Sequence[str]) -> list[AddedToken]:
             token,
             rstrip=stripped and token not in _NOT_STRIPPED,
             normalized=False,
-            special=kind != _USER_DEFINED,
+            special=kind in (UNKNOWN, CONTROL) or index in ends,
         )
-        for token, kind in (
-            (token, _CONTROL if token in _CONTROL_NAMES else kind)
-            for token, kind in zip(tokens, types, strict=False)
-        )
-        if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=False))
+        if kind in (UNKNOWN, CONTROL, USER_DEFINED) or token in CONTROL_NAMES or index in ends
     ]

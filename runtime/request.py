@@ -64,7 +64,8 @@ class Request:
         tokens: The prompt's ids.
         sampling: How tokens are chosen. Without a seed the request draws one, and keeps it.
         max_new_tokens: Most tokens to generate.
-        stop: Strings to stop before; they need a tokenizer.
+        stop: Strings to stop before; they need a tokenizer. One that is a special token ends the
+            text where that token comes.
         stop_token_ids: Tokens that end the text as EOS does, also with ``ignore_eos``.
         draft: False decodes plainly.
         ignore_eos: Do not stop at EOS.

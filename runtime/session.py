@@ -97,10 +97,10 @@ class Session:
         self.finish_reason: str | None = None
         self.lock = lock or RLock()
         self.index = TextIndex()
-        self.ends = (
-            *(() if request.ignore_eos else manifest.eos_token_ids),
-            *request.stop_token_ids,
-        )
+        stops = codec.special(request.stop) if codec is not None else {}
+        eos = () if request.ignore_eos else manifest.eos_token_ids
+        self.ends = (*eos, *request.stop_token_ids, *stops)
+        self._stops = {token: text for token, text in stops.items() if token not in eos}
         columns = drafting.drafter.columns if drafting.drafter else WHOLE
         vocab_size = manifest.geometry.vocab_size
         self._unended = (
@@ -332,6 +332,9 @@ class Session:
                 TokenOutput(token, text, source, self._logprobs[at] if self._logprobs else None)
             )
         self._logprobs = []
+        stop = self._text.stop if self._text else None
+        if result.finish_reason == "stop":
+            stop = stop or self._stops.get(result.tokens[-1])
         held = self._text.finish() if self._text and result.finish_reason else ""
         prompt, self._prompt_logprobs = self._prompt_logprobs, None
         return Update(
@@ -339,7 +342,7 @@ class Session:
             tuple(result.rejected),
             held,
             result.finish_reason,
-            stop=self._text.stop if self._text else None,
+            stop=stop,
             prompt_logprobs=None if prompt is None else tuple(prompt),
             cached_tokens=self.cached_tokens,
             stats=self.stats,

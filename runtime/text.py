@@ -129,6 +129,15 @@ class TextCodec:
         ):
             return (tokenizer or self.tokenizer).encode(text, add_special_tokens=special)
 
+    def special(self, texts: Sequence[str]) -> dict[int, str]:
+        """Those of the texts that are special tokens, by id. No text of a stream has them."""
+        return {self._special[text]: text for text in texts if text in self._special}
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        added = self.tokenizer.get_added_tokens_decoder()
+        return {item.content: token for token, item in added.items() if item.special}
+
     @cached_property
     def _longest(self) -> int:
         """Characters of the longest token. Listing a vocabulary takes long, so only a long text

@@ -14,6 +14,19 @@ MARKS = (
 """What stands before the text in front, before the text behind, and before the text between
 (Bavarian et al. 2022, https://arxiv.org/abs/2207.14255)."""
 
+_ENDS = {
+    *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "\u2581<EOT>"),
+    *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+}.union(*MARKS)
+"""What models write behind the text between, though not all name it as their EOS token."""
+
+
+def ends_between(codec: TextCodec) -> list[int]:
+    """The tokens of the model that end a text between two others, besides its EOS tokens."""
+    found = map(codec.tokenizer.token_to_id, sorted(_ENDS))
+    return [token for token in found if token is not None]
+
 
 def fill_in(before: str, behind: str, codec: TextCodec) -> list[int]:
     """Token ids of a prompt for the text between two texts.

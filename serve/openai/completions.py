@@ -8,7 +8,7 @@ from fastapi.responses import Response
 
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import TokenOutput, Update
-from eesd.serve.grammar.fill_in import fill_in
+from eesd.serve.grammar.fill_in import ends_between, fill_in
 from eesd.serve.http.errors import ANSWERS, APIError
 from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
@@ -35,6 +35,9 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
             400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value"
         )
     prompts = await run_in_threadpool(_encode, body, serving.service.llm)
+    if body.suffix and not body.ignore_eos:
+        ends = ends_between(serving.service.llm.codec)
+        body = body.model_copy(update={"stop_token_ids": [*(body.stop_token_ids or ()), *ends]})
     shown = body.logprobs if body.echo else None
     tokens, key = [tokens for tokens, _ in prompts], request.state.key
     # In a thread: a grammar may take long to read.

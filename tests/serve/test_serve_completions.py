@@ -149,6 +149,10 @@ def test_a_text_between_two_others(engine_copy: Path) -> None:
             server.complete("a = ", suffix="", max_tokens=8, temperature=0)["choices"][0]["text"]
             != found["text"]
         )
+        mark = {"logit_bias": {first: 100}, "temperature": 0, "max_tokens": 4}
+        assert server.complete("a = ", suffix="b", **mark)["choices"][0]["finish_reason"] == "stop"
+        going_on = server.complete("a = ", suffix="b", ignore_eos=True, **mark)["choices"][0]
+        assert going_on["finish_reason"] == "length"
 
 
 def test_parts_of_characters_stay_apart(tmp_path: Path) -> None:
@@ -200,6 +204,19 @@ def test_prompts_of_every_form(server: Served) -> None:
         found["usage"]["prompt_tokens"] == sum(map(len, ids))
         and found["usage"]["completion_tokens"] == new
     )
+
+
+def test_a_stop_string_that_is_a_special_token_stops_at_the_token(server: Served) -> None:
+    """Such a token has no text that a string could be found in."""
+    options = {"logit_bias": {1: 100}, "temperature": 0, "max_tokens": 4, "return_token_ids": True}
+    choice = server.complete(PROMPT, stop=["never", "<s>"], **options)["choices"][0]
+    assert (choice["token_ids"], choice["text"]) == ([1], "")
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "<s>")
+    options["logit_bias"] = {2: 100}  # the EOS token: no stop string ended the text
+    choice = server.complete(PROMPT, stop="</s>", **options)["choices"][0]
+    assert (choice["token_ids"], choice["stop_reason"]) == ([2], None)
+    choice = server.complete(PROMPT, stop="</s>", ignore_eos=True, **options)["choices"][0]
+    assert (choice["token_ids"], choice["stop_reason"]) == ([2], "</s>")
 
 
 def test_stop_strings_and_eos(server: Served) -> None:
