@@ -31,6 +31,7 @@ from eesd.model.gguf_special import (
     token_types,
     values,
 )
+from eesd.model.gguf_ties import check_ties, cuts
 
 _NOT_STRIPPED = ("<unk>", "<s>", "<|endoftext|>")
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -67,13 +68,14 @@ def _tokenizer(fields: Fields) -> tuple[Tokenizer, dict[str, str]]:
     kind = fields.text("tokenizer.ggml.model")
     sentencepiece = kind == "llama"
     special = _special(fields, tokens, _SPM_DEFAULTS if sentencepiece else {})
+    added = _added_tokens(fields, tokens)
     if sentencepiece:
-        tokenizer = _sentencepiece(fields, vocabulary, special)
+        tokenizer = _sentencepiece(fields, vocabulary, special, added)
     elif kind == "gpt2":
         tokenizer = _byte_level(fields, vocabulary)
     else:
         raise ValueError(f"its kind is {shown(kind)}; supported are gpt2 and llama")
-    tokenizer.add_tokens(_added_tokens(fields, tokens))
+    tokenizer.add_tokens(added)
     begin = fields.flag(
         "tokenizer.ggml.add_bos_token",
         sentencepiece or fields.raw.get("tokenizer.ggml.pre") in BEGINS,
@@ -132,7 +134,10 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(
-    fields: Fields, vocabulary: dict[str, int], special: dict[str, str]
+    fields: Fields,
+    vocabulary: dict[str, int],
+    special: dict[str, str],
+    added: Sequence[AddedToken],
 ) -> Tokenizer:
     """BPE of SentencePiece: of neighbours that make a token, those whose token has the best score
     are merged first."""
@@ -141,13 +146,15 @@ def _sentencepiece(
         raise ValueError(f"it has {len(scores)} scores for {len(vocabulary)} tokens")
     merges = []
     for token in sorted(vocabulary, key=lambda token: -scores[vocabulary[token]]):
-        pairs = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        merges += [pair for pair in pairs if pair[0] in vocabulary and pair[1] in vocabulary]
-    tokenizer = Tokenizer(
-        models.BPE(
-            vocabulary, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True
-        )
+        merges += [cut for cut in cuts(token) if cut[0] in vocabulary and cut[1] in vocabulary]
+    model = models.BPE(
+        vocabulary, merges, unk_token=special["unk_token"], fuse_unk=True, byte_fallback=True
     )
+    found_before = {token.content for token in added}
+    check_ties(
+        {token: scores[at] for token, at in vocabulary.items() if token not in found_before}, model
+    )
+    tokenizer = Tokenizer(model)
     prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "\u2581")
     tokenizer.normalizer = (

@@ -92,6 +92,58 @@ def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
         assert codec.decode(codec.encode(text)) == text
 
 
+def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str, Any]:
+    """A SentencePiece vocabulary whose pieces have one score."""
+    tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", *pieces]
+    metadata = {"model": "llama", "tokens": tokens, "bos_token_id": 1, "add_bos_token": False}
+    metadata |= {"scores": [*map(float, range(-7, 0)), *[score] * len(pieces)]}
+    return metadata | {
+        "token_type": [2, 3, 3, 1, 1, 1, 1, *[kind] * len(pieces)],
+        "add_space_prefix": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("metadata", "text", "ids"),
+    [
+        # Runs of spaces, with the scores and in the order of Llama 2 and Mistral.
+        (
+            with_ties(["\u2581" * count for count in (2, 4, 8, 3, 5, 6, 7)]),
+            "a" + 9 * " ",
+            [4, 9, 3],
+        ),
+        (with_ties(["\u2581" * count for count in (2, 4, 8, 3, 5, 6, 7)]), 13 * " ", [9, 11]),
+        (with_ties(["\u2581\u2581", "ab"]), "cab  ", [6, 8, 7]),
+        (with_ties(["ab", "bc"], kind=4), "abc", [7, 6]),
+        (with_ties(["abcab", "bcabc"]), "abcabc", [4, 5, 6, 4, 5, 6]),
+    ],
+)
+def test_equal_scores_that_cannot_matter_are_read(
+    tmp_path: Path, metadata: dict[str, Any], text: str, ids: list[int]
+) -> None:
+    """The ids are llama.cpp's."""
+    tokenizer, _ = gguf_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
+    assert tokenizer.encode(text).ids == ids
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        with_ties(["bc", "ab"]),
+        with_ties(["ab", "bc"]),
+        with_ties(["ab", "ca"], score=0.0),
+        with_ties(["\u2581" * count for count in (2, 3)]),
+        with_ties(["cc", "ab", "abc"]) | {"scores": [0.0] * 7 + [-9.0, -9.0, -8.0]},
+    ],
+)
+def test_equal_scores_that_llama_cpp_reads_from_the_left_are_refused(
+    tmp_path: Path, metadata: dict[str, Any]
+) -> None:
+    """The tokenizers library merges one piece before the other, wherever they are in a text."""
+    with pytest.raises(EESDError, match="have scores that do not say which .* convert the model"):
+        gguf_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
+
+
 @pytest.mark.parametrize(
     ("kind", "damage", "words"),
     [

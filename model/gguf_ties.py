@@ -1,0 +1,96 @@
+"""Equal scores in a SentencePiece vocabulary.
+
+Of neighbours whose tokens have the best score, llama.cpp merges the leftmost. The tokenizers library
+knows an order of merges alone, so equal scores become an order, too. Where that can give other
+tokens, the file is refused.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from itertools import pairwise
+
+from tokenizers.models import BPE
+
+from eesd.common.checks import shown
+
+
+def check_ties(scores: Mapping[str, float], model: BPE) -> None:
+    """Check that equal scores give the tokens of llama.cpp.
+
+    Llama 2 and Mistral give all runs of spaces one score. For such runs of one character, both
+    readings are compared.
+
+    Args:
+        scores: The scores of the pieces that merges make; not those of special tokens.
+        model: What merges them by the order of their scores.
+
+    Raises:
+        ValueError: Other tokens are possible.
+    """
+
+    @cache
+    def is_made(piece: str) -> bool:
+        if piece not in scores:
+            return False
+        return len(piece) == 1 or any(
+            is_made(left) and is_made(right) for left, right in cuts(piece)
+        )
+
+    counts = Counter(score for piece, score in scores.items() if len(piece) > 1)
+    tied = [piece for piece in scores if counts[scores[piece]] > 1 and len(piece) > 1]
+    tied = [piece for piece in tied if is_made(piece)]
+    runs = {}
+    for first, second in _conflicts(tied, scores) if len(tied) > 1 else ():
+        if {*first} != {*second} or len({*first}) > 1:
+            raise ValueError(_sentence(first, second))
+        runs[first[0]] = (first, second)
+    for letter, pieces in runs.items():
+        longest = max(len(piece) for piece in scores if {*piece} == {letter})
+        for count in range(2, 4 * longest):
+            found = [token.value for token in model.tokenize(letter * count)]
+            if found != _leftmost_first(letter * count, scores):
+                raise ValueError(_sentence(*pieces))
+
+
+def cuts(piece: str) -> Iterator[tuple[str, str]]:
+    """All ways to cut a piece in two."""
+    return ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
+
+
+def _conflicts(tied: list[str], scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    """Pairs of different pieces of which one, merged first, can keep the other from being merged:
+    neighbours with one part in common, and a piece with a better one that it makes possible."""
+    begins = defaultdict(set)
+    for piece in tied:
+        for left, _ in cuts(piece):
+            begins[left, scores[piece]].add(piece)
+    for piece in tied:
+        for _, right in cuts(piece):
+            others = begins[right, scores[piece]] - {piece}
+            yield from ((piece, other) for other in sorted(others))
+    known = set(tied)
+    for piece, score in scores.items():
+        for part in {part for cut in cuts(piece) for part in cut} & known:
+            if score > scores[part]:
+                yield part, piece
+
+
+def _leftmost_first(text: str, scores: Mapping[str, float]) -> list[str]:
+    """The pieces of a text as llama.cpp merges them."""
+    pieces = list(text)
+    while True:
+        pairs = (left + right for left, right in pairwise(pieces))
+        found = [(-scores[pair], at) for at, pair in enumerate(pairs) if pair in scores]
+        if not found:
+            return pieces
+        _, at = min(found)
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+
+
+def _sentence(first: str, second: str) -> str:
+    return (
+        f"its pieces {shown(first)} and {shown(second)} have scores that do not say which of them "
+        "comes first; convert the model again with its tokenizer.model beside it, or give its "
+        "Hugging Face directory"
+    )
