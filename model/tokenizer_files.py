@@ -104,13 +104,14 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
             one of the tokenizers library; or a GGUF file's is of an unknown kind.
     """
     if model.is_file():
-        return _of_gguf(read_gguf(model))
-    if not any((model / name).exists() for name in _SOURCES):
+        file = read_gguf(model)
+        if "tokenizer.ggml.tokens" not in file.metadata:
+            return {}
+        loaded = _Loaded(*gguf_tokenizer(file), False, _templates_of_gguf(file))
+    elif not any((model / name).exists() for name in _SOURCES):
         return {}
-    try:
-        loaded = _by_rules(model)
-    except _ForTransformers:
-        loaded = _by_transformers(model)
+    else:
+        loaded = _of_directory(model)
     loaded.backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
     loaded.backend.no_padding()
     config: dict[str, Any] = {
@@ -132,15 +133,21 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     return _files(loaded.backend, config, None)
 
 
-def _of_gguf(file: GgufFile) -> dict[str, bytes]:
-    template = file.metadata.get("tokenizer.chat_template")
-    if not isinstance(template, str | None):
-        raise EESDError(
-            f"{file.path} has a tokenizer.chat_template that is not text; fetch the file again."
-        )
-    return (
-        _files(*gguf_tokenizer(file), template) if "tokenizer.ggml.tokens" in file.metadata else {}
-    )
+def _of_directory(model: Path) -> _Loaded:
+    try:
+        return _by_rules(model)
+    except _ForTransformers:
+        return _by_transformers(model)
+
+
+def _templates_of_gguf(file: GgufFile) -> dict[str, str]:
+    """The default template, and the one for messages with tools."""
+    keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
+    found = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
+    other = next((keys[name] for name, text in found.items() if not isinstance(text, str)), None)
+    if other is not None:
+        raise EESDError(f"{file.path} has a {other} that is not text; fetch the file again.")
+    return found
 
 
 def _files(backend: Tokenizer, config: dict[str, Any], template: str | None) -> dict[str, bytes]:

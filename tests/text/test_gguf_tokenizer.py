@@ -92,6 +92,23 @@ def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
         assert codec.decode(codec.encode(text)) == text
 
 
+def test_messages_with_tools_get_the_template_for_them(tmp_path: Path) -> None:
+    """Converters write named templates beside the default."""
+    key = "tokenizer.chat_template"
+    templates = {
+        key: "plain{{ messages[0].content }}",
+        f"{key}s": ["tool_use", "rag"],
+        f"{key}.tool_use": "{{ tools[0].function.name }}{{ messages[0].content }}",
+        f"{key}.rag": "documents",
+    }
+    model = gguf_files.write(tmp_path / "model.gguf", Spec(metadata=templates))
+    codec = TextCodec(export_engine(model, tmp_path / "plans"))
+    messages = [{"role": "user", "content": "the"}]
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    assert codec.render(messages) == "plainthe"
+    assert codec.render(messages, tools) == "lookthe"
+
+
 def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str, Any]:
     """A SentencePiece vocabulary whose pieces have one score."""
     tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", *pieces]
@@ -140,7 +157,7 @@ def test_equal_scores_that_llama_cpp_reads_from_the_left_are_refused(
     tmp_path: Path, metadata: dict[str, Any]
 ) -> None:
     """The tokenizers library merges one piece before the other, wherever they are in a text."""
-    with pytest.raises(EESDError, match="have scores that do not say which .* convert the model"):
+    with pytest.raises(EESDError, match=r"scores that do not say which .* convert the model"):
         gguf_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
 
 
@@ -164,6 +181,7 @@ def test_equal_scores_that_llama_cpp_reads_from_the_left_are_refused(
         ("llama", {"scores": None}, ("'tokenizer.ggml.scores'",)),
         ("gpt2", {"pre": "llama-bpe", "bos_token_id": None}, ("bos token", "not name")),
         ("llama", {"tokenizer.chat_template": 5}, ("chat_template", "not text")),
+        ("llama", {"tokenizer.chat_template.tool_use": 5}, ("chat_template.tool_use", "not text")),
     ],
 )
 def test_unknown_and_damaged_tokenizers_are_refused(
