@@ -3,8 +3,8 @@
 transformers does not always use ``tokenizer.json`` as it stands: ``LlamaTokenizer`` and
 ``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes bring special tokens of their
 own, and some files overrule others. The rules of version 5 are written down here for the classes of
-the supported families, so their tokenizers need the tokenizers library alone. A directory with
-anything else, as another class, an unknown field or no ``tokenizer.json``, is loaded by
+the supported families, so their tokenizers need the tokenizers library alone; and so are those for
+a ``tekken.json``. A directory with anything else, as another class, an unknown field or no ``tokenizer.json``, is loaded by
 transformers itself. All readers of the written files get the same token ids. The tokenizer of a
 GGUF file is made from its metadata.
 """
@@ -32,8 +32,9 @@ from eesd.common.json_input import read_json_object
 from eesd.common.manifest import SPECIAL_TOKENS
 from eesd.model.gguf_file import GgufFile, read_gguf
 from eesd.model.gguf_tokenizer import gguf_tokenizer
+from eesd.model.tekken import TEKKEN_FILE, tekken_tokenizer
 
-_SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", TEKKEN_FILE)
 """A model with none of these files has no tokenizer."""
 _REMEDY = "correct its files, config.json among them, or move them away to use token ids alone"
 _AS_IT_STANDS = "TokenizersBackend"
@@ -134,10 +135,26 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
 
 
 def _of_directory(model: Path) -> _Loaded:
+    others = (*model.glob("*token*"), *model.glob("vocab.json"))
+    if not others and _object(model, "config.json").get("model_type") in ("mistral", "mixtral"):
+        return _of_tekken(model)
     try:
         return _by_rules(model)
     except _ForTransformers:
         return _by_transformers(model)
+
+
+def _of_tekken(model: Path) -> _Loaded:
+    """Load a tokenizer in Mistral's own format, the only one of the directory."""
+    path = model / TEKKEN_FILE
+    source = read_json_object(path, _REMEDY)
+    if "special_tokens" not in source:
+        raise EESDError(
+            f"{path} does not list its special tokens, as the first files of this format; add the "
+            f"model's tokenizer.json to {model}."
+        )
+    with refused(lambda error: f"{path} cannot be used ({reason(error)}); {_REMEDY}."):
+        return _Loaded(tekken_tokenizer(source), {}, False, _templates(model, None))
 
 
 def _templates_of_gguf(file: GgufFile) -> dict[str, str]:

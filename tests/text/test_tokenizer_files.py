@@ -5,6 +5,7 @@ import json
 import os
 import random
 import sys
+from base64 import b64encode
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -343,6 +344,68 @@ def test_files_that_overrule_others(tmp_path: Path) -> None:
     assert len(codec.encode("the quick fox jumps")) > 4
     assert codec.render(MESSAGES).startswith("<s>[user]")
     assert codec.render(MESSAGES, []) == "tools"
+
+
+def tekken(model: Path, **changes: Any) -> Path:
+    """A model directory whose tokenizer is a ``tekken.json``."""
+    model.mkdir()
+    parts = [bytes([byte]) for byte in range(256)]
+    parts += [b"th", b"the", b" the", b"he", b" t", "日".encode(), b"dropped"]
+    names = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]"]
+    fields = {
+        "config": {
+            "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+",
+            "default_vocab_size": len(parts) - 1 + 8,
+            "default_num_special_tokens": 8,
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": b64encode(part).decode(), "token_str": None}
+            for rank, part in enumerate(parts)
+        ],
+        "special_tokens": [{"rank": at, "token_str": name} for at, name in enumerate(names)],
+    }
+    (model / "tekken.json").write_text(json.dumps(fields | changes))
+    (model / "config.json").write_text('{"model_type": "mistral"}')
+    return model
+
+
+def test_the_tokenizer_of_mistrals_own_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tekken(tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    reference = AutoTokenizer.from_pretrained(model)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    codec = resolved(model, tmp_path / "output")
+    assert_same(reference, codec)
+    assert codec.encode("[INST] the he日") == reference.encode("[INST] the he日")
+    assert len(codec.tokenizer.get_vocab()) == len(reference.get_vocab()) == 8 + 262
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"special_tokens": None}, ("cannot be used", "tekken.json")),
+        ({"vocab": [{"rank": 0}]}, ("cannot be used",)),
+        ({"config": {"pattern": "("}}, ("cannot be used",)),
+    ],
+)
+def test_a_damaged_tokenizer_of_mistrals_own_format_is_refused(
+    tmp_path: Path, changes: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(EESDError) as caught:
+        resolved_tokenizer(tekken(tmp_path / "model", **changes))
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_tekken_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
+    """Their names are not in the file."""
+    file = tekken(tmp_path / "model") / "tekken.json"
+    fields = json.loads(file.read_text())
+    del fields["special_tokens"]
+    file.write_text(json.dumps(fields))
+    with pytest.raises(EESDError, match=r"tekken\.json does not list .* add the .*tokenizer\.json"):
+        resolved_tokenizer(file.parent)
 
 
 def test_a_model_without_tokenizer_has_no_files(tmp_path: Path) -> None:

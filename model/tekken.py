@@ -1,0 +1,59 @@
+"""``tekken.json``, the tokenizer of Mistral's own format: bytes in the order of their merges, a rule
+that cuts texts, and special tokens before all others."""
+
+from base64 import b64decode
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+
+TEKKEN_FILE = "tekken.json"
+_BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+
+
+def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer as transformers makes it of the file. A text gets no token before or behind it.
+
+    Raises:
+        Exception: Any, for a damaged file.
+    """
+    config = source["config"]
+    special = [token["token_str"] for token in sorted(source["special_tokens"], key=_rank)]
+    count = config.get("default_num_special_tokens", len(special))
+    special += [f"<SPECIAL_{index}>" for index in range(len(special), count)]
+    kept = source["vocab"]
+    if config.get("default_vocab_size") is not None:
+        kept = kept[: config["default_vocab_size"] - count]
+    ranks = {b64decode(token["token_bytes"]): rank for rank, token in enumerate(kept)}
+    spelled = {token: "".join(_LETTERS[byte] for byte in token) for token in ranks}
+    merges: list[tuple[str, str]] = []
+    for token in ranks:
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [(spelled[left], spelled[right]) for left, right in pairs]
+    vocabulary = {spelled[token]: count + rank for token, rank in ranks.items()}
+    vocabulary |= {token: index for index, token in enumerate(special)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, fuse_unk=False, ignore_merges=True))
+    cut = pre_tokenizers.Split(Regex(config["pattern"]), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, _BYTES])
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    return tokenizer
+
+
+def _rank(token: Mapping[str, Any]) -> int:
+    return int(token["rank"])
+
+
+def _byte_letters() -> dict[int, str]:
+    """How a byte-level vocabulary spells each byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {
+        byte: chr(0x100 + at) for at, byte in enumerate(others)
+    }
+
+
+_LETTERS = _byte_letters()
