@@ -1,8 +1,8 @@
 """Equal scores in a SentencePiece vocabulary.
 
-Of neighbours whose tokens have the best score, llama.cpp merges the leftmost. The tokenizers library
-knows an order of merges alone, so equal scores become an order, too. Where that can give other
-tokens, the file is refused.
+Of neighbours whose tokens have the best score, llama.cpp merges the leftmost. The tokenizers
+library knows an order of merges alone, so equal scores become an order, too. Where that can give
+other tokens, the file is refused.
 """
 
 from collections import Counter, defaultdict

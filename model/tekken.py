@@ -1,5 +1,5 @@
-"""``tekken.json``, the tokenizer of Mistral's own format: bytes in the order of their merges, a rule
-that cuts texts, and special tokens before all others."""
+"""``tekken.json``, the tokenizer of Mistral's own format: bytes in the order of their merges, a
+rule that cuts texts, and special tokens before all others."""
 
 from base64 import b64decode
 from collections.abc import Mapping

@@ -3,10 +3,10 @@
 transformers does not always use ``tokenizer.json`` as it stands: ``LlamaTokenizer`` and
 ``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes bring special tokens of their
 own, and some files overrule others. The rules of version 5 are written down here for the classes of
-the supported families, so their tokenizers need the tokenizers library alone; and so are those for
-a ``tekken.json``. A directory with anything else, as another class, an unknown field or no ``tokenizer.json``, is loaded by
-transformers itself. All readers of the written files get the same token ids. The tokenizer of a
-GGUF file is made from its metadata.
+the supported families, and for a ``tekken.json``, so their tokenizers need the tokenizers library
+alone. A directory with anything else, as another class, an unknown field or no ``tokenizer.json``,
+is loaded by transformers itself. All readers of the written files get the same token ids. The
+tokenizer of a GGUF file is made from its metadata.
 """
 
 import json
