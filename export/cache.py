@@ -25,6 +25,7 @@ from eesd.common.json_input import read_json
 from eesd.common.manifest import FORMAT_VERSION
 from eesd.common.outputs import remove_directory, resolved
 from eesd.common.turns import turn
+from eesd.model.gguf_parts import parts_beside
 
 MARK_FILE = "eesd-cache.json"
 _ADDED = (MARK_FILE, "timing.cache")
@@ -94,9 +95,11 @@ def place_of(
 
 
 def _contents(path: Path) -> dict[str, Any]:
-    """What identifies the contents of a GGUF file, or of the files in a directory, by name."""
+    """What identifies the contents of a GGUF file and of the parts beside it, or of the files in a
+    directory, by name."""
     if path.is_file():
-        return {"": _content(path)}
+        others = [part for part in parts_beside(path) if part != path]
+        return {"": _content(path)} | {part.name: _content(part) for part in others}
     if not any(path.glob("*config.json")) and not any(path.glob("exit_head.json")):
         # Neither a model nor a head, and perhaps a directory with very many files: the export will
         # say what is wrong.

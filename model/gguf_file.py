@@ -19,9 +19,11 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.quantization import BITS, Quantization
 from eesd.model.arrays import NUMPY_TYPES, Array, all_finite, transposed
+from eesd.model.gguf_parts import part_of
 from eesd.model.quantized import Quantized, pack
 from eesd.model.safetensors_file import DTYPES, FINGERPRINTED, CheckpointTensor
 
@@ -57,6 +59,7 @@ _SCALARS = {
 """Formats of the types of metadata that have a fixed size."""
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
+_NUMBER, _COUNT = "split.no", "split.count"
 _ALIGNMENT = 32
 """Alignment of the data, unless the metadata have another."""
 
@@ -74,10 +77,10 @@ def _library() -> Any:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a GGUF file.
+    """The header of a GGUF file, or of several that hold a model together.
 
     Attributes:
-        path: The file.
+        path: The file, or the first of several.
         metadata: Values by key: numbers, booleans, strings, and lists.
         tensors: Tensors by name, as they are stored.
     """
@@ -88,12 +91,49 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file.
+    """Read the header of a GGUF file. Of a model in several files, the first one is given, and the
+    headers of all are read.
 
     Raises:
         EESDError: The file has another format, another byte order or version, or it is truncated or
-            damaged.
+            damaged; or it is not the first part, a part is missing, or parts do not fit each other.
     """
+    first = _read_header(path)
+    count = first.metadata.get(_COUNT, 0)
+    if count in (0, 1):
+        return first
+    if type(count) is not int or not 0 < count < 10**5:
+        raise EESDError(f"{path} has a {_COUNT} that is no number of parts; fetch the file again.")
+    if first.metadata.get(_NUMBER) != 0 or path != part_of(path, 1, count):
+        raise EESDError(
+            f"{path} is one of the {count} parts of a model; give the first one, with its own name: "
+            f"{part_of(path, 1, count).name}."
+        )
+    files = [first, *(_read_part(path, number, count) for number in range(2, count + 1))]
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    total = first.metadata.get("split.tensors.count")
+    if not len(tensors) == sum(len(file.tensors) for file in files) == total:
+        raise EESDError(
+            f"{path} and the parts beside it have {len(tensors)} tensors, and the first one says "
+            f"{shown(total)}; they are of different models, fetch all of them again."
+        )
+    return replace(first, tensors=tensors)
+
+
+def _read_part(first: Path, number: int, count: int) -> GgufFile:
+    """A part of a model, by the path of its first one; ``number`` counts from 1."""
+    path = part_of(first, number, count)
+    if not path.is_file():
+        raise EESDError(
+            f"{first} is the first of {count} parts, and {path.name} is missing beside it; fetch it."
+        )
+    found = _read_header(path)
+    if (found.metadata.get(_NUMBER), found.metadata.get(_COUNT)) != (number - 1, count):
+        raise EESDError(f"{path} is not part {number} of {count} of a model; fetch it again.")
+    return found
+
+
+def _read_header(path: Path) -> GgufFile:
     with path.open("rb") as file:
         header = _Header(file, path)
         if file.read(4) != b"GGUF":

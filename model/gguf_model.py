@@ -75,13 +75,9 @@ def config_fields(file: GgufFile) -> dict[str, Any]:
 
 def _fields(file: GgufFile) -> dict[str, Any]:
     general = Fields(file.metadata)
-    kind, parts = general.text("general.type"), general.take("split.count", 0)
+    kind = general.text("general.type")
     if kind not in (None, "model"):
         raise ValueError(f"it is no model but of the type {shown(kind)}")
-    if parts not in (0, 1):
-        raise ValueError(
-            f"it is one of {shown(parts)} parts; join them with llama-gguf-split --merge"
-        )
     family, gguf = _family(general)
     prefix = f"{gguf.architecture}."
     own = _Own(

@@ -554,7 +554,8 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
         (Spec("gpt2"), ("'gpt2' is not supported", "llama, qwen2, qwen3")),
         (Spec("granite"), ("'granite' is not supported",)),
         (Spec(metadata={"general.type": "adapter"}), ("no model", "'adapter'")),
-        (Spec(metadata={"split.count": 3}), ("one of 3 parts", "gguf-split")),
+        (Spec(metadata={"split.count": 3}), ("one of the 3 parts", "model-00001-of-00003.gguf")),
+        (Spec(metadata={"split.count": "x"}), ("split.count", "no number of parts")),
         (Spec(metadata={"llama.expert_count": 8}), ("no 'llama.expert_used_count'",)),
         (
             Spec(metadata={"llama.expert_count": 8, "llama.expert_used_count": 2}),

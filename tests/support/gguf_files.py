@@ -55,9 +55,10 @@ class Spec:
     tensors: Mapping[str, NDArray[Any] | None] = field(default_factory=dict)
 
 
-def write(path: Path, spec: Spec, seed: int = 0) -> Path:
-    """Write a file with random weights, and a byte-level tokenizer of :data:`VOCABULARY`."""
-    writer = gguf.GGUFWriter(path, spec.architecture)
+def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
+    """Write a file with random weights, and a byte-level tokenizer of :data:`VOCABULARY`; or
+    several files of ``most`` tensors. Returns the file, or the first of several."""
+    writer = gguf.GGUFWriter(path, spec.architecture, split_max_tensors=most)
     for key, value in (_metadata(spec) | dict(spec.metadata)).items():
         if value is not None:
             _add(writer, key, value)
@@ -78,7 +79,7 @@ def write(path: Path, spec: Spec, seed: int = 0) -> Path:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
+    return min(path.parent.glob(f"{path.stem}-*.gguf")) if most else path
 
 
 def stored(
