@@ -106,8 +106,8 @@ def read_gguf(path: Path) -> GgufFile:
         raise EESDError(f"{path} has a {_COUNT} that is no number of parts; fetch the file again.")
     if first.metadata.get(_NUMBER) != 0 or path != part_of(path, 1, count):
         raise EESDError(
-            f"{path} is one of the {count} parts of a model; give the first one, with its own name: "
-            f"{part_of(path, 1, count).name}."
+            f"{path} is one of the {count} parts of a model; give the first one, with its own "
+            f"name: {part_of(path, 1, count).name}."
         )
     files = [first, *(_read_part(path, number, count) for number in range(2, count + 1))]
     tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
@@ -125,7 +125,8 @@ def _read_part(first: Path, number: int, count: int) -> GgufFile:
     path = part_of(first, number, count)
     if not path.is_file():
         raise EESDError(
-            f"{first} is the first of {count} parts, and {path.name} is missing beside it; fetch it."
+            f"{first} is the first of {count} parts, and {path.name} is missing beside it; "
+            "fetch it."
         )
     found = _read_header(path)
     if (found.metadata.get(_NUMBER), found.metadata.get(_COUNT)) != (number - 1, count):

@@ -16,7 +16,7 @@ def part_of(path: Path, number: int, count: int) -> Path:
 
 
 def parts_beside(path: Path) -> list[Path]:
-    """The files that hold a model, by the name of one: all parts that lie beside it, or it alone."""
+    """The files that hold a model, by the name of one: all parts beside it, or it alone."""
     found = _NAME.fullmatch(path.name)
     count = int(found[2]) if found else 1
     parts = (part_of(path, number, count) for number in range(1, count + 1))

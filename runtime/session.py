@@ -97,10 +97,12 @@ class Session:
         self.finish_reason: str | None = None
         self.lock = lock or RLock()
         self.index = TextIndex()
-        stops = codec.special(request.stop) if codec is not None else {}
-        eos = () if request.ignore_eos else manifest.eos_token_ids
-        self.ends = (*eos, *request.stop_token_ids, *stops)
-        self._stops = {token: text for token, text in stops.items() if token not in eos}
+        self._text = TextStream(codec, request.tokens, request.stop) if codec is not None else None
+        self.ends = (
+            *(() if request.ignore_eos else manifest.eos_token_ids),
+            *request.stop_token_ids,
+            *(self._text.stop_tokens if self._text else ()),
+        )
         columns = drafting.drafter.columns if drafting.drafter else WHOLE
         vocab_size = manifest.geometry.vocab_size
         self._unended = (
@@ -115,7 +117,6 @@ class Session:
         self._logprobs: list[TokenLogprob] = []
         wanted = request.prompt_logprobs is not None
         self._prompt_logprobs = [TokenLogprob(request.tokens[0], None)] if wanted else None
-        self._text = TextStream(codec, request.tokens, request.stop) if codec is not None else None
         self.cached_tokens = self._prefilled = self._observed = self.drafted_to = 0
         self._target = len(request.tokens) - 1
         self._kv_cache, self._moved, self._closed = kv_cache, False, False
@@ -332,9 +333,6 @@ class Session:
                 TokenOutput(token, text, source, self._logprobs[at] if self._logprobs else None)
             )
         self._logprobs = []
-        stop = self._text.stop if self._text else None
-        if result.finish_reason == "stop":
-            stop = stop or self._stops.get(result.tokens[-1])
         held = self._text.finish() if self._text and result.finish_reason else ""
         prompt, self._prompt_logprobs = self._prompt_logprobs, None
         return Update(
@@ -342,7 +340,7 @@ class Session:
             tuple(result.rejected),
             held,
             result.finish_reason,
-            stop=stop,
+            stop=self._text.stop if self._text else None,
             prompt_logprobs=None if prompt is None else tuple(prompt),
             cached_tokens=self.cached_tokens,
             stats=self.stats,

@@ -129,15 +129,6 @@ class TextCodec:
         ):
             return (tokenizer or self.tokenizer).encode(text, add_special_tokens=special)
 
-    def special(self, texts: Sequence[str]) -> dict[int, str]:
-        """Those of the texts that are special tokens, by id. No text of a stream has them."""
-        return {self._special[text]: text for text in texts if text in self._special}
-
-    @cached_property
-    def _special(self) -> dict[str, int]:
-        added = self.tokenizer.get_added_tokens_decoder()
-        return {item.content: token for token, item in added.items() if item.special}
-
     @cached_property
     def _longest(self) -> int:
         """Characters of the longest token. Listing a vocabulary takes long, so only a long text
@@ -231,12 +222,17 @@ codecs.register_error(_EACH_BYTE, _replace_each_byte)
 
 
 class TokenBytes:
-    """The bytes of text that each token stands for. A token may end anywhere inside a character."""
+    """The bytes of text that each token stands for. A token may end anywhere inside a character.
+
+    Attributes:
+        special: The tokens that are not text, by id.
+        has_byte_tokens: Whether some tokens are single bytes.
+    """
 
     def __init__(self, codec: TextCodec) -> None:
         self._tokenizer, self._decode = codec.tokenizer, codec.decode
-        self._special = {
-            token
+        self.special = {
+            token: added.content
             for token, added in self._tokenizer.get_added_tokens_decoder().items()
             if added.special
         }
@@ -246,7 +242,7 @@ class TokenBytes:
 
     def name(self, token: int) -> str | None:
         """The token as the vocabulary writes it; None if it is not text."""
-        return None if token in self._special else self._tokenizer.id_to_token(token)
+        return None if token in self.special else self._tokenizer.id_to_token(token)
 
     def added(self, token: int, before: int | None) -> bytes:
         """What a token adds to the text behind the token of text before it; nothing if it is no
@@ -271,6 +267,7 @@ class TextStream:
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
     stop string. When a stop string is complete, it becomes ``stop``, and the text ends before it.
+    A special token is no text: a stop string of its name is complete with one of ``stop_tokens``.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
     cannot wait for the rest: they write U+FFFD, and ``ByteFallback`` does so for a whole run of
@@ -288,6 +285,9 @@ class TextStream:
         self._rest = b""
         self._before: int | None = None
         self._stop = tuple(stop)
+        self.stop_tokens = {
+            token: name for token, name in self._bytes.special.items() if name in self._stop
+        }
         self._held = ""
         self.stop: str | None = None
         # At most three bytes wait for the rest of their character, and each token has one at least.
@@ -299,6 +299,7 @@ class TextStream:
         """The text that became certain with this token (often "")."""
         if self.stop:
             return ""
+        self.stop = self.stop_tokens.get(token)
         text = self._held + self._characters(token)
         found = min(
             ((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None

@@ -212,11 +212,11 @@ def test_a_stop_string_that_is_a_special_token_stops_at_the_token(server: Served
     choice = server.complete(PROMPT, stop=["never", "<s>"], **options)["choices"][0]
     assert (choice["token_ids"], choice["text"]) == ([1], "")
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "<s>")
-    options["logit_bias"] = {2: 100}  # the EOS token: no stop string ended the text
-    choice = server.complete(PROMPT, stop="</s>", **options)["choices"][0]
-    assert (choice["token_ids"], choice["stop_reason"]) == ([2], None)
+    options["logit_bias"] = {2: 100}  # the EOS token
     choice = server.complete(PROMPT, stop="</s>", ignore_eos=True, **options)["choices"][0]
     assert (choice["token_ids"], choice["stop_reason"]) == ([2], "</s>")
+    later = server.complete(PROMPT, stop="</s>", min_tokens=3, **options)["choices"][0]
+    assert len(later["token_ids"]) == 4
 
 
 def test_stop_strings_and_eos(server: Served) -> None:
