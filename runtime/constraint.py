@@ -24,7 +24,7 @@ from eesd.runtime.text import TextCodec, TokenBytes
 try:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-    from eesd.runtime.json_schema import OPTIONS, read_schema, sentence
+    from eesd.runtime.json_schema import OPTIONS, ignored_by, read_schema, sentence
     from eesd.runtime.json_text import JSONTokens, Place
 except ModuleNotFoundError as error:
     raise EESDError(f"Constrained output needs {error.name}; pip install 'eesd[serve]'.") from None
@@ -47,6 +47,7 @@ class GrammarConstraint:
 
     Attributes:
         grammar: What was given, with which another process can make an equal one.
+        ignored: The keywords of a JSON schema that the grammar does not follow.
 
     Args:
         grammar: As llguidance's ``grammar_from`` makes it.
@@ -80,6 +81,7 @@ class GrammarConstraint:
                 f"The constraint cannot be used: {sentence(self._matcher.get_error())}; give "
                 "another one."
             )
+        self.ignored = frozenset(ignored_by(self._matcher.get_grammar_warnings()))
 
     def allowed(self, tokens: Sequence[int]) -> NDArray[np.bool_]:
         """The tokens [V] that may follow ``tokens``; at least one.
@@ -239,7 +241,12 @@ def make_constraint(kind: str, value: Any, llm: LLM, *, lenient: bool = False) -
     Raises:
         EESDError: The value has a mistake.
     """
-    return of_grammar(_grammar(kind, value, lenient), llm)
+    if kind != "json":
+        return of_grammar(_grammar(kind, value), llm)
+    _, grammar, left_out = read_schema(_schema(value), lenient)
+    made = of_grammar(grammar, llm)
+    made.ignored |= left_out
+    return made
 
 
 def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
@@ -254,9 +261,7 @@ def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
     return GrammarConstraint(grammar, vocabulary.tokens, llm.manifest.eos_token_ids, json_tokens)
 
 
-def _grammar(kind: str, value: Any, lenient: bool) -> str:
-    if kind == "json":
-        return read_schema(_schema(value), lenient)[1]
+def _grammar(kind: str, value: Any) -> str:
     if kind == "choice":
         if (
             not isinstance(value, list)

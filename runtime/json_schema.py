@@ -7,11 +7,14 @@ runs its test suite.
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import combinations
+from math import inf
 from typing import Any
 
-from llguidance import LLMatcher
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from eesd.common.errors import EESDError
 
@@ -49,31 +52,76 @@ _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9.].*)?)?$"
 """Of times. The format allows endless digits, and some models write them."""
 _TRIALS = 200
 """Most schemas that are read to find the place of a mistake."""
+_MOST_OPTIONAL, _MOST_RULES = 6, 4
+"""Most properties whose number is followed, and rules of one keyword: each combination of them is a
+case of its own in the grammar."""
+_WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
+"""Keywords by the first word of a warning that does not quote them."""
+_SIMPLE_IF = {"type", "properties", "required"}
+_SIMPLE_TEXT = {"type", "const", "enum", "title", "description", "default"}
+"""Keywords of an ``if`` that is followed, and of the property that it compares."""
+_MOST_NAMES = 16
+"""Most names of a pattern that are listed as properties, besides those that are listed anyway. They
+then come in order, which a long list should not prescribe."""
+_APPLICATORS = (
+    *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
+    *("dependentSchemas", "dependencies", "contains"),
+)
+"""Keywords that can evaluate properties or items, besides those that list them."""
+
+
+class Bytes:
+    """A token for each byte, in the form that llguidance asks for."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+    tokens = (*(bytes([value]) for value in range(256)), b"</s>")
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+BYTES = LLTokenizer(TokenizerWrapper(Bytes()), len(Bytes.tokens), [Bytes.eos_token_id])
 
 
 def read_schema(
     schema: Mapping[str, Any] | bool, lenient: bool, place: tuple[str, ...] = ()
-) -> tuple[Any, str]:
-    """A JSON schema in llguidance's form, and its grammar.
+) -> tuple[Any, str, frozenset[str]]:
+    """A JSON schema in llguidance's form, its grammar, and the keywords that were left out of it.
 
     Args:
         schema: The schema, which is plain JSON.
         lenient: Whether keywords that are not supported are ignored; otherwise they are refused.
+            llguidance ignores more of them: :func:`ignored_by`.
         place: Names that lead to the schema, for messages.
 
     Raises:
         EESDError: It cannot be followed. The message names the place.
     """
-    ready = _prepared(schema, lenient, place)
+    ignored = set[str]() if lenient else None
+    ready = _prepared(schema, ignored, place)
     grammar, mistake = _read(ready, lenient)
     if mistake is not None:
         raise _refusal((*place, *_place(ready, mistake, lenient)), mistake)
-    return ready, grammar
+    return ready, grammar, frozenset(ignored or ())
 
 
-def _prepared(schema: Any, lenient: bool, place: tuple[str, ...]) -> Any:
-    """A schema without keywords that change nothing, and if it is ``lenient`` without patterns that
-    cannot be read.
+def ignored_by(warnings: Sequence[str]) -> set[str]:
+    """The keywords that llguidance ignores, by its warnings."""
+    found = set[str]()
+    for warning in warnings:
+        names = re.findall(r'"([$\w]+)"', warning)
+        found.update(names or _WARNED.get(warning.partition(" ")[0], ()))
+    return found
+
+
+def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...]) -> Any:
+    """A schema without keywords that change nothing, and with others in the words of llguidance.
+
+    Args:
+        schema: The schema.
+        ignored: Where the names of keywords go that are left out because they cannot be followed;
+            None: leave none out.
+        place: Names that lead to the schema.
 
     Raises:
         EESDError: It has open keys of which several must come. Texts could have the same key
@@ -89,35 +137,198 @@ def _prepared(schema: Any, lenient: bool, place: tuple[str, ...]) -> Any:
         for key in _COUNTS
         if isinstance(found.get(key), float) and found[key].is_integer()
     }
-    if not lenient and _keys_may_be_equal(found):
-        message = (
-            "minProperties counts keys that may be equal; list the properties, or set "
-            "additionalProperties to false"
-        )
-        raise EESDError(
-            f"The JSON schema cannot be used: {_shown((*place, 'minProperties'))}: {message}."
-        )
     if isinstance(pattern := found.get("pattern"), str):
         found["pattern"] = _pattern(pattern)
     elif found.get("format") in ("date-time", "time"):
         found["pattern"] = _SHORT_FRACTION
     if isinstance(named := found.get("patternProperties"), dict):
         found["patternProperties"] = {_pattern(key): value for key, value in named.items()}
-    if lenient:
-        found = _without_what_fails(found)
+    _close_evaluated(found)
+    _list_names(found)
+    if isinstance(rules := found.get("allOf"), list):
+        found["allOf"] = [dict(rule) if isinstance(rule, dict) else rule for rule in rules]
+    cases = [*_conditional_cases(found), *_dependent_cases(found), *_counted_cases(found)]
+    if cases:
+        found["allOf"] = [*found.get("allOf", ()), *({"anyOf": case} for case in cases)]
+    if _keys_may_be_equal(found):
+        if ignored is None:
+            message = (
+                "minProperties counts keys that may be equal; list the properties, or set "
+                "additionalProperties to false"
+            )
+            raise EESDError(
+                f"The JSON schema cannot be used: {_shown((*place, 'minProperties'))}: {message}."
+            )
+        ignored.add("minProperties")
+    if ignored is not None:
+        found = _without_what_fails(found, ignored)
     for key, value in found.items():
         inside = (*place, key)
         if key in _NAMED and isinstance(value, dict):
             found[key] = {
-                name: _prepared(inner, lenient, (*inside, name)) for name, inner in value.items()
+                name: _prepared(inner, ignored, (*inside, name)) for name, inner in value.items()
             }
         elif key in _LISTED and isinstance(value, list):
             found[key] = [
-                _prepared(inner, lenient, (*inside, str(at))) for at, inner in enumerate(value)
+                _prepared(inner, ignored, (*inside, str(at))) for at, inner in enumerate(value)
             ]
         elif key in _SINGLE:
-            found[key] = _prepared(value, lenient, inside)
+            found[key] = _prepared(value, ignored, inside)
     return found
+
+
+def _close_evaluated(schema: dict[str, Any]) -> None:
+    """Replace ``unevaluatedProperties`` and ``unevaluatedItems`` where no other keyword can
+    evaluate what they speak of."""
+    if any(key in schema for key in _APPLICATORS) or isinstance(schema.get("items"), list):
+        return
+    for key, plain in zip(_UNEVALUATED, ("additionalProperties", "items"), strict=True):
+        if key in schema:
+            schema.setdefault(plain, schema.pop(key))
+            schema.pop(key, None)
+
+
+def _list_names(schema: dict[str, Any]) -> None:
+    """List the names of patterns that few names fit. A listed key comes once, so that the object
+    ends when all have come."""
+    named, listed = schema.get("patternProperties"), schema.get("properties", {})
+    if not isinstance(named, dict) or not isinstance(listed, dict):
+        return
+    listed, most = dict(listed), _MOST_NAMES + len({*listed, *_required(schema)})
+    others = {}
+    for pattern, inner in named.items():
+        names = _names_of(pattern, most)
+        if names is None:
+            others[pattern] = inner
+        for name in names or ():
+            listed[name] = {"allOf": [listed[name], inner]} if name in listed else inner
+    schema |= {"properties": listed, "patternProperties": others}
+
+
+@lru_cache(1000)
+def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
+    """The names that fit a pattern; None if there are more than ``most``, or it cannot be read."""
+    grammar, mistake = _read({"type": "string", "pattern": pattern}, lenient=False)
+    if mistake is not None:
+        return None
+    matcher, names, begun = LLMatcher(BYTES, grammar, log_level=0), list[str](), [list[int]()]
+    while begun:
+        if len(names) + len(begun) > most:
+            return None
+        tokens = begun.pop()
+        matcher.reset()
+        matcher.consume_tokens(tokens)
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        if matcher.is_accepting():
+            names.append(json.loads(bytes(tokens)))
+        elif not matcher.is_error():
+            mask = np.unpackbits(bits, count=len(Bytes.tokens), bitorder="little")
+            begun += [[*tokens, int(token)] for token in np.flatnonzero(mask)[::-1]]
+    return tuple(dict.fromkeys(names))
+
+
+def _required(schema: Mapping[str, Any]) -> list[str]:
+    """The names of the keys that must come, each once."""
+    required = schema.get("required")
+    listed = required if isinstance(required, list) else []
+    return list(dict.fromkeys(name for name in listed if isinstance(name, str)))
+
+
+def _without(names: Sequence[str]) -> dict[str, Any]:
+    """The schema of objects without some keys."""
+    return {"properties": dict.fromkeys(names, False)}
+
+
+def _dependent_cases(schema: dict[str, Any]) -> Iterator[list[Any]]:
+    """Of what must come beside a key: either the key does not come, or the rest comes, too."""
+    for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
+        rules = schema.get(keyword)
+        if not isinstance(rules, dict) or len(rules) > _MOST_RULES:
+            continue
+        del schema[keyword]
+        for name, needs in rules.items():
+            rest = {"required": [name, *needs]} if isinstance(needs, list) else {"allOf": [needs]}
+            yield [_without([name]), {"required": [name], **rest}]
+
+
+def _conditional_cases(schema: dict[str, Any]) -> Iterator[list[Any]]:
+    """Of ``if``, here and in ``allOf``, where it compares a property with some of its texts."""
+    rules = [rule for rule in schema.get("allOf") or () if isinstance(rule, dict)]
+    for rule in [schema, *rules[:_MOST_RULES]]:
+        if (case := _cases_of_if(rule, schema)) is not None:
+            for keyword in ("if", "then", "else"):
+                rule.pop(keyword, None)
+            yield case
+
+
+def _cases_of_if(rule: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Any] | None:
+    """The cases of a rule with ``if`` for the objects of a schema; None: it is not so simple."""
+    test = rule.get("if")
+    if not isinstance(test, dict) or schema.get("type") != "object":
+        return None
+    named, required = test.get("properties"), test.get("required", [])
+    if not isinstance(named, dict) or len(named) != 1 or not test.keys() <= _SIMPLE_IF:
+        return None
+    (name, wanted) = next(iter(named.items()))
+    texts, asked = _texts_of(schema.get("properties", {}).get(name)), _texts_of(wanted)
+    if texts is None or asked is None or required not in ([], [name]):
+        return None
+    then, other = rule.get("then", True), rule.get("else", True)
+    cases = [{**_without([name]), "allOf": [other if required else then]}]
+    for values, rest in (
+        ([text for text in texts if text in asked], then),
+        ([text for text in texts if text not in asked], other),
+    ):
+        case = {"properties": {name: {"enum": values}}, "required": [name], "allOf": [rest]}
+        cases += [case] if values else []
+    return cases
+
+
+def _texts_of(schema: Any) -> list[str] | None:
+    """The texts of a schema that lists them, and nothing else."""
+    if not isinstance(schema, dict):
+        return None
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    listed = isinstance(values, list) and all(isinstance(value, str) for value in values)
+    return values if listed and schema.keys() <= _SIMPLE_TEXT else None
+
+
+def _counted_cases(schema: dict[str, Any]) -> Iterator[list[Any]]:
+    """Of the number of keys: which of the properties come that need not."""
+    counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
+    optional, required = _optional(schema), _required(schema)
+    whole = all(isinstance(count, int) for count in counts.values())
+    if not (counts and whole and optional) or schema.get("type") != "object":
+        return
+    # Of open keys one may come besides: two could be equal.
+    least = counts.get("minProperties", 0) - _is_open(schema)
+    most = counts.get("maxProperties", inf)
+    cases = [
+        {
+            "required": [*required, *names],
+            **_without([name for name in optional if name not in names]),
+            **(counts if _is_open(schema) else {}),
+        }
+        for size in range(len(optional) + 1)
+        if least <= len(required) + size <= most
+        for names in combinations(optional[:_MOST_OPTIONAL], size)
+    ]
+    if cases and len(optional) <= _MOST_OPTIONAL:
+        for key in counts:
+            del schema[key]
+        yield cases
+
+
+def _is_open(schema: Mapping[str, Any]) -> bool:
+    """Whether keys may come that are not listed."""
+    return schema.get("additionalProperties") is not False or bool(schema.get("patternProperties"))
+
+
+def _optional(schema: Mapping[str, Any]) -> list[str]:
+    """The properties that may come and need not."""
+    listed, required = schema.get("properties"), _required(schema)
+    named = listed.items() if isinstance(listed, dict) else ()
+    return [name for name, inner in named if inner is not False and name not in required]
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -159,17 +370,12 @@ def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 def _keys_may_be_equal(schema: Mapping[str, Any]) -> bool:
     """Whether two keys that are not listed must come. The grammar counts members, and a reader
     keeps one of equal keys."""
-    kinds, least, required = schema.get("type"), schema.get("minProperties"), schema.get("required")
+    kinds, least = schema.get("type"), schema.get("minProperties")
     is_object = (
         kinds is None or kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
     )
-    is_open = schema.get("additionalProperties") is not False or bool(
-        schema.get("patternProperties")
-    )
-    listed = (
-        {name for name in required if isinstance(name, str)} if isinstance(required, list) else ()
-    )
-    return is_object and is_open and isinstance(least, int) and least - len(listed) > 1
+    more = isinstance(least, int) and least - len(_required(schema)) > 1
+    return is_object and _is_open(schema) and more
 
 
 def _pattern(text: str) -> str:
@@ -179,23 +385,27 @@ def _pattern(text: str) -> str:
     )
 
 
-def _without_what_fails(schema: dict[str, Any]) -> dict[str, Any]:
+def _without_what_fails(schema: dict[str, Any], ignored: set[str]) -> dict[str, Any]:
     """A schema without patterns that cannot be read, such as those with look-ahead, and counts that
-    cannot be kept."""
+    cannot be kept. Their names go to ``ignored``."""
     found = dict(schema)
-    required = found.get("required")
-    if set(found.get("properties") or ()) - set(required if isinstance(required, list) else ()):
-        found = {
-            key: value
-            for key, value in found.items()
-            if key not in ("minProperties", "maxProperties")
-        }
+    counts = {key: found[key] for key in ("minProperties", "maxProperties") if key in found}
+    if counts and (optional := _optional(found)):
+        shape = {key: found[key] for key in ("required", "additionalProperties") if key in found}
+        shape |= {"type": "object", "properties": dict.fromkeys(optional, True), **counts}
+        if _read(shape, lenient=False)[1] is not None:
+            ignored.update(counts)
+            found = {key: value for key, value in found.items() if key not in counts}
     if isinstance(found.get("pattern"), str) and not _is_readable(found["pattern"]):
+        ignored.add("pattern")
         del found["pattern"]
-    if isinstance(found.get("patternProperties"), dict):
+    if isinstance(named := found.get("patternProperties"), dict):
         found["patternProperties"] = {
-            key: inner for key, inner in found["patternProperties"].items() if _is_readable(key)
+            key: inner for key, inner in named.items() if _is_readable(key)
         }
+        ignored.update(
+            ["patternProperties"] if len(found["patternProperties"]) < len(named) else []
+        )
     return found
 
 

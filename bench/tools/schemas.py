@@ -19,34 +19,22 @@ from typing import Any
 import click
 import jsonschema_rs
 import numpy as np
-from llguidance import LLTokenizer, TokenizerWrapper
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.markdown import table
 from eesd.runtime.constraint import GrammarConstraint
-from eesd.runtime.json_schema import read_schema
+from eesd.runtime.json_schema import BYTES, Bytes, read_schema
 from eesd.runtime.json_text import JSONTokens
 
-EOS = 256
+EOS = Bytes.eos_token_id
 RANDOM_TEXTS = 20
 """Of each schema."""
 MOST_BYTES = 400
 """Of a random text. A longer one is left out."""
 
 
-class Bytes:
-    """A token for each byte, in the form that llguidance asks for."""
-
-    eos_token_id, bos_token_id, special_token_ids = EOS, None, (EOS,)
-    tokens = (*(bytes([value]) for value in range(EOS)), b"</s>")
-
-    def __call__(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
-VOCABULARY = LLTokenizer(TokenizerWrapper(Bytes()), len(Bytes.tokens), [EOS])
-JSON_TOKENS = JSONTokens(VOCABULARY)
+JSON_TOKENS = JSONTokens(BYTES)
 
 
 def allows(made: GrammarConstraint, text: str) -> bool:
@@ -102,7 +90,7 @@ def count(suite: Path) -> tuple[Counter[str], list[list[str]]]:
             schema = case["schema"]
             try:
                 made = GrammarConstraint(
-                    read_schema(schema, lenient=False)[1], VOCABULARY, [EOS], JSON_TOKENS
+                    read_schema(schema, lenient=False)[1], BYTES, [EOS], JSON_TOKENS
                 )
             except EESDError:
                 found["refused"] += 1

@@ -81,7 +81,7 @@ async def _events(writer: "_Writer", generations: Generations) -> Events:
             return
     answer = writer.answer()
     end = {"stop_reason": answer.stop_reason, "stop_sequence": answer.stop_sequence}
-    yield _event("message_delta", delta=end, usage=answer.usage, metrics=answer.metrics)
+    yield _event("message_delta", delta=end, usage=answer.usage, **generations.extras())
     yield _event("message_stop")
 
 
@@ -176,7 +176,7 @@ class _Writer:
                 cache_creation_input_tokens=0,
                 cache_read_input_tokens=cached,
             ),
-            **({"metrics": self._generations.metrics()} if progress.finish_reason else {}),
+            **(self._generations.extras() if progress.finish_reason else {}),
         )
 
 

@@ -115,6 +115,7 @@ class MessageAnswer(BaseModel):
     stop_sequence: str | None
     usage: MessageUsage
     metrics: ResponseMetrics | None = None
+    ignored_keywords: list[str] | None = None
 
 
 class MessageEvent(BaseModel):

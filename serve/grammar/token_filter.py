@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from eesd.runtime.request import Constraint, ConstraintError
+from eesd.runtime.constraint import GrammarConstraint
+from eesd.runtime.request import ConstraintError
 from eesd.runtime.text import TextCodec
 
 
@@ -28,6 +29,9 @@ class TokenFilter:
         only: Tokens that may come; None: all.
         words: Runs of tokens that may not come.
         inner: What else restricts the text.
+
+    Attributes:
+        ignored: The keywords of a JSON schema that the text need not fit.
     """
 
     def __init__(
@@ -35,9 +39,10 @@ class TokenFilter:
         size: int,
         only: Sequence[int] | None,
         words: Sequence[tuple[int, ...]],
-        inner: Constraint | None = None,
+        inner: GrammarConstraint | None = None,
     ) -> None:
         self._mask, self._words, self._inner = np.full(size, only is None), words, inner
+        self.ignored = inner.ignored if inner else frozenset()
         if only is not None:
             self._mask[list(only)] = True
 

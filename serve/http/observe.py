@@ -123,7 +123,10 @@ class Observe:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if ignored := _outcome(scope, status, start).get("ignored_keywords"):
+                    headers["X-Ignored-Keywords"] = ", ".join(ignored)
             elif not message.get("more_body", False):  # sending this ends the span
                 _add_to_span(facts | _outcome(scope, status, start))
             await send(message)

@@ -88,9 +88,7 @@ async def _whole(
             writers[index].see(update)
     # In a thread: the log-probabilities of many tokens take long to write.
     choices = [await run_in_threadpool(writer.choice) for writer in writers]
-    return new(
-        choices=choices, usage=generations.usage(body.choices), metrics=generations.metrics()
-    )
+    return new(choices=choices, usage=generations.usage(body.choices), **generations.extras())
 
 
 async def _chunks(
@@ -113,11 +111,7 @@ async def _chunks(
                     and generations.ended
                     and not body.include_usage
                 )
-                yield event(
-                    new(choices=[choice], **({"metrics": generations.metrics()} if last else {}))
-                )
+                yield event(new(choices=[choice], **(generations.extras() if last else {})))
     if body.include_usage:
-        yield event(
-            new(choices=[], usage=generations.usage(body.choices), metrics=generations.metrics())
-        )
+        yield event(new(choices=[], usage=generations.usage(body.choices), **generations.extras()))
     yield DONE

@@ -10,8 +10,10 @@ from time import monotonic
 from types import TracebackType
 from typing import Any
 
+from eesd.runtime.constraint import GrammarConstraint
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.request import Generation, Request, TokenLogprob, TokenOutput, Update
+from eesd.serve.grammar.token_filter import TokenFilter
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.metrics import Meter, num_drafts
 from eesd.serve.http.options import Serving
@@ -195,6 +197,18 @@ class Generations:
         )
         return ResponseMetrics(speculative_decoding=speculative)
 
+    @property
+    def ignored_keywords(self) -> list[str]:
+        """The keywords of JSON schemas that the answer need not fit."""
+        constraint = self.progress[0].request.constraint
+        known = isinstance(constraint, GrammarConstraint | TokenFilter)
+        return sorted(constraint.ignored) if known else []
+
+    def extras(self) -> dict[str, Any]:
+        """What an answer has besides the fields of its API."""
+        ignored = {"ignored_keywords": names} if (names := self.ignored_keywords) else {}
+        return {"metrics": self.metrics(), **ignored}
+
     def facts(self) -> dict[str, Any]:
         """What the log and a trace say about the request."""
         spec = self.metrics().speculative_decoding
@@ -204,4 +218,5 @@ class Generations:
             "finish_reasons": [choice.finish_reason or "none" for choice in self.progress],
             "draft_tokens": spec.num_draft_tokens,
             "accepted_tokens": spec.num_accepted_draft_tokens,
+            **({"ignored_keywords": names} if (names := self.ignored_keywords) else {}),
         }

@@ -153,6 +153,7 @@ class ResponsesAnswer(BaseModel):
     incomplete_details: IncompleteDetails | None = None
     usage: ResponsesUsage | None = None
     metrics: ResponseMetrics | None = None
+    ignored_keywords: list[str] | None = None
     background: bool
     instructions: str | None
     max_output_tokens: int | None

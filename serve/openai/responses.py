@@ -283,7 +283,7 @@ class _Writer:
             top_p=sampling.top_p,
             truncation="disabled",
             user=body.user,
-            **({"metrics": self._generations.metrics()} if ended else {}),
+            **(self._generations.extras() if ended else {}),
         )
 
 

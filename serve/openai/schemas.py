@@ -339,7 +339,8 @@ class ChatChunkChoice(Choice):
 
 
 class Answer(BaseModel):
-    """What responses and chunks of all kinds have. ``created`` is in seconds since 1970."""
+    """What responses and chunks of all kinds have. ``created`` is in seconds since 1970.
+    ``ignored_keywords`` are those of the request's JSON schemas that the answer need not fit."""
 
     id: str
     object: str
@@ -347,6 +348,7 @@ class Answer(BaseModel):
     model: str
     usage: Usage | None = None
     metrics: ResponseMetrics | None = None
+    ignored_keywords: list[str] | None = None
 
 
 class CompletionAnswer(Answer):

@@ -13,17 +13,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLTokenizer, TokenizerWrapper
-from support.constrained import SCHEMAS, TOO_MUCH, allowed, random_text, with_new_lines
+from support.constrained import (
+    LIMITED_OBJECTS,
+    SCHEMAS,
+    TOO_MUCH,
+    allowed,
+    random_text,
+    with_new_lines,
+)
 from tokenizers import Tokenizer, decoders, models
 
+from eesd.bench.tools.schemas import EOS, JSON_TOKENS
+from eesd.bench.tools.schemas import random_text as random_bytes
 from eesd.common.errors import EESDError
 from eesd.runtime.constraint import GrammarConstraint, _Tokens
 from eesd.runtime.constraint import make_constraint as constraint
+from eesd.runtime.json_schema import BYTES, read_schema
 from eesd.runtime.llm import LLM, load
 from eesd.runtime.request import ConstraintError
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.fields import constraint_of
+from eesd.serve.grammar.token_filter import TokenFilter
 
+LOOK_AHEAD = "^(?!.*b)[a-c]{1,3}$"
 WORD = {"type": "string", "maxLength": 4}
 
 
@@ -43,6 +55,118 @@ def test_every_text_fits_its_schema(llm: LLM, schema: dict[str, Any], seed: int)
     text = random_text(constraint("json", schema, llm), llm, seed)
     Draft202012Validator(schema).validate(json.loads(text))
     assert "\n" not in text
+
+
+@settings(derandomize=True, deadline=None, max_examples=100)
+@given(schema=st.one_of(LIMITED_OBJECTS, SCHEMAS), lenient=st.booleans())
+def test_no_text_dies_and_each_fits_unless_keywords_are_ignored(
+    schema: dict[str, Any], lenient: bool
+) -> None:
+    for seed in range(3):
+        try:
+            _, grammar, left_out = read_schema(schema, lenient)
+            made = GrammarConstraint(grammar, BYTES, [EOS], JSON_TOKENS)
+        except EESDError:
+            return
+        text = random_bytes(made, random.Random(seed))
+        if text is not None and not left_out | made.ignored:
+            Draft202012Validator(schema).validate(json.loads(text))
+
+
+ONE = {"const": 1}
+CLOSED = {"type": "object", "additionalProperties": False}
+
+
+@pytest.mark.parametrize(
+    ("more", "texts"),
+    [
+        # keys that are used up
+        (
+            {
+                "properties": {"a": ONE, "b": ONE},
+                "required": ["a", "b"],
+                "patternProperties": {"^(a|b)$": {}},
+            },
+            ['{"a":1,"b":1}'],
+        ),
+        ({"required": ["a"], "patternProperties": {"^a$": ONE}}, ['{"a":1}']),
+        ({"patternProperties": {"^(a|b)$": ONE}, "minProperties": 2}, ['{"a":1,"b":1}']),
+        ({"properties": {"a": {}}, "patternProperties": {"^a$": ONE}}, ["{}", '{"a":1}']),
+        (
+            {"properties": {"a": ONE}, "allOf": [{"patternProperties": {"^a$": {}}}]},
+            ["{}", '{"a":1}'],
+        ),
+        # rules between keys
+        (
+            {"properties": {"a": ONE, "b": ONE}, "dependentRequired": {"a": ["b"]}},
+            ["{}", '{"b":1}', '{"a":1,"b":1}'],
+        ),
+        (
+            {"properties": {"a": ONE, "b": ONE}, "minProperties": 1, "maxProperties": 1},
+            ['{"a":1}', '{"b":1}'],
+        ),
+        (
+            {
+                "properties": {"k": {"enum": ["p", "q"]}, "a": ONE},
+                "required": ["k"],
+                "if": {"properties": {"k": {"const": "p"}}},
+                "then": {"required": ["a"]},
+                "else": {"properties": {"a": False}},
+            },
+            ['{"k":"p","a":1}', '{"k":"q"}'],
+        ),
+        (
+            {
+                "properties": {"k": {"enum": ["p", "q"]}, "a": ONE},
+                "allOf": [
+                    {
+                        "if": {"properties": {"k": {"const": "p"}}, "required": ["k"]},
+                        "then": {"required": ["a"]},
+                    }
+                ],
+            },
+            ["{}", '{"a":1}', '{"k":"p","a":1}', '{"k":"q"}', '{"k":"q","a":1}'],
+        ),
+        (
+            {"additionalProperties": True, "unevaluatedProperties": False, "maxProperties": 0},
+            ["{}"],
+        ),
+    ],
+)
+def test_the_texts_of_rules_for_keys(more: dict[str, Any], texts: list[str]) -> None:
+    """All that fit, and no others."""
+    grammar = read_schema({**CLOSED, **more}, lenient=False)[1]
+    made = GrammarConstraint(grammar, BYTES, [EOS], JSON_TOKENS)
+    found = {random_bytes(made, random.Random(seed)) for seed in range(40)}
+    assert {str(text).replace(" ", "") for text in found} == set(texts)
+
+
+def test_keys_that_are_not_evaluated_are_forbidden() -> None:
+    schema = {"type": "object", "properties": {"a": ONE}, "unevaluatedProperties": False}
+    assert read_schema(schema, False)[0] == {**CLOSED, "properties": {"a": ONE}}
+    with pytest.raises(EESDError, match="unevaluatedProperties"):
+        read_schema({**schema, "anyOf": [{"properties": {"b": ONE}}, {}]}, lenient=False)
+
+
+@pytest.mark.parametrize(
+    ("schema", "ignored"),
+    [
+        ({"type": "array", "contains": {}, "uniqueItems": True}, {"contains", "uniqueItems"}),
+        ({"items": {"pattern": LOOK_AHEAD}}, {"pattern"}),
+        ({"patternProperties": {LOOK_AHEAD: {}}}, {"patternProperties"}),
+        ({"oneOf": [{"minimum": 1}, {"maximum": 5}]}, {"oneOf"}),
+        ({"minProperties": 2}, {"minProperties"}),
+        (
+            {"type": "object", "properties": dict.fromkeys("abcdefg", True), "maxProperties": 2},
+            {"maxProperties"},
+        ),
+        ({"$defs": {"unused": {"not": {}}}, "format": "password", "title": "x"}, set()),
+    ],
+)
+def test_ignored_keywords_are_known(llm: LLM, schema: dict[str, Any], ignored: set[str]) -> None:
+    made = constraint_of(by_schema(schema), llm)
+    assert made is not None and made.ignored == ignored
+    assert TokenFilter(97, None, [], made).ignored == ignored
 
 
 @pytest.mark.parametrize("pattern", ["[ab]{2,4}", "(ab|a)b?", "a*b{0,2}"])
@@ -188,14 +312,11 @@ def by_schema(schema: Any, **more: bool) -> dict[str, Any]:
     }
 
 
-LOOK_AHEAD = "^(?!.*b)[a-c]{1,3}$"
-
-
 def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None:
     """And patterns that cannot be read. Who says nothing is not strict, as with OpenAI."""
     unknown = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
     pattern = {"type": "string", "pattern": LOOK_AHEAD, "maxLength": 3}
-    counted = {"type": "object", "properties": {"a": {}}, "minProperties": 1}
+    counted = {"type": "object", "properties": dict.fromkeys("abcdefg", True), "maxProperties": 2}
     for schema, name in (
         (unknown, "uniqueItems"),
         (pattern, "look-ahead"),

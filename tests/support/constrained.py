@@ -61,6 +61,30 @@ SCHEMAS = st.recursive(
     max_leaves=5,
 )
 """Small JSON schemas."""
+KEYS = st.sampled_from(["a", "b", "c", "ab"])
+LIMITED_OBJECTS = st.fixed_dictionaries(
+    {
+        "type": st.just("object"),
+        "properties": st.dictionaries(KEYS, LEAVES, max_size=3),
+        "required": st.lists(KEYS, max_size=2, unique=True),
+    },
+    optional={
+        "additionalProperties": st.sampled_from([False, False, {"const": 1}]),
+        "unevaluatedProperties": st.just(False),
+        "patternProperties": st.dictionaries(
+            st.sampled_from(["^(a|b)$", "^a$", "b", "^x_", "^(a|b|c|ab)$"]), LEAVES, max_size=2
+        ),
+        "minProperties": st.integers(0, 3),
+        "maxProperties": st.integers(0, 3),
+        "dependentRequired": st.dictionaries(KEYS, st.lists(KEYS, max_size=1), max_size=2),
+        "if": st.sampled_from([{"properties": {"kind": {"const": "p"}}}]),
+        "then": st.builds(lambda key: {"required": [key]}, KEYS),
+        "else": st.builds(lambda key: {"properties": {key: False}}, KEYS),
+    },
+).map(
+    lambda schema: {**schema, "properties": {"kind": {"enum": ["p", "q"]}, **schema["properties"]}}
+)
+"""Objects whose keys depend on patterns, counts and each other. Some can have no value."""
 TOO_MUCH = "((([ab]{1,9}b?){1,7}a?){1,8}b?[ab]{3,8}){50,60}"
 """An expression that llguidance accepts, and that takes more than it may after some dozens of
 letters, whichever they are."""
