@@ -7,11 +7,11 @@ runs its test suite.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
-from math import inf
-from typing import Any
+from math import inf, prod
+from typing import Any, NamedTuple
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -52,9 +52,9 @@ _SHORT_FRACTION = r"^[^.]*(\.[0-9]{1,9}([^0-9.].*)?)?$"
 """Of times. The format allows endless digits, and some models write them."""
 _TRIALS = 200
 """Most schemas that are read to find the place of a mistake."""
-_MOST_OPTIONAL, _MOST_RULES = 6, 4
-"""Most properties whose number is followed, and rules of one keyword: each combination of them is a
-case of its own in the grammar."""
+_MOST_CASES = 32
+"""Most cases into which the keywords of a schema, and of those around it, split it. The grammar has
+each."""
 _WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
 """Keywords by the first word of a warning that does not quote them."""
 _SIMPLE_IF = {"type", "properties", "required"}
@@ -97,12 +97,13 @@ def read_schema(
     Raises:
         EESDError: It cannot be followed. The message names the place.
     """
-    ignored = set[str]() if lenient else None
-    ready = _prepared(schema, ignored, place)
-    grammar, mistake = _read(ready, lenient)
-    if mistake is not None:
-        raise _refusal((*place, *_place(ready, mistake, lenient)), mistake)
-    return ready, grammar, frozenset(ignored or ())
+    for split in (_MOST_CASES, 1):  # with cases a grammar may become too large
+        ignored = set[str]() if lenient else None
+        ready = _prepared(schema, ignored, place, split)
+        grammar, mistake = _read(ready, lenient)
+        if mistake is None:
+            return ready, grammar, frozenset(ignored or ())
+    raise _refusal((*place, *_place(ready, mistake, lenient)), mistake)
 
 
 def ignored_by(warnings: Sequence[str]) -> set[str]:
@@ -114,7 +115,7 @@ def ignored_by(warnings: Sequence[str]) -> set[str]:
     return found
 
 
-def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...]) -> Any:
+def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], split: bool) -> Any:
     """A schema without keywords that change nothing, and with others in the words of llguidance.
 
     Args:
@@ -122,6 +123,8 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...]) -> 
         ignored: Where the names of keywords go that are left out because they cannot be followed;
             None: leave none out.
         place: Names that lead to the schema.
+        split: The number of cases into which keywords that llguidance does not know may split the
+            schema. Those of all levels multiply.
 
     Raises:
         EESDError: It has open keys of which several must come. Texts could have the same key
@@ -145,11 +148,7 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...]) -> 
         found["patternProperties"] = {_pattern(key): value for key, value in named.items()}
     _close_evaluated(found)
     _list_names(found)
-    if isinstance(rules := found.get("allOf"), list):
-        found["allOf"] = [dict(rule) if isinstance(rule, dict) else rule for rule in rules]
-    cases = [*_conditional_cases(found), *_dependent_cases(found), *_counted_cases(found)]
-    if cases:
-        found["allOf"] = [*found.get("allOf", ()), *({"anyOf": case} for case in cases)]
+    split = _split_cases(found, split)
     if _keys_may_be_equal(found):
         if ignored is None:
             message = (
@@ -166,14 +165,16 @@ def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...]) -> 
         inside = (*place, key)
         if key in _NAMED and isinstance(value, dict):
             found[key] = {
-                name: _prepared(inner, ignored, (*inside, name)) for name, inner in value.items()
+                name: _prepared(inner, ignored, (*inside, name), split)
+                for name, inner in value.items()
             }
         elif key in _LISTED and isinstance(value, list):
             found[key] = [
-                _prepared(inner, ignored, (*inside, str(at))) for at, inner in enumerate(value)
+                _prepared(inner, ignored, (*inside, str(at)), split)
+                for at, inner in enumerate(value)
             ]
         elif key in _SINGLE:
-            found[key] = _prepared(value, ignored, inside)
+            found[key] = _prepared(value, ignored, inside, split)
     return found
 
 
@@ -188,15 +189,21 @@ def _close_evaluated(schema: dict[str, Any]) -> None:
             schema.pop(key, None)
 
 
+def _by_name(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
+    """The entries of a keyword that has some by name; none if it has something else."""
+    value = schema.get(keyword)
+    return dict(value) if isinstance(value, dict) else {}
+
+
 def _list_names(schema: dict[str, Any]) -> None:
     """List the names of patterns that few names fit. A listed key comes once, so that the object
     ends when all have come."""
-    named, listed = schema.get("patternProperties"), schema.get("properties", {})
-    if not isinstance(named, dict) or not isinstance(listed, dict):
+    known = isinstance(schema.get("properties", {}), dict)
+    if not known or not isinstance(schema.get("patternProperties"), dict):
         return
-    listed, most = dict(listed), _MOST_NAMES + len({*listed, *_required(schema)})
-    others = {}
-    for pattern, inner in named.items():
+    listed, others = _by_name(schema, "properties"), dict[str, Any]()
+    most = _MOST_NAMES + len({*listed, *_required(schema)})
+    for pattern, inner in _by_name(schema, "patternProperties").items():
         names = _names_of(pattern, most)
         if names is None:
             others[pattern] = inner
@@ -239,26 +246,47 @@ def _without(names: Sequence[str]) -> dict[str, Any]:
     return {"properties": dict.fromkeys(names, False)}
 
 
-def _dependent_cases(schema: dict[str, Any]) -> Iterator[list[Any]]:
-    """Of what must come beside a key: either the key does not come, or the rest comes, too."""
+class _Split(NamedTuple):
+    """Keywords of a schema, and what they say as lists of cases, of each of which one holds."""
+
+    schema: dict[str, Any]
+    keywords: Collection[str]
+    choices: list[list[Any]]
+
+
+def _split_cases(schema: dict[str, Any], most: int) -> int:
+    """Write keywords as cases. Returns how many the schemas in this one may have."""
+    rules = schema.get("allOf", [])
+    if not isinstance(rules, list):
+        return most
+    schema["allOf"] = [dict(rule) if isinstance(rule, dict) else rule for rule in rules]
+    for one in [*_conditional(schema), *_dependent(schema), *_counted(schema)]:
+        if (count := prod(map(len, one.choices))) <= most:
+            most //= count
+            for keyword in one.keywords:
+                one.schema.pop(keyword, None)
+            schema["allOf"] += [{"anyOf": choice} for choice in one.choices]
+    if not schema["allOf"]:
+        del schema["allOf"]
+    return most
+
+
+def _dependent(schema: dict[str, Any]) -> Iterator[_Split]:
+    """What must come beside a key: either the key does not come, or the rest comes, too."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
-        rules = schema.get(keyword)
-        if not isinstance(rules, dict) or len(rules) > _MOST_RULES:
-            continue
-        del schema[keyword]
-        for name, needs in rules.items():
+        choices = []
+        for name, needs in _by_name(schema, keyword).items():
             rest = {"required": [name, *needs]} if isinstance(needs, list) else {"allOf": [needs]}
-            yield [_without([name]), {"required": [name], **rest}]
+            choices.append([_without([name]), {"required": [name], **rest}])
+        if choices:
+            yield _Split(schema, [keyword], choices)
 
 
-def _conditional_cases(schema: dict[str, Any]) -> Iterator[list[Any]]:
-    """Of ``if``, here and in ``allOf``, where it compares a property with some of its texts."""
-    rules = [rule for rule in schema.get("allOf") or () if isinstance(rule, dict)]
-    for rule in [schema, *rules[:_MOST_RULES]]:
-        if (case := _cases_of_if(rule, schema)) is not None:
-            for keyword in ("if", "then", "else"):
-                rule.pop(keyword, None)
-            yield case
+def _conditional(schema: dict[str, Any]) -> Iterator[_Split]:
+    """``if``, here and in ``allOf``, where it compares a property with some of its texts."""
+    for rule in [schema, *schema["allOf"]]:
+        if isinstance(rule, dict) and (cases := _cases_of_if(rule, schema)):
+            yield _Split(rule, ("if", "then", "else"), [cases])
 
 
 def _cases_of_if(rule: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Any] | None:
@@ -266,11 +294,11 @@ def _cases_of_if(rule: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Any
     test = rule.get("if")
     if not isinstance(test, dict) or schema.get("type") != "object":
         return None
-    named, required = test.get("properties"), test.get("required", [])
-    if not isinstance(named, dict) or len(named) != 1 or not test.keys() <= _SIMPLE_IF:
+    named, required = _by_name(test, "properties"), test.get("required", [])
+    if len(named) != 1 or not test.keys() <= _SIMPLE_IF:
         return None
     (name, wanted) = next(iter(named.items()))
-    texts, asked = _texts_of(schema.get("properties", {}).get(name)), _texts_of(wanted)
+    texts, asked = _texts_of(_by_name(schema, "properties").get(name)), _texts_of(wanted)
     if texts is None or asked is None or required not in ([], [name]):
         return None
     then, other = rule.get("then", True), rule.get("else", True)
@@ -293,12 +321,13 @@ def _texts_of(schema: Any) -> list[str] | None:
     return values if listed and schema.keys() <= _SIMPLE_TEXT else None
 
 
-def _counted_cases(schema: dict[str, Any]) -> Iterator[list[Any]]:
-    """Of the number of keys: which of the properties come that need not."""
+def _counted(schema: dict[str, Any]) -> Iterator[_Split]:
+    """The number of keys: which of the properties come that need not."""
     counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
     optional, required = _optional(schema), _required(schema)
+    few = 0 < len(optional) < _MOST_CASES.bit_length()
     whole = all(isinstance(count, int) for count in counts.values())
-    if not (counts and whole and optional) or schema.get("type") != "object":
+    if not (counts and whole and few) or schema.get("type") != "object":
         return
     # Of open keys one may come besides: two could be equal.
     least = counts.get("minProperties", 0) - _is_open(schema)
@@ -311,12 +340,10 @@ def _counted_cases(schema: dict[str, Any]) -> Iterator[list[Any]]:
         }
         for size in range(len(optional) + 1)
         if least <= len(required) + size <= most
-        for names in combinations(optional[:_MOST_OPTIONAL], size)
+        for names in combinations(optional, size)
     ]
-    if cases and len(optional) <= _MOST_OPTIONAL:
-        for key in counts:
-            del schema[key]
-        yield cases
+    if cases:
+        yield _Split(schema, counts, [cases])
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
@@ -326,9 +353,12 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
 
 def _optional(schema: Mapping[str, Any]) -> list[str]:
     """The properties that may come and need not."""
-    listed, required = schema.get("properties"), _required(schema)
-    named = listed.items() if isinstance(listed, dict) else ()
-    return [name for name, inner in named if inner is not False and name not in required]
+    required = _required(schema)
+    return [
+        name
+        for name, inner in _by_name(schema, "properties").items()
+        if inner is not False and name not in required
+    ]
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
