@@ -261,6 +261,23 @@ def of_grammar(grammar: str, llm: LLM) -> GrammarConstraint:
     return GrammarConstraint(grammar, vocabulary.tokens, llm.manifest.eos_token_ids, json_tokens)
 
 
+def with_answer(grammar: str, answer: GrammarConstraint, llm: LLM) -> GrammarConstraint:
+    """The constraint of a grammar in Lark's form whose ``@answer`` is what another constraint
+    allows.
+
+    Raises:
+        EESDError: The grammar has a mistake, or takes too much.
+    """
+    is_json = answer.grammar.startswith("{")
+    parts = (
+        json.loads(answer.grammar)["grammars"] if is_json else [{"lark_grammar": answer.grammar}]
+    )
+    parts = [{"lark_grammar": grammar}, {**parts[0], "name": "answer"}, *parts[1:]]
+    made = of_grammar(json.dumps({"grammars": parts}), llm)
+    made.ignored |= answer.ignored
+    return made
+
+
 def _grammar(kind: str, value: Any) -> str:
     if kind == "choice":
         if (

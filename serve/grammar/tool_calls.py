@@ -6,8 +6,9 @@
     mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}]           Mistral; newer:
                                                                        [TOOL_CALLS]f{...}
 
-What is no call of a known function stays content, every letter of it. Blanks around calls are
-dropped.
+Where the format has marks, an answer that is nothing but calls without them is read, too: some
+models write them bare, in a fence, or between other tags. What is no call of a known function stays
+content, every letter of it. Blanks around calls are dropped.
 """
 
 import json
@@ -49,11 +50,22 @@ BLANKS = " \t\r\n"
 BETWEEN = {HERMES: BLANKS, LLAMA: BLANKS + ";", MISTRAL: BLANKS + "[,]"}
 """What is skipped before a call."""
 
+OTHER_MARKS = (
+    *("```json", "```xml", "```", "[", ",", "]"),
+    *(
+        f"<{slash}{tag}>"
+        for tag in ("tools", "tool", "function_call", "json", "JSON", "xml", "response")
+        for slash in ("", "/")
+    ),
+)
+"""What stands around calls without the marks of their format. llama.cpp reads the same tags."""
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
 _NAMED_SO_FAR = re.compile(r"[\w.-]{1,64}\s*(\[(A(R(G(S\]?)?)?)?)?)?\s*", re.ASCII)
+_LONGEST_HEAD = 300
+"""Letters of a call, up to its arguments, with the blanks in it."""
 _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
 """What JSON has outside of strings."""
 
@@ -98,13 +110,14 @@ class _Object:
     """Finds the end of a JSON object whose text comes in pieces.
 
     Attributes:
+        start: Where it begins.
         at: How far it has read.
         end: Behind the object's last bracket; None: not there yet.
         broken: Whether this is no JSON.
     """
 
     def __init__(self, start: int) -> None:
-        self.at, self.end, self.broken = start, -1, False
+        self.start, self.at, self.end, self.broken = start, start, -1, False
         self._depth, self._in_string, self._escaped = 0, False, False
 
     def read(self, text: str) -> None:
@@ -125,6 +138,62 @@ class _Object:
                 self.broken = True
                 return
             self.at += 1
+
+
+class _BareCalls:
+    """Reads an answer, piece by piece, that may be nothing but calls without marks.
+
+    Args:
+        names: The functions that there are.
+
+    Attributes:
+        text: The answer so far.
+        calls: The calls so far: name, arguments, and where each ends.
+    """
+
+    def __init__(self, names: Collection[str]) -> None:
+        self.text, self.calls = "", list[tuple[str, str, int]]()
+        self._names, self._at, self._object = names, 0, _Object(0)
+        self._heads = [
+            f'{{"name":"{name}","{key}":{{' for name in names for key in ("arguments", "parameters")
+        ]
+
+    @property
+    def whole(self) -> bool:
+        """Whether the answer so far is calls, and nothing else."""
+        rest = self.text[self._at :].strip(BLANKS)
+        return bool(self.calls) and (not rest or rest in OTHER_MARKS)
+
+    def push(self, text: str) -> bool:
+        """Take more text in. Returns whether the answer may still become calls, and nothing
+        else."""
+        self.text += text
+        while rest := self.text[self._at :].lstrip(BLANKS):
+            start = len(self.text) - len(rest)
+            if rest.startswith("{"):
+                if not self._begins(rest):
+                    return False
+                self._object = self._object if self._object.start == start else _Object(start)
+                self._object.read(self.text)
+                self._at = self._object.end
+                if self._at < 0:
+                    self._at = start
+                    return not self._object.broken
+                if (call := _other_form(self.text[start : self._at], self._names)) is None:
+                    return False
+                self.calls.append((*call, self._at))
+            elif any(mark.startswith(rest) for mark in OTHER_MARKS):
+                break
+            elif marks := [mark for mark in OTHER_MARKS if rest.startswith(mark)]:
+                self._at = start + max(map(len, marks))
+            else:
+                return False
+        return True
+
+    def _begins(self, text: str) -> bool:
+        """Whether an object begins, or may go on, as a call does."""
+        squeezed = "".join(text[:_LONGEST_HEAD].split())
+        return any(head.startswith(squeezed[: len(head)]) for head in self._heads)
 
 
 class ToolParser:
@@ -164,6 +233,8 @@ class ToolParser:
         )
         self.marks, self._forced = dict(marks), forced
         self.calls = 0
+        self._bare = _BareCalls(names) if format.begin and not forced else None
+        """What reads calls without marks, as long as there may be nothing else."""
         self._text = ""
         """What is not told yet."""
         self._raw = ""
@@ -176,6 +247,10 @@ class ToolParser:
 
     def push(self, text: str) -> list[ToolDelta]:
         """What is certain with more text."""
+        if self._bare is not None:
+            if self._bare.push(text):
+                return []
+            text, self._bare = self._bare.text, None
         self._text += text
         deltas: list[ToolDelta] = []
         while True:
@@ -186,6 +261,9 @@ class ToolParser:
 
     def finish(self) -> list[ToolDelta]:
         """What is left at the end of the answer."""
+        if (bare := self._bare) is not None:
+            self._bare = None
+            return self._bare_calls(bare) if bare.whole else [*self.push(bare.text), *self.finish()]
         rest = self._raw + self._text
         self._raw = self._text = ""
         begun = self._forced and self._format.begin.startswith(rest.strip(BLANKS))
@@ -195,6 +273,15 @@ class ToolParser:
             if told or not (rest.strip(BETWEEN[self._format]) if self.calls else rest)
             else [ToolDelta(rest)]
         )
+
+    def _bare_calls(self, bare: _BareCalls) -> list[ToolDelta]:
+        deltas, calls = list[ToolDelta](), bare.calls[: self._most]
+        for index, (name, arguments, _) in enumerate(calls):
+            deltas.append(ToolDelta(index=index, id=self._format.call_id(), name=name))
+            deltas.append(ToolDelta(index=index, arguments=arguments))
+        self.calls = len(calls)
+        more = bare.text[calls[-1][2] :] if len(calls) < len(bare.calls) else ""
+        return [*deltas, ToolDelta(more)] if more else deltas
 
     def _content(self) -> Iterator[ToolDelta]:
         """Tell content, but neither what may begin a call, nor blanks that may stand before one."""
@@ -276,17 +363,14 @@ class ToolParser:
     def _end_call(self, end: int) -> None:
         self._text, self._raw, self._arguments = self._text[end:], "", None
         self.calls += 1
-        self._state = (
-            self._after
-            if self._format.end
-            else self._before
-            if self.calls < self._most
-            else self._content
-        )
+        if self._format.end or (self._format is MISTRAL and self.calls >= self._most):
+            self._state = self._after
+        else:
+            self._state = self._before if self.calls < self._most else self._content
 
     def _after(self) -> Iterator[ToolDelta]:
-        """Skip the end of a call."""
-        rest, end = self._text.lstrip(BLANKS), self._format.end
+        """Skip the end of a call, or of Mistral's list."""
+        rest, end = self._text.lstrip(BLANKS), self._format.end or "]"
         if rest.startswith(end):
             self._text, self._state = rest[len(end) :], self._content
         elif not end.startswith(rest):

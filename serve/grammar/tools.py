@@ -18,7 +18,7 @@ from typing import Any
 from eesd.common.checks import check_flag, shown
 from eesd.common.errors import EESDError
 from eesd.runtime.chat_template import ChatTemplate, Message
-from eesd.runtime.constraint import GrammarConstraint, make_constraint, quoted
+from eesd.runtime.constraint import GrammarConstraint, make_constraint, quoted, with_answer
 from eesd.runtime.json_schema import OPTIONS, options_of, read_schema
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec
@@ -95,30 +95,52 @@ class Tools:
             self.format, names, streaming=streaming, most=most, forced=forced, marks=marks
         )
 
-    def constraint(self, llm: LLM) -> GrammarConstraint | None:
-        """The grammar of the calls that must come; None if none must.
+    def constraint(
+        self, llm: LLM, answer: GrammarConstraint | None = None
+    ) -> GrammarConstraint | None:
+        """The grammar of the calls that must come; or if none must, of calls and of the answer that
+        is no call.
+
+        Args:
+            llm: The model.
+            answer: What such an answer must fit.
+
+        Returns:
+            None if the model may write what it likes.
 
         Raises:
             EESDError: The parameters of a function are no JSON schema that can be used.
         """
-        return (
-            None
-            if self.choice == "auto"
-            else make_constraint("grammar", self._grammar(llm.codec), llm)
-        )
+        if self.choice == "auto" and answer is None:
+            return None
+        left_out = set[str]()
+        grammar = self._grammar(llm.codec, left_out)
+        if self.choice == "auto" and answer is not None:
+            made = with_answer(grammar, answer, llm)
+        else:
+            made = make_constraint("grammar", grammar, llm)
+        made.ignored |= left_out
+        return made
 
-    def _grammar(self, codec: TextCodec) -> str:
-        names = [name for name in self.functions if self.choice in ("required", name)]
-        rules = [f"call_{index}: {self._call_rule(name)}" for index, name in enumerate(names)]
+    def _grammar(self, codec: TextCodec, left_out: set[str]) -> str:
+        """The grammar; and into ``left_out``, the keywords of parameters that are left out of
+        it."""
+        names = [name for name in self.functions if self.choice in ("auto", "required", name)]
+        rules = [
+            f"call_{index}: {self._call_rule(name, left_out)}" for index, name in enumerate(names)
+        ]
         call = "(" + " | ".join(f"call_{index}" for index in range(len(names))) + ")"
         begin, end = (_literal(text, codec) for text in (self.format.begin, self.format.end))
         one = f'{begin} "\\n" {call} "\\n" {end}' if self.format is HERMES else call
         next_one = {HERMES: '"\\n"', MISTRAL: '", "'}.get(self.format, "") + f" {one}"
         several = one if self.most == 1 else f"{one} ({next_one}){{0,{self.most - 1}}}"
         start = f'{begin} "[" {several} "]"' if self.format is MISTRAL else several
+        if self.choice == "auto":
+            # A call without marks, too: who begins one would have to end it as an answer.
+            start = f"@answer | {call}" + (f" | {start}" if self.format.begin else "")
         return "\n".join([f"start: {start}", *rules])
 
-    def _call_rule(self, name: str) -> str:
+    def _call_rule(self, name: str, left_out: set[str]) -> str:
         function = self.functions[name]
         lenient = function.get("strict") is not True
         schema = {
@@ -126,9 +148,25 @@ class Tools:
             "additionalProperties": False,
             **(function.get("parameters") or {}),
         }
-        schema = {**read_schema(schema, lenient, (name,))[0], OPTIONS: options_of(lenient)}
+        schema, _, keywords = read_schema(schema, lenient, (name,))
+        left_out |= keywords
+        if self.choice == "auto":
+            # As one schema: llguidance reads alternatives side by side only where all are schemas.
+            schema = {
+                "type": "object",
+                "properties": {
+                    "name": {"const": name},
+                    # The root of its references.
+                    self.format.arguments: {"$id": f"urn:function:{name}", **schema},
+                },
+                "required": ["name", self.format.arguments],
+                "additionalProperties": False,
+            }
+        text = json.dumps({**schema, OPTIONS: options_of(lenient)})
+        if self.choice == "auto":
+            return f"%json {text}"
         head = quoted(f'{{"name": {json.dumps(name)}, "{self.format.arguments}": ')
-        return f'{head} %json {json.dumps(schema)} "}}"'
+        return f'{head} %json {text} "}}"'
 
 
 def special_token(text: str, codec: TextCodec) -> int | None:

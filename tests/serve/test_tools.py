@@ -398,7 +398,7 @@ def test_marks_that_are_special_tokens_are_seen_and_written(tmp_path: Path) -> N
     """A special token has no text of its own, and no text spells it."""
     codec = codec_of(tmp_path, TEMPLATES["mistral_v3"], special=["[TOOL_CALLS]"])
     tools = tools_of({"tools": TOOLS, "tool_choice": "required"}, codec)
-    assert tools is not None and tools._grammar(codec).startswith('start: <[3]> "["')
+    assert tools is not None and tools._grammar(codec, set()).startswith('start: <[3]> "["')
     reader = Reader(Progress(Request(tokens=[2])), tools, codec, streaming=False)
     deltas = reader.see(
         Update((TokenOutput(3, "", "verify"), TokenOutput(2, '[{"name": "now", "argu', "exit")))
