@@ -167,6 +167,123 @@ def test_a_model_that_need_not_call_answers_in_words(lined: Served) -> None:
     )
 
 
+def bodies(choice: str) -> dict[str, dict[str, Any]]:
+    """A request with tools and a schema for the answer, in each API."""
+    strict = {"name": "person", "schema": SCHEMA, "strict": True}
+    flat = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    anthropic = [
+        {"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters")}
+        for tool in TOOLS
+    ]
+    kind = {"required": "any"}.get(choice, choice)
+    return {
+        "/v1/chat/completions": {
+            "messages": USER,
+            "tools": TOOLS,
+            "tool_choice": choice,
+            "response_format": {"type": "json_schema", "json_schema": strict},
+        },
+        "/v1/responses": {
+            "input": "Who?",
+            "tools": flat,
+            "tool_choice": choice,
+            "text": {"format": {"type": "json_schema", **strict}},
+        },
+        "/v1/messages": {
+            "messages": USER,
+            "max_tokens": 600,
+            "tools": anthropic,
+            "tool_choice": {"type": kind},
+            "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        },
+    }
+
+
+def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
+    """The text of an answer of any of the APIs, and its calls."""
+    if "choices" in answer:
+        message = answer["choices"][0]["message"]
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        return message["content"] or "", [
+            (call["name"], json.loads(call["arguments"])) for call in calls
+        ]
+    items = answer.get("output", answer.get("content"))
+    calls = [
+        (item["name"], item["input"] if "input" in item else json.loads(item["arguments"]))
+        for item in items
+        if item["type"] in ("function_call", "tool_use")
+    ]
+    texts = [part for item in items for part in [item, *item.get("content", ())] if "text" in part]
+    return "".join(part["text"] for part in texts), calls
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_with_tools_and_a_schema_an_answer_is_calls_or_fits(lined: Served, choice: str) -> None:
+    """In each API. ``required`` means calls only, and ``none`` the schema only."""
+    kinds, (mark,) = set(), lined.llm.encode("<")
+    for seed in range(4):
+        for path, body in bodies(choice).items():
+            asked = {**body, "temperature": 1.4, "seed": seed, "parallel_tool_calls": False}
+            if choice == "auto" and seed % 2:  # the model would call each time
+                asked["logit_bias"] = {str(mark): -100}
+            answer = lined.post(path, asked).json()
+            assert parts(lined.post(path, {**asked, "draft": False}).json()) == parts(answer)
+            text, calls = parts(answer)
+            kinds.add(bool(calls))
+            for name, arguments in calls:
+                wanted = WEATHER["parameters"] if name == "weather" else {"maxProperties": 0}
+                Draft202012Validator(wanted).validate(arguments)
+            if calls:
+                assert not text
+            else:
+                Draft202012Validator(SCHEMA).validate(json.loads(text))
+    assert kinds == {"auto": {True, False}, "required": {True}, "none": {False}}[choice]
+
+
+def test_a_stream_tells_the_same_calls_and_answers(lined: Served) -> None:
+    body = {**bodies("auto")["/v1/chat/completions"], "temperature": 1.4}
+    for seed in range(6):
+        text, calls = parts(lined.post("/v1/chat/completions", {**body, "seed": seed}).json())
+        with lined.http.stream(
+            "POST", "/v1/chat/completions", json={**body, "seed": seed, "stream": True}
+        ) as response:
+            chunks = events(response.iter_lines())[:-1]
+        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+        told = [call["function"] for delta in deltas for call in delta.get("tool_calls", [])]
+        assert "".join(delta.get("content") or "" for delta in deltas) == text
+        assert [call["name"] for call in told if "name" in call] == [name for name, _ in calls]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_an_answer_says_which_keywords_were_ignored(lined: Served, path: str) -> None:
+    """In its body, in a header, and in the log. Who is strict is refused instead."""
+    schema = {"enum": ["a"], "not": {"const": "b"}, "uniqueItems": True}
+    wanted = {"json_schema": {"name": "x", "schema": schema}}
+    body: dict[str, Any] = {
+        "/v1/chat/completions": {"response_format": {"type": "json_schema", **wanted}},
+        "/v1/responses": {
+            "input": "x",
+            "text": {"format": {"type": "json_schema", **wanted["json_schema"]}},
+        },
+        "/v1/messages": {
+            "max_tokens": 9,
+            "tools": [
+                {"name": "f", "input_schema": {"type": "object", "not": {}, "uniqueItems": True}}
+            ],
+            "tool_choice": {"type": "any"},
+        },
+    }[path]
+    if path != "/v1/responses":
+        body["messages"] = USER
+    response = lined.post(path, body)
+    assert response.json()["ignored_keywords"] == ["not", "uniqueItems"]
+    assert response.headers["x-ignored-keywords"] == "not, uniqueItems"
+    with lined.http.stream("POST", path, json={**body, "stream": True}) as stream:
+        assert stream.headers["x-ignored-keywords"] == "not, uniqueItems"
+        assert '"ignored_keywords":["not","uniqueItems"]' in stream.read().decode()
+    assert "x-ignored-keywords" not in lined.post("/v1/completions", {"prompt": "a"}).headers
+
+
 def test_a_text_that_no_token_can_write_is_an_error(lined: Served) -> None:
     for stream in (False, True):  # nothing has been sent yet, so a stream has a status, too
         response = lined.post(

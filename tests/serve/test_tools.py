@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
 from eesd.common.errors import EESDError
+from eesd.runtime.constraint import make_constraint
 from eesd.runtime.llm import LLM, load
 from eesd.runtime.request import Request, TokenOutput, Update
 from eesd.runtime.text import TextCodec
@@ -340,6 +341,98 @@ def test_other_ways_to_write_calls(
             content,
             calls,
         )
+
+
+BARE = '{\n  "name": "f",\n  "arguments": {\n    "a": 1\n  }\n}'
+BARE_CALLS = [
+    BARE,
+    f"\n{BARE}\n",
+    f"```json\n{BARE}\n```",
+    f"```\n{BARE}\n```\n",
+    f"<tools>\n{BARE}\n</tools>",
+    f"<function_call> {BARE}",
+    f"<json>{BARE}</json>",
+    '{"name": "f", "parameters": {"a": 1}}',
+]
+"""One call each, as some models write it though they are told another form."""
+
+
+@pytest.mark.parametrize("text", BARE_CALLS)
+@pytest.mark.parametrize("format", [HERMES, MISTRAL], ids=lambda format: format.name)
+@pytest.mark.parametrize("streaming", [False, True])
+def test_an_answer_that_is_nothing_but_calls_needs_no_marks(
+    format: ToolFormat, text: str, streaming: bool
+) -> None:
+    for pieces in ([text], list(text)):
+        parser = ToolParser(format, {"f", "g"}, streaming=streaming)
+        assert answer(parser, pieces) == ("", [("f", '{"a": 1}')])
+        assert parser.calls == 1
+    both = f'```json\n{BARE}\n{{"name": "g", "arguments": {{}}}}\n```'
+    for two in (both, both.replace("}\n{", "},\n{").replace("json\n", "json\n[")):
+        parser = ToolParser(format, {"f", "g"}, streaming=streaming)
+        assert answer(parser, list(two)) == ("", [("f", '{"a": 1}'), ("g", "{}")])
+    content, calls = answer(ToolParser(format, {"f", "g"}, streaming=streaming, most=1), [both])
+    assert len(calls) == 1 and content.strip("\n`") == '{"name": "g", "arguments": {}}'
+
+
+@settings(derandomize=True, deadline=None, max_examples=200)
+@given(
+    data=st.data(),
+    text=st.one_of(
+        st.sampled_from(BARE_CALLS).flatmap(
+            lambda text: st.one_of(
+                st.sampled_from([f"{text} is it", f"So: {text}", text.replace('"f"', '"h"')]),
+                st.integers(0, text.rindex("}")).map(lambda end: text[:end]),
+            )
+        ),
+        st.text(alphabet='`{}[]<>/:," \njsonametl1f', max_size=40),
+    ),
+)
+def test_other_answers_are_returned_to_the_letter(data: st.DataObject, text: str) -> None:
+    """However they are cut, streamed or not."""
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    for streaming in (False, True):
+        assert answer(ToolParser(HERMES, {"f", "g"}, streaming=streaming), pieces) == (text, [])
+
+
+def test_text_is_held_back_only_while_it_may_become_a_call() -> None:
+    for text, held in {
+        "The": "",
+        "```python": "```",
+        '{"city': '{"',
+        '{"name": "fa': '{"name": "f',
+        "<tools> No": "<tools> ",
+        "``` x": "``` ",
+    }.items():
+        parser = ToolParser(HERMES, {"f"}, streaming=True)
+        told = ["".join(delta.content for delta in parser.push(letter)) for letter in text]
+        assert "".join(told[: len(held)]) == "" and told[len(held)] == text[: len(held) + 1]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_calls_and_another_answer_may_come(llm: LLM, format: ToolFormat, parallel: bool) -> None:
+    """Calls in the model's own form or without marks, and answers that begin in the same way."""
+    tools = Tools(tuple(TOOLS), "auto", parallel, format)
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["now", "x"]}, "age": {"const": 1}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    made = tools.constraint(llm, make_constraint("json", schema, llm))
+    assert made is not None
+    bare = f'{{"name": "weather", "{format.arguments}": {{"city": "Bern", "unit": "C"}}}}'
+    for text in ('{"name": "now", "age": 1}', bare, CALL_TEXTS[format].strip()):
+        tokens = llm.encode(text.replace("] [", "][").replace('</tool_call>\\"', "x"))
+        assert all(made.allowed(tokens[:at])[token] for at, token in enumerate(tokens)), text
+    for seed in range(12):
+        text = random_text(made, llm, seed)
+        content, calls = answer(tools.parser(llm.codec, streaming=False), list(text))
+        if not calls:
+            Draft202012Validator(schema).validate(json.loads(content))
+        assert not (content and calls) and len(calls) <= (16 if parallel else 1)
 
 
 NO_CALLS = {
