@@ -4,6 +4,7 @@ no token of them."""
 import json
 import logging
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.constraint import make_constraint as constraint
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.request import Request, Update
+from eesd.runtime.request import Constraint, Request, Update
 
 WEATHER: dict[str, Any] = {
     "name": "weather",
@@ -70,6 +71,28 @@ def test_drafting_changes_no_token_of_a_constrained_text(
         return completion.tokens
 
     assert text(draft=True) == text(draft=False)
+
+
+def test_one_constraint_serves_several_requests_at_once(lined: Served) -> None:
+    llm, service, found = lined.llm, lined.serving.service, dict[int, list[int]]()
+    shared, done = constraint("json", SCHEMA, llm), threading.Semaphore(0)
+
+    def request(seed: int, made: Constraint) -> Request:
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return Request(tokens=llm.encode("x"), sampling=sampling, constraint=made)
+
+    def see(seed: int, update: Update) -> None:
+        found.setdefault(seed, []).extend(output.token for output in update.tokens)
+        if update.finish_reason:
+            done.release()
+
+    for seed in range(3):
+        service.submit(request(seed, shared), partial(see, seed))
+    assert all(done.acquire(timeout=60) for _ in range(3))
+    for seed in range(3):
+        alone = service.generate(request(seed, constraint("json", SCHEMA, llm)))
+        assert alone.finish_reason == "stop" and found[seed] == alone.tokens
+        assert service.generate(request(seed, shared)).tokens == alone.tokens
 
 
 def test_forced_tokens_are_drafted_and_accepted(lined: Served) -> None:
