@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations
 from math import inf, prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -55,14 +55,16 @@ _TRIALS = 200
 _MOST_CASES = 32
 """Most cases into which the keywords of a schema, and of those around it, split it. The grammar has
 each."""
-_WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
-"""Keywords by the first word of a warning that does not quote them."""
-_SIMPLE_IF = {"type", "properties", "required"}
-_SIMPLE_TEXT = {"type", "const", "enum", "title", "description", "default"}
-"""Keywords of an ``if`` that is followed, and of the property that it compares."""
 _MOST_NAMES = 16
 """Most names of a pattern that are listed as properties, besides those that are listed anyway. They
 then come in order, which a long list should not prescribe."""
+_KEY_COUNTS = {"minProperties", "maxProperties"}
+_SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY_COUNTS}
+"""What decides whether llguidance can count keys, besides the properties."""
+_WARNED = {"oneOf": ("oneOf",), "min/maxProperties": ("minProperties", "maxProperties")}
+"""Keywords by the first word of a warning that does not quote them."""
+_Cases = tuple[Collection[str], list[list[Any]]]
+"""Keywords, and what they say as lists of cases."""
 _APPLICATORS = (
     *("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "not"),
     *("dependentSchemas", "dependencies", "contains"),
@@ -101,7 +103,7 @@ def read_schema(
         ignored = set[str]() if lenient else None
         ready = _prepared(schema, ignored, place, split)
         grammar, mistake = _read(ready, lenient)
-        if mistake is None:
+        if not mistake:
             return ready, grammar, frozenset(ignored or ())
     raise _refusal((*place, *_place(ready, mistake, lenient)), mistake)
 
@@ -115,7 +117,7 @@ def ignored_by(warnings: Sequence[str]) -> set[str]:
     return found
 
 
-def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], split: bool) -> Any:
+def _prepared(schema: Any, ignored: set[str] | None, place: tuple[str, ...], split: int) -> Any:
     """A schema without keywords that change nothing, and with others in the words of llguidance.
 
     Args:
@@ -216,7 +218,7 @@ def _list_names(schema: dict[str, Any]) -> None:
 def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
     """The names that fit a pattern; None if there are more than ``most``, or it cannot be read."""
     grammar, mistake = _read({"type": "string", "pattern": pattern}, lenient=False)
-    if mistake is not None:
+    if mistake:
         return None
     matcher, names, begun = LLMatcher(BYTES, grammar, log_level=0), list[str](), [list[int]()]
     while begun:
@@ -246,32 +248,22 @@ def _without(names: Sequence[str]) -> dict[str, Any]:
     return {"properties": dict.fromkeys(names, False)}
 
 
-class _Split(NamedTuple):
-    """Keywords of a schema, and what they say as lists of cases, of each of which one holds."""
-
-    schema: dict[str, Any]
-    keywords: Collection[str]
-    choices: list[list[Any]]
-
-
 def _split_cases(schema: dict[str, Any], most: int) -> int:
-    """Write keywords as cases. Returns how many the schemas in this one may have."""
+    """Write rules for keys as lists of cases, of each of which one holds. Returns how many cases
+    the schemas in this one may have."""
     rules = schema.get("allOf", [])
     if not isinstance(rules, list):
         return most
-    schema["allOf"] = [dict(rule) if isinstance(rule, dict) else rule for rule in rules]
-    for one in [*_conditional(schema), *_dependent(schema), *_counted(schema)]:
-        if (count := prod(map(len, one.choices))) <= most:
+    for keywords, choices in [*_dependent(schema), *_counted(schema)]:
+        if (count := prod(map(len, choices))) <= most:
             most //= count
-            for keyword in one.keywords:
-                one.schema.pop(keyword, None)
-            schema["allOf"] += [{"anyOf": choice} for choice in one.choices]
-    if not schema["allOf"]:
-        del schema["allOf"]
+            for keyword in keywords:
+                del schema[keyword]
+            schema["allOf"] = rules = [*rules, *({"anyOf": choice} for choice in choices)]
     return most
 
 
-def _dependent(schema: dict[str, Any]) -> Iterator[_Split]:
+def _dependent(schema: Mapping[str, Any]) -> Iterator[_Cases]:
     """What must come beside a key: either the key does not come, or the rest comes, too."""
     for keyword in ("dependentRequired", "dependentSchemas", "dependencies"):
         choices = []
@@ -279,51 +271,12 @@ def _dependent(schema: dict[str, Any]) -> Iterator[_Split]:
             rest = {"required": [name, *needs]} if isinstance(needs, list) else {"allOf": [needs]}
             choices.append([_without([name]), {"required": [name], **rest}])
         if choices:
-            yield _Split(schema, [keyword], choices)
+            yield [keyword], choices
 
 
-def _conditional(schema: dict[str, Any]) -> Iterator[_Split]:
-    """``if``, here and in ``allOf``, where it compares a property with some of its texts."""
-    for rule in [schema, *schema["allOf"]]:
-        if isinstance(rule, dict) and (cases := _cases_of_if(rule, schema)):
-            yield _Split(rule, ("if", "then", "else"), [cases])
-
-
-def _cases_of_if(rule: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Any] | None:
-    """The cases of a rule with ``if`` for the objects of a schema; None: it is not so simple."""
-    test = rule.get("if")
-    if not isinstance(test, dict) or schema.get("type") != "object":
-        return None
-    named, required = _by_name(test, "properties"), test.get("required", [])
-    if len(named) != 1 or not test.keys() <= _SIMPLE_IF:
-        return None
-    (name, wanted) = next(iter(named.items()))
-    texts, asked = _texts_of(_by_name(schema, "properties").get(name)), _texts_of(wanted)
-    if texts is None or asked is None or required not in ([], [name]):
-        return None
-    then, other = rule.get("then", True), rule.get("else", True)
-    cases = [{**_without([name]), "allOf": [other if required else then]}]
-    for values, rest in (
-        ([text for text in texts if text in asked], then),
-        ([text for text in texts if text not in asked], other),
-    ):
-        case = {"properties": {name: {"enum": values}}, "required": [name], "allOf": [rest]}
-        cases += [case] if values else []
-    return cases
-
-
-def _texts_of(schema: Any) -> list[str] | None:
-    """The texts of a schema that lists them, and nothing else."""
-    if not isinstance(schema, dict):
-        return None
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    listed = isinstance(values, list) and all(isinstance(value, str) for value in values)
-    return values if listed and schema.keys() <= _SIMPLE_TEXT else None
-
-
-def _counted(schema: dict[str, Any]) -> Iterator[_Split]:
+def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
     """The number of keys: which of the properties come that need not."""
-    counts = {key: schema[key] for key in ("minProperties", "maxProperties") if key in schema}
+    counts = {key: schema[key] for key in schema.keys() & _KEY_COUNTS}
     optional, required = _optional(schema), _required(schema)
     few = 0 < len(optional) < _MOST_CASES.bit_length()
     whole = all(isinstance(count, int) for count in counts.values())
@@ -343,7 +296,7 @@ def _counted(schema: dict[str, Any]) -> Iterator[_Split]:
         for names in combinations(optional, size)
     ]
     if cases:
-        yield _Split(schema, counts, [cases])
+        yield counts, [cases]
 
 
 def _is_open(schema: Mapping[str, Any]) -> bool:
@@ -419,35 +372,30 @@ def _without_what_fails(schema: dict[str, Any], ignored: set[str]) -> dict[str, 
     """A schema without patterns that cannot be read, such as those with look-ahead, and counts that
     cannot be kept. Their names go to ``ignored``."""
     found = dict(schema)
-    counts = {key: found[key] for key in ("minProperties", "maxProperties") if key in found}
-    if counts and (optional := _optional(found)):
-        shape = {key: found[key] for key in ("required", "additionalProperties") if key in found}
-        shape |= {"type": "object", "properties": dict.fromkeys(optional, True), **counts}
-        if _read(shape, lenient=False)[1] is not None:
+    if (counts := found.keys() & _KEY_COUNTS) and (optional := _optional(found)):
+        shape: dict[str, Any] = {key: found[key] for key in found.keys() & _SHAPE}
+        if _read(shape | {"properties": dict.fromkeys(optional, True)}, lenient=False)[1]:
             ignored.update(counts)
             found = {key: value for key, value in found.items() if key not in counts}
     if isinstance(found.get("pattern"), str) and not _is_readable(found["pattern"]):
         ignored.add("pattern")
         del found["pattern"]
-    if isinstance(named := found.get("patternProperties"), dict):
-        found["patternProperties"] = {
-            key: inner for key, inner in named.items() if _is_readable(key)
-        }
-        ignored.update(
-            ["patternProperties"] if len(found["patternProperties"]) < len(named) else []
-        )
+    named = _by_name(found, "patternProperties")
+    readable = {pattern: inner for pattern, inner in named.items() if _is_readable(pattern)}
+    if len(readable) < len(named):
+        ignored.add("patternProperties")
+        found["patternProperties"] = readable
     return found
 
 
 @lru_cache
 def _is_known_format(name: str) -> bool:
-    mistake = _read({"type": "string", "format": name}, lenient=False)[1]
-    return mistake is None or "format" not in mistake
+    return "format" not in _read({"type": "string", "format": name}, lenient=False)[1]
 
 
 @lru_cache(1000)
 def _is_readable(pattern: str) -> bool:
-    return _read({"type": "string", "pattern": pattern}, lenient=False)[1] is None
+    return not _read({"type": "string", "pattern": pattern}, lenient=False)[1]
 
 
 def options_of(lenient: bool) -> Any:
@@ -455,15 +403,15 @@ def options_of(lenient: bool) -> Any:
     return {**ONE_LINE, "lenient": lenient}
 
 
-def _read(schema: Any, lenient: bool) -> tuple[str, str | None]:
-    """The grammar of a schema, and what is wrong with it."""
+def _read(schema: Any, lenient: bool) -> tuple[str, str]:
+    """The grammar of a schema, and what is wrong with it; "": nothing."""
     try:
         grammar = LLMatcher.grammar_from_json_schema(
             json.dumps(schema), overrides=options_of(lenient)
         )
     except ValueError as error:  # a number beyond 64-bit floats
         return "", sentence(str(error))
-    return grammar, sentence(mistake) if (mistake := LLMatcher.validate_grammar(grammar)) else None
+    return grammar, sentence(mistake) if (mistake := LLMatcher.validate_grammar(grammar)) else ""
 
 
 def _place(schema: Any, mistake: str, lenient: bool) -> tuple[str, ...]:

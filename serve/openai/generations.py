@@ -197,17 +197,15 @@ class Generations:
         )
         return ResponseMetrics(speculative_decoding=speculative)
 
-    @property
-    def ignored_keywords(self) -> list[str]:
-        """The keywords of JSON schemas that the answer need not fit."""
-        constraint = self.progress[0].request.constraint
-        known = isinstance(constraint, GrammarConstraint | TokenFilter)
-        return sorted(constraint.ignored) if known else []
-
     def extras(self) -> dict[str, Any]:
         """What an answer has besides the fields of its API."""
-        ignored = {"ignored_keywords": names} if (names := self.ignored_keywords) else {}
-        return {"metrics": self.metrics(), **ignored}
+        return {"metrics": self.metrics(), **self._ignored()}
+
+    def _ignored(self) -> dict[str, list[str]]:
+        """The keywords of JSON schemas that the answer need not fit, if there are any."""
+        constraint = self.progress[0].request.constraint
+        known = isinstance(constraint, GrammarConstraint | TokenFilter) and constraint.ignored
+        return {"ignored_keywords": sorted(known)} if known else {}
 
     def facts(self) -> dict[str, Any]:
         """What the log and a trace say about the request."""
@@ -218,5 +216,5 @@ class Generations:
             "finish_reasons": [choice.finish_reason or "none" for choice in self.progress],
             "draft_tokens": spec.num_draft_tokens,
             "accepted_tokens": spec.num_accepted_draft_tokens,
-            **({"ignored_keywords": names} if (names := self.ignored_keywords) else {}),
+            **self._ignored(),
         }

@@ -106,28 +106,6 @@ CLOSED = {"type": "object", "additionalProperties": False}
             ['{"a":1}', '{"b":1}'],
         ),
         (
-            {
-                "properties": {"k": {"enum": ["p", "q"]}, "a": ONE},
-                "required": ["k"],
-                "if": {"properties": {"k": {"const": "p"}}},
-                "then": {"required": ["a"]},
-                "else": {"properties": {"a": False}},
-            },
-            ['{"k":"p","a":1}', '{"k":"q"}'],
-        ),
-        (
-            {
-                "properties": {"k": {"enum": ["p", "q"]}, "a": ONE},
-                "allOf": [
-                    {
-                        "if": {"properties": {"k": {"const": "p"}}, "required": ["k"]},
-                        "then": {"required": ["a"]},
-                    }
-                ],
-            },
-            ["{}", '{"a":1}', '{"k":"p","a":1}', '{"k":"q"}', '{"k":"q","a":1}'],
-        ),
-        (
             {"additionalProperties": True, "unevaluatedProperties": False, "maxProperties": 0},
             ["{}"],
         ),

@@ -230,7 +230,7 @@ def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
         return message["content"] or "", [
             (call["name"], json.loads(call["arguments"])) for call in calls
         ]
-    items = answer.get("output", answer.get("content"))
+    items = answer["output"] if "output" in answer else answer["content"]
     calls = [
         (item["name"], item["input"] if "input" in item else json.loads(item["arguments"]))
         for item in items
@@ -243,7 +243,7 @@ def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
 @pytest.mark.parametrize("choice", ["auto", "required", "none"])
 def test_with_tools_and_a_schema_an_answer_is_calls_or_fits(lined: Served, choice: str) -> None:
     """In each API. ``required`` means calls only, and ``none`` the schema only."""
-    kinds, (mark,) = set(), lined.llm.encode("<")
+    kinds, (mark,) = set[bool](), lined.llm.encode("<")
     for seed in range(4):
         for path, body in bodies(choice).items():
             asked = {**body, "temperature": 1.4, "seed": seed, "parallel_tool_calls": False}
@@ -278,11 +278,14 @@ def test_a_stream_tells_the_same_calls_and_answers(lined: Served) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_an_answer_says_which_keywords_were_ignored(lined: Served, path: str) -> None:
-    """In its body, in a header, and in the log. Who is strict is refused instead."""
+def test_an_answer_says_which_keywords_were_ignored(
+    lined: Served, path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In its body, in a header, and in the log."""
+    caplog.set_level(logging.INFO, "eesd.serve")
     schema = {"enum": ["a"], "not": {"const": "b"}, "uniqueItems": True}
     wanted = {"json_schema": {"name": "x", "schema": schema}}
-    body: dict[str, Any] = {
+    bodies: dict[str, dict[str, Any]] = {
         "/v1/chat/completions": {"response_format": {"type": "json_schema", **wanted}},
         "/v1/responses": {
             "input": "x",
@@ -295,15 +298,17 @@ def test_an_answer_says_which_keywords_were_ignored(lined: Served, path: str) ->
             ],
             "tool_choice": {"type": "any"},
         },
-    }[path]
-    if path != "/v1/responses":
-        body["messages"] = USER
+    }
+    body = bodies[path] if path == "/v1/responses" else {**bodies[path], "messages": USER}
     response = lined.post(path, body)
     assert response.json()["ignored_keywords"] == ["not", "uniqueItems"]
     assert response.headers["x-ignored-keywords"] == "not, uniqueItems"
     with lined.http.stream("POST", path, json={**body, "stream": True}) as stream:
         assert stream.headers["x-ignored-keywords"] == "not, uniqueItems"
         assert '"ignored_keywords":["not","uniqueItems"]' in stream.read().decode()
+    lined.idle()
+    facts = [record.facts for record in caplog.records if hasattr(record, "facts")]
+    assert facts and all(fact["ignored_keywords"] == ["not", "uniqueItems"] for fact in facts)
     assert "x-ignored-keywords" not in lined.post("/v1/completions", {"prompt": "a"}).headers
 
 

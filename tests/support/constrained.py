@@ -77,12 +77,7 @@ LIMITED_OBJECTS = st.fixed_dictionaries(
         "minProperties": st.integers(0, 3),
         "maxProperties": st.integers(0, 3),
         "dependentRequired": st.dictionaries(KEYS, st.lists(KEYS, max_size=1), max_size=2),
-        "if": st.sampled_from([{"properties": {"kind": {"const": "p"}}}]),
-        "then": st.builds(lambda key: {"required": [key]}, KEYS),
-        "else": st.builds(lambda key: {"properties": {key: False}}, KEYS),
     },
-).map(
-    lambda schema: {**schema, "properties": {"kind": {"enum": ["p", "q"]}, **schema["properties"]}}
 )
 """Objects whose keys depend on patterns, counts and each other. Some can have no value."""
 TOO_MUCH = "((([ab]{1,9}b?){1,7}a?){1,8}b?[ab]{3,8}){50,60}"
