@@ -209,10 +209,18 @@ def requests_of(
 
 
 def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constraint | None:
-    """What restricts the output: the calls that must come, what the body asks for, or where the
-    model may do either, both; and lists of tokens."""
-    asked = constraint_of(body.given(), llm)
-    calls = tools.constraint(llm, asked) if tools else None
+    """What restricts the output: the calls that must come, or what the body asks for; and lists of
+    tokens. ``response_format`` is for answers that are no calls."""
+    given = body.given()
+    asked = constraint_of(given, llm)
+    answer = asked if (given.get("response_format") or {}).get("type", "text") != "text" else None
+    calls = tools.constraint(llm, answer) if tools else None
+    if asked is not answer and calls is not None:
+        raise APIError(
+            400,
+            "tool_choice asks for a call, and another field constrains the output; give one.",
+            "tool_choice",
+        )
     words = word_tokens(body.bad_words, llm.codec) if body.bad_words else []
     if not words and body.allowed_token_ids is None:
         return calls or asked

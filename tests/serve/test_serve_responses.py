@@ -349,7 +349,7 @@ def test_log_probabilities_of_all_tokens(lined: Served) -> None:
             {
                 "tools": TOOLS,
                 "tool_choice": "required",
-                "text": {"format": {"type": "json_object"}},
+                "guided_regex": "a",
             },
             "give one",
         ),
