@@ -58,6 +58,8 @@ each."""
 _MOST_NAMES = 16
 """Most names of a pattern that are listed as properties, besides those that are listed anyway. They
 then come in order, which a long list should not prescribe."""
+_EVERY_NAME = {"", "^", "$", ".*", "^.*", ".*$"}
+"""Patterns that every name fits."""
 _KEY_COUNTS = {"minProperties", "maxProperties"}
 _SHAPE = {"type", "required", "additionalProperties", "patternProperties", *_KEY_COUNTS}
 """What decides whether llguidance can count keys, besides the properties."""
@@ -199,7 +201,7 @@ def _by_name(schema: Mapping[str, Any], keyword: str) -> dict[str, Any]:
 
 def _list_names(schema: dict[str, Any]) -> None:
     """List the names of patterns that few names fit. A listed key comes once, so that the object
-    ends when all have come."""
+    ends when all have come. Where every name is forbidden, none may begin."""
     known = isinstance(schema.get("properties", {}), dict)
     if not known or not isinstance(schema.get("patternProperties"), dict):
         return
@@ -211,7 +213,10 @@ def _list_names(schema: dict[str, Any]) -> None:
             others[pattern] = inner
         for name in names or ():
             listed[name] = {"allOf": [listed[name], inner]} if name in listed else inner
-    schema |= {"properties": listed, "patternProperties": others}
+    if any(others.get(pattern) is False for pattern in _EVERY_NAME):
+        schema |= {"properties": {}, "patternProperties": {}, "additionalProperties": False}
+    else:
+        schema |= {"properties": listed, "patternProperties": others}
 
 
 @lru_cache(1000)

@@ -96,6 +96,14 @@ CLOSED = {"type": "object", "additionalProperties": False}
             {"properties": {"a": ONE}, "allOf": [{"patternProperties": {"^a$": {}}}]},
             ["{}", '{"a":1}'],
         ),
+        (
+            {
+                "additionalProperties": True,
+                "properties": {"a": ONE},
+                "patternProperties": {".*": False, "^a$": {}},
+            },
+            ["{}"],
+        ),
         # rules between keys
         (
             {"properties": {"a": ONE, "b": ONE}, "dependentRequired": {"a": ["b"]}},
