@@ -38,6 +38,8 @@ _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_c
 _SMALL = 1 << 26
 """Bytes of the largest file that is hashed whole. That takes a moment, and models of gigabytes must
 start at once, too."""
+_RULES = 1
+"""Raised when the same model is exported in another way, so that no older directory is found."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def place_of(
     Raises:
         OSError: A file cannot be read.
     """
-    parts = [eesd.__version__, FORMAT_VERSION, options, _contents(model), head and _contents(head)]
+    versions = [eesd.__version__, FORMAT_VERSION, _RULES]
+    parts = [*versions, options, _contents(model), head and _contents(head)]
     key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     # The hub's directories are called like hashes.
     named = model.resolve() if Path(name).expanduser().exists() else Path(name)
