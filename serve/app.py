@@ -13,7 +13,6 @@ from eesd.serve.anthropic import messages
 from eesd.serve.http import probes
 from eesd.serve.http.errors import handle_errors, path_of
 from eesd.serve.http.gate import Gate
-from eesd.serve.http.metrics import Metrics
 from eesd.serve.http.observe import QUIET, Observe
 from eesd.serve.http.options import ServeOptions, Serving
 from eesd.serve.openai import chat, completions, responses, tokens
@@ -29,7 +28,7 @@ ROUTERS = (
 )
 
 
-def make_app(service: Service, options: ServeOptions, measure: type[Metrics] = Metrics) -> FastAPI:
+def make_app(service: Service, options: ServeOptions) -> FastAPI:
     """The application over a running service.
 
     ``app.state.serving`` is the :class:`~eesd.serve.http.options.Serving` of its routes. The caller
@@ -38,7 +37,6 @@ def make_app(service: Service, options: ServeOptions, measure: type[Metrics] = M
     Args:
         service: The batch.
         options: Limits and names.
-        measure: Where it is counted what the server does.
     """
     # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages
     # of documentation: they load scripts from elsewhere.
@@ -46,7 +44,7 @@ def make_app(service: Service, options: ServeOptions, measure: type[Metrics] = M
     app = FastAPI(
         title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None, telemetry=traced
     )
-    app.state.serving = Serving(service=service, options=options, measure=measure)
+    app.state.serving = Serving(service=service, options=options)
     for router in ROUTERS:
         app.include_router(router)
     mount_page(app)

@@ -122,7 +122,7 @@ def unsupported(param: str, message: str) -> APIError:
 
 
 def path_of(scope: Scope) -> str:
-    """The path of a request, without the prefix under which Ray, or another server, has the
+    """The path of a request, without the prefix under which another server mounts the
     application."""
     return str(scope["path"].removeprefix(scope.get("root_path", ""))) or "/"
 

@@ -1,7 +1,6 @@
 """What Prometheus is told, under the names that vLLM uses, so that its dashboards work."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -122,8 +121,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
 
 
 class Metrics:
-    """The counters and histograms of one server, in a registry of their own. Who keeps them
-    elsewhere overrides ``counter``, ``gauge``, ``histogram`` and ``text``."""
+    """The counters and histograms of one server, in a registry of their own."""
 
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
@@ -131,11 +129,14 @@ class Metrics:
         self.registry.register(_LoadCollector(service, model))
         self._model = model
 
-        def counter(name: str, text: str, *labels: str) -> Any:
-            return self.counter(f"vllm:{name}", text, ["model_name", *labels])
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ("model_name", *labels), registry=self.registry)
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Any:
-            return self.histogram(f"vllm:{name}", text, ["model_name"], buckets).labels(model)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            made = Histogram(
+                f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
+            )
+            return made.labels(model)
 
         self.first_token = histogram(
             "time_to_first_token_seconds", "Time until the first token.", FIRST_TOKEN
@@ -156,44 +157,36 @@ class Metrics:
         self.text_length = histogram(
             "request_generation_tokens", "Tokens generated for a request.", LENGTHS
         )
-        what, labels = (
+        self._answers = counter(
+            "eesd:http_requests",
             "Requests of HTTP by path and status; 499: the client left.",
-            ["model_name", "route", "status"],
+            "route",
+            "status",
         )
-        self._answers = self.counter("eesd:http_requests", what, labels)
-        build = self.gauge("eesd:build_info", "1; which version runs.", ["model_name", "version"])
+        labels = ["model_name", "version"]
+        build = Gauge("eesd:build_info", "1; which version runs.", labels, registry=self.registry)
         build.labels(model, eesd.__version__).set(1)
-        self.prompt_tokens = counter("prompt_tokens", "Tokens of prompts.").labels(model)
-        self.generation_tokens = counter("generation_tokens", "Tokens generated.").labels(model)
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(model)
+        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(
+            model
+        )
         self._success = counter(
-            "request_success", "Requests that ended, by the reason.", "finished_reason"
+            "vllm:request_success", "Requests that ended, by the reason.", "finished_reason"
         )
-        self.drafts = counter("spec_decode_num_drafts", "Rounds that verified a draft.").labels(
-            model
-        )
-        self.draft_tokens = counter(
-            "spec_decode_num_draft_tokens", "Draft tokens verified."
+        self.drafts = counter(
+            "vllm:spec_decode_num_drafts", "Rounds that verified a draft."
         ).labels(model)
-        self.accepted = counter("spec_decode_num_accepted_tokens", "Draft tokens accepted.").labels(
-            model
-        )
+        self.draft_tokens = counter(
+            "vllm:spec_decode_num_draft_tokens", "Draft tokens verified."
+        ).labels(model)
+        self.accepted = counter(
+            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted."
+        ).labels(model)
         self._positions = counter(
-            "spec_decode_num_accepted_tokens_per_pos",
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by their place in the draft.",
             "position",
         )
-
-    def counter(self, name: str, text: str, labels: list[str]) -> Any:
-        """A new counter, with the names of its labels."""
-        return Counter(name, text, labels, registry=self.registry)
-
-    def gauge(self, name: str, text: str, labels: list[str]) -> Any:
-        """A new gauge."""
-        return Gauge(name, text, labels, registry=self.registry)
-
-    def histogram(self, name: str, text: str, labels: list[str], buckets: tuple[float, ...]) -> Any:
-        """A new histogram, with the upper bounds of its buckets."""
-        return Histogram(name, text, labels, registry=self.registry, buckets=buckets)
 
     def answered(self, route: str, status: int) -> None:
         """Count a request of HTTP, refused ones, too. ``route``: its path in the schema, or

@@ -116,7 +116,6 @@ class Serving:
         model_name: The name that answers have as ``model``.
         codec: Tokenizer and chat template; None if the model has none.
         metrics: What Prometheus is told.
-        measure: Makes the metrics.
         active: Requests that are being answered, probes not counted.
         draining: Whether the server is stopping: running requests finish, new ones are refused.
     """
@@ -126,7 +125,6 @@ class Serving:
     model_name: str = field(init=False)
     codec: TextCodec | None = field(init=False)
     metrics: Metrics = field(init=False)
-    measure: type[Metrics] = Metrics
     active: int = 0
     draining: bool = False
 
@@ -134,7 +132,7 @@ class Serving:
         llm = self.service.llm
         self.model_name = self.options.model_name or llm.manifest.model
         self.codec = llm.codec if llm.has_tokenizer else None
-        self.metrics = self.measure(self.service, self.model_name)
+        self.metrics = Metrics(self.service, self.model_name)
 
     @property
     def model_names(self) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def test_every_name_that_a_page_shows_exists(page: Path) -> None:
         try:
             assert resolve(name) is not None, name
         except ModuleNotFoundError as error:
-            # A package that only some installations have, such as ray.
+            # A package that only some installations have, such as tensorrt.
             assert not str(error.name).startswith("eesd"), f"{name}: {error}"
 
 

@@ -33,7 +33,6 @@ MAY_IMPORT_INSIDE = {
     "serve.http": set(),
     "serve.openai": {"serve.grammar", "serve.http"},
     "serve.page": {"serve.http", "serve.openai"},
-    "serve.ray": {"serve.app", "serve.cli", "serve.grammar", "serve.http"},
     "serve.triton": set(),
     "bench.measure": set(),
     "bench.replay": {"bench.measure"},

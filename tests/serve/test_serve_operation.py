@@ -201,7 +201,7 @@ def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
 
 
 def test_a_prefix_of_all_paths_changes_nothing(server: Served) -> None:
-    """Ray Serve mounts an application under one, and says so by ``root_path``."""
+    """A server that mounts the application under one passes it as ``root_path``."""
     app = make_app(server.serving.service, ServeOptions(api_keys=KEYS, metrics_open=True))
 
     async def main() -> None:
