@@ -147,16 +147,16 @@ def fields(packed: Bytes) -> Bytes:
     return found.reshape(-1)
 
 
-def unpack(stored: Bytes, kind: str, count: int) -> NDArray[np.int16] | NDArray[np.float32]:
+def unpack(stored: Bytes, kind: str, count: int) -> Array:
     """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become
-    int16, or float32."""
+    int8, uint8, or float32."""
     codes = fields(stored)[:count] if BITS[kind] == 4 else stored[:count]
     if kind in (FP8, FP4):
         values: NDArray[np.float32] = (_FP8_VALUES if kind == FP8 else _FP4_VALUES).take(codes)
         return values
     if kind == "int4":
-        return (codes ^ 8).astype(np.int16) - np.int16(8)
-    return codes.view(kind if BITS[kind] == 8 else np.uint8).astype(np.int16)
+        return (codes ^ 8).view(np.int8) - np.int8(8)
+    return codes.view(kind if BITS[kind] == 8 else np.uint8)
 
 
 def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> NDArray[np.float32]:
@@ -181,7 +181,7 @@ def dequantize(quantized: Quantized, kind: str, axis: int = 0) -> NDArray[np.flo
         (rows, -1, columns) if axis == 0 else (rows, columns, -1)
     )
     if quantized.zeros is not None:
-        levels = levels - shared(unpack(quantized.zeros, kind, scales.size))
+        levels = levels.astype(np.int16) - shared(unpack(quantized.zeros, kind, scales.size))
     values = to_float32(levels)
     values *= shared(scales)
     if quantized.minimums is not None:

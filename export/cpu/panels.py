@@ -23,26 +23,9 @@ NARROW, WIDE, SPLIT = range(3)
 K-quants have them."""
 _FLOATS = ("float32", "float16", "bfloat16")
 _BLOCKS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-_LEVELS = ("int8", "uint8", "int16")
+_LEVELS = ("int8", "uint8")
 _STORED = (*_FLOATS, *_LEVELS, *_BLOCKS)
 """What weights can be stored as, as the library numbers it."""
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A quantized weight: column j of input i is ``scale * (level - zero_point) + minimum``.
-
-    Attributes:
-        levels: Integers [inputs, outputs] from -128 to 255, of 8 or 16 bits.
-        scales: [inputs / block, outputs] float32.
-        zeros: Zero points [inputs / block, outputs]; None: 0.
-        minimums: [inputs / block, outputs] float32; None: 0.
-    """
-
-    levels: NDArray[np.integer[Any]]
-    scales: NDArray[np.float32]
-    zeros: NDArray[np.integer[Any]] | None = None
-    minimums: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,31 +43,28 @@ class Packed:
 
 
 class _Array(ctypes.Structure):
-    """Where the values of an array [inputs, outputs] lie: how many bytes, and between
-    neighbours."""
+    """Where the values of an array [inputs, outputs] lie, and the bytes between neighbours."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
-        ("bytes", ctypes.c_int64),
         ("input_step", ctypes.c_int64),
         ("output_step", ctypes.c_int64),
     )
 
 
 class _Source(ctypes.Structure):
-    """A stored weight: ``Source`` in ``runtime/operators/pack.h``."""
+    """A stored weight: ``Source`` in ``runtime/operators/stored.h``."""
 
     _fields_ = (
         ("type", ctypes.c_int64),
         ("inputs", ctypes.c_int64),
         ("outputs", ctypes.c_int64),
         ("groups", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
         ("planes", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
         ("values", _Array),
         ("scales", _Array),
         ("minimums", _Array),
-        ("order", ctypes.c_void_p),
     )
 
 
@@ -104,31 +84,32 @@ def pack_floats(weight: NDArray[np.generic], form: int) -> Packed:
     return _pack(_Source(form, *weight.shape, values=_array(weight)))
 
 
-def pack_levels(weight: Levels, planes: bool = False) -> Packed:
-    """Pack levels in the narrowest format that holds them.
+def pack_levels(
+    levels: NDArray[np.integer[Any]],
+    scales: NDArray[np.float32],
+    minimums: NDArray[np.float32] | None = None,
+    planes: bool = False,
+) -> Packed:
+    """Pack levels in the narrowest format that holds them: column j of input i is
+    ``scale * level + minimum``. Arrays may have any order of memory.
 
     Args:
-        weight: Arrays in any order of memory.
+        levels: [inputs, outputs] int8 or uint8.
+        scales: [inputs / block, outputs] float32.
+        minimums: [inputs / block, outputs] float32; None: 0.
         planes: Whether 8 bits shall lie in two planes, where that is possible.
 
     Raises:
-        ValueError: The arrays do not fit each other, levels need more than 8 bits, or a scale or
-            minimum is not finite.
+        ValueError: The arrays do not fit each other, or a scale or minimum is not finite.
         EESDError: The library of operators is not built.
     """
-    scales, minimums = weight.scales, weight.minimums
-    if weight.zeros is not None:
-        if minimums is not None:
-            raise ValueError("a weight has either zero points or minimums")
-        minimums = -(weight.zeros.astype(np.float32) * scales)
-    levels, shape = _array(weight.levels), (len(scales), *weight.levels.shape[1:])
-    for part in (scales, *(() if minimums is None else (minimums,))):
-        if part.dtype != np.float32 or part.shape != shape:
-            raise ValueError("scales and minimums are float32 of one shape")
-    kind = weight.levels.dtype.name
+    values, kind = _array(levels), levels.dtype.name
     if kind not in _LEVELS:
         raise ValueError(f"levels of {kind} cannot be packed")
-    source = _Source(_STORED.index(kind), *weight.levels.shape, len(scales), 0, planes, levels)
+    for part in (scales, scales if minimums is None else minimums):
+        if part.dtype != np.float32 or part.shape != (len(scales), levels.shape[1]):
+            raise ValueError("scales and minimums are float32 of one shape")
+    source = _Source(_STORED.index(kind), *levels.shape, len(scales), planes, 0, values)
     source.scales = _array(scales)
     if minimums is not None:
         source.minimums = _array(minimums)
@@ -136,44 +117,30 @@ def pack_levels(weight: Levels, planes: bool = False) -> Packed:
 
 
 def pack_gguf(
-    data: bytes | NDArray[np.uint8],
-    kind: str,
-    shape: tuple[int, int],
-    order: NDArray[np.int64] | None = None,
-    planes: bool = False,
+    blocks: NDArray[np.uint8], kind: str, shape: tuple[int, int], planes: bool = False
 ) -> Packed:
     """Pack a tensor of a GGUF file, of which no other copy is made.
 
     Args:
-        data: The bytes of its blocks, in memory or mapped.
+        blocks: Its bytes, in memory or mapped.
         kind: Type of the blocks, from ``Q4_0`` to ``Q6_K``.
         shape: Outputs and inputs, as the file has them.
-        order: The stored row of each output that is wanted; None: all in order.
         planes: As in :func:`pack_levels`.
 
     Raises:
-        ValueError: There are no such blocks or rows, or a scale or minimum is not finite.
+        ValueError: There are no such blocks, or a scale or minimum is not finite.
         EESDError: The library of operators is not built.
     """
     if kind not in _BLOCKS:
         raise ValueError(f"blocks of the type {kind} cannot be packed")
-    blocks = np.frombuffer(data, np.uint8)
-    rows, inputs = shape
-    outputs = rows if order is None else len(order)
-    source = _Source(_STORED.index(kind), inputs, outputs, 0, rows, planes)
-    source.values = _Array(blocks.ctypes.data, blocks.nbytes)
-    if order is not None:
-        order = np.ascontiguousarray(order, np.int64)
-        source.order = order.ctypes.data
-    return _pack(source)
+    values = _Array(blocks.ctypes.data)
+    return _pack(_Source(_STORED.index(kind), *shape[::-1], 0, planes, blocks.nbytes, values))
 
 
 def _array(array: NDArray[Any]) -> _Array:
     if array.ndim != 2:
         raise ValueError(f"a weight has two dimensions, not {array.ndim}")
-    steps = array.strides
-    last = sum((count - 1) * step for count, step in zip(array.shape, steps, strict=True))
-    return _Array(array.ctypes.data, last + array.itemsize, *steps)
+    return _Array(array.ctypes.data, *array.strides)
 
 
 def _pack(source: _Source) -> Packed:
@@ -183,7 +150,7 @@ def _pack(source: _Source) -> Packed:
     *described, size = numbers
     data = np.empty(size, np.uint8)
     target = ctypes.c_void_p(data.ctypes.data)
-    _call("eesd_pack", ctypes.byref(source), threads, numbers, target, ctypes.c_int64(size))
+    _call("eesd_pack", ctypes.byref(source), threads, numbers, target)
     return Packed(data, tuple(described))
 
 

@@ -1,8 +1,9 @@
 """The weights that a build for the CPU packs: those of an engine directory, or of a checkpoint."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +31,13 @@ from eesd.export.cpu.panels import (
     BFLOAT16,
     FLOAT16,
     FLOAT32,
-    Levels,
     Packed,
     pack_floats,
     pack_gguf,
     pack_levels,
 )
 from eesd.export.stored_values import read_tensor, to_float32
-from eesd.export.weights import JointTensor, TensorSource, quantized, stored_floats
+from eesd.export.weights import JointTensor, TensorSource, joined, quantized, stored_floats
 from eesd.model.arrays import Array
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.quantized import unpack
@@ -57,24 +57,25 @@ class Reader(ABC):
 
     def small(self) -> dict[str, NDArray[Any]]:
         """Everything that is no matrix, in float32 or int64, and the rotary tables."""
-        return {name: self._small(name) for name in self._small_names()}
-
-    def _small_names(self) -> Iterator[str]:
-        for name, weight in self.weights.items():
-            if len(weight.shape) != 2 or name in (*ROTARY_TABLES, *HEAD_TABLES):
-                yield name
+        tables = (*ROTARY_TABLES, *HEAD_TABLES)
+        return {
+            name: self._small(name)
+            for name, weight in self.weights.items()
+            if len(weight.shape) != 2 or name in tables
+        }
 
     @abstractmethod
     def _small(self, name: str) -> NDArray[Any]:
         """A weight that is no matrix. Raises ValueError if it has another shape."""
 
     @abstractmethod
-    def _parts(self, part: Columns) -> tuple[dict[str, Array], str]:
-        """What is stored for some columns of a matrix, and the type of its values or levels.
+    def _parts(self, part: Columns) -> dict[str, Array]:
+        """What is stored for some columns of a matrix.
 
         Returns:
-            Arrays [inputs, columns] or [inputs / block, columns] by suffix. Scales, minimums and
-            levels of floating point are float32, and values of 16 bits may be uint16.
+            Arrays [inputs, columns] or [inputs / block, columns] by suffix. Levels are int8 or
+            uint8, or float32 where they are small floats. Scales and minimums are float32. Values
+            of 16 bits may be uint16.
         """
 
     def pack(self, part: Columns, planes: bool) -> Packed:
@@ -88,19 +89,21 @@ class Reader(ABC):
         Raises:
             ValueError: A scale or a minimum is not finite.
         """
-        (parts, kind), of = self._parts(part), self.weights[part.weight].quantization
-        values = parts.pop("")
+        parts, weight = self._parts(part), self.weights[part.weight]
+        values, of = parts[""], weight.quantization
         if of is None:
-            return pack_floats(values, _FORMS[kind])
-        if not all(np.isfinite(array).all() for array in parts.values()):
-            raise ValueError(f"scales or minimums of {part.weight} are not finite")
-        if kind == FP8:
-            return pack_floats(values * np.repeat(parts[SCALES], of.block, 0), FLOAT32)
-        if kind == FP4:  # Twice a value is an integer, which the operators know.
-            values = (2 * values).astype(np.int8)
-            parts[SCALES] = parts[SCALES] / 2
-        levels = Levels(values, parts[SCALES], parts.get(ZEROS), parts.get(MINIMUMS))
-        return pack_levels(levels, planes)
+            return pack_floats(values, _FORMS[weight.dtype])
+        scales, minimums = parts[SCALES], parts.get(MINIMUMS)
+        if of.weights == FP8:
+            if not np.isfinite(scales).all():
+                raise ValueError(f"scales of {part.weight} are not finite")
+            return pack_floats(values * np.repeat(scales, of.block, 0), FLOAT32)
+        if of.weights == FP4:  # the operators know integers, and twice these values are some
+            values = (values * 2).astype(np.int8)
+            scales = scales / 2
+        if ZEROS in parts:
+            minimums = -(parts[ZEROS].astype(np.float32) * scales)
+        return pack_levels(values, scales, minimums, planes)
 
 
 class DirectoryReader(Reader):
@@ -124,13 +127,11 @@ class DirectoryReader(Reader):
             raise ValueError(name)
         return to_float32(values, kind)
 
-    def _parts(self, part: Columns) -> tuple[dict[str, Array], str]:
+    def _parts(self, part: Columns) -> dict[str, Array]:
         weight = self.weights[part.weight]
         values, kind = self._read(part.weight)
         file = ExternalDataInfo(self._tensors[part.weight]).location
         across = weight.transposed and file == WEIGHTS_FILE  # stored as [in, out]
-        if kind in (FP8, FP4):
-            values = to_float32(values, kind)
         if values.shape != (weight.shape[::-1] if across else weight.shape):
             raise ValueError(part.weight)
         columns = slice(part.start, part.stop)
@@ -138,13 +139,13 @@ class DirectoryReader(Reader):
         def oriented(array: Array) -> Array:
             return (array if across else array.T)[:, columns]
 
-        parts = {"": oriented(values)}
+        parts = {"": oriented(to_float32(values, kind) if weight.quantization else values)}
         for suffix in (SCALES, ZEROS, MINIMUMS):
             if part.weight + suffix in weight.tensors:
                 parts[suffix] = oriented(to_float32(*self._read(part.weight + suffix)))
         if part.weight + FACTOR in weight.tensors:
             parts[SCALES] = parts[SCALES] * to_float32(*self._read(part.weight + FACTOR))
-        return parts, kind
+        return parts
 
     def _read(self, name: str) -> tuple[NDArray[Any], str]:
         return read_tensor(self._directory, self._tensors[name])
@@ -177,9 +178,7 @@ class SourceReader(Reader):
             return super().pack(part, planes)
         kind, rows = blocks
         try:
-            return pack_gguf(
-                rows.reshape(-1), kind, (weight.shape[0], weight.shape[1]), None, planes
-            )
+            return pack_gguf(rows, kind, (weight.shape[0], weight.shape[1]), planes)
         except ValueError as error:
             name = sources[0].name if isinstance(sources[0], GgufTensor) else part.weight
             raise EESDError(f"The tensor {name} is damaged ({error}); fetch it again.") from None
@@ -194,24 +193,21 @@ class SourceReader(Reader):
         chosen = [sources[part.start // size]]
         return replace(weight, shape=(size, weight.shape[1])), chosen
 
-    def _parts(self, part: Columns) -> tuple[dict[str, Array], str]:
+    def _parts(self, part: Columns) -> dict[str, Array]:
         weight, sources = self._columns(part)
-        source = sources[0] if len(sources) == 1 else JointTensor(sources)
         of = weight.quantization
         if of is None:
-            return {"": stored_floats(source, weight).T}, weight.dtype
-        levels, scales, zeros, minimums, factor = quantized(source, weight)
-        scales = scales.astype(np.float32)
-        if factor is not None:
-            scales = scales * factor.astype(np.float32)
-        count = weight.shape[0] * weight.shape[1]
-        parts = {"": unpack(levels, of.weights, count).reshape(weight.stored_shape), SCALES: scales}
-        if zeros is not None:
-            parts[ZEROS] = unpack(zeros, of.weights, scales.size).reshape(scales.shape)
-        if minimums is not None:
-            parts[MINIMUMS] = minimums.astype(np.float32)
+            return {"": stored_floats(joined(sources), weight).T}
+        found = quantized(joined(sources), weight)
+        values, scales = unpack(found.levels, of.weights, prod(weight.shape)), found.whole_scales
+        parts: dict[str, Array] = {"": values.reshape(weight.stored_shape), SCALES: scales}
+        if found.zeros is not None:
+            zeros = unpack(found.zeros, of.weights, scales.size)
+            parts[ZEROS] = zeros.reshape(scales.shape)
+        if found.minimums is not None:
+            parts[MINIMUMS] = found.minimums.astype(np.float32)
         across = weight.transposed
-        return {suffix: one if across else one.T for suffix, one in parts.items()}, of.weights
+        return {suffix: one if across else one.T for suffix, one in parts.items()}
 
 
 def _blocks(

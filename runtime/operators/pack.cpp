@@ -1,13 +1,11 @@
 // Packs stored weights into panels, some panels on each thread. A weight is read twice: its values
 // decide what form it takes.
-#include "pack.h"
+#include "stored.h"
 
 #include <atomic>
 #include <cmath>
 #include <thread>
 #include <vector>
-
-#include "stored.h"
 
 namespace eesd {
 namespace {
@@ -15,27 +13,10 @@ namespace {
 constexpr int64_t LIMIT = 1 << 28;  // larger sizes than any model has
 constexpr int64_t TOGETHER = 4;     // panels whose values share the lines of a processor's cache
 
-// Whether an array has so many rows of inputs, with so many columns of values of this size.
-bool covers(const Array &array, int64_t rows, int64_t columns, int64_t size) {
-  // Where the last of some values begins; -1: not in the array.
-  const auto last = [&](int64_t count, int64_t step) {
-    if (count == 1) return int64_t{0};
-    return step < 0 || step > array.bytes / (count - 1) ? int64_t{-1} : step * (count - 1);
-  };
-  const int64_t row = last(rows, array.input_step), column = last(columns, array.output_step);
-  if (!array.data || array.bytes < 0 || row < 0 || column < 0) return false;
-  return row <= array.bytes - size - column;
-}
-
 const char *check_array_levels(const Source &s) {
   if (s.groups < 1 || s.inputs % s.groups) return "the scales do not fit the inputs";
   const int64_t block = s.inputs / s.groups;
   if (block != 16 && block % BLOCK) return "a scale is for 16 inputs or a multiple of 32";
-  if (!covers(s.values, s.inputs, s.outputs, kind_of(s).bytes))
-    return "the levels have another size";
-  if (!covers(s.scales, s.groups, s.outputs, 4)) return "the scales have another size";
-  if (s.minimums.data && !covers(s.minimums, s.groups, s.outputs, 4))
-    return "the minimums have another size";
   return nullptr;
 }
 
@@ -43,24 +24,15 @@ const char *check_blocks(const Source &s) {
   const Kind &kind = kind_of(s);
   if (s.inputs % kind.inputs) return "the inputs are no whole blocks";
   const int64_t row = s.inputs / kind.inputs * kind.bytes;
-  if (s.rows < 1 || s.rows >= LIMIT || (!s.order && s.rows != s.outputs))
-    return "a weight has no such rows";
-  if (!s.values.data || s.values.bytes != s.rows * row) return "the blocks have another size";
-  for (int64_t i = 0; s.order && i < s.outputs; i++)
-    if (s.order[i] < 0 || s.order[i] >= s.rows) return "there is no such row";
-  return nullptr;
+  return s.bytes == s.outputs * row ? nullptr : "the blocks have another size";
 }
 
 const char *check(const Source &s) {
-  if (s.type < FLOATS32 || s.type >= STORED_TYPES) return "weights of this type cannot be packed";
   if (s.inputs < 1 || s.inputs >= LIMIT || s.outputs < 1 || s.outputs >= LIMIT)
     return "a weight has no such size";
-  if (s.type <= BFLOATS16) {
-    const bool fits = covers(s.values, s.inputs, s.outputs, s.type == FLOATS32 ? 4 : 2);
-    return fits ? nullptr : "the weight has another size";
-  }
+  if (s.type <= BFLOATS16) return nullptr;
   if (s.inputs % BLOCK) return "levels need a multiple of 32 inputs";
-  return s.type <= INT16 ? check_array_levels(s) : check_blocks(s);
+  return s.type <= UINT8 ? check_array_levels(s) : check_blocks(s);
 }
 
 // work(unit) for all units, on some threads. It must not throw.
@@ -90,14 +62,12 @@ constexpr struct {
 } FORMATS[] = {{BITS4, 16}, {BITS5, 32}, {BITS6, 64}, {BITS8, 256}, {PLANES, 256}};
 
 // The narrowest format that holds these levels, and what must be added to them.
-bool find_format(Range levels, Matrix &matrix) {
+void find_format(Range levels, Matrix &matrix) {
   for (const auto &one : FORMATS) {
-    const int zero = levels.least < 0 ? one.levels / 2 : 0;
-    if (levels.least + zero < 0 || levels.most + zero >= one.levels) continue;
-    matrix.format = one.format, matrix.zero = zero;
-    return true;
+    matrix.format = one.format;
+    matrix.zero = levels.least < 0 ? one.levels / 2 : 0;
+    if (levels.least + matrix.zero >= 0 && levels.most + matrix.zero < one.levels) return;
   }
-  return false;
 }
 
 bool are_levels(int bits, Format format) {
@@ -169,8 +139,9 @@ bool can_have_planes(const Matrix &m) { return m.format == BITS8 && !m.fine && !
 // Whether no level that a type has can change the format any more.
 bool is_widest(Range seen, Range possible) {
   Matrix now = {}, last = {};
-  return find_format(seen, now) && find_format(possible, last) && now.format == last.format &&
-         now.zero == last.zero;
+  find_format(seen, now);
+  find_format(possible, last);
+  return now.format == last.format && now.zero == last.zero;
 }
 
 Range range_of(const Levels &levels, const Unit &unit) {
@@ -304,7 +275,7 @@ Matrix described(const Source &source) {
       nullptr, static_cast<Format>(source.type), source.inputs, source.outputs, 0, false, NARROW,
       false};
   if (source.type <= BFLOATS16) return matrix;
-  const bool array = source.type <= INT16;
+  const bool array = source.type <= UINT8;
   matrix.format = BITS8;
   matrix.fine = array ? source.inputs / source.groups < BLOCK : kind_of(source).fine;
   matrix.minimums = array ? source.minimums.data != nullptr : kind_of(source).minimums;
@@ -319,22 +290,11 @@ const char *plan(const Source &source, int64_t threads, Matrix &matrix) {
   facts.products = source.inputs % UNIT_INPUTS == 0;
   each_unit(matrix, threads, [&](const Unit &unit) { look_at(source, matrix, unit, facts); });
   if (!facts.finite) return "a scale or a minimum is not a finite number";
-  if (!find_format({facts.least, facts.most}, matrix)) return "the levels need more than 8 bits";
+  find_format({facts.least, facts.most}, matrix);
   if (matrix.minimums && matrix.zero) return "levels below 0 cannot have minimums";
   if (source.planes && can_have_planes(matrix)) matrix.format = PLANES;
   matrix.scales = facts.narrow ? NARROW : facts.products ? SPLIT : WIDE;
   return nullptr;
-}
-
-// Whether a weight can be packed like this: numbers of eesd_plan.
-bool is_plan(const Source &source, const int64_t *n) {
-  const Matrix own = described(source);
-  if (n[1] != own.inputs || n[2] != own.outputs || n[4] != own.fine || n[6] != own.minimums)
-    return false;
-  if (!own.has_levels()) return n[0] == own.format && n[3] == 0 && n[5] == NARROW;
-  if (n[0] < BITS4 || n[0] > PLANES || n[3] < 0 || n[3] > 128) return false;
-  if (n[0] == PLANES && !can_have_planes(own)) return false;
-  return n[5] == NARROW || n[5] == WIDE || (n[5] == SPLIT && own.inputs % UNIT_INPUTS == 0);
 }
 
 const char *pack(const Source &source, int64_t threads, const Matrix &matrix, uint8_t *to) {
@@ -355,7 +315,6 @@ using eesd::Matrix;
 extern "C" {
 
 const char *eesd_plan(const eesd::Source *source, int64_t threads, int64_t *numbers) {
-  if (!source || !numbers) return "an argument is missing";
   Matrix m = {};
   if (const char *why = eesd::plan(*source, threads, m)) return why;
   const int64_t found[] = {m.format, m.inputs, m.outputs,  m.zero,
@@ -364,15 +323,10 @@ const char *eesd_plan(const eesd::Source *source, int64_t threads, int64_t *numb
   return nullptr;
 }
 
-const char *eesd_pack(const eesd::Source *source, int64_t threads, const int64_t *n, uint8_t *to,
-                      int64_t bytes) {
-  if (!source || !n || !to) return "an argument is missing";
-  if (const char *why = eesd::check(*source)) return why;
-  if (!eesd::is_plan(*source, n)) return "the weight cannot be packed like this";
+const char *eesd_pack(const eesd::Source *source, int64_t threads, const int64_t *n, uint8_t *to) {
   Matrix m = eesd::described(*source);
   m.format = static_cast<eesd::Format>(n[0]), m.scales = static_cast<eesd::Scales>(n[5]);
   m.zero = static_cast<int32_t>(n[3]);
-  if (bytes != m.bytes()) return "the packed weight has another size";
   return eesd::pack(*source, threads, m, to);
 }
 }

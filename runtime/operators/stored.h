@@ -1,11 +1,32 @@
-// Reads stored weights: levels, scales and minimums of 16 columns, as arrays or as the blocks of
-// GGUF files (ggml-common.h).
+// Stored weights, and how they are read: levels, scales and minimums of 16 columns, as arrays or as
+// the blocks of GGUF files (ggml-common.h).
 #pragma once
 #include <algorithm>
 
-#include "pack.h"
+#include "kernels.h"
 
 namespace eesd {
+
+// What a weight is stored as. The first three are those of Format, the last ten blocks of GGUF
+// files. export/cpu/panels.py has them in the same order.
+enum Stored : int64_t { FLOATS32, FLOATS16, BFLOATS16, INT8, UINT8, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0,
+                        Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, STORED_TYPES };
+
+// An array of values for inputs and outputs. Steps are the bytes from one value to the next.
+struct Array {
+  const uint8_t *data;
+  int64_t input_step, output_step;
+};
+
+// A stored weight. export/cpu/panels.py has the same members, and checks the shapes of arrays.
+struct Source {
+  int64_t type, inputs, outputs;
+  int64_t groups;          // of levels in arrays: scales of an output
+  int64_t planes;          // whether levels of 8 bits shall lie in two planes, where they can
+  int64_t bytes;           // of blocks, of all of them
+  Array values;            // floats, levels, or without steps the blocks of row after row
+  Array scales, minimums;  // of levels in arrays: float32; minimums may be null
+};
 
 constexpr int64_t UNIT_INPUTS = SUPER * BLOCK;  // inputs that are read at once, or fewer at the end
 constexpr int64_t MOST_SHARED = 16;             // scales of a column in a unit
@@ -21,13 +42,12 @@ struct Kind {
   Range levels;         // all that there can be
 };
 constexpr Kind KINDS[] = {
-    {1, 1, false, false, {-128, 127}},     {1, 1, false, false, {0, 255}},
-    {1, 2, false, false, {-32768, 32767}}, {32, 18, false, false, {-8, 7}},
-    {32, 20, false, true, {0, 15}},        {32, 22, false, false, {-16, 15}},
-    {32, 24, false, true, {0, 31}},        {32, 34, false, false, {-128, 127}},
-    {256, 84, true, true, {0, 3}},         {256, 110, true, false, {-4, 3}},
-    {256, 144, false, true, {0, 15}},      {256, 176, false, true, {0, 31}},
-    {256, 210, true, false, {-32, 31}},
+    {1, 1, false, false, {-128, 127}},   {1, 1, false, false, {0, 255}},
+    {32, 18, false, false, {-8, 7}},     {32, 20, false, true, {0, 15}},
+    {32, 22, false, false, {-16, 15}},   {32, 24, false, true, {0, 31}},
+    {32, 34, false, false, {-128, 127}}, {256, 84, true, true, {0, 3}},
+    {256, 110, true, false, {-4, 3}},    {256, 144, false, true, {0, 15}},
+    {256, 176, false, true, {0, 31}},    {256, 210, true, false, {-32, 31}},
 };
 inline const Kind &kind_of(const Source &source) { return KINDS[source.type - INT8]; }
 
@@ -138,8 +158,7 @@ template <typename Work>
 void each_block(const Source &source, const Unit &unit, const Work &work) {
   const Kind &kind = kind_of(source);
   for (int64_t c = 0; c < unit.columns; c++) {
-    const int64_t output = unit.panel * PANEL + c;
-    const int64_t row = source.order ? source.order[output] : output;
+    const int64_t row = unit.panel * PANEL + c;
     const uint8_t *block =
         source.values.data + (row * source.inputs + unit.first) / kind.inputs * kind.bytes;
     for (int64_t at = 0; at < unit.count; at += kind.inputs, block += kind.bytes)
@@ -152,7 +171,6 @@ inline void read_levels(const Source &source, const Unit &unit, Levels &levels) 
   switch (source.type) {
     case INT8: return read_array<int8_t>(source.values, unit, take);
     case UINT8: return read_array<uint8_t>(source.values, unit, take);
-    case INT16: return read_array<int16_t>(source.values, unit, take);
     default:
       each_block(source, unit, [&](int64_t c, const uint8_t *block, int64_t at) {
         read_block(source.type, block, levels[c] + at);
@@ -163,7 +181,7 @@ inline void read_levels(const Source &source, const Unit &unit, Levels &levels) 
 // A scale is for 16 inputs if the matrix is fine, else for 32. One for more inputs is repeated.
 inline void read_shared(const Source &source, const Matrix &matrix, const Unit &unit, Shared &to) {
   const int64_t size = matrix.fine ? 16 : BLOCK;
-  if (source.type > INT16) {
+  if (source.type > UINT8) {
     return each_block(source, unit, [&](int64_t c, const uint8_t *block, int64_t at) {
       float *scales = to.scales[c] + at / size, *minimums = to.minimums[c] + at / size;
       if (kind_of(source).inputs == UNIT_INPUTS)
@@ -184,3 +202,14 @@ inline void read_shared(const Source &source, const Matrix &matrix, const Unit &
 }
 
 }  // namespace eesd
+
+extern "C" {
+
+// Find out on some threads how a weight is packed: the 7 numbers that describe it, and its bytes.
+// Returns null, or why it cannot be packed.
+EESD_EXPORT const char *eesd_plan(const eesd::Source *source, int64_t threads, int64_t *numbers);
+
+// Pack a weight as eesd_plan found, into as many bytes. Returns null, or why it cannot be packed.
+EESD_EXPORT const char *eesd_pack(const eesd::Source *source, int64_t threads,
+                                  const int64_t *numbers, uint8_t *to);
+}

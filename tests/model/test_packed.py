@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from support.command import assert_refused, export_engine, run
 from support.engine_dirs import assert_weights_match_manifest
 from support.tiny_checkpoints import Family, build
-from support.without_operators import float32_activations
+from support.without_operators import float32_activations, needs_operators
 
 import eesd
 from eesd.common.errors import EESDError
@@ -28,6 +28,7 @@ from eesd.common.quantization import parts_of
 from eesd.common.weights import SCALES, ZEROS
 from eesd.export.build import main as build_main
 from eesd.export.cli import main as export_main
+from eesd.export.make import Choices, make_engines
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.loading import load_decoder
@@ -482,6 +483,24 @@ def test_export_computes_with_the_levels(
         rounds = backend == "ort" and activations is None
         tolerance = 0.05 * np.abs(expected_logits).max() if rounds else 1e-4
         np.testing.assert_allclose(found_logits, expected_logits, rtol=0, atol=tolerance)
+
+
+@needs_operators()
+@pytest.mark.parametrize("name", ["awq", "ct-int8", "fp8-blocks", "nvfp4"])
+def test_levels_are_packed_straight_from_the_checkpoint(
+    pairs: Callable[[str], Pair], tmp_path: Path, name: str
+) -> None:
+    """As ``--model`` does it, and the quick check of every export. The bytes are those of a build
+    from ``weights.bin``."""
+    quantize = "nvfp4" if name == "nvfp4" else None
+    packed, values, _ = pairs("awq" if quantize else name)
+    model = values if quantize else packed
+    options = ("--dtype", "bfloat16", "--quantize", quantize or "keep")
+    plans = export_engine(model, tmp_path / "plans", *options)
+    choices = Choices(str(model), 1, dtype="bfloat16", quantize=quantize, packed=True)
+    make_engines(choices, tmp_path / "packed", lambda _: None)
+    [found], [expected] = (path.glob("cpu-*/weights.bin") for path in (tmp_path / "packed", plans))
+    assert found.read_bytes() == expected.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "ct-fp8-channel", "fp8-blocks"])

@@ -18,7 +18,6 @@ from eesd.export.cpu.panels import (
     NARROW,
     SPLIT,
     UPPER,
-    Levels,
     Packed,
     pack_floats,
     pack_levels,
@@ -137,10 +136,9 @@ def split(random: np.random.Generator, values: Array, rows: int) -> Array:
 
 def pack(weight: Weight) -> Packed:
     if weight.values is None:
-        levels = Levels(
-            (weight.levels - weight.zero).astype(np.int16), weight.scales, None, weight.minimums
-        )
-        packed = pack_levels(levels, planes=weight.form in PLANES_OF)
+        levels = (weight.levels - weight.zero).astype(np.int8 if weight.zero else np.uint8)
+        planes = weight.form in PLANES_OF
+        packed = pack_levels(levels, weight.scales, weight.minimums, planes)
         return (
             replace(packed, numbers=(UPPER, *packed.numbers[1:]))
             if weight.form == "upper"
