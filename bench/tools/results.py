@@ -47,11 +47,7 @@ def main(results: tuple[Path, ...], output: Path) -> None:
     """Write Markdown from RESULTS: files that eesd-bench and the tools wrote, and directories of
     them."""
     paths = [path for given in results for path in (_files(given) if given.is_dir() else [given])]
-    read = {path: read_json(path) for path in paths}
-    # A soak, which says whether it was clean, has no section.
-    files = {
-        path: raw for path, raw in read.items() if not (isinstance(raw, dict) and "clean" in raw)
-    }
+    files = {path: read_json(path) for path in paths}
     sections = {path: found for path, raw in files.items() if (found := section(path, raw))}
     last = [*sections][-1] if sections else None
     first = [line for path, lines in sections.items() for line in lines(path == last)]
