@@ -11,7 +11,7 @@ from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.outputs import remove_directory
 from eesd.common.turns import turn
 from eesd.export.cache import foreign_build, is_build
-from eesd.export.cpu.operator_graph import Columns, Located, Weights, make_graph
+from eesd.export.cpu.operator_graph import Columns, Located, make_graph
 from eesd.export.cpu.readers import DirectoryReader, Reader
 from eesd.runtime.engines.cpu_build import (
     SIZES,
@@ -54,7 +54,7 @@ def build_for_cpu(directory: Path, manifest: Manifest, force: bool = False) -> P
                     raise EESDError(f"{place} holds other files; move it away.")
                 with directory_written_whole(place, foreign_build) as new:
                     _write(directory, manifest, new)
-                for other in directory.glob("cpu-*"):  # of an older layout, or of other graphs
+                for other in directory.glob("cpu-*"):  # of other graphs
                     if other != place and is_build(other):
                         remove_directory(other, foreign_build)
     except OSError as error:
@@ -104,7 +104,7 @@ def write_build(
                     progress(part.weight, weight.data.nbytes)
                 return packed[part]
 
-            weights = Weights(WEIGHTS, pack, reader.small())
-            (place / graph.file).write_bytes(make_graph(manifest, graph, weights))
+            made = make_graph(manifest, graph, pack, reader.small())
+            (place / graph.file).write_bytes(made)
     sizes = {path.name: path.stat().st_size for path in place.iterdir()}
     (place / SIZES).write_text(json.dumps(sizes) + "\n")

@@ -30,6 +30,7 @@ from eesd.common.weights import (
     weights_of,
 )
 from eesd.export.cpu.panels import PLANES, UPPER
+from eesd.runtime.engines.cpu_build import WEIGHTS
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
 
@@ -56,22 +57,12 @@ class Located(NamedTuple):
     numbers: tuple[int, ...]
 
 
-@dataclass
-class Weights:
-    """What a graph is made of.
-
-    Attributes:
-        file: Name of the file of packed weights.
-        packed: Packs these columns when they are first asked for, and says where they lie.
-        small: Norms, biases and rotary tables by name, float32; the draft vocabulary, int64.
-    """
-
-    file: str
-    packed: Callable[[Columns], Located]
-    small: Mapping[str, NDArray[Any]]
-
-
-def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:
+def make_graph(
+    manifest: Manifest,
+    graph: GraphInfo,
+    locate: Callable[[Columns], Located],
+    small: Mapping[str, NDArray[Any]],
+) -> bytes:
     """The graph that stands for one on disk, as the bytes of an ``onnx.ModelProto``.
 
     Its inputs are ``input_ids`` [T] int64, or ``hidden`` [T, H]; ``tokens`` [T, 5] int64: for each
@@ -80,8 +71,15 @@ def make_graph(manifest: Manifest, graph: GraphInfo, weights: Weights) -> bytes:
     behind the context, in the order of positions, its own as the last; and ``logit_rows`` [R] int64
     where logits are computed. Outputs are those of the graph on disk without the caches, of T
     tokens instead of B times n.
+
+    Args:
+        manifest: Manifest of the engine directory.
+        graph: The graph on disk.
+        locate: Packs these columns when they are first asked for, and says where they lie in the
+            file of packed weights.
+        small: Norms, biases and rotary tables by name, float32; the draft vocabulary, int64.
     """
-    return _Builder(manifest, graph, weights).build()
+    return _Builder(manifest, graph, locate, small).build()
 
 
 @dataclass
@@ -93,7 +91,8 @@ class _Builder:
 
     manifest: Manifest
     graph: GraphInfo
-    weights: Weights
+    locate: Callable[[Columns], Located]
+    small: Mapping[str, NDArray[Any]]
     nodes: list[Any] = field(default_factory=list)
     initializers: dict[str, Any] = field(default_factory=dict)
 
@@ -278,7 +277,7 @@ class _Builder:
         for table in ROTARY_TABLES:
             names.append(f"{table}_of_{block.kind}")
             if names[-1] not in self.initializers:
-                self._constant(names[-1], self.weights.small[table][:, columns])
+                self._constant(names[-1], self.small[table][:, columns])
         return names
 
     def write_state(self, x: str, name: str) -> str:
@@ -341,7 +340,7 @@ class _Builder:
         """The initializer of a packed weight."""
         name = f"{part.weight}[{part.start}:{part.stop or ''}]"
         if name not in self.initializers:
-            offset, length, _ = self.weights.packed(part)
+            offset, length, _ = self.locate(part)
             tensor = TensorProto(
                 name=name,
                 data_type=TensorProto.UINT8,
@@ -349,7 +348,7 @@ class _Builder:
                 data_location=TensorProto.EXTERNAL,
             )
             for key, value in (
-                ("location", self.weights.file),
+                ("location", WEIGHTS),
                 ("offset", offset),
                 ("length", length),
             ):
@@ -361,7 +360,7 @@ class _Builder:
         """What the operators must know of weights. Of two planes the draft reads the upper one, but
         ``whole`` ones."""
         upper = {PLANES: UPPER} if self._draft and not whole else {}
-        given = [self.weights.packed(part).numbers for part in parts]
+        given = [self.locate(part).numbers for part in parts]
         return [number for form, *others in given for number in (upper.get(form, form), *others)]
 
     def _small(self, *names: str) -> str:
@@ -370,7 +369,7 @@ class _Builder:
         found = [name for name in names if self._find(name) is not None]
         name = "+".join(found) or "nothing"
         if name not in self.initializers:
-            values = [self.weights.small[str(self._find(one))] for one in found]
+            values = [self.small[str(self._find(one))] for one in found]
             self._constant(name, np.concatenate(values) if values else np.zeros(0, np.float32))
         return name
 

@@ -16,7 +16,7 @@ from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.row_check import check_rows
 from eesd.runtime.llm import LLM
 from eesd.runtime.prefix_cache import PrefixCache
-from eesd.runtime.request import ConstraintError, Generation, Request, Update
+from eesd.runtime.request import ConstraintError, Generation, Update
 from eesd.runtime.session import Session, check_prompt
 
 MEASURING_SECONDS = 3.0
@@ -136,7 +136,13 @@ class Scheduler:
         check_prompt(request.tokens, manifest)
         if request.stop:
             _ = self._llm.codec  # which a model without a tokenizer does not have
-        check_memory(request, manifest.max_seq_len, self.longest)
+        tokens, new = len(request.tokens), request.max_new_tokens
+        if min(tokens + new, manifest.max_seq_len) > self.longest:
+            raise EESDError(
+                f"The request may come to {tokens} + {new} tokens, and there is memory for the "
+                f"keys and values of {self.longest}; ask for fewer new tokens, or start with more "
+                "memory."
+            )
 
     @property
     def longest(self) -> int:
@@ -395,17 +401,6 @@ class Scheduler:
                 f"{given >> 20} MiB are given for keys and values; start with fewer rows or "
                 "more memory."
             )
-
-
-def check_memory(request: Request, most: int, longest: int) -> None:
-    """Raise :class:`EESDError` if a text of at most ``most`` tokens may come to more than there is
-    memory for, ``longest``."""
-    if min(len(request.tokens) + request.max_new_tokens, most) > longest:
-        raise EESDError(
-            f"The request may come to {len(request.tokens)} + {request.max_new_tokens} "
-            "tokens, and there is memory for the "
-            f"keys and values of {longest}; ask for fewer new tokens, or start with more memory."
-        )
 
 
 def _sentence(error: Exception) -> str:

@@ -327,8 +327,8 @@ class Attend {
     job_.width = (job_.head_dim + 15) / 16 * 16;
     job_.slots = positive(node, "slots");
     job_.layer = node.integer("layer");
-    job_.hides_first = node.integer("hides_first", 0) != 0;
-    job_.norms_last = node.integer("norms_last", 0) != 0;
+    job_.hides_first = node.integer("hides_first") != 0;
+    job_.norms_last = node.integer("norms_last") != 0;
     job_.scale = node.real("scale");
     job_.cap = node.real("cap");
     job_.window = node.integer("window");
@@ -425,7 +425,7 @@ class DeepCache {
  public:
   explicit DeepCache(const Node &node)
       : kv_heads_(positive(node, "kv_heads")), head_dim_(positive(node, "head_dim")), slots_(positive(node, "slots")),
-        layer_(node.integer("layer")), size_(node.integer("size", 2 * kv_heads_ * head_dim_)) {
+        layer_(node.integer("layer")), size_(node.integer("size")) {
     check(size_ > 0 && size_ < LIMIT, "a state has no number");
     check(kv_heads_ < LIMIT && head_dim_ <= MAX_WIDTH && slots_ < LIMIT && slots_ % 16 == 0, "slots are a multiple of 16");
     check(layer_ >= 0 && layer_ < LIMIT, "the layer is out of range");

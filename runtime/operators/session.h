@@ -64,10 +64,6 @@ class Node {
     check(!failed(ort::call<ort::INT_ATTRIBUTE>(table, info_, name, &value)), name);
     return value;
   }
-  int64_t integer(const char *name, int64_t otherwise) const {
-    int64_t value = 0;
-    return failed(ort::call<ort::INT_ATTRIBUTE>(table, info_, name, &value)) ? otherwise : value;
-  }
   float real(const char *name) const {
     float value = 0;
     check(!failed(ort::call<ort::FLOAT_ATTRIBUTE>(table, info_, name, &value)), name);

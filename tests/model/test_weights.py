@@ -1,28 +1,21 @@
-"""The rules for weights name exactly the parameters that the torch modules have and use."""
+"""The rules for weights name exactly the parameters that the torch modules have. Builds compare
+them with the weights that graphs use."""
 
-from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import pytest
-import torch
 from lease.engines import llama
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from eesd.common.geometry import (
     ExitConfig,
     Experts,
     Geometry,
     RopeScaling,
-    draft_caches,
-    exit_caches,
 )
 from eesd.common.quantization import LM_HEAD, Quantization, Quantizations, Shape, parts_of
 from eesd.common.weights import (
     EMBEDDINGS,
-    ROTARY_TABLES,
     SCALES,
     exit_head_shapes,
     graph_shapes,
@@ -31,10 +24,7 @@ from eesd.common.weights import (
     stored_weight,
 )
 from eesd.model.decoder import Decoder, ExitHead
-from eesd.model.graphs import Draft, Verify
 from eesd.model.initial_head import initial_names
-from eesd.model.inputs import causal_inputs, empty_caches
-from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.trt_plans import LONG_CACHE, one_node_is_faster
 
 pytestmark = pytest.mark.fast
@@ -52,45 +42,10 @@ FAMILIES = {
     "experts": replace(LLAMA, experts=Experts(2, 2, 48, normed=True, dense_layers=(1,))),
 }
 HEADS = [(layer, blocks, own) for layer in (1, 3) for blocks in (1, 2, 3) for own in (False, True)]
-SPLITS = [(4,), (1, 4), (3, 4), (1, 2, 3, 4)]
-"""The ends of the stages."""
-
-
-class UsedParameters(TorchFunctionMode):
-    """Records the parameters that torch functions are called with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used: set[int] = set()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.used |= {
-            id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, nn.Parameter)
-        }
-        return func(*args, **(kwargs or {}))
 
 
 def shapes_of(module: nn.Module) -> dict[str, Shape]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
-
-
-def used_shapes(
-    module: Draft | Verify, x: torch.Tensor, geometry: Geometry, caches: int
-) -> dict[str, Shape]:
-    """Name and shape of the parameters that a pass uses, and of the rotary tables."""
-    with UsedParameters() as mode, torch.no_grad():
-        module(x, causal_inputs(geometry, 1, 2, SLOTS), empty_caches(geometry, 1, SLOTS, caches))
-    shapes = {name: tuple(p.shape) for name, p in module.named_parameters() if id(p) in mode.used}
-    return shapes | dict(
-        zip(ROTARY_TABLES, (tuple(t.shape) for t in rotary_tables(geometry, SLOTS)), strict=True)
-    )
-
-
-def stages(ends: Iterable[int]) -> list[range]:
-    begins = (0, *ends)
-    return [range(begin, end) for begin, end in zip(begins, ends, strict=False)]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -127,26 +82,6 @@ def test_a_draft_vocabulary_is_part_of_the_exit_head(geometry: Geometry, own_lm_
     }
     assert exit_head_shapes(geometry, config) == shapes and shapes["draft_vocab"] == (50,)
     assert not own_lm_head or shapes["lm_head.weight"] == (50, geometry.hidden_size)
-
-
-@pytest.mark.parametrize(("layer", "blocks", "own_lm_head"), HEADS)
-def test_graph_shapes_are_the_parameters_that_draft_and_verify_use(
-    geometry: Geometry, layer: int, blocks: int, own_lm_head: bool
-) -> None:
-    config = ExitConfig(layer, blocks, own_lm_head)
-    decoder, head = Decoder(geometry), ExitHead(geometry, config)
-    ids, hidden = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(1, 2, geometry.hidden_size)
-    used = used_shapes(Draft(decoder, head, 1), ids, geometry, len(draft_caches(geometry, config)))
-    assert graph_shapes(geometry, config, SLOTS, range(layer), draft=True, packed=False) == used
-    for split in SPLITS:
-        if split[0] < layer:
-            continue
-        for layers in stages(split):
-            caches = len(layers) + (len(exit_caches(geometry, config)) if layers.start == 0 else 0)
-            used = used_shapes(
-                Verify(decoder, head, layers), hidden if layers.start else ids, geometry, caches
-            )
-            assert graph_shapes(geometry, config, SLOTS, layers, draft=False, packed=False) == used
 
 
 def test_packed_weights_have_the_rows_of_their_parts() -> None:

@@ -30,6 +30,7 @@ def session(
         "head_dim": head_dim,
         "slots": SLOTS,
         "layer": LAYER,
+        "size": 2 * kv_heads * head_dim,
     } | changes
     one_node(path, kind, [*inputs, ("tokens", TensorProto.INT64)], **attributes)
     return make_session(path, 1, True, "", dtype)

@@ -511,7 +511,8 @@ class Attention:
             "layer": self.layer,
             "scale": float(self.spec.scale),
             "epsilon": self.spec.epsilon,
-            **{name: 1 for name in ("hides_first", "norms_last") if getattr(self, name)},
+            "hides_first": int(self.hides_first),
+            "norms_last": int(self.norms_last),
             "cap": float(self.cap),
             "window": self.window,
         }
