@@ -5,9 +5,10 @@ project's, with float32 activations. Both read the checkpoint's weights through 
 whole export. So a fault in packing or in a graph shows as a difference of logits.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,15 +23,16 @@ from eesd.common.quantization import UNQUANTIZED
 from eesd.common.weights import EMBEDDINGS, lm_head_name, model_shapes, weight_bytes
 from eesd.export.engine_dir import ComputedTensor, Head, Prepared, prepared
 from eesd.export.onnx_graph import ExportOptions
-from eesd.export.reference import Array, empty_cache, run_chain
 from eesd.export.weights import TensorSource, write_weights
+from eesd.export.widened import reference
+from eesd.model.arrays import Array
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.family import rows_of
 from eesd.model.gguf_file import GgufTensor
 from eesd.model.packed import PackedTensor
 from eesd.model.safetensors_file import CheckpointTensor
 from eesd.runtime.engines.backends import default_threads
-from eesd.runtime.engines.base import Call
+from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.engines.cpu_build import halved_weights
 from eesd.runtime.engines.cpu_engine import CpuEngine
 
@@ -73,7 +75,11 @@ class QuickCheck:
                 self._engines.sources,
                 lambda *_: None,
             )
-            found, expected = _packed_logits(place, manifest), _standard_logits(directory, manifest)
+            threads = default_threads()
+            own = partial(CpuEngine, place, manifest, threads=threads, int8_activations=False)
+            found = _logits(manifest, own)
+            standard = partial(reference, directory, manifest, threads=threads)
+            expected = _logits(manifest, standard)
         return {
             kind: _difference(found[kind], logits) / _bound(manifest, logits)
             for kind, logits in expected.items()
@@ -107,27 +113,18 @@ def _tokens(manifest: Manifest) -> list[int]:
     return found
 
 
-def _packed_logits(place: Path, manifest: Manifest) -> dict[str, Array]:
-    """The logits of a verify pass and of a draft step after it, from this project's operators."""
-    tokens, found = _tokens(manifest), dict[str, Array]()
-    kv_cache = None
+def _logits(
+    manifest: Manifest, engine_of: Callable[[Sequence[GraphInfo]], Engine]
+) -> dict[str, Array]:
+    """The logits of a verify pass and of a draft step after it."""
+    tokens, found, kv_cache = _tokens(manifest), dict[str, Array](), None
     for kind, stages, first, stop in _steps(manifest):
-        engine = CpuEngine(place, manifest, stages, default_threads(), int8_activations=False)
+        engine = engine_of(stages)
         if kv_cache is None:
             [kv_cache] = engine.new_kv_caches()
             kv_cache.reserve(TOKENS + DRAFTED)
         call = Call(kv_cache, tokens[first:stop], range(first, stop), first)
         found[kind] = engine.forward([call])[0].logits.copy()
-    return found
-
-
-def _standard_logits(directory: Path, manifest: Manifest) -> dict[str, Array]:
-    """The same from ONNX Runtime's own operators."""
-    tokens, found = _tokens(manifest), dict[str, Array]()
-    caches = {index: empty_cache(manifest, SLOTS) for index in range(manifest.num_caches)}
-    for kind, stages, first, stop in _steps(manifest):
-        found[kind], written = run_chain(directory, stages, tokens[first:stop], first, caches)
-        caches.update(written)
     return found
 
 

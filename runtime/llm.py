@@ -444,7 +444,7 @@ class LLM:
         while self._ended:
             session, prefixes = self._ended.popleft()
             session.keep_prefix(prefixes)
-            self._idle.append(session.end())
+            self._idle.append(session.close())
 
     def begin(
         self, generation: Generation, kv_cache: KVCache, observer: Observer | None = None

@@ -229,14 +229,10 @@ class Session:
         self.check_open()
         return self._kv_cache
 
-    def close(self) -> None:
-        """Give up the cache, which the next session will use. Then ``tokens``, ``stats`` and
-        ``finish_reason`` are left."""
+    def close(self) -> KVCache:
+        """Give up the cache, which the next session will use, and return it. Then ``tokens``,
+        ``stats`` and ``finish_reason`` are left."""
         self._closed = True
-
-    def end(self) -> KVCache:
-        """Close. Returns the cache, which another request may use."""
-        self.close()
         return self._kv_cache
 
     def check_open(self) -> None:

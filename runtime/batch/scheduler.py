@@ -375,7 +375,7 @@ class Scheduler:
 
     def _leave(self, row: Session, has_cache: bool = True) -> None:
         """Let another request use a row's cache."""
-        kv_cache = row.end()
+        kv_cache = row.close()
         self._last_alone = None if self._last_alone is row else self._last_alone
         if has_cache:
             self._give_back(kv_cache)

@@ -17,8 +17,9 @@ import pytest
 from click.testing import Result
 from support.command import assert_one_line, assert_refused, contents, listing, run
 
-from eesd.export import engine_dir, reference, weights
+from eesd.export import engine_dir, weights
 from eesd.export.cli import main as export_main
+from eesd.runtime.engines import ort_engine
 
 EXPORT = [sys.executable, "-m", "eesd.export.cli"]
 
@@ -54,7 +55,7 @@ FAILURES = [
     Failure(engine_dir, "sha256_of", 2, KeyboardInterrupt()),
     Failure(Path, "write_bytes", 1, FULL),
     Failure(Path, "write_text", 1, FULL),
-    Failure(reference, "_run_widened", 2, KeyboardInterrupt()),
+    Failure(ort_engine.OrtEngine, "forward", 2, KeyboardInterrupt()),
 ]
 
 
@@ -154,12 +155,12 @@ def test_export_to_a_full_disk_is_refused(
 def test_export_with_wrong_graphs_is_not_published(
     text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    original, before = reference._run_widened, contents(engine_copy.parent)
+    original, before = ort_engine._run_stage, contents(engine_copy.parent)
 
-    def run_wrong(path: Path, feeds: dict[str, Any]) -> dict[str, Any]:
-        return {name: value + np.float32(wrong) for name, value in original(path, feeds).items()}
+    def run_wrong(*given: Any) -> list[Any]:
+        return [value + np.float32(wrong) for value in original(*given)]
 
-    monkeypatch.setattr(reference, "_run_widened", run_wrong)
+    monkeypatch.setattr(ort_engine, "_run_stage", run_wrong)
     for output in (engine_copy, engine_copy.parent / "new"):
         result = export_to(output, text_model)
         assert_refused(result, "verify and draft graph", "please report")

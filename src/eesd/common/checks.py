@@ -44,11 +44,10 @@ def as_float(value: Real | float) -> float:
         return float("inf")
 
 
-def check_flag(name: str, value: Any) -> bool:
-    """``value``. Raises :class:`EESDError` unless it is True or False."""
+def check_flag(name: str, value: Any) -> None:
+    """Raises :class:`EESDError` unless the value is True or False."""
     if not isinstance(value, bool):
         raise EESDError(f"{name} is {shown(value)}; it must be True or False.")
-    return value
 
 
 def check_type(name: str, value: Any, kind: type | UnionType, wanted: str) -> None:
@@ -57,12 +56,11 @@ def check_type(name: str, value: Any, kind: type | UnionType, wanted: str) -> No
         raise EESDError(f"{name} is {shown(value)}; it must be {wanted}.")
 
 
-def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
-    """``value``. Raises :class:`EESDError` unless it is one of ``choices``."""
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> None:
+    """Raises :class:`EESDError` unless the value is one of ``choices``."""
     known = list(choices)
     if not isinstance(value, str) or value not in known:
         raise EESDError(f"{name} is {shown(value)}; it must be one of {', '.join(known)}.")
-    return value
 
 
 def check_path(name: str, value: Any, wanted: str) -> Path:
