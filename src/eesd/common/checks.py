@@ -44,10 +44,11 @@ def as_float(value: Real | float) -> float:
         return float("inf")
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises :class:`EESDError` unless the value is True or False."""
+def check_flag(name: str, value: Any) -> bool:
+    """``value``. Raises :class:`EESDError` unless it is True or False."""
     if not isinstance(value, bool):
         raise EESDError(f"{name} is {shown(value)}; it must be True or False.")
+    return value
 
 
 def check_type(name: str, value: Any, kind: type | UnionType, wanted: str) -> None:
