@@ -31,8 +31,9 @@ MARK_FILE = "eesd-cache.json"
 _ADDED = (MARK_FILE, "timing.cache")
 """Files that commands add to an engine directory, beside those named after its graphs."""
 _BUILD = r"cpu-[0-9a-f]{16}"
-_BUILT = r"weights\.bin|sizes\.json|(draft|verify|verify_[0-9]+|states)\.onnx"
-"""What a build for the CPU holds. The last of the graphs is of a distillation."""
+_BUILT = r"weights\.bin|(files|sizes)\.json|(draft|verify|verify_[0-9]+|states)\.onnx"
+"""What a build for the CPU holds; older ones list their files in sizes.json. The last of the graphs
+is of a distillation."""
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
 """The files of a directory that an export may read."""
 _SMALL = 1 << 26

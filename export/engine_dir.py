@@ -17,7 +17,7 @@ from eesd.common.draft_vocab import Ids
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, remove_leftovers, temporary_beside
 from eesd.common.geometry import ExitConfig, Geometry
-from eesd.common.integrity import sha256_of
+from eesd.common.integrity import file_info, sha256_of
 from eesd.common.json_input import read_json
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -68,7 +68,7 @@ from eesd.model.rotary import rotary_tables
 from eesd.model.safetensors_file import CheckpointTensor
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines.cpu_build import place_of
+from eesd.runtime.engines.cpu_build import FILES, place_of
 
 WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37, 0.14, 0.12, -0.25))
 """The prior of a draft that is the whole model in fewer bits: the mean of fits to three such drafts
@@ -258,7 +258,7 @@ def export(
         files = _write_texts(directory, engines, texts)
         if head.draft_vocab is not None:
             head.draft_vocab.astype("<i8").tofile(directory / DRAFT_VOCAB_FILE)
-            files[DRAFT_VOCAB_FILE] = _file_info(directory / DRAFT_VOCAB_FILE)
+            files[DRAFT_VOCAB_FILE] = file_info(directory / DRAFT_VOCAB_FILE)
 
         def wrote(name: str, size: int) -> None:
             progress(name, size, expected)
@@ -268,6 +268,7 @@ def export(
             place = place_of(directory, manifest)
             place.mkdir()
             engines.pack(place, wrote)
+            manifest = replace(manifest, packed=sha256_of(place / FILES))
         else:
             linked = (engines.linked[name] for name in engines.linked.keys() & layout.locations)
             links = link_files(directory, linked)
@@ -392,15 +393,11 @@ def _write_texts(
 ) -> dict[str, FileInfo]:
     """Write graphs, and the files of the tokenizer."""
     names = engines.write_graphs(directory)
-    files = {name: _file_info(directory / name) for name in names}
+    files = {name: file_info(directory / name) for name in names}
     for name, content in texts.items():
         (directory / name).write_bytes(content)
-        files[name] = _file_info(directory / name)
+        files[name] = file_info(directory / name)
     return files
-
-
-def _file_info(path: Path) -> FileInfo:
-    return FileInfo(path.stat().st_size, sha256_of(path))
 
 
 def _manifest(

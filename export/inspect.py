@@ -2,23 +2,24 @@
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import click
 
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
-from eesd.common.integrity import sha256_of, verify_files
-from eesd.common.manifest import Manifest, PlanInfo, load_manifest
+from eesd.common.integrity import verify_files, verify_hashes
+from eesd.common.manifest import Manifest, load_manifest
 from eesd.common.terminal import Console, Table, notice, progress_bar
 from eesd.export.make import lacks
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import ACCEPTANCES, GPUS, Prediction, slots_read
 from eesd.export.predict import predict as predict_calls
 from eesd.runtime.engines.backends import BACKENDS, EngineOptions, open_engines
-from eesd.runtime.engines.cpu_build import describe_build, find_build
+from eesd.runtime.engines.cpu_build import checked_build, describe_build, find_build, place_of
 from eesd.runtime.engines.exactness import Exactness
 
 
@@ -142,10 +143,11 @@ def main(
         if manifest.plans:
             console.print(_plans(manifest))
     if verify:
-        with progress_bar("hashing", sum(manifest.sizes.values())) as advance:
-            verify_files(directory, manifest, advance)
-            for plan in manifest.plans.values():
-                _check_plan(directory, plan)
+        built = place_of(directory, manifest).glob("*")
+        sizes = [*manifest.sizes.values(), *(plan.size for plan in manifest.plans.values())]
+        total = sum(sizes) + sum(file.stat().st_size for file in built)
+        with progress_bar("hashing", total) as advance:
+            verify_all(directory, manifest, advance)
         click.echo("all files are as exported", err=as_json)
     if exact:
         found = check_exactness(
@@ -171,17 +173,20 @@ def _outlined(model: str) -> Manifest:
     return outlined(model)
 
 
-def _check_plan(directory: Path, plan: PlanInfo) -> None:
-    """Check a plan's size and SHA-256. Raises :class:`EESDError` if it is missing or was
-    changed."""
-    path = directory / plan.file
-    if not path.exists():
-        raise EESDError(f"{path} is missing; build it with: eesd-build {directory}.")
-    if path.stat().st_size != plan.size or sha256_of(path) != plan.sha256:
-        raise EESDError(
-            f"{path} was changed after it was built; build it again with: eesd-build --force "
-            f"{directory}."
-        )
+def verify_all(
+    directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
+) -> None:
+    """Hash every file that a backend reads: of the export, of the build for the CPU, and plans.
+
+    Raises:
+        EESDError: A file is missing or was changed.
+    """
+    verify_files(directory, manifest, progress)
+    check = partial(verify_hashes, progress=progress)
+    if manifest.is_packed or place_of(directory, manifest).exists():
+        checked_build(directory, manifest, check)
+    plans = {plan.file: plan.written for plan in manifest.plans.values()}
+    check(directory, plans, f"build it again with: eesd-build --force {directory}")
 
 
 def check_exactness(

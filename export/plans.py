@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
+from eesd.common.integrity import HashedFile
 from eesd.common.machine_report import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -279,7 +280,6 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
 
     The plan is never in memory as a whole, which saves about a fifth of the memory (measured).
     """
-    digest = hashlib.sha256()
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -288,18 +288,18 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
 
         def write(self, data: Any) -> int:
             try:
-                digest.update(data)
-                return file.write(data)
+                return hashed.write(data)
             except OSError as error:  # exceptions must not propagate through the builder
                 self.failed = error
                 return 0
 
     writer = Writer()
     with path.open("wb") as file:
+        hashed = HashedFile(file)
         built = bool(builder.build_serialized_network_to_stream(network, config, writer))
-    if writer.failed is not None:
-        raise writer.failed
-    return FileInfo(path.stat().st_size, digest.hexdigest()) if built else None
+        if writer.failed is not None:
+            raise writer.failed
+        return hashed.info() if built else None
 
 
 def _load_timing_cache(options: BuildOptions, config: Any, path: Path) -> None:
@@ -431,6 +431,7 @@ def _plan_info(
         fused_attentions=built.attentions,
         fused_cache_updates=built.updates,
         refit=refit,
+        samples=built.file.samples,
     )
 
 

@@ -11,7 +11,6 @@ downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was
 """
 
 import errno
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 import numpy as np
 
 from eesd.common.errors import EESDError
-from eesd.common.integrity import link_info
+from eesd.common.integrity import HashedFile, link_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, FileInfo, LinkInfo
 from eesd.common.quantization import EXIT_HEAD, Quantization
 from eesd.common.weights import DRAFT_VOCAB, FACTOR, MINIMUMS, SCALES, ZEROS, StoredWeight
@@ -126,21 +125,20 @@ def write_weights(
         sources: The tensors by name.
         progress: Called with the name and the bytes of each tensor that was written.
     """
-    digest = hashlib.sha256()
     end = 0
     with path.open("wb") as file:
+        hashed = HashedFile(file)
         for weight in layout.weights:
             for name, data in _encode(sources[weight.name], weight).items():
                 _, offset, length = layout.locations[name]
-                for piece in (bytes(offset - end), data):
-                    file.write(piece)
-                    digest.update(piece)
+                hashed.write(bytes(offset - end))
+                hashed.write(data)
                 end = offset + length
                 progress(name, length)
-            del data, piece  # otherwise this tensor stays in memory while the next one is read
+            del data  # otherwise this tensor stays in memory while the next one is read
         file.flush()
         os.fsync(file.fileno())
-    return FileInfo(end, digest.hexdigest())
+        return hashed.info()
 
 
 class JointTensor:

@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
+from eesd.common.integrity import HashedFile, file_info
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.outputs import remove_directory
 from eesd.common.turns import turn
@@ -14,7 +16,7 @@ from eesd.export.cache import foreign_build, is_build
 from eesd.export.cpu.operator_graph import Columns, Located, make_graph
 from eesd.export.cpu.readers import DirectoryReader, Reader
 from eesd.runtime.engines.cpu_build import (
-    SIZES,
+    FILES,
     WEIGHTS,
     check_graphs,
     find_build,
@@ -92,19 +94,22 @@ def write_build(
     packed: dict[Columns, Located] = {}  # graphs share weights
     halved = halved_weights(manifest)
     with (place / WEIGHTS).open("wb") as file:
+        hashed = HashedFile(file)
         for graph in manifest.graphs:
             reader = reader_of(graph)
 
             def pack(part: Columns, reader: Reader = reader) -> Located:
                 if part not in packed:
                     weight = reader.pack(part, part.weight in halved)
-                    file.write(bytes(-file.tell() % ALIGNMENT))
+                    hashed.write(bytes(-file.tell() % ALIGNMENT))
                     packed[part] = Located(file.tell(), weight.data.nbytes, weight.numbers)
-                    file.write(weight.data.data)
+                    hashed.write(weight.data.data)
                     progress(part.weight, weight.data.nbytes)
                 return packed[part]
 
             made = make_graph(manifest, graph, pack, reader.small())
             (place / graph.file).write_bytes(made)
-    sizes = {path.name: path.stat().st_size for path in place.iterdir()}
-    (place / SIZES).write_text(json.dumps(sizes) + "\n")
+        files = {WEIGHTS: hashed.info()}
+    files |= {graph.file: file_info(place / graph.file) for graph in manifest.graphs}
+    listed = {name: asdict(info) for name, info in files.items()}
+    (place / FILES).write_text(json.dumps(listed, indent=1) + "\n")

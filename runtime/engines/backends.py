@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from eesd.common.checks import check_choice, check_flag, check_integer
 from eesd.common.errors import EESDError
+from eesd.common.integrity import check_loaded
 from eesd.common.machine import cores, installed, nvidia_driver, ranks, torch_sees_gpu
-from eesd.common.manifest import Manifest
+from eesd.common.manifest import WEIGHTS_FILE, Manifest
 from eesd.runtime.engines.base import Engine, KVCache
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
@@ -25,6 +26,7 @@ ORT_PACKAGES = ("onnxruntime", "onnxruntime-gpu")
 """What brings ONNX Runtime, without and with NVIDIA GPUs. Both write the same files, so only one
 may be installed."""
 FOR_GPUS = f"pip uninstall -y {' '.join(ORT_PACKAGES)}; pip install onnxruntime-gpu"
+EXPORT_AGAIN = "export the model again"
 NO_GPU = (
     "torch is missing or sees no GPU: install a build of torch for the driver's CUDA "
     "(pytorch.org), or update the driver"
@@ -141,6 +143,8 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
         )
     if options.nvtx and not torch_sees_gpu():
         raise EESDError(f"NVTX ranges need a GPU, and {NO_GPU}.")
+    texts_and_graphs = {name: info for name, info in manifest.files.items() if name != WEIGHTS_FILE}
+    check_loaded(directory, texts_and_graphs, EXPORT_AGAIN)
     try:
         engines = BACKENDS[options.backend](directory, manifest, options)
     except ModuleNotFoundError as error:
@@ -150,6 +154,17 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
         ) from None
     span = importlib.import_module("torch.cuda.nvtx").range if options.nvtx else nullcontext
     return engines._replace(in_place=options.exact is True and not engines.exact_trees, span=span)
+
+
+def _check_weights(directory: Path, manifest: Manifest) -> None:
+    """Check the weights that all backends read but the CPU engine and plans, which have their own.
+
+    Raises:
+        EESDError: They are in the build for the CPU alone, or a file is another one.
+    """
+    manifest.check_whole(directory)
+    check_loaded(directory, {WEIGHTS_FILE: manifest.files[WEIGHTS_FILE]}, EXPORT_AGAIN)
+    check_loaded(directory, manifest.linked, EXPORT_AGAIN)
 
 
 def default_threads() -> int:
@@ -220,7 +235,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
         from eesd.runtime.engines.ort_engine import open_on_device
 
         options.refuse_choices("ort on a GPU")
-        manifest.check_whole(directory)
+        _check_weights(directory, manifest)
         return Engines(
             *open_on_device(
                 directory, manifest, options.engine_threads, options.draft, exact=options.exact
@@ -230,7 +245,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
 
     if lacking := operators.missing():
         options.refuse_choices("ort without this project's operators")
-        manifest.check_whole(directory)
+        _check_weights(directory, manifest)
         from eesd.runtime.engines.ort_engine import open_on_cpu
 
         return Engines(
@@ -253,7 +268,7 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
 
 def _open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
     options.refuse_choices("torch")
-    manifest.check_whole(directory)
+    _check_weights(directory, manifest)
     from eesd.runtime.engines.torch_engine import open_team, open_torch
 
     if ranks() > 1:

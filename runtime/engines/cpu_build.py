@@ -7,18 +7,24 @@ directory's contents and the version of the layout, so nothing stale is found.
 
 import hashlib
 import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from eesd.common.errors import EESDError
-from eesd.common.integrity import sha256_of
-from eesd.common.json_input import read_json
-from eesd.common.manifest import Manifest
+from eesd.common.integrity import check_loaded, sha256_of
+from eesd.common.json_input import from_json, read_json
+from eesd.common.manifest import FileInfo, Manifest
 from eesd.common.quantization import BLOCK, DRAFT
 from eesd.common.weights import EMBEDDINGS, weights_of
 
 LAYOUT = 4
 """Version of packed weights and graphs."""
-WEIGHTS, SIZES = "weights.bin", "sizes.json"
+WEIGHTS, FILES = "weights.bin", "files.json"
+"""The packed weights, and the list of all other files with their hashes."""
+Check = Callable[[Path, Mapping[str, FileInfo], str], None]
+"""Checks files of a directory, and has a remedy for its message:
+:func:`~eesd.common.integrity.check_loaded`, or :func:`~eesd.common.integrity.verify_hashes`."""
 
 
 def place_of(directory: Path, manifest: Manifest) -> Path:
@@ -35,35 +41,47 @@ def place_of(directory: Path, manifest: Manifest) -> Path:
 
 
 def find_build(directory: Path, manifest: Manifest) -> Path | None:
-    """The build of an engine directory; None if it is missing, or a file has another size."""
-    place = place_of(directory, manifest)
-    try:
-        sizes = read_json(place / SIZES, "")
-        names = {WEIGHTS, *(graph.file for graph in manifest.graphs)}
-        whole = (
-            isinstance(sizes, dict)
-            and sizes.keys() == names
-            and all((place / name).stat().st_size == size for name, size in sizes.items())
-        )
-    except (EESDError, OSError):
-        return None
-    return place if whole else None
+    """The build of an engine directory; None if it is missing, or a file of it is another one."""
+    with suppress(EESDError):
+        return checked_build(directory, manifest)
+    return None
 
 
 def built_for_cpu(directory: Path, manifest: Manifest) -> Path:
     """The build of an engine directory.
 
     Raises:
-        EESDError: There is none, or a graph of the directory is not the one that was built.
+        EESDError: There is none, a file of it is another one, or a graph of the directory is not
+            the one that was built.
     """
     check_graphs(directory, manifest)
-    place = find_build(directory, manifest)
-    if place is None and manifest.is_packed:
-        raise EESDError(f"{directory} has no whole build for the CPU; export the model again.")
-    if place is None:
-        raise EESDError(
-            f"{directory} is not built for the CPU; run: eesd-build --target cpu {directory}."
+    return checked_build(directory, manifest)
+
+
+def checked_build(directory: Path, manifest: Manifest, check: Check = check_loaded) -> Path:
+    """The build of an engine directory, after a check of its files.
+
+    Raises:
+        EESDError: There is none, or a file of it is missing or another one.
+    """
+    place, command = place_of(directory, manifest), f"eesd-build --target cpu {directory}"
+    remedy = f"build it again with: {command} --force"
+    if manifest.is_packed:
+        remedy = (
+            f"remove {directory} (of the cache of --model: eesd-cache clean {directory.name}), and "
+            "export the model again"
         )
+    elif not place.exists():
+        raise EESDError(f"{directory} is not built for the CPU; run: {command}.")
+    listed = read_json(place / FILES, remedy)
+    try:
+        files = from_json(dict[str, FileInfo], listed)
+    except ValueError as error:
+        raise EESDError(f"{place / FILES} is damaged ({error}); {remedy}.") from None
+    is_own = not manifest.is_packed or sha256_of(place / FILES) == manifest.packed
+    if not is_own or files.keys() != {WEIGHTS, *(graph.file for graph in manifest.graphs)}:
+        raise EESDError(f"{place} is the build of another model; {remedy}.")
+    check(place, files, remedy)
     return place
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
-from eesd.common.integrity import files_changed, link_info, sha256_of, verify_files
+from eesd.common.integrity import check_loaded, files_changed, link_info, sha256_of, verify_files
 from eesd.common.machine import nvidia_driver
 from eesd.common.machine_report import compute_capability
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest, PlanInfo
@@ -199,6 +199,7 @@ def _find_plan(directory: Path, manifest: Manifest, graph: GraphInfo) -> PlanInf
             f"{path} has {path.stat().st_size} bytes where the manifest says {plan.size}; "
             f"{_rebuild(directory)}."
         )
+    check_loaded(directory, {plan.file: plan.written}, _rebuild(directory))
     source = graph_read(path)
     if plan.refit and not (source.exists() and plan.refit == refit_digest(source, manifest)):
         raise EESDError(

@@ -17,12 +17,22 @@ import onnxruntime as ort
 import pytest
 from numpy.typing import NDArray
 from onnx import helper
+from safetensors.numpy import load_file, save_file
 from support import gguf_files, tiny_models
-from support.command import assert_refused, contents, export_engine, run, slow_but, succeed
+from support.command import (
+    assert_one_line,
+    assert_refused,
+    contents,
+    export_engine,
+    run,
+    slow_but,
+    succeed,
+)
 from support.engine_dirs import edit_manifest, graph_of
 from support.lossless_checks import DRAFT_VOCAB
 from support.on_cache import OnCache
 
+from eesd.common import integrity
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
 from eesd.common.integrity import sha256_of
@@ -316,6 +326,66 @@ def test_a_directory_is_built_once(plans: Path, made: list[Path]) -> None:
             assert build_for_cpu(plans, load_manifest(plans)) == place
             assert contents(place) == before, name
     assert len(made) == 2 * len(before) + 1
+
+
+def flip(file: Path, share: float) -> None:
+    """Change a byte of a file, which is at this share of its bytes."""
+    data = bytearray(file.read_bytes())
+    data[int(share * len(data))] ^= 1
+    file.write_bytes(data)
+
+
+def assert_unverified(plans: Path, *words: str) -> None:
+    result = run(inspect_main, plans, "--verify")
+    assert result.exit_code == 2
+    assert_one_line(result.stderr, *words)
+
+
+@pytest.mark.parametrize("name", [cpu_build.WEIGHTS, "draft.onnx", "verify.onnx"])
+def test_a_changed_byte_of_a_build_is_noticed(plans: Path, name: str) -> None:
+    """By ``--verify`` everywhere, and when it is loaded in small files, which are hashed whole."""
+    manifest = load_manifest(plans)
+    file = build_for_cpu(plans, manifest) / name
+    succeed(inspect_main, plans, "--verify")
+    for share in (0, 0.4, 0.999):
+        flip(file, share)
+        assert_unverified(
+            plans,
+            f"{file} was changed after it was written",
+            f"eesd-build --target cpu {plans} --force",
+        )
+        with pytest.raises(EESDError, match="is not the file that was written there"):
+            open_engines(plans, manifest, EngineOptions("ort", 1))
+        flip(file, share)
+    succeed(inspect_main, plans, "--verify")
+    (file.parent / cpu_build.FILES).unlink()
+    assert_unverified(plans, f"{cpu_build.FILES} is missing")
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_weights_of_another_model_are_noticed_when_they_are_loaded(
+    family_dir: Directory, tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large files by samples. The files of the other model have the same sizes."""
+    monkeypatch.setattr(integrity, "_SAMPLES", 4)
+    model = shutil.copytree(family_dir("llama-tied"), tmp_path / "model")
+    for file in model.glob("*.safetensors"):
+        tensors = {name: -values for name, values in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    options = ("--max-seq-len", 160, *FAMILIES["llama-tied"])
+    plans, other = (
+        export_engine(path, tmp_path / name, *options)
+        for path, name in ((family_dir("llama-tied"), "same"), (model, "other"))
+    )
+    manifests = load_manifest(plans), load_manifest(other)
+    place, its = (
+        build_for_cpu(*one) if backend == "ort" else one[0]
+        for one in zip((plans, other), manifests, strict=True)
+    )
+    (place / "weights.bin").write_bytes((its / "weights.bin").read_bytes())
+    with pytest.raises(EESDError, match="weights.bin is not the file that was written there"):
+        open_engines(plans, load_manifest(plans), EngineOptions(backend, 1))
+    assert_unverified(plans, "weights.bin was changed")
 
 
 def test_another_export_has_another_build_for_cpu(

@@ -916,7 +916,7 @@ def test_plans_without_weights_get_those_of_the_directory(
     edited(
         lambda data: data[:middle] + bytes([data[middle] ^ 64]) + data[middle + 1 :], "weights.bin"
     )(directory)
-    assert_refused(run(main, *command), "weights.bin was changed after the export")
+    assert_refused(run(main, *command), "weights.bin was changed after it was written")
     fake.write_plans(directory, flavour, stripped=True)
     monkeypatch.setattr(fake.OnnxParserRefitter, "refit_from_file", lambda *_: False)
     assert_refused(run(main, *command), f"{flavour} cannot refit", "eesd-build --force")

@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import httpx2
 import pytest
+from safetensors.numpy import load_file, save_file
 from support.command import (
     assert_one_line,
     assert_refused,
@@ -31,6 +32,7 @@ from eesd.export import cache as caches
 from eesd.export import make, prepare
 from eesd.export.cache_cli import main as cache_main
 from eesd.export.cli import main as export_main
+from eesd.export.inspect import main as inspect_main
 from eesd.runtime.cli import main as run_main
 from eesd.runtime.engine_options import EXPORT_OPTIONS
 from eesd.serve.cli import main as serve_main
@@ -291,6 +293,28 @@ def test_what_was_damaged_is_exported_again(model: Path, place: Path) -> None:
     (place / "notes.txt").write_text("mine")
     assert_refused(run(run_main, "--model", model, *ASK), str(place), "notes.txt", "move it away")
     assert (place / "notes.txt").read_text() == "mine"
+
+
+def test_weights_of_another_model_are_exported_again(model: Path, place: Path) -> None:
+    """Two models of one shape have the same graphs, so their builds have the same name."""
+    weights = load_file(model / "model.safetensors")
+    other = {name: -values for name, values in weights.items()}
+    save_file(other, model / "model.safetensors", {"format": "pt"})
+    [build] = place.glob("cpu-*")
+    before = contents(build)
+    succeed(run_main, "--model", model, *ASK)
+    [its] = set(place.parent.glob(f"model-*/{build.name}")) - {build}
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    shutil.copytree(its, build, dirs_exist_ok=True)
+    assert contents(build) != before
+    for command in (run_main, "--engine-dir", place, *ASK[:-2]), (inspect_main, place, "--verify"):
+        refused = run(*command)
+        assert refused.exit_code == 2
+        assert_one_line(
+            refused.stderr, str(build), "another model", f"eesd-cache clean {place.name}"
+        )
+    assert "Exporting" in succeed(run_main, "--model", model, *ASK).stderr
+    assert contents(build) == before
 
 
 def test_a_model_that_changes_while_it_is_exported(

@@ -1,14 +1,15 @@
 """Whether the files of an engine directory are still as they were written: hashes, sizes, times."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from eesd.common.errors import EESDError
-from eesd.common.manifest import MANIFEST_FILE, LinkInfo, Manifest
+from eesd.common.manifest import MANIFEST_FILE, FileInfo, LinkInfo, Manifest
 
 _SAMPLES, _SAMPLE_BYTES = 256, 4096
-"""Pieces of a linked file that are hashed: one megabyte in all. Weights of two models differ in
+"""Pieces of a large file that are hashed: one megabyte in all. Weights of two models differ in
 every piece."""
 
 
@@ -27,6 +28,34 @@ def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> s
     return digest.hexdigest()
 
 
+class HashedFile:
+    """A file that is hashed while it is written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest = file, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        """Write bytes at the end, and return their number."""
+        self._digest.update(data)
+        return self._file.write(data)
+
+    def info(self) -> FileInfo:
+        """Describe what was written so far."""
+        self._file.flush()
+        return _info(Path(self._file.name), self._digest.hexdigest())
+
+
+def file_info(path: Path) -> FileInfo:
+    """Describe a file that EESD wrote."""
+    return _info(path, sha256_of(path))
+
+
+def _info(path: Path, sha256: str) -> FileInfo:
+    size = path.stat().st_size
+    samples = _sampled_sha256(path, size) if size > _SAMPLES * _SAMPLE_BYTES else ""
+    return FileInfo(size, sha256, samples)
+
+
 def link_info(path: Path) -> LinkInfo:
     """Describe a file that is linked into the directory."""
     status = path.stat()
@@ -41,6 +70,60 @@ def _sampled_sha256(path: Path, size: int) -> str:
             file.seek(max(0, size - _SAMPLE_BYTES) * number // (_SAMPLES - 1))
             digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def check_loaded(
+    directory: Path, files: Mapping[str, FileInfo] | Mapping[str, LinkInfo], remedy: str
+) -> None:
+    """Check files that are about to be loaded, in milliseconds: large files by samples.
+
+    The samples differ between the files of two models. They hardly ever show that single bytes were
+    changed; :func:`verify_hashes` does.
+
+    Args:
+        directory: Where the files are.
+        files: What was written, by name.
+        remedy: What to do about another file, for the message.
+
+    Raises:
+        EESDError: A file is missing, or is another one.
+    """
+    for name, info in files.items():
+        path = directory / name
+        same = path.exists() and path.stat().st_size == info.size
+        if same and info.samples:
+            same = _sampled_sha256(path, info.size) == info.samples
+        elif same and isinstance(info, FileInfo):
+            same = sha256_of(path) == info.sha256
+        if not same:
+            raise EESDError(f"{path} is not the file that was written there; {remedy}.")
+
+
+def verify_hashes(
+    directory: Path,
+    files: Mapping[str, FileInfo],
+    remedy: str,
+    progress: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Hash files whole.
+
+    Args:
+        directory: Where the files are.
+        files: What was written, by name.
+        remedy: What to do about a file that was changed, for the message.
+        progress: Called with numbers of bytes that have been checked.
+
+    Raises:
+        EESDError: A file is missing or was changed. The message names the first one.
+    """
+    for name, info in files.items():
+        path = directory / name
+        if not path.exists():
+            raise EESDError(f"{path} is missing; {remedy}.")
+        if sha256_of(path, progress) != info.sha256:
+            raise EESDError(
+                f"{path} was changed after it was written (its SHA-256 differs); {remedy}."
+            )
 
 
 def files_changed(directory: Path, manifest: Manifest) -> bool:
@@ -65,12 +148,7 @@ def verify_files(
     Raises:
         EESDError: A file was changed. The message names the first one.
     """
-    for name, info in manifest.files.items():
-        if sha256_of(directory / name, progress) != info.sha256:
-            raise EESDError(
-                f"{directory / name} was changed after the export (its SHA-256 differs); "
-                "export the model again."
-            )
+    verify_hashes(directory, manifest.files, "export the model again", progress)
     for name, linked in manifest.linked.items():
         if link_info(directory / name) != linked:
             raise EESDError(

@@ -112,10 +112,18 @@ class GraphInfo:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """Size in bytes and SHA-256 of a file of the directory."""
+    """A file that EESD wrote.
+
+    Attributes:
+        size: Size in bytes.
+        sha256: SHA-256 of the file.
+        samples: Of a file that is too large to be hashed whenever it is loaded: SHA-256 of 256
+            pieces of 4096 bytes at equal distances. Empty for a smaller file.
+    """
 
     size: int
     sha256: str
+    samples: str = ""
 
 
 @dataclass(frozen=True)
@@ -157,6 +165,7 @@ class PlanInfo:
         fused_cache_updates: Number of cache updates that are a single kernel.
         refit: SHA-256 of the graph and weights that loading gives a plan without weights; empty:
             the plan has its own.
+        samples: As in :class:`FileInfo`.
     """
 
     file: str
@@ -171,6 +180,12 @@ class PlanInfo:
     fused_attentions: int
     fused_cache_updates: int
     refit: str = ""
+    samples: str = ""
+
+    @property
+    def written(self) -> FileInfo:
+        """The plan's file."""
+        return FileInfo(self.size, self.sha256, self.samples)
 
 
 @dataclass(frozen=True)
@@ -233,6 +248,8 @@ class Manifest:
             ``--link-weights``.
         tools: Versions of the packages that wrote the directory.
         plans: TensorRT plans by the name of the graph file that they were built from.
+        packed: If the weights are in the build for the CPU alone: SHA-256 of the list of its files.
+            Otherwise empty.
     """
 
     format_version: int
@@ -253,6 +270,7 @@ class Manifest:
     linked: dict[str, LinkInfo]
     tools: dict[str, str]
     plans: dict[str, PlanInfo]
+    packed: str = ""
 
     def on_rank(self, ranks: int) -> "Manifest":
         """This manifest with the geometry of one of so many ranks: that of caches and buffers
