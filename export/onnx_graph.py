@@ -1,6 +1,6 @@
 """The standard graphs of an engine directory: draft, verify and its stages."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +8,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from eesd.common.architecture import Model, draft, verify
+from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, draft_columns
 from eesd.common.manifest import (
     DEFAULT_TOP_K,
@@ -183,6 +184,7 @@ def _model(name: str, o: OnnxOperations, info: GraphInfo) -> Any:
         [helper.make_tensor_value_info(one.name, onnx_type(one.dtype), one.shape) for one in infos]
         for infos in (info.inputs, info.outputs)
     )
+    check_cache_readers(o.nodes, name)
     initializers = [*o.initializers.values()]
     graph = helper.make_graph(o.nodes, f"eesd_{name}", inputs, outputs, initializers)
     opsets = [helper.make_opsetid("", OPSET)]
@@ -191,6 +193,35 @@ def _model(name: str, o: OnnxOperations, info: GraphInfo) -> Any:
     )
     helper.set_model_props(model, {SLOTS_PROPERTY: str(o.slots)})
     return model
+
+
+def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
+    """Check that nothing reads a cache that a graph writes in place, but the node that writes it.
+
+    ONNX Runtime chooses the order of nodes that do not depend on each other: a reader that the
+    graph has before the writer may run after it. A GatherElements may read if what is written
+    depends on it.
+
+    Args:
+        nodes: The nodes of the graph, in an order in which they can run.
+        name: What the graph is called, for the message.
+
+    Raises:
+        EESDError: There is another reader.
+    """
+    written = {node.input[0]: node for node in nodes if node.op_type == "TensorScatter"}
+    for cache, writer in written.items():
+        found = {*writer.input[1:]}  # values that it depends on
+        for node in reversed(nodes):
+            if found.intersection(node.output):
+                found.update(node.input)
+        for node in nodes:
+            copies = node.op_type == "GatherElements" and found.intersection(node.output)
+            if cache in node.input and node is not writer and not copies:
+                raise EESDError(
+                    f"In the graph {name} a {node.op_type} reads {cache} beside the node that "
+                    "writes it in place, and may run after it; please report this model."
+                )
 
 
 def to_proto(graph: Graph, locations: Mapping[str, TensorLocation]) -> onnx.ModelProto:

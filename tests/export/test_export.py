@@ -16,7 +16,7 @@ import pytest
 import torch
 from onnx import TensorProto
 from support import tiny_models
-from support.command import export_engine, exported_files, succeed
+from support.command import assert_refused, export_engine, exported_files, run, succeed
 from support.engine_dirs import graph_of, tensor_locations, trained_head
 from transformers import AutoModelForCausalLM
 
@@ -26,7 +26,7 @@ from eesd.common.integrity import sha256_of, verify_files
 from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, load_manifest
 from eesd.common.weights import ROTARY_TABLES
 from eesd.export.cli import main as export_main
-from eesd.export.onnx_ops import FEW_NODES
+from eesd.export.onnx_ops import FEW_NODES, OnnxOperations
 from eesd.export.plan_graph import fold_heads
 from eesd.export.weights import ALIGNMENT
 from eesd.model.checkpoint import Checkpoint
@@ -178,6 +178,38 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     assert len(scatters) == 2 * caches
     assert all(onnx.helper.get_node_attr_value(node, "axis") == 2 for node in scatters)
     assert {node.input[2] for node in scatters} == {"write_indices"}
+
+
+@pytest.mark.parametrize(
+    "reads", [("ReduceSum", None), ("GatherElements", None), ("GatherElements", "write_indices")]
+)
+def test_a_second_reader_of_a_cache_is_refused(
+    family_dir: Callable[[str], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    reads: tuple[str, str | None],
+) -> None:
+    """ONNX Runtime 1.31 runs a ReduceSum that a graph has before the write after it. A copy of
+    what the write needs is allowed: it cannot run later."""
+    kind, needed = reads
+    write = OnnxOperations._write
+
+    def read_too(o: OnnxOperations, cache: str, new: str) -> str:
+        if kind == "ReduceSum":
+            o.node(kind, [cache])
+            return write(o, cache, new)
+        zeros = o.node("Mul", [o.node("Cast", [new], to=TensorProto.INT64), o.constant(0)])
+        copied = o.node(kind, [cache, zeros], axis=2)
+        return write(o, cache, o.node("Add", [copied, new]) if needed else new)
+
+    monkeypatch.setattr(OnnxOperations, "_write", read_too)
+    options = ("--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
+    result = run(export_main, "--model", family_dir("llama-tied"), *options)
+    if needed:
+        assert result.exit_code == 0, result.output
+    else:
+        assert_refused(result, f"a {kind} reads key_", "report this model")
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("name", GRAPHS)
