@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -256,7 +257,7 @@ def main(**options: Any) -> None:
         "--temperatures", options["temperatures"], float, 0, 100
     )
     try:
-        run = make_run(options, progress_bar)
+        run = make_run(options, partial(progress_bar, announce=True))
         with run.resources:
             _run(run)
     except RuntimeError as error:

@@ -137,17 +137,19 @@ class Run:
         chooses = self.init_head is None and self.training.draft_vocab
         if not (self.training.steps or chooses) and self.data.validation:
             return split_documents((), length)
-        rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
-        mixed = self.data.mixed
-        return (
-            add_mixed_rows(rows, read_rows(mixed, self.codec, vocab_size, length))
-            if mixed
-            else rows
+        # First, because a file that cannot be used is refused before the model writes text.
+        mixed = (
+            read_rows(self.data.mixed, self.codec, vocab_size, length) if self.data.mixed else None
         )
+        rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
+        return rows if mixed is None else add_mixed_rows(rows, mixed)
 
     def _generate_rows(self) -> list[Path]:
         """Generate the missing shards of own text; returns all shards."""
-        data, writer = self.data, self._writer()
+        data = self.data
+        if data.prompts:
+            self._prompts(data.prompts, 1)  # refuses before the model is loaded
+        writer = self._writer()
         read = self._prompts([*data.prompts, *self._write_prompts(writer)], data.own_rows)
         prompts = [prompt.tokens for prompt in read]
         options = GenerationOptions(
@@ -235,10 +237,11 @@ class Run:
         Raises:
             EESDError: There are too few rows, or a prompt is too long for the model.
         """
-        data, rows = self.data, self.rows
-        kinds: tuple[str, ...] = ()
-        if data.validation:
-            read = self._prompts(data.validation, data.validation_prompts)
+        data, kinds = self.data, tuple[str, ...]()
+        # First, because a file that cannot be used is refused before the model writes text.
+        read = self._prompts(data.validation, data.validation_prompts) if data.validation else []
+        rows = self.rows
+        if read:
             prompts, kinds = (
                 [prompt.tokens for prompt in read],
                 tuple(prompt.kind for prompt in read),

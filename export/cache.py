@@ -71,7 +71,10 @@ def cache_directory(given: Path | None) -> Path:
             "This user has no home directory for a cache; give --cache-dir DIR, or set "
             "EESD_CACHE_DIR."
         )
-    return resolved(found.expanduser())
+    place = resolved(found.expanduser())
+    if place.exists() and not place.is_dir():
+        raise EESDError(f"{place} is not a directory; give another place for the cache.")
+    return place
 
 
 def place_of(

@@ -135,7 +135,9 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 def main(output: Path, **options: Any) -> None:
     """Export a model and its exit head to an engine directory: draft and verify graphs, shared
     weights, tokenizer, manifest."""
-    make_engines(Choices(**options), output, click.echo)
+    make_engines(
+        Choices(**options), output, click.echo, lambda step: click.echo(f"{step} ...", err=True)
+    )
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from eesd.export.make import lacks
 from eesd.export.memory import DeviceMemory, estimate_memory, format_bytes, slot_bytes
 from eesd.export.predict import ACCEPTANCES, GPUS, Prediction, slots_read
 from eesd.export.predict import predict as predict_calls
+from eesd.model.hub import find_model
 from eesd.runtime.engines.backends import BACKENDS, EngineOptions, open_engines
-from eesd.runtime.engines.cpu_build import checked_build, describe_build, find_build, place_of
+from eesd.runtime.engines.cpu_build import built_for_cpu, describe_build, find_build, place_of
 from eesd.runtime.engines.exactness import Exactness
 
 
@@ -120,6 +121,10 @@ def main(
             "--parallel only applies to the estimate and the prediction; add --memory or --predict."
         )
     ranks = parallel or 1
+    if memory and predict:
+        raise EESDError("--memory and --predict each show one estimate; give one of them.")
+    if not exact and (backend != "auto" or threads is not None):
+        raise EESDError("--backend and --threads are for --exact; add it, or leave them out.")
     if text_tokens and not predict:
         raise EESDError("--text-tokens only applies to the prediction; add --predict.")
     console = Console()
@@ -167,6 +172,7 @@ def main(
 def _outlined(model: str) -> Manifest:
     """The manifest of an export that is not made."""
     try:
+        find_model(model, weights=False)  # before seconds of imports
         from eesd.export.outline import outlined
     except ImportError as error:
         raise lacks("Reading a model", error) from None
@@ -184,7 +190,7 @@ def verify_all(
     verify_files(directory, manifest, progress)
     check = partial(verify_hashes, progress=progress)
     if manifest.is_packed or place_of(directory, manifest).exists():
-        checked_build(directory, manifest, check)
+        built_for_cpu(directory, manifest, check)
     plans = {plan.file: plan.written for plan in manifest.plans.values()}
     check(directory, plans, f"build it again with: eesd-build --force {directory}")
 

@@ -94,7 +94,7 @@ def make_engines(
     choices: Choices,
     output: Path,
     say: Callable[[str], None],
-    log: Callable[[str], None] = lambda _: None,
+    log: Callable[[str], None],
     finish: Callable[[Path], None] = lambda _: None,
 ) -> None:
     """Export a model to an engine directory.
@@ -534,7 +534,7 @@ def _choose_head(
     """
     from eesd.export.engine_dir import eagle_head, early_exit, stored_head, untrained_head
     from eesd.model.eagle_file import is_eagle
-    from eesd.model.exit_head_file import CONFIG_FILE
+    from eesd.model.exit_head_file import CONFIG_FILE, HEAD_FILES
     from eesd.model.hub import find_head
 
     if given in (WHOLE_MODEL, NO_HEAD):
@@ -542,8 +542,8 @@ def _choose_head(
             raise EESDError(f"--exit-head {given} has no exit layer; leave --exit-layer out.")
         return None
     directory = None if given is None or given == OWN_HEAD else find_head(given)
-    if given is None and (checkpoint.path / CONFIG_FILE).exists():
-        directory = checkpoint.path
+    if given is None and any((checkpoint.path / name).exists() for name in HEAD_FILES):
+        directory = checkpoint.path  # which is refused if a file is missing
     exits_early = EARLY_EXIT in Path(name).name.lower()
     if given == OWN_HEAD or (directory is None and exits_early and exit_layer is not None):
         if exit_layer is None:

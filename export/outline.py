@@ -20,7 +20,7 @@ from eesd.export.engine_dir import stored_head, untrained_draft
 from eesd.export.make import choose_quantization, most_have_few_bits
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig, load_config
-from eesd.model.exit_head_file import CONFIG_FILE
+from eesd.model.exit_head_file import HEAD_FILES
 from eesd.model.hub import find_model
 
 
@@ -53,7 +53,7 @@ def outlined(name: str) -> Manifest:
     path, head = find_model(name, weights=False), None
     source: Checkpoint | Outline
     # Whether a head is the model's, its weights say.
-    if path.is_file() or (path / CONFIG_FILE).exists():
+    if path.is_file() or any((path / name).exists() for name in HEAD_FILES):
         source = Checkpoint(path)
         config, dtype = source.config, source.dtype
         head = stored_head(source, path).config if path.is_dir() else None

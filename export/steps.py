@@ -1,10 +1,10 @@
 """The steps of an export: shown as they run, and how long each took."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from time import perf_counter
 
-from eesd.common.terminal import Progress, progress
+from eesd.common.terminal import SILENCE, Progress, calling, progress
 
 SECONDS = 2.0
 """Between two lines about a long step, where no bar can be shown."""
@@ -17,6 +17,12 @@ class Steps:
         self._bar, self._task, self._log = bar, bar.add_task("", total=None), log
         self._began: list[tuple[str, float]] = []
         self._done, self._said = 0, 0.0
+
+    def tell(self) -> None:
+        """Log how long a step without progress has run."""
+        (step, began), now = self._began[-1] if self._began else ("", 0.0), perf_counter()
+        if step and now - self._said >= SILENCE:
+            self._log(f"{step}, {now - began:.0f} s")
 
     def begin(self, step: str) -> None:
         """End the step before, and begin one."""
@@ -63,4 +69,6 @@ def shown_steps(log: Callable[[str], None]) -> Iterator[Steps]:
     """A progress bar with the time left; where stderr is no terminal, ``log`` is called with the
     name of each step."""
     with progress() as bar:
-        yield Steps(bar, log)
+        steps = Steps(bar, log)
+        with calling(steps.tell) if bar.disable else nullcontext():
+            yield steps

@@ -13,7 +13,7 @@ from eesd.common.json_input import from_json, read_json_object
 from eesd.common.prior import CalibrationPrior
 from eesd.model.fields import Fields
 
-WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
+HEAD_FILES = WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.json"
 
 
 def save_config(config: ExitConfig, directory: Path) -> None:
@@ -36,7 +36,8 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
     """
     if not (directory / CONFIG_FILE).exists():
         raise EESDError(
-            f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head."
+            f"{directory / CONFIG_FILE} is missing; give the directory of a trained exit head, or "
+            f"remove {WEIGHTS_FILE} from a model to export it without."
         )
     raw = read_json_object(directory / CONFIG_FILE, "train the head again")
     fields = Fields(raw)

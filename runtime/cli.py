@@ -23,7 +23,7 @@ from eesd.runtime.engine_options import engine_dir_of, engine_options
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Options, Prompt, Speculation, load
-from eesd.runtime.request import Constraint
+from eesd.runtime.request import Constraint, check_lengths
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = (
@@ -184,7 +184,9 @@ def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> 
         for name in (*SAMPLING_OPTIONS, "seed", "method")
         if options[name] is not None
     }
-    Sampling(**chosen)  # refuses bad options before anything is loaded
+    # Bad options are refused before anything is loaded.
+    Sampling(**chosen)
+    check_lengths(options["min_tokens"], options["max_new_tokens"])
     constraint = _constraint_of(options)
     speculation = speculation_of(options)
     engine_dir = engine_dir_of(options)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from eesd.common import cli
 from eesd.common.errors import EESDError
@@ -53,6 +54,10 @@ def engine_dir_of(options: dict[str, Any]) -> Path:
                 f"--{other.replace('_', '-')} is for --model, and --engine-dir is exported "
                 "already; leave it out."
             )
+        context = click.get_current_context()
+        # A variable is for other commands, too.
+        if context.get_parameter_source("cache_dir") is ParameterSource.COMMANDLINE:
+            raise EESDError("--cache-dir is for --model; leave it out.")
         return directory
     if model is None:
         raise EESDError(

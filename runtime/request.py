@@ -108,10 +108,9 @@ class Request:
                 f"constraint is {shown(self.constraint)}; give what eesd.make_constraint returns."
             )
         check_type("salt", self.salt, str, "a text")
-        check_integer("max_new_tokens", self.max_new_tokens, 1, 2**63 - 1)
         check_flag("draft", self.draft)
         check_flag("ignore_eos", self.ignore_eos)
-        check_integer("min_tokens", self.min_tokens, 0, 2**63 - 1)
+        check_lengths(self.min_tokens, self.max_new_tokens)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -124,6 +123,18 @@ class Request:
             check_integer("A stop token", token, 0, 2**63 - 1)
         if "" in self.stop:
             raise EESDError("A stop string is empty; give at least one character.")
+
+
+def check_lengths(least: int, most: int) -> None:
+    """Raise :class:`EESDError` unless a text can have ``most`` new tokens, and ``least`` of them
+    before its end."""
+    check_integer("max_new_tokens", most, 1, 2**63 - 1)
+    check_integer("min_tokens", least, 0, 2**63 - 1)
+    if least > most:
+        raise EESDError(
+            f"min_tokens is {least}, and max_new_tokens is {most}; give more new tokens, or a "
+            "smaller minimum."
+        )
 
 
 @dataclass(frozen=True)

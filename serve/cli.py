@@ -99,7 +99,7 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
 @click.option("--allowed-origin", multiple=True, help=ORIGINS)
 @click.option("--metrics-open", is_flag=True, help="/metrics needs no key.")
 @click.option("--plain-content", is_flag=True, help=PLAIN)
-@click.option("--max-body-bytes", type=int, default=4 << 20, help="Largest body.")
+@click.option("--max-body-bytes", type=cli.BYTES, default=4 << 20, help="Largest body.")
 @click.option(
     "--max-prompt-tokens", type=int, default=0, help="Longest prompt; 0: what the KV cache holds."
 )
@@ -144,11 +144,14 @@ def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> Non
     help="Most prompt tokens in a round, or between two.",
 )
 @click.option(
-    "--kv-memory", type=int, default=BatchOptions.kv_memory, help="Bytes for the KV cache."
+    "--kv-memory",
+    type=cli.BYTES,
+    default=BatchOptions.kv_memory,
+    help="For the KV cache: bytes, or such as 5GiB.",
 )
 @click.option(
     "--prefix-memory",
-    type=int,
+    type=cli.BYTES,
     default=BatchOptions.prefix_memory,
     help="Bytes for prefixes that are kept; 0: none.",
 )

@@ -8,17 +8,21 @@ from pathlib import Path
 import click
 
 from eesd.bench.measure.results import Result
-from eesd.bench.measure.run import Bench, Options, chosen_configurations, measure, tune
+from eesd.bench.measure.run import Bench, Options, chosen_configurations, measure, tune, untuned
 from eesd.bench.measure.tasks import TaskPrompt, split_prompts
 from eesd.common.errors import EESDError
 from eesd.common.terminal import progress_bar
 
 
 def run_with_progress(
-    label: str, steps: Iterable[None], after_step: Callable[[], None] = lambda: None
+    label: str,
+    steps: Iterable[None],
+    after_step: Callable[[], None] = lambda: None,
+    total: int | None = None,
 ) -> None:
-    """Take all steps, show a progress bar, and call ``after_step`` after each."""
-    with progress_bar(label, None) as advance:
+    """Take all steps, show a progress bar, and call ``after_step`` after each. ``total`` is their
+    number, if it is known."""
+    with progress_bar(label, total, announce=True) as advance:
         for _ in steps:
             after_step()
             advance(1)
@@ -80,7 +84,10 @@ def measure_engine(
         result.save(path)
 
     bench.warm_up(name, encoded[0], chosen_configurations(name, options, ()), options)
-    run_with_progress(f"{name}: tuning", tune(bench, name, tuned_on, options, result), save)
+    to_tune = len(untuned(name, options, result)) * len(tuned_on)
+    steps = tune(bench, name, tuned_on, options, result)
+    run_with_progress(f"{name}: tuning", steps, save, to_tune)
     configurations = chosen_configurations(name, options, result.tunings)
     steps = measure(bench, name, encoded, configurations, options, result)
-    run_with_progress(f"{name}: {len(encoded)} prompts", steps, save)
+    left = [prompt for prompt in encoded if not result.has_runs(name, prompt.id)]
+    run_with_progress(f"{name}: {len(left)} prompts", steps, save, len(left))

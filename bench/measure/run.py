@@ -5,6 +5,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -259,35 +260,38 @@ def tune(
     ``result`` receives the tunings that it lacks for ``engine``. Yields after each prompt of a
     sampling and width.
     """
-    known = {(t.engine, t.sampling, t.width) for t in result.tunings}
-    for sampling in options.samplings if "fixed" in options.controllers else ():
-        for width in options.widths:
-            if (engine, sampling, width) in known:
-                continue
-            drafting = {
-                spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options)
-                for spec in LENGTHS
-            }
-            stats: dict[str, list[Stats]] = {spec: [] for spec in LENGTHS}
-            for prompt in prompts:
-                for spec in rotated(LENGTHS, prompt.number):
-                    chosen = options.sampling(sampling, prompt.number)
-                    generation = bench.generate(
-                        prompt.tokens, chosen, drafting[spec], options.max_new_tokens
-                    )
-                    stats[spec].append(generation.stats)
-                yield
-            seconds = {spec: sum(s.decode_seconds for s in stats[spec]) for spec in LENGTHS}
-            acceptance = {
-                spec: acceptance_by_depth(
-                    (s.accepted_at_depth, s.verified_at_depth) for s in stats[spec]
+    for sampling, width in untuned(engine, options, result):
+        drafting = {
+            spec: bench.drafting_llm(Configuration(engine, sampling, spec, width), options)
+            for spec in LENGTHS
+        }
+        stats: dict[str, list[Stats]] = {spec: [] for spec in LENGTHS}
+        for prompt in prompts:
+            for spec in rotated(LENGTHS, prompt.number):
+                chosen = options.sampling(sampling, prompt.number)
+                generation = bench.generate(
+                    prompt.tokens, chosen, drafting[spec], options.max_new_tokens
                 )
-                for spec in LENGTHS
-            }
-            fastest = min(seconds, key=seconds.__getitem__)
-            result.tunings.append(
-                Tuning(engine, sampling, width, "fixed", seconds, acceptance, fastest)
+                stats[spec].append(generation.stats)
+            yield
+        seconds = {spec: sum(s.decode_seconds for s in stats[spec]) for spec in LENGTHS}
+        acceptance = {
+            spec: acceptance_by_depth(
+                (s.accepted_at_depth, s.verified_at_depth) for s in stats[spec]
             )
+            for spec in LENGTHS
+        }
+        fastest = min(seconds, key=seconds.__getitem__)
+        result.tunings.append(
+            Tuning(engine, sampling, width, "fixed", seconds, acceptance, fastest)
+        )
+
+
+def untuned(engine: str, options: Options, result: Result) -> list[tuple[str, int]]:
+    """The samplings and widths whose fixed length is still to be found."""
+    known = {(t.sampling, t.width) for t in result.tunings if t.engine == engine}
+    pairs = product(options.samplings if "fixed" in options.controllers else (), options.widths)
+    return [pair for pair in pairs if pair not in known]
 
 
 def chosen_configurations(

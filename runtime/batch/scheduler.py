@@ -387,8 +387,8 @@ class Scheduler:
         self._free.sort(key=self._kv_caches.index, reverse=True)
 
     def _check_memory(self) -> None:
-        """Raise :class:`EESDError` if caches that are allocated whole take more than requests
-        may."""
+        """Raise :class:`EESDError` if no text fits the memory, or caches that are allocated whole
+        take more than requests may."""
         taken, given = (
             sum(kv_cache.fixed_bytes for kv_cache in self._kv_caches),
             self._options.kv_memory,
@@ -400,6 +400,12 @@ class Scheduler:
                 f"{-(-taken >> 20)} MiB of the GPU's memory, and "
                 f"{given >> 20} MiB are given for keys and values; start with fewer rows or "
                 "more memory."
+            )
+        if self.longest < 2:  # a prompt, and a token that follows it
+            least = (2 + self._llm.manifest.max_tree_nodes) * self._slot_bytes
+            raise EESDError(
+                f"kv_memory is {self._options.kv_memory} bytes, and the shortest text needs "
+                f"{least}; give more, such as 2GiB."
             )
 
 

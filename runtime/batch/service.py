@@ -1,5 +1,6 @@
 """The batch in a thread of its own, for programs with many threads or an event loop."""
 
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ class Service:
         self._closing = self._stopping = False
         self._kv_used = 0.0
         """As it was behind the last step: other threads must not look at the rows."""
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
         self._thread.start()
 
@@ -84,6 +86,11 @@ class Service:
             QueueFullError: Too many requests wait.
             ClosedError: The service was closed.
         """
+        if os.getpid() != self._process:
+            raise ClosedError(
+                "The service runs in the process that made it, and this one was forked from it; "
+                "make a service here."
+            )
         generation = Generation(request, on_update)
         self._scheduler.check(generation)
         with self._changed:

@@ -43,22 +43,11 @@ def place_of(directory: Path, manifest: Manifest) -> Path:
 def find_build(directory: Path, manifest: Manifest) -> Path | None:
     """The build of an engine directory; None if it is missing, or a file of it is another one."""
     with suppress(EESDError):
-        return checked_build(directory, manifest)
+        return built_for_cpu(directory, manifest)
     return None
 
 
-def built_for_cpu(directory: Path, manifest: Manifest) -> Path:
-    """The build of an engine directory.
-
-    Raises:
-        EESDError: There is none, a file of it is another one, or a graph of the directory is not
-            the one that was built.
-    """
-    check_graphs(directory, manifest)
-    return checked_build(directory, manifest)
-
-
-def checked_build(directory: Path, manifest: Manifest, check: Check = check_loaded) -> Path:
+def built_for_cpu(directory: Path, manifest: Manifest, check: Check = check_loaded) -> Path:
     """The build of an engine directory, after a check of its files.
 
     Raises:

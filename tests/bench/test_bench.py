@@ -2,7 +2,9 @@
 check speeds."""
 
 import json
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,11 @@ from support.command import assert_refused, listing, run, succeed
 
 from eesd.bench.cli import main
 from eesd.bench.measure.results import CallLatency, Configuration, Result
-from eesd.bench.measure.resumable import measure_engine
+from eesd.bench.measure.resumable import measure_engine, run_with_progress
 from eesd.bench.measure.run import Bench, EncodedPrompt, Options
 from eesd.bench.measure.tasks import TaskPrompt
+from eesd.common import terminal
+from eesd.common.terminal import progress_text
 
 FEW = ("--per-task", 1, "--tuning-per-task", 1, "-n", 6, "--threads", 1)
 PROMPTS = [
@@ -21,6 +25,31 @@ PROMPTS = [
     for task in ("count", "list")
     for number in range(4)
 ]
+
+
+def test_a_long_step_says_how_far_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where stderr is not a terminal."""
+    monkeypatch.setattr(terminal, "SILENCE", 0.01)
+    said = list[str]()
+
+    def steps() -> Iterator[None]:
+        yield
+        while "s left" not in "".join(said):
+            said.append(capsys.readouterr().err)
+        yield
+
+    run_with_progress("measuring", steps(), total=4)
+    assert re.search(r"^measuring \.\.\.\n(.*\n)*measuring: 25% in 0 s, 0 s left\n", "".join(said))
+    assert [
+        progress_text(*one) for one in ((0, 9, 5.0), (3, 9, 5.0), (9, 9, 5.0), (3, None, 5.0))
+    ] == [
+        "0% in 5 s",
+        "33% in 5 s, 10 s left",
+        "100% in 5 s, 0 s left",
+        "3 done in 5 s",
+    ]
 
 
 def run_bench(engine: Path, output: Path, *options: object) -> Finished:

@@ -59,6 +59,26 @@ def test_data_without_usable_rows_is_refused(
     assert_refused(run(main, *without(start, "--data"), "--data", tmp_path / name), *words)
 
 
+@pytest.mark.parametrize("option", ["--data", "--self-generate", "--mix", "--validation"])
+def test_bad_files_are_refused_before_the_long_work(
+    start: tuple[object, ...],
+    own_rows: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    option: str,
+) -> None:
+    """No weights are loaded, and no text is written."""
+
+    def work(*_: object) -> None:
+        raise AssertionError("the long work began")
+
+    for name in ("load_decoder", "EngineWriter", "TorchWriter", "self_prompts", "EngineTeacher"):
+        monkeypatch.setattr(f"eesd.distill.run.{name}", work)
+    (tmp_path / "bad.jsonl").write_text("{nonsense\n")
+    options = (*without(start, "--data"), "--own-text", tmp_path / "own")
+    assert_refused(run(main, *options, option, tmp_path / "bad.jsonl"), "line 1", "JSON")
+
+
 def test_files_without_tokens_are_refused(start: tuple[object, ...], tmp_path: Path) -> None:
     rest = without(start, "--data")
     (tmp_path / "latin.txt").write_bytes(b"\xff\xfe\xfa" * 100)

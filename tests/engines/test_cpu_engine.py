@@ -383,7 +383,7 @@ def test_weights_of_another_model_are_noticed_when_they_are_loaded(
         for one in zip((plans, other), manifests, strict=True)
     )
     (place / "weights.bin").write_bytes((its / "weights.bin").read_bytes())
-    with pytest.raises(EESDError, match="weights.bin is not the file that was written there"):
+    with pytest.raises(EESDError, match=r"weights\.bin is not the file that was written there"):
         open_engines(plans, load_manifest(plans), EngineOptions(backend, 1))
     assert_unverified(plans, "weights.bin was changed")
 

@@ -22,7 +22,7 @@ import torch
 from onnxruntime import get_available_providers
 from support import tiny_models
 from support.command import assert_one_line, assert_refused, run
-from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
+from support.engine_dirs import Damage, edit_manifest, garble, recorded, swap_graphs
 from support.harness import Harness
 from support.no_torch import BLOCK
 from support.on_cache import OnCache
@@ -485,9 +485,10 @@ def rename_weight_file(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (garble, ("onnx cannot read", "verify.onnx")),
-        (swap_graphs, ("do not fit its manifest",)),
-        (rename_weight_file, ("do not fit its manifest",)),
+        (garble, ("verify.onnx is not the file that was written there",)),
+        (recorded(garble), ("onnx cannot read", "verify.onnx")),
+        (recorded(swap_graphs), ("do not fit its manifest",)),
+        (recorded(rename_weight_file), ("do not fit its manifest",)),
         (cut_hidden_size, ("do not fit its manifest",)),
         (
             lambda d: edit_manifest(d, "geometry/intermediate_size", 2**20),

@@ -4,7 +4,7 @@ installed."""
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from runpy import run_path
 from typing import Any
@@ -31,7 +31,7 @@ from support.tiny_checkpoints import FAMILIES, GEOMETRY
 
 pytest.importorskip("tensorrt_rtx", reason="building plans needs tensorrt-rtx")
 
-from eesd.common.integrity import sha256_of
+from eesd.common.integrity import file_info, sha256_of
 from eesd.common.manifest import load_manifest
 from eesd.common.weights import weight_bytes
 from eesd.export import build as build_cli
@@ -488,7 +488,7 @@ def record_graph(directory: Path) -> None:
     path = directory / "manifest.json"
     raw = json.loads(path.read_text())
     graph = directory / "draft.onnx"
-    raw["files"]["draft.onnx"] = {"size": graph.stat().st_size, "sha256": sha256_of(graph)}
+    raw["files"]["draft.onnx"] = asdict(file_info(graph))
     path.write_text(json.dumps(raw))
 
 

@@ -3,6 +3,7 @@ transformers."""
 
 import dataclasses
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -21,10 +22,12 @@ from support.engine_dirs import graph_of, tensor_locations, trained_head
 from transformers import AutoModelForCausalLM
 
 import eesd
+from eesd.common import terminal
 from eesd.common.geometry import ExitConfig
 from eesd.common.integrity import sha256_of, verify_files
 from eesd.common.manifest import MANIFEST_FILE, WEIGHTS_FILE, Manifest, load_manifest
 from eesd.common.weights import ROTARY_TABLES
+from eesd.export import steps
 from eesd.export.cli import main as export_main
 from eesd.export.onnx_ops import FEW_NODES, OnnxOperations
 from eesd.export.plan_graph import fold_heads
@@ -178,6 +181,19 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     assert len(scatters) == 2 * caches
     assert all(onnx.helper.get_node_attr_value(node, "axis") == 2 for node in scatters)
     assert {node.input[2] for node in scatters} == {"write_indices"}
+
+
+def test_steps_are_logged_where_there_is_no_terminal(
+    family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also that a long one goes on, if it tells of no bytes."""
+    monkeypatch.setattr(terminal, "SILENCE", 0.01)
+    monkeypatch.setattr(steps, "SILENCE", 0.01)
+    options = ("--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
+    said = succeed(export_main, "--model", family_dir("llama-tied"), *options).stderr
+    for step in ("loading the tokenizer", "writing the weights"):
+        assert f"{step} ...\n" in said
+    assert re.search(r"^[a-z ]+, \d+ s \.\.\.$", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -117,6 +117,12 @@ def test_a_head_is_found_in_the_hubs_cache(text_model: Path, tmp_path: Path) -> 
         assert_one_line(done.stderr, *words)
 
 
+def test_half_of_a_head_is_refused(model: Path, tmp_path: Path) -> None:
+    (model / "exit_head.safetensors").touch()
+    result = run(export_main, "--model", model, "-o", tmp_path / "plans")
+    assert_refused(result, "exit_head.json is missing", "remove exit_head.safetensors")
+
+
 def test_an_exit_layer_that_is_not_the_heads_is_refused(text_model: Path, tmp_path: Path) -> None:
     """``tests/model/test_exit_head.py`` has other heads that do not fit."""
     head = trained_head(text_model, tmp_path / "head", 1, False, layer=2)

@@ -345,7 +345,7 @@ def test_what_comes_while_an_export_runs_is_kept(
 def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: Path) -> None:
     names = ["notes.json", "lora.bin", "mine.onnx", "mine.plan", "verify.txt", "src/notes.txt"]
     names += [
-        "cpu-mine/sizes.json",
+        "cpu-mine/files.json",
         "cpu-0123456789abcdef",
         *(f"{one.name}/notes.txt" for one in engine_copy.glob("cpu-*")),
     ]
@@ -362,7 +362,7 @@ def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: 
 def test_a_build_for_the_cpu_does_not_replace_what_has_its_name(engine_copy: Path) -> None:
     place = place_of(engine_copy, load_manifest(engine_copy))
     place.mkdir(exist_ok=True)
-    (place / "sizes.json").unlink(missing_ok=True)
+    (place / "files.json").unlink(missing_ok=True)
     (place / "thesis.txt").write_text("thesis")
     assert_refused(run(build_main, "--target", "cpu", engine_copy), str(place), "holds other files")
     assert (place / "thesis.txt").read_text() == "thesis"

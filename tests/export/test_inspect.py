@@ -2,8 +2,11 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
 from support.command import assert_one_line, assert_refused, run, succeed
 
 from eesd.export.inspect import main
@@ -48,6 +51,32 @@ def test_verify_detects_a_changed_file(engine_copy: Path) -> None:
 def test_other_directories_are_refused(tmp_path: Path) -> None:
     assert_refused(run(main, tmp_path), "has no manifest.json")
     assert_refused(run(main, tmp_path / "nowhere"), "is not a directory")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--memory", "--predict", "h200"], "--memory and --predict"),
+        (["--threads", 2], "--threads are for --exact"),
+        (["--backend", "torch"], "--threads are for --exact"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(
+    engine: Path, options: list[object], words: str
+) -> None:
+    assert_refused(run(main, engine, *options), words)
+
+
+def test_a_model_that_is_not_there_is_refused_before_imports() -> None:
+    code = (
+        "import sys; from eesd.export.inspect import main\n"
+        "try: main()\n"
+        "finally: print({'onnx', 'torch', 'eesd.export.outline'} & sys.modules.keys())"
+    )
+    command = [sys.executable, "-c", code, "--model", "TYPO", "--memory"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "set()\n")
+    assert_one_line(done.stderr, "TYPO is neither a directory")
 
 
 def test_names_that_look_like_markup_are_printed_literally(engine: Path, tmp_path: Path) -> None:

@@ -365,6 +365,10 @@ REFUSED = {
     "nothing": ((), ("no model", "--model", "--engine-dir")),
     "both": (("--model", "{model}", "--engine-dir", "plans"), ("one of them",)),
     "an export's option": (("--engine-dir", "plans", "--dtype", "float32"), ("--dtype", "--model")),
+    "an option of the cache": (
+        ("--engine-dir", "plans", "--cache-dir", "cache"),
+        ("--cache-dir is for --model",),
+    ),
     "no such file": (("--model", "missing.gguf"), ("no file missing.gguf",)),
     "no such model": (("--model", "nonsense"), ("nonsense", "neither a directory")),
     "no model": (("--model", "{empty}"), ("{empty}", "config.json")),
@@ -435,6 +439,9 @@ def test_the_cache_is_listed_and_cleaned(model: Path, place: Path, cache: Path) 
         and f"{cache}: 1 directory" in listed
     )
     assert_refused(run(cache_main, "clean"), "--all", "--older-than")
+    for command in ("list",), ("clean", "--all"):
+        result = run(cache_main, *command, "--cache-dir", model / "config.json")
+        assert_refused(result, "config.json is not a directory")
     assert_refused(run(cache_main, "clean", place.name, "--all"), "only one")
     assert_refused(run(cache_main, "clean", "other"), "no directory other", "eesd-cache list")
     assert_refused(run(cache_main, "clean", f"../cache/{place.name}"), "no directory")

@@ -1,5 +1,6 @@
 """The batch: every request gets, bit for bit, what it gets alone, whatever runs beside it."""
 
+import os
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
@@ -469,6 +470,21 @@ def test_a_full_queue_and_a_closed_service_refuse(service: Service) -> None:
     service.close()
     with pytest.raises(ClosedError, match="no more requests"):
         service.submit(endless, lambda _: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_needs_a_service_of_its_own(service: Service) -> None:
+    """The thread that runs the service is not there."""
+    child = os.fork()
+    if child == 0:
+        told = ""
+        try:
+            service.submit(Request(tokens=[5]), lambda _: None)
+        except ClosedError as error:
+            told = str(error)
+        finally:
+            os._exit("was forked" not in told or "being stopped" in told)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize("raises", [ValueError, SystemExit, CancelledError])

@@ -24,6 +24,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from support.command import assert_refused, run
 from support.serving import events, eventually
 
+from eesd.common.cli import BYTES
 from eesd.serve.cli import main
 
 LONG = {
@@ -133,6 +134,7 @@ def test_an_idle_server_ends_at_once(engine: Path) -> None:
         (["--request-timeout", "nan"], ["request_timeout"]),
         (["--max-body-bytes", "5"], ["max_body_bytes"]),
         (["--max-rows", "0"], ["max_rows"]),
+        (["--kv-memory", "5 parsecs"], ["--kv-memory", "5GiB"]),
         (["--levels", "-1"], ["levels"]),
         (["--api-key-file", os.devnull], ["no API key"]),
         (["--host", "256.1.1.1"], ["256.1.1.1", "--host"]),
@@ -142,6 +144,19 @@ def test_an_idle_server_ends_at_once(engine: Path) -> None:
 def test_bad_options_are_one_sentence(options: list[str], words: list[str]) -> None:
     """Before anything is loaded."""
     assert_refused(run(main, "--engine-dir", "no-engines", *options), *words)
+
+
+@pytest.mark.parametrize(
+    ("given", "size"),
+    [("5GiB", 5 << 30), ("5GB", 5 * 10**9), ("0.5 g", 5 * 10**8), ("7kib", 7168), ("12b", 12)],
+)
+def test_sizes_have_units(given: str, size: int) -> None:
+    assert BYTES.convert(given, None, None) == size == BYTES.convert(size, None, None)
+
+
+def test_too_little_memory_is_refused_at_the_start(engine: Path) -> None:
+    result = run(main, "--engine-dir", engine, "--port", 0, "--kv-memory", 5)
+    assert_refused(result, "kv_memory is 5 bytes, and the shortest text needs", "such as 2GiB")
 
 
 def test_a_port_that_is_taken_is_one_sentence(engine: Path, tmp_path: Path) -> None:

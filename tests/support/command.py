@@ -48,8 +48,10 @@ def notice() -> str:
 
 
 def assert_one_line(stderr: str, *words: str) -> None:
-    """Besides the :func:`notice`."""
+    """Besides the :func:`notice`, and the steps that have begun."""
     stderr = stderr.removeprefix(notice())
+    while stderr.partition("\n")[0].endswith(" ..."):
+        stderr = stderr.partition("\n")[2]
     assert stderr.startswith("error: ") and stderr.endswith("\n"), stderr
     assert stderr.count("\n") == 1, stderr
     assert "Traceback" not in stderr

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 
 from eesd.common.geometry import ExitConfig
+from eesd.common.integrity import file_info
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, load_manifest
 from eesd.common.weights import weight_bytes, weights_of
 from eesd.export.memory import estimate_memory
@@ -108,6 +110,20 @@ def edit_manifest(directory: Path, path: str, value: Any) -> None:
     else:
         container[last] = value
     (directory / "manifest.json").write_text(json.dumps(raw))
+
+
+def recorded(damage: Damage) -> Damage:
+    """The same damage by somebody who records its size and hashes in the manifest, too."""
+
+    def change(directory: Path) -> None:
+        damage(directory)
+        raw = json.loads((directory / "manifest.json").read_text())
+        listed = {**raw["files"], **{plan["file"]: plan for plan in raw["plans"].values()}}
+        for name, info in listed.items():
+            info |= asdict(file_info(directory / name))
+        (directory / "manifest.json").write_text(json.dumps(raw))
+
+    return change
 
 
 def garble(directory: Path) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import isnan
 from pathlib import Path
+from re import fullmatch
 from typing import Any, TextIO, TypeVar
 
 import click
@@ -70,8 +71,23 @@ class Number(click.FloatRange):
         return number
 
 
+class _Bytes(click.ParamType):
+    """A number of bytes, also with a unit such as GB or GiB."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
+        if found is None:
+            self.fail(f"{value} is no number of bytes; give one such as 5GiB or 5GB", param, ctx)
+        number, unit, binary = found.groups()
+        power = " kmgt".index(unit or " ")
+        return int(float(number) * (1024 if binary else 1000) ** power) if unit else int(number)
+
+
 PATH, OUTPUT = _Path(path_type=Path), _Output(path_type=Path)
 NAME = _Name()
+BYTES = _Bytes()
 SEED = click.IntRange(0, 2**32 - 1)
 
 

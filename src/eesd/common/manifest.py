@@ -368,7 +368,13 @@ def load_manifest(directory: Path) -> Manifest:
                 "it, or export again."
             )
         raise EESDError(
-            f"{directory} is not a directory; give the output directory of eesd-export."
+            f"{directory} is not a directory; give the output directory of eesd-export, or a model "
+            "with --model."
+        )
+    if not path.exists() and (directory / "config.json").exists():
+        raise EESDError(
+            f"{directory} is a model, not an engine directory; give it with --model, or export it "
+            "with eesd-export."
         )
     if not path.exists():
         raise EESDError(

@@ -7,7 +7,9 @@ off.
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from threading import Event, Thread
+from time import monotonic
 
 import click
 import rich.console
@@ -20,6 +22,9 @@ from rich.progress import (
 )
 from rich.progress import Progress as Progress
 from rich.table import Table as Table
+
+SILENCE = 20.0
+"""Seconds between two lines about a long step, where no bar can be shown."""
 
 
 class Console(rich.console.Console):
@@ -51,11 +56,55 @@ def progress() -> Progress:
 
 
 @contextmanager
-def progress_bar(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """One progress bar; gives a function that advances it. ``total`` is None if it is not known."""
+def progress_bar(
+    label: str, total: int | None, announce: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """One progress bar; gives a function that advances it. Where stderr is not a terminal, a line
+    says every :data:`SILENCE` how far it is.
+
+    Args:
+        label: What runs.
+        total: The number at the end; None if it is not known.
+        announce: Whether a line says that it begins, if stderr is not a terminal.
+    """
     with progress() as bar:
         task = bar.add_task(label, total=total)
-        yield lambda count: bar.advance(task, count)
+        began = monotonic()
+
+        def tell() -> None:
+            done = int(bar.tasks[task].completed)
+            click.echo(f"{label}: {progress_text(done, total, monotonic() - began)}", err=True)
+
+        if announce and bar.disable:
+            click.echo(f"{label} ...", err=True)
+        with calling(tell) if bar.disable else nullcontext():
+            yield lambda count: bar.advance(task, count)
+
+
+@contextmanager
+def calling(tell: Callable[[], None]) -> Iterator[None]:
+    """Call a function every :data:`SILENCE`, in another thread."""
+    ended = Event()
+
+    def repeat() -> None:
+        while not ended.wait(SILENCE):
+            tell()
+
+    thread = Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def progress_text(done: int, total: int | None, seconds: float) -> str:
+    """How far a step is after so many seconds, and the time that is left if that is known."""
+    if not total:
+        return f"{done} done in {seconds:.0f} s"
+    left = f", {seconds * max(total / done - 1, 0):.0f} s left" if done else ""
+    return f"{min(done / total, 1):.0%} in {seconds:.0f} s{left}"
 
 
 def notice(text: str) -> None:
