@@ -4,7 +4,7 @@
 # It takes the options of eesd-build; see eesd-build --help.
 set -eu
 if ! command -v eesd-build > /dev/null; then
-    echo "eesd-build is not installed; install it with: pip install 'eesd[tensorrt-rtx]' (or 'eesd[tensorrt]')." >&2
+    echo "eesd-build is not installed; install it in a checkout with: pip install '.[tensorrt-rtx]' (or '.[tensorrt]')." >&2
     exit 2
 fi
 exec eesd-build "$@"

@@ -12,6 +12,7 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE
+from eesd.common.machine import pip_install
 from eesd.common.quantization import DTYPES
 from eesd.common.terminal import progress_bar
 from eesd.distill.options import PRECISIONS, STARTS
@@ -247,7 +248,7 @@ def main(**options: Any) -> None:
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(
-            f"Distillation needs {error.name}; install it with: pip install 'eesd[distill]'."
+            f"Distillation needs {error.name}; install it with: {pip_install('distill')}."
         ) from None
     if options["deep"] is not None:
         options["deep"] = (

@@ -60,11 +60,7 @@ from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines import operators
 from eesd.runtime.text import TextCodec
 
-SLOWLY = (
-    "torch writes the model's own text, several times slower than this project's operators: "
-    "they are not built (install a C++ "
-    "compiler, and then eesd again), or this processor has neither AVX2 nor AVX-512."
-)
+SLOWLY = "torch writes the model's own text, several times slower than this project's operators."
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Opens a progress bar with a label and a total; gives a function that advances it."""
 
@@ -187,7 +183,7 @@ class Run:
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
         if self.accelerator.device.type == "cpu" and self.is_main:
-            notice(SLOWLY)
+            notice(f"{SLOWLY} {operators.missing()}")
         return TorchWriter(self.decoder)
 
     def _write_prompts(self, writer: Writer) -> list[Path]:

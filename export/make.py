@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from eesd.common.errors import EESDError
 from eesd.common.geometry import draft_columns
-from eesd.common.machine import available_memory, torch_sees_gpu
+from eesd.common.machine import available_memory, pip_install, torch_sees_gpu
 from eesd.common.manifest import DEFAULT_SLOTS, DEFAULT_TOP_K, DEFAULT_TREE_NODES, WEIGHTS_FILE
 from eesd.common.outputs import existing_parent
 from eesd.common.quantization import (
@@ -87,7 +87,7 @@ class Choices:
 def lacks(work: str, error: ImportError) -> EESDError:
     """The error of work that needs a package which is not installed."""
     extra = "torch" if error.name == "torch" else "export"
-    return EESDError(f"{work} needs {error.name}; install it with: pip install 'eesd[{extra}]'.")
+    return EESDError(f"{work} needs {error.name}; install it with: {pip_install(extra)}.")
 
 
 def make_engines(
@@ -201,7 +201,7 @@ def _rounded_on(
         from eesd.export.rounding import rounded_on
     except ImportError as error:
         raise EESDError(
-            f"--round-on needs {error.name}; install it with: pip install 'eesd[distill]'."
+            f"--round-on needs {error.name}; install it with: {pip_install('distill')}."
         ) from None
     return rounded_on(text, checkpoint, layers, options, output, say)
 
@@ -585,9 +585,8 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
         from eesd.runtime.engines import operators
     except ImportError as error:  # an ONNX Runtime that is broken
         return [f"not built for the CPU: {error}"]
-    problem = operators.missing()
-    if problem:  # every run will say so
-        return [f"not built for the CPU: {problem}"] if wanted else []
+    if problem := operators.missing():
+        return [f"not built for the CPU: {problem}"]
     try:
         build_for_cpu(directory, manifest)
     except EESDError as error:

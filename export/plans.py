@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.integrity import HashedFile
+from eesd.common.machine import pip_install
 from eesd.common.machine_report import compute_capability
 from eesd.common.manifest import (
     DRAFT_VOCAB_FILE,
@@ -78,17 +79,15 @@ def find_flavour(wanted: str | None) -> str:
     """
     found = [flavour for flavour, module in FLAVOURS.items() if importlib.util.find_spec(module)]
     if wanted is not None and wanted not in found:
-        raise EESDError(
-            f"{wanted} is not installed; install it with: pip install 'eesd[{wanted}]'."
-        )
+        raise EESDError(f"{wanted} is not installed; install it with: {pip_install(wanted)}.")
     if not found:
         raise EESDError(
-            "No TensorRT is installed; install one with: pip install 'eesd[tensorrt-rtx]' or "
-            "'eesd[tensorrt]'."
+            f"No TensorRT is installed; install one with: {pip_install('tensorrt-rtx')}, or the "
+            "same with tensorrt."
         )
     flavour = wanted or found[0]
     if not importlib.util.find_spec("onnx"):
-        raise EESDError(f"Building needs onnx; install it with: pip install 'eesd[{flavour}]'.")
+        raise EESDError(f"Building needs onnx; install it with: {pip_install(flavour)}.")
     return flavour
 
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
+from eesd.common.machine import pip_install
 from eesd.common.quantization import BITS, Quantization
 from eesd.model.arrays import NUMPY_TYPES, Array, all_finite, transposed
 from eesd.model.gguf_parts import part_of
@@ -70,7 +71,7 @@ def _library() -> Any:
         import gguf
     except ImportError:
         raise EESDError(
-            "Reading a GGUF file needs gguf; install it with: pip install 'eesd[export]'."
+            f"Reading a GGUF file needs gguf; install it with: {pip_install('export')}."
         ) from None
     return gguf
 

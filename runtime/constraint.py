@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError, refused
 from eesd.common.json_input import parse_json
+from eesd.common.machine import pip_install
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import ConstraintError
 from eesd.runtime.text import TextCodec, TokenBytes
@@ -27,7 +28,7 @@ try:
     from eesd.runtime.json_schema import OPTIONS, ignored_by, read_schema, sentence
     from eesd.runtime.json_text import JSONTokens, Place
 except ModuleNotFoundError as error:
-    raise EESDError(f"Constrained output needs {error.name}; pip install 'eesd[serve]'.") from None
+    raise EESDError(f"Constrained output needs {error.name}; {pip_install('serve')}.") from None
 
 LIMITS = LLParserLimits(max_lexer_states=20_000, step_max_items=5_000, verbose_errors=False)
 """What one grammar may take. A lexer state has 1 to 2 kB. All requests of a batch wait for the mask

@@ -7,7 +7,7 @@ import click
 
 from eesd.common import cli, machine, machine_report
 from eesd.common.files import user_cache
-from eesd.common.machine import installed
+from eesd.common.machine import installed, pip_install
 from eesd.common.manifest import load_manifest
 from eesd.common.terminal import Console, Table
 from eesd.runtime.engines.backends import (
@@ -37,11 +37,6 @@ PACKAGES = (
     ("tensorrt-rtx", "tensorrt-rtx"),
 )
 """Name, and the extra that installs it; "" for what every installation has."""
-BUILD = (
-    "install a C++ compiler (g++), then: pip install --force-reinstall --no-deps --no-cache-dir "
-    "eesd"
-)
-"""What builds the operators. pip would take a wheel without them from its cache."""
 
 
 @cli.command()
@@ -77,7 +72,10 @@ def engines(directory: Path) -> dict[str, str]:
     opened = open_engines(directory, manifest, EngineOptions("auto", None, draft=False))
     exactness = Exactness(manifest)
     exactness.check_quickly(opened.verify)
-    found = {"logits of calls of different sizes": str(exactness.chains)}
+    found = {
+        "logits of calls of different sizes": str(exactness.chains),
+        "files": f"as written, by samples; eesd-inspect {directory} --verify hashes them whole",
+    }
     build = find_build(directory, manifest)
     found |= {"build for the CPU": describe_build(build)} if build else {}
     return found | ({"note": opened.notice} if opened.notice else {})
@@ -86,7 +84,7 @@ def engines(directory: Path) -> dict[str, str]:
 def packages() -> dict[str, str]:
     """Version of each package, or the command that installs it."""
     missing = {
-        name: f"not installed: pip install 'eesd[{extra}]'" if extra else "missing"
+        name: f"not installed: {pip_install(extra)}" if extra else "missing"
         for name, extra in PACKAGES
     }
     found = {name: installed(name) or remedy for name, remedy in missing.items()}
@@ -101,12 +99,12 @@ def packages() -> dict[str, str]:
 
 def jobs() -> dict[str, str]:
     """For each job ``yes``, or what to install for it. Each backend is looked at apart."""
-    torch = _missing("pip install 'eesd[torch]'", *machine.TORCH_ENGINE)
+    torch = _missing(pip_install("torch"), *machine.TORCH_ENGINE)
     exporting = _missing(
-        "pip install 'eesd[export]'", *(name for name, extra in PACKAGES if extra == "export")
+        pip_install("export"), *(name for name, extra in PACKAGES if extra == "export")
     )
     found = {
-        "run on the CPU (ort)": _ort_lacks() or "yes, engines of every type",
+        "run on the CPU (ort)": _ort_lacks() or _ort_types(),
         "own operators": _operators(),
         "run on the CPU (torch)": torch or "yes, engines of every type",
         "run on a GPU (ort)": _ort_lacks()
@@ -145,7 +143,15 @@ def _missing(remedy: str, *names: str) -> str:
 def _ort_lacks() -> str:
     others = (name for name, extra in PACKAGES if not extra and name != "onnxruntime")
     problem = onnxruntime_problem()
-    return _missing("pip install eesd", *others) or (f"no: {problem}" if problem else "")
+    return _missing(pip_install(), *others) or (f"no: {problem}" if problem else "")
+
+
+def _ort_types() -> str:
+    """The types of engines that ONNX Runtime runs on the CPU."""
+    from eesd.runtime.engines import operators
+
+    own = not operators.missing()
+    return "yes, engines of every type" if own else "yes, but float32 engines alone, and slowly"
 
 
 def _ort_gpu_lacks() -> str:
@@ -165,13 +171,15 @@ def _operators() -> str:
     if not operators.missing():
         return f"yes, {operators.fastest()} kernels"
     if not operators.LIBRARY.exists():
-        return f"no: not built, so models run 2 to 6 times slower; {BUILD}"
+        return f"no: not built, so models run 2 to 6 times slower; {operators.build_remedy()}"
     if operators.missing() == operators.SLOW:
         return (
             "no: this processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run "
             "models"
         )
-    return f"no: {operators.LIBRARY.name} cannot be loaded on this system; {BUILD}"
+    return (
+        f"no: {operators.LIBRARY.name} cannot be loaded on this system; {operators.build_remedy()}"
+    )
 
 
 def _tensorrt(flavour: str) -> str:
@@ -186,7 +194,7 @@ def _tensorrt(flavour: str) -> str:
 
 def _plans_lack(flavour: str, *others: str) -> str:
     """What is missing for plans of a flavour: the library, and these packages."""
-    version, remedy = _tensorrt(flavour), f"pip install 'eesd[{flavour}]'"
+    version, remedy = _tensorrt(flavour), pip_install(flavour)
     if version.startswith("cannot"):
         return f"no: {flavour} {version}; pip install --force-reinstall {flavour}"
     missing = [*([] if version else [flavour]), *(name for name in others if not installed(name))]

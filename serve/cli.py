@@ -11,7 +11,7 @@ import click
 from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_text
-from eesd.common.machine import rank
+from eesd.common.machine import pip_install, rank
 from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.cli import drafting_options, load_as_asked, loading_options, speculation_of
@@ -184,7 +184,7 @@ def main(host: str, port: int, **options: Any) -> None:
         from eesd.serve.http.observe import LOGGER, log_to_stderr
         from eesd.serve.http.run import address_of, bind, serve
     except ModuleNotFoundError as error:
-        raise EESDError(f"Serving needs {error.name}; pip install 'eesd[serve]'.") from None
+        raise EESDError(f"Serving needs {error.name}; {pip_install('serve')}.") from None
     limits = limits_of(options, answers_for_itself=host in LOOPBACK)
     log_to_stderr(options["log_format"])
     if rank() > 0:

@@ -12,7 +12,15 @@ from typing import NamedTuple
 from eesd.common.checks import check_choice, check_flag, check_integer
 from eesd.common.errors import EESDError
 from eesd.common.integrity import check_loaded
-from eesd.common.machine import cores, installed, nvidia_driver, ranks, torch_sees_gpu
+from eesd.common.machine import (
+    TORCH_ENGINE,
+    cores,
+    installed,
+    nvidia_driver,
+    pip_install,
+    ranks,
+    torch_sees_gpu,
+)
 from eesd.common.manifest import WEIGHTS_FILE, Manifest
 from eesd.runtime.engines.base import Engine, KVCache
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
@@ -149,8 +157,8 @@ def open_engines(directory: Path, manifest: Manifest, options: EngineOptions) ->
         engines = BACKENDS[options.backend](directory, manifest, options)
     except ModuleNotFoundError as error:
         raise EESDError(
-            f"The {options.backend} backend needs {error.name}; install it with: pip install "
-            "'eesd[torch]'."
+            f"The {options.backend} backend needs {error.name}; install it with: "
+            f"{pip_install('torch')}."
         ) from None
     span = importlib.import_module("torch.cuda.nvtx").range if options.nvtx else nullcontext
     return engines._replace(in_place=options.exact is True and not engines.exact_trees, span=span)
@@ -213,11 +221,13 @@ def _open_auto(directory: Path, manifest: Manifest, options: EngineOptions) -> E
     if manifest.dtype == "float32" or not missing():
         engines = _open_ort(directory, manifest, options)
     else:
-        notice = (
-            f"This project's operators cannot run here, so torch runs the {manifest.dtype} "
-            "engines: slowly. Export with "
-            "--dtype float32, or install a C++ compiler, and then eesd again."
-        )
+        notice = f"torch runs the {manifest.dtype} engines, slowly. {missing()}"
+        if not all(installed(package) for package in TORCH_ENGINE):
+            raise EESDError(
+                f"{directory} has {manifest.dtype} engines. {missing()} ONNX Runtime needs "
+                "--dtype float32 of the export. The torch backend is another way, slowly: "
+                f"{pip_install('torch')}."
+            )
         engines = _open_torch(directory, manifest, options)._replace(notice=notice)
     unused = (
         f"There is an NVIDIA driver, and the CPU runs the engines, because {NO_GPU}. "

@@ -16,7 +16,7 @@ import onnxruntime as ort
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError, reason, refused
-from eesd.common.machine import available_memory
+from eesd.common.machine import available_memory, pip_install
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 
 DOMAIN = "eesd"
@@ -27,8 +27,7 @@ KERNELS = ("avx512", "avx2vnni", "avx2", "i8mm", "neon", "scalar")
 """Kernels by name, the fastest ones first."""
 MISSING = (
     "The operators of this project are not built, so ONNX Runtime's own run the model: 2 to 6 "
-    "times slower, and in float32. "
-    "Install a C++ compiler, and then eesd again."
+    "times slower, and in float32."
 )
 SLOW = "This processor has neither AVX2 nor AVX-512, so ONNX Runtime's own operators run the model."
 _making = RLock()
@@ -62,15 +61,21 @@ def library() -> ctypes.CDLL:
     """
     found: ctypes.CDLL | None = _library()
     if found is None:
-        raise EESDError(MISSING)
+        raise EESDError(missing())
     return found
 
 
 def missing() -> str:
     """Why the operators cannot be used here, in one sentence; "" if they can."""
     if _library() is None:
-        return MISSING
+        return f"{MISSING} Remedy: {build_remedy()}."
     return SLOW if fastest() == "scalar" and platform.machine() in ("x86_64", "AMD64") else ""
+
+
+def build_remedy() -> str:
+    """How to build the library. pip would take a wheel without it from its cache."""
+    again = ("--force-reinstall", "--no-deps", "--no-cache-dir")
+    return f"install a C++ compiler (g++ or clang++), and then run: {pip_install('', *again)}"
 
 
 def fastest() -> str:

@@ -21,7 +21,7 @@ from eesd.common.manifest import MASKED, SLOTS_PROPERTY, GraphInfo, Manifest
 from eesd.common.weights import weights_of
 from eesd.runtime.engines.base import NO_OUTPUTS, Call, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
-from eesd.runtime.engines.operators import buffer
+from eesd.runtime.engines.operators import buffer, build_remedy
 
 if TYPE_CHECKING:  # a CPU needs no torch
     from torch import Tensor
@@ -138,8 +138,7 @@ def open_on_cpu(
         raise EESDError(
             f"ONNX Runtime's own operators run float32 engines on the CPU, and {directory} "
             f"has {manifest.dtype} ones; export "
-            "with --dtype float32, choose the backend torch, or install a C++ compiler, and "
-            "then eesd again."
+            f"with --dtype float32, choose the backend torch, or {build_remedy()}."
         )
     verify = OrtEngine(directory, manifest, manifest.verify, threads)
     return verify, OrtEngine(directory, manifest, [manifest.draft], threads) if draft else None

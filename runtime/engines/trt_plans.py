@@ -17,7 +17,7 @@ from typing import Any
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.integrity import check_loaded, files_changed, link_info, sha256_of, verify_files
-from eesd.common.machine import nvidia_driver
+from eesd.common.machine import nvidia_driver, pip_install
 from eesd.common.machine_report import compute_capability
 from eesd.common.manifest import DRAFT_VOCAB_FILE, WEIGHTS_FILE, GraphInfo, Manifest, PlanInfo
 from eesd.common.quantization import BITS, FP4, FP8, Quantizations
@@ -242,8 +242,7 @@ def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
         )
     if importlib.util.find_spec(FLAVOURS[flavour]) is None:
         raise EESDError(
-            f"The plans in {directory} need {flavour}; install it with: pip install "
-            f"'eesd[{flavour}]'."
+            f"The plans in {directory} need {flavour}; install it with: {pip_install(flavour)}."
         )
     found = library_version(flavour)
     if found != built:
@@ -358,7 +357,7 @@ def check_gpu_supported(flavour: str, capability: str, manifest: Manifest) -> No
             f"{capability}; "
             f"supported are {', '.join(known)}. Data-centre GPUs (H100: 9.0, B200: 10.0) need "
             "tensorrt: on a machine with one, "
-            "pip install 'eesd[tensorrt]', and build with: eesd-build --target tensorrt. "
+            f"{pip_install('tensorrt')}, and build with: eesd-build --target tensorrt. "
             "Other GPUs: --backend torch."
         )
     for one in manifest.quantization.used:

@@ -11,12 +11,19 @@ import onnxruntime
 import pytest
 from support import fake_tensorrt as fake
 from support.command import assert_refused, run, succeed
+from support.without_operators import without_operators
 
+import eesd
 from eesd.common import machine, machine_report
+from eesd.export.build import main as build_main
+from eesd.export.cli import main as export_main
 from eesd.runtime import doctor
 from eesd.runtime.cli import main
+from eesd.runtime.engines import backends
 from eesd.runtime.engines.trt_plans import FLAVOURS, library_version
+from eesd.serve.cli import main as serve_main
 
+AGAIN = ("--force-reinstall", "--no-deps", "--no-cache-dir")
 GPU_ROWS = ("run plans on a GPU (tensorrt)", "run plans on a GPU (tensorrt-rtx)")
 
 
@@ -119,3 +126,51 @@ def test_a_library_that_cannot_be_loaded_is_not_a_missing_one(
 def test_the_version_is_that_of_the_module() -> None:
     """There is no package ``tensorrt`` where only ``tensorrt-cu12`` is installed."""
     assert library_version("tensorrt") == fake.VERSION and machine.installed("tensorrt") is None
+
+
+@pytest.mark.parametrize(
+    ("url", "command"),
+    [
+        ("file:///home/me/a%20checkout", "pip install '/home/me/a checkout[export]'"),
+        ("file:///tmp/eesd-1.whl", "pip install '/tmp/eesd-1.whl[export]'"),
+        ("https://x.org/eesd-1.whl", "pip install 'eesd[export] @ https://x.org/eesd-1.whl'"),
+        (None, "pip install 'eesd[export]' (from the index or the directory that eesd came from)"),
+    ],
+)
+def test_what_is_missing_is_installed_from_where_eesd_came(
+    url: str | None, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its name may be nobody's in a package index, or somebody else's."""
+    checkout = Path(__file__).parents[2]
+    assert machine.pip_install("export") == f"pip install -e '{checkout}[export]'"
+    found = tmp_path / "lib" / "site-packages"
+    (found / "eesd-1.dist-info").mkdir(parents=True)
+    (found / "eesd-1.dist-info" / "METADATA").write_text("Name: eesd\nVersion: 1\n")
+    if url is not None:
+        (found / "eesd-1.dist-info" / "direct_url.json").write_text(json.dumps({"url": url}))
+    monkeypatch.syspath_prepend(found)
+    monkeypatch.setattr(eesd, "__file__", str(found / "eesd" / "__init__.py"))
+    assert machine.pip_install("export") == command
+
+
+def test_without_a_compiler_every_door_says_what_to_do(
+    text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with without_operators():
+        remedy = f"C++ compiler (g++ or clang++), and then run: {machine.pip_install('', *AGAIN)}"
+        options = ("--exit-layer", 1, "--no-check", "--dtype", "bfloat16")
+        said = succeed(export_main, "--model", text_model, "-o", tmp_path, *options).stdout
+        assert "not built for the CPU: The operators" in said and remedy in said
+        run_it = ("--engine-dir", tmp_path, "-p", "hello", "-n", 2)
+        assert remedy in succeed(main, *run_it).stderr  # torch runs it
+        refused = ((build_main, tmp_path, "--target", "cpu"), (main, *run_it, "--backend", "ort"))
+        for command, *arguments in refused:
+            assert_refused(run(command, *arguments), remedy)
+        monkeypatch.setattr(backends, "installed", lambda _: None)
+        doors = ((main, *run_it), (serve_main, *run_it[:2], "--port", 0))
+        for command, *arguments in doors:
+            words = (remedy, "bfloat16 engines", machine.pip_install("torch"))
+            assert_refused(run(command, *arguments), *words)
+        found = jobs()
+        assert found["run on the CPU (ort)"] == "yes, but float32 engines alone, and slowly"
+        assert remedy in found["own operators"]

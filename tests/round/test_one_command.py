@@ -414,7 +414,7 @@ def test_a_missing_package_is_named(what: str, model: Path, cache: Path) -> None
     with python(BLOCK + command[0], *command[1:]) as done:
         stdout, stderr = done.communicate()
     assert (done.returncode, stdout) == (2, "")
-    assert_one_line(stderr.splitlines(keepends=True)[-1], "needs", "pip install 'eesd[export]'")
+    assert_one_line(stderr.splitlines(keepends=True)[-1], "needs", "[export]'")
     assert listing(cache) == []
 
 

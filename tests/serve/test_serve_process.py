@@ -174,7 +174,7 @@ def test_without_its_packages_the_command_says_what_to_install(
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "fastapi", None)
-    assert_refused(run(main, "--engine-dir", engine), "fastapi", "pip install 'eesd[serve]'")
+    assert_refused(run(main, "--engine-dir", engine), "fastapi", "[serve]'")
 
 
 class Collector(BaseHTTPRequestHandler):

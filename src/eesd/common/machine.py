@@ -3,10 +3,16 @@ is an NVIDIA driver."""
 
 import ctypes
 import importlib.util
+import json
 import os
+import shlex
 import shutil
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
+
+import eesd
 
 TORCH_ENGINE = ("torch", "safetensors", "onnx")
 """What the torch engine imports, besides what every installation has."""
@@ -18,6 +24,35 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def pip_install(extra: str = "", *options: str) -> str:
+    """The command that installs EESD again, from where it came: it may be in no package index.
+
+    Args:
+        extra: An extra of it to install, too.
+        options: Further options of pip.
+    """
+    wanted = f"[{extra}]" if extra else ""
+    checkout = Path(str(eesd.__file__)).parents[2]
+    if (checkout / "setup.py").exists():
+        return shlex.join(["pip", "install", *options, "-e", f"{checkout}{wanted}"])
+    url = _installed_from()
+    source = f"eesd{wanted} @ {url}" if url else f"eesd{wanted}"
+    if url.startswith("file:"):
+        source = f"{url2pathname(urlsplit(url).path)}{wanted}"
+    command = shlex.join(["pip", "install", *options, source])
+    return command if url else f"{command} (from the index or the directory that eesd came from)"
+
+
+def _installed_from() -> str:
+    """The URL of the checkout, wheel or repository that pip installed EESD from; "" if it was an
+    index."""
+    try:
+        found = distribution("eesd").read_text("direct_url.json")
+    except PackageNotFoundError:
+        return ""
+    return str(json.loads(found)["url"]) if found else ""
 
 
 def cores() -> int:
