@@ -62,7 +62,6 @@ def test_data_without_usable_rows_is_refused(
 @pytest.mark.parametrize("option", ["--data", "--self-generate", "--mix", "--validation"])
 def test_bad_files_are_refused_before_the_long_work(
     start: tuple[object, ...],
-    own_rows: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     option: str,

@@ -313,8 +313,8 @@ def test_doctor_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "nvidia_driver", lambda: False)
     succeed(doctor.main)
     facts = json.loads(succeed(doctor.main, "--json").stdout)
-    for extra in ("torch", "tensorrt", "tensorrt-rtx"):
-        assert facts["packages"][extra] == f"not installed: {machine.pip_install(extra)}"
+    for package, extra in (("torch", "torch"), ("onnx", "export"), ("accelerate", "distill")):
+        assert facts["packages"][package] == f"not installed: {machine.pip_install(extra)}"
     assert (
         facts["jobs"]["export"].startswith("no: onnx")
         and machine.pip_install() in facts["jobs"]["run on the CPU (ort)"]
