@@ -185,17 +185,17 @@ def _family(fields: Fields) -> Family:
     named = (
         names[0] if names else family.architecture if family else f"of model_type {model_type!r}"
     )
-    known = next((one for one in FAMILIES.values() if one.architecture == named), None)
-    if known is None:
-        supported = ", ".join(one.architecture for one in FAMILIES.values())
+    known = [one for one in FAMILIES.values() if named in (one.architecture, one.published)]
+    if not known:
+        supported = ", ".join(dict.fromkeys(one.architecture for one in FAMILIES.values()))
         raise EESDError(
             f"The architecture {named[:80]} is not supported; supported are {supported}."
         )
-    if model_type is not None and family != known:
+    if model_type is not None and family not in known:
         raise ValueError(
             f"model_type is {model_type!r}, which is not the model type of the architecture {named}"
         )
-    return known
+    return family or known[0]
 
 
 def _read(fields: Fields, family: Family) -> ModelConfig:

@@ -136,6 +136,7 @@ class Family:
         own: Takes the fields that others do not have.
         tensors: Makes the decoder's tensors of the stored ones.
         gguf: How llama.cpp stores it; None: not at all, or as another family.
+        published: Name of its class in configs with code of their own, if it has another one there.
     """
 
     model_type: str
@@ -156,6 +157,7 @@ class Family:
     own: Callable[[Fields, Sizes], Own] = _no_fields
     tensors: Callable[[Tensors, Geometry], Tensors] = as_stored
     gguf: Gguf | None = None
+    published: str = ""
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")

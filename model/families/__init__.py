@@ -4,7 +4,7 @@ from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.granite import GRANITE
 from eesd.model.families.hunyuan import HUNYUAN
-from eesd.model.families.llama import LLAMA
+from eesd.model.families.llama import INTERNLM3, IQUESTCODER, LLAMA
 from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.mixtral import MIXTRAL
 from eesd.model.families.olmo2 import OLMO2
@@ -29,6 +29,8 @@ _DENSE = (
     GEMMA2,
     GEMMA3,
     HUNYUAN,
+    INTERNLM3,
+    IQUESTCODER,
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE)

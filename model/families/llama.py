@@ -1,4 +1,5 @@
-"""Llama 2 and 3, CodeLlama, SmolLM2, and many others."""
+"""Llama 2 and 3, CodeLlama, SmolLM2, and many others; and the model types that transformers runs
+with Llama's code."""
 
 from eesd.common.checks import shown
 from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases, take_window
@@ -27,4 +28,47 @@ LLAMA = Family(
     gguf=Gguf(
         "llama", biases={"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}, interleaved=True
     ),
+)
+
+
+def _internlm3(fields: Fields, sizes: Sizes) -> Own:
+    """InternLM3 has other names for two fields. transformers takes either."""
+    names = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    for other, name in names.items():
+        given = [value for one in (other, name) if (value := fields.take(one, None)) is not None]
+        if len(set(map(shown, given))) > 1:
+            raise ValueError(f"{other} and {name} are one option, and differ")
+        fields.raw[name] = next(iter(given), False)
+    if fields.raw["attention_bias"] != fields.raw["mlp_bias"]:
+        raise ValueError("qkv_bias and bias differ, which transformers does not support either")
+    return _own(fields, sizes)
+
+
+def _iquestcoder(fields: Fields, sizes: Sizes) -> Own:
+    if fields.take("clip_qkv", None) is not None or fields.flag("use_sliding_window"):
+        raise ValueError(
+            "clip_qkv and use_sliding_window are not supported, which transformers refuses, too"
+        )
+    return _own(fields, sizes)
+
+
+INTERNLM3 = Family(
+    "internlm3",
+    LLAMA.architecture,
+    positions=32768,
+    kv_heads=2,
+    head_dim=128,
+    eps=1e-5,
+    own=_internlm3,
+    published="InternLM3ForCausalLM",
+)
+IQUESTCODER = Family(
+    "iquestcoder",
+    LLAMA.architecture,
+    positions=131072,
+    kv_heads=8,
+    head_dim=128,
+    eps=1e-5,
+    own=_iquestcoder,
+    published="IQuestCoderForCausalLM",
 )

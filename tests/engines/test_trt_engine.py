@@ -875,7 +875,7 @@ def test_a_missing_driver_or_library_is_named(
     command = ("--engine-dir", engine_copy, "-p", "hello", "--backend", "tensorrt")
     with monkeypatch.context() as absent:
         absent.setattr(importlib.util, "find_spec", lambda _: None)
-        assert_refused(run(main, *command), "need tensorrt; install it with: [tensorrt]'")
+        assert_refused(run(main, *command), "need tensorrt; install it with: pip", "[tensorrt]'")
     fake.install(monkeypatch)
     monkeypatch.setattr(trt_plans, "nvidia_driver", lambda: False)
     assert_refused(

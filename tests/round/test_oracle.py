@@ -18,7 +18,7 @@ from support.checkpoint_grid import POSITIONS, ROPES, VOCABULARY, Case, cases
 from support.command import add_tokenizer, export_engine, slow_but
 from support.distilling import distill
 from support.engine_dirs import trained_head
-from support.family_grid import OPTIONS, FamilyCase, family_cases
+from support.family_grid import OPTIONS, SMALL, FamilyCase, family_cases
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -228,6 +228,21 @@ def _is_supported(case: Case, directory: Path) -> bool:
 
 FAMILY_CASES = int(os.environ.get("FAMILY_CASES", "0"))
 """Checkpoints of each family in the thorough grid, if not the usual numbers."""
+
+
+def test_internlm3_as_published_is_that_of_transformers(tmp_path: Path) -> None:
+    """With the names of its own code for two fields and for the class."""
+    case = FamilyCase("internlm3", SMALL | {"attention_bias": True, "mlp_bias": True}, 1)
+    config = case.write(tmp_path) / "config.json"
+    saved = load_config(tmp_path)
+    raw = json.loads(config.read_text())
+    raw |= {"qkv_bias": raw.pop("attention_bias"), "bias": raw.pop("mlp_bias")}
+    config.write_text(json.dumps(raw | {"architectures": ["InternLM3ForCausalLM"]}))
+    assert load_config(tmp_path) == saved and saved.geometry.output_bias
+    for change in ({"bias": False}, {"attention_bias": False}):
+        config.write_text(json.dumps(raw | change))
+        with pytest.raises(EESDError, match="differ"):
+            load_config(tmp_path)
 
 
 @pytest.mark.parametrize(("count", "seed"), slow_but([(3, 1), (20, 2)], (3, 1)))

@@ -239,6 +239,11 @@ def _hunyuan(rng: random.Random, sizes: Options) -> Options:
     return rope | _biases(rng, "attention_bias") | {"head_dim": rng.choice((size, 16))}
 
 
+def _as_llama(rng: random.Random, sizes: Options) -> Options:
+    bias, size = rng.random() < 0.5, sizes["hidden_size"] // sizes["num_attention_heads"]
+    return _rope(rng) | {"attention_bias": bias, "mlp_bias": bias, "head_dim": size}
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -248,6 +253,8 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
     "hunyuan_v1_dense": _hunyuan,
+    "internlm3": _as_llama,
+    "iquestcoder": _as_llama,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
 }
