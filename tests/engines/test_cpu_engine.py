@@ -28,14 +28,13 @@ from support.command import (
     slow_but,
     succeed,
 )
-from support.engine_dirs import edit_manifest, graph_of
+from support.engine_dirs import edit_manifest, graph_of, record
 from support.lossless_checks import DRAFT_VOCAB
 from support.on_cache import OnCache
 
 from eesd.common import integrity
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole
-from eesd.common.integrity import sha256_of
 from eesd.common.manifest import Manifest, load_manifest
 from eesd.export.build import main as build_main
 from eesd.export.cpu import build
@@ -511,8 +510,7 @@ def test_several_may_build_at_once(plans: Path, made: list[Path]) -> None:
 def put(plans: Path, graph: str, model: onnx.ModelProto) -> None:
     """Write a graph, with the size and the hash that the manifest says."""
     (plans / graph).write_bytes(model.SerializeToString())
-    edit_manifest(plans, f"files/{graph}/size", (plans / graph).stat().st_size)
-    edit_manifest(plans, f"files/{graph}/sha256", sha256_of(plans / graph))
+    record(plans, graph)
 
 
 def matrix(model: onnx.ModelProto) -> onnx.TensorProto:

@@ -1,6 +1,7 @@
 """``eesd-run`` on engines, options and prompts that it cannot use: one helpful line, exit code 2,
 never a traceback."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,10 +13,12 @@ import pytest
 from click.testing import Result
 from safetensors.torch import load_file, save_file
 from support.command import assert_one_line, assert_refused, export_engine, run
-from support.engine_dirs import Damage, edit_manifest, garble, swap_graphs
+from support.engine_dirs import Damage, edit_manifest, garble, recorded, swap_graphs
 from support.without_operators import needs_operators
 
+from eesd.common.integrity import sha256_of
 from eesd.runtime.cli import main
+from eesd.runtime.engines.cpu_build import FILES
 
 pytestmark = pytest.mark.fast
 
@@ -222,8 +225,7 @@ def test_bad_json_lines_are_refused(
     "template", ["{% if", "{{ nothing.at.all }}", "{{ raise_exception('no\nsystem role') }}"]
 )
 def test_a_template_that_fails_is_one_line(engine_copy: Path, template: str) -> None:
-    (engine_copy / "chat_template.jinja").write_text(template)
-    edit_manifest(engine_copy, "files/chat_template.jinja/size", len(template))
+    recorded(lambda d: (d / "chat_template.jinja").write_text(template))(engine_copy)
     assert_refused(eesd_run(engine_copy, "--chat", *PROMPT), "chat template refuses")
 
 
@@ -233,8 +235,7 @@ def test_a_truncated_graph_is_one_line_of_the_whole_process(
 ) -> None:
     """ONNX Runtime logs to the file descriptor, behind Python's back."""
     data = (engine_copy / name).read_bytes()
-    (engine_copy / name).write_bytes(data[: int(keep * len(data))])
-    edit_manifest(engine_copy, f"files/{name}/size", int(keep * len(data)))
+    recorded(lambda d: (d / name).write_bytes(data[: int(keep * len(data))]))(engine_copy)
     without = (
         "from pathlib import Path; from eesd.runtime.engines import operators; operators.LIBRARY "
         "= Path('missing.so')"
@@ -250,6 +251,9 @@ def test_a_damaged_packed_graph_is_one_line_of_the_whole_process(
     (path,) = engine_copy.glob(f"cpu-*/{name}")
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data))] + b"\xff" * (len(data) - int(keep * len(data))))
+    listed = json.loads((path.parent / FILES).read_text())
+    listed[name]["sha256"] = sha256_of(path)
+    (path.parent / FILES).write_text(json.dumps(listed))
     refused_by_the_process(
         engine_copy, "pass", "cannot load", name, "run: eesd-build --target cpu --force"
     )

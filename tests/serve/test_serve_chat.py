@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.engine_dirs import edit_manifest
+from support.engine_dirs import record
 from support.serving import Served, events, served
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -131,7 +131,7 @@ def test_special_tokens_of_the_tokenizer_can_be_left_out(engine_copy: Path) -> N
     tokenizer = Tokenizer.from_file(str(file))
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     tokenizer.save(str(file))
-    edit_manifest(engine_copy, "files/tokenizer.json/size", file.stat().st_size)
+    record(engine_copy, "tokenizer.json")
     with served(engine_copy) as server, server.http as http:
         bos, *rest = server.llm.encode("def")
         assert bos == 1 and len(rest) == 3

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.engine_dirs import edit_manifest
+from support.engine_dirs import record
 from support.serving import Served, events, served
 from tokenizers import Tokenizer, decoders, models
 
@@ -132,7 +132,7 @@ def test_a_text_between_two_others(engine_copy: Path) -> None:
     for old, new in zip("`|^", ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"), strict=True):
         vocabulary[new] = vocabulary.pop(old)
     file.write_text(json.dumps(tokenizer))
-    edit_manifest(engine_copy, "files/tokenizer.json/size", file.stat().st_size)
+    record(engine_copy, "tokenizer.json")
     with served(engine_copy) as server:
         first, second, last = (
             vocabulary[name] for name in ("<fim_prefix>", "<fim_suffix>", "<fim_middle>")

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import Constraint
-from support.engine_dirs import edit_manifest
+from support.engine_dirs import record
 
 NAMES = st.text("abc", min_size=1, max_size=3)
 LEAVES = st.one_of(
@@ -103,11 +103,11 @@ def with_new_lines(engine: Path, directory: Path, template: str | None = None) -
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["\n"] = vocabulary.pop("`")
     file.write_text(json.dumps(tokenizer))
-    edit_manifest(directory, "files/tokenizer.json/size", file.stat().st_size)
+    record(directory, "tokenizer.json")
     if template is not None:
         file = directory / "chat_template.jinja"
         file.write_text(template)
-        edit_manifest(directory, "files/chat_template.jinja/size", file.stat().st_size)
+        record(directory, "chat_template.jinja")
     return directory
 
 

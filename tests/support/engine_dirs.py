@@ -112,6 +112,11 @@ def edit_manifest(directory: Path, path: str, value: Any) -> None:
     (directory / "manifest.json").write_text(json.dumps(raw))
 
 
+def record(directory: Path, name: str) -> None:
+    """Record a file that was changed in the manifest."""
+    edit_manifest(directory, f"files/{name}", asdict(file_info(directory / name)))
+
+
 def recorded(damage: Damage) -> Damage:
     """The same damage by somebody who records its size and hashes in the manifest, too."""
 
@@ -135,4 +140,4 @@ def garble(directory: Path) -> None:
 def swap_graphs(directory: Path) -> None:
     """Replace the draft graph by the verify graph."""
     shutil.copyfile(directory / "verify.onnx", directory / "draft.onnx")
-    edit_manifest(directory, "files/draft.onnx/size", (directory / "draft.onnx").stat().st_size)
+    record(directory, "draft.onnx")

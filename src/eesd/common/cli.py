@@ -71,12 +71,12 @@ class Number(click.FloatRange):
         return number
 
 
-class _Bytes(click.ParamType):
+class _Bytes(click.types.StringParamType):
     """A number of bytes, also with a unit such as GB or GiB."""
 
     name = "bytes"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
         if found is None:
             self.fail(f"{value} is no number of bytes; give one such as 5GiB or 5GB", param, ctx)
