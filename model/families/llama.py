@@ -2,11 +2,15 @@
 with Llama's code."""
 
 from eesd.common.checks import shown
-from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases, take_window
+from eesd.model.family import Family, Gguf, Own, Sizes, take_window
 from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
+    return _llama(fields, sizes, fields.flag("attention_bias"), fields.flag("mlp_bias"))
+
+
+def _llama(fields: Fields, sizes: Sizes, bias: bool, mlp_bias: bool) -> Own:
     kinds = fields.take("layer_types", None)
     if kinds is not None and kinds != ["full_attention"] * sizes.layers:
         # Transformers does not support it either.
@@ -15,9 +19,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         )
     # The window of a Llama config is in no mask of transformers, but its KV cache forgets what lies
     # before it.
-    return Own(
-        attention_biases(fields) | {"mlp_bias": fields.flag("mlp_bias")}, take_window(fields)
-    )
+    biases = {"qkv_bias": bias, "output_bias": bias, "mlp_bias": mlp_bias}
+    return Own(biases, take_window(fields))
 
 
 LLAMA = Family(
@@ -33,15 +36,19 @@ LLAMA = Family(
 
 def _internlm3(fields: Fields, sizes: Sizes) -> Own:
     """InternLM3 has other names for two fields. transformers takes either."""
-    names = {"qkv_bias": "attention_bias", "bias": "mlp_bias"}
-    for other, name in names.items():
-        given = [value for one in (other, name) if (value := fields.take(one, None)) is not None]
-        if len(set(map(shown, given))) > 1:
-            raise ValueError(f"{other} and {name} are one option, and differ")
-        fields.raw[name] = next(iter(given), False)
-    if fields.raw["attention_bias"] != fields.raw["mlp_bias"]:
+    bias = _either(fields, "qkv_bias", "attention_bias")
+    mlp_bias = _either(fields, "bias", "mlp_bias")
+    if bias != mlp_bias:
         raise ValueError("qkv_bias and bias differ, which transformers does not support either")
-    return _own(fields, sizes)
+    return _llama(fields, sizes, bias, mlp_bias)
+
+
+def _either(fields: Fields, *names: str) -> bool:
+    """A flag that has two names."""
+    given = {fields.flag(name) for name in names if name in fields.raw}
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(names)} are one option, and differ")
+    return True in given
 
 
 def _iquestcoder(fields: Fields, sizes: Sizes) -> Own:
