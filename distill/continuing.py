@@ -128,7 +128,7 @@ class _TorchRows:
         self._decoder, self._slots = decoder, slots
         self._weight = weight = decoder.lm_head.weight
         with torch.device(weight.device):
-            caches = empty_caches(decoder.geometry, count, slots, decoder.geometry.num_layers)
+            caches = empty_caches(decoder.geometry, count, slots)
             self._caches = [(k.to(weight.dtype), v.to(weight.dtype)) for k, v in caches]
             tables = map(torch.tensor, rotary_tables(decoder.geometry, slots))
             self._cos, self._sin = (table.to(weight.dtype) for table in tables)
@@ -179,7 +179,7 @@ class _TorchRows:
         """What the LM head reads [B, n, hidden] for ids [B, n]. Writes the caches in place."""
         o = self._decoder.operations(inputs, caches)
         x = o.embed(ids.to(self._weight.device))
-        for index in range(len(caches)):
+        for index in range(o.model.geometry.num_layers):
             x = block(o, o.model.layer(index), x)
         return o.norm(x, o.model.final_norm)
 

@@ -151,8 +151,8 @@ def full_sequence_inputs(
 class Teacher(nn.Module):
     """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
-    All layers share one KV cache: a pass over whole sequences reads only what the same layer just
-    wrote.
+    All layers share the caches of one: a pass over whole sequences reads only what the same layer
+    just wrote.
     """
 
     def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str) -> None:
@@ -173,10 +173,11 @@ class Teacher(nn.Module):
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
         """Hidden states [B, T, hidden] after each exit layer, and the targets."""
         geometry, dtype = self.decoder.geometry, storage_dtype(self.precision)
+        most = max(len(geometry.caches_of(layer)) for layer in range(geometry.num_layers))
         inputs, caches = full_sequence_inputs(
-            geometry, ids.shape[0], ids.shape[1], 1, dtype, ids.device
+            geometry, ids.shape[0], ids.shape[1], most, dtype, ids.device
         )
-        o = self.decoder.operations(inputs, caches * geometry.num_layers)
+        o = self.decoder.operations(inputs, caches * geometry.num_caches)
         hidden = {}
         with autocast(self.precision, ids.device):
             x = o.embed(ids)

@@ -13,13 +13,12 @@ import click
 from eesd.common.cli import OUTPUT, command
 from eesd.common.errors import EESDError
 from eesd.common.files import remove_leftovers
-from eesd.common.geometry import state_caches
 from eesd.common.integrity import files_changed, verify_files
 from eesd.common.machine import available_memory
 from eesd.common.machine_report import compute_capability
 from eesd.common.manifest import GraphInfo, Manifest, PlanInfo, load_manifest
 from eesd.common.terminal import Progress, notice, progress
-from eesd.common.weights import weight_bytes
+from eesd.common.weights import needs_of, weight_bytes
 from eesd.export import plans
 from eesd.export.make import lacks
 from eesd.export.memory import build_memory
@@ -232,9 +231,9 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
     """Warn if some attentions or cache updates of the graph are not single kernels, which makes
     decoding slow."""
     # The first stage writes the cache of the last exit block without an attention.
-    first_stage = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
-    without = first_stage + state_caches(manifest.geometry, manifest.exit_head)
-    attentions, updates = len(graph.caches) - without, 2 * len(graph.caches)
+    without = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
+    attentions = len(needs_of(manifest, graph).attended) - without
+    updates = 2 * len(graph.caches)
     if (plan.fused_attentions, plan.fused_cache_updates) < (attentions, updates):
         notice(
             f"{graph.file}: {plan.flavour} has {plan.fused_attentions} of {attentions} "

@@ -96,11 +96,7 @@ def outline(
         eos_token_ids=config.eos_token_ids,
         sampling=config.sampling,
         draft=GraphInfo("draft.onnx", tuple(draft_caches(geometry, head)), (), ()),
-        verify=(
-            GraphInfo(
-                "verify.onnx", (*range(geometry.num_layers), *exit_caches(geometry, head)), (), ()
-            ),
-        ),
+        verify=(GraphInfo("verify.onnx", tuple(range(exit_caches(geometry, head).stop)), (), ()),),
         files={},
         linked={},
         tools={},

@@ -132,7 +132,7 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
     del decoder  # otherwise both models are in memory
     decoder, _ = _stored_modules(checkpoint, head, manifest)
     geometry, length = checkpoint.geometry, len(ids)
-    caches = empty_caches(geometry, 1, length, geometry.num_layers)
+    caches = empty_caches(geometry, 1, length)
     found = decoder(torch.tensor([ids]), causal_inputs(geometry, 1, length, length), caches)[0][0]
     deviation = exact.std(-1, correction=0).square().mean().sqrt()
     same = int((found.argmax(-1) == exact.argmax(-1)).sum())
@@ -148,7 +148,7 @@ def _sampled_text(
     geometry, length = checkpoint.geometry, min(_TEXT_LENGTH, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
     caches, ids, rows = (
-        empty_caches(geometry, 1, length, geometry.num_layers),
+        empty_caches(geometry, 1, length),
         [checkpoint.config.bos_token_id or 0],
         [],
     )

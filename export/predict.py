@@ -10,10 +10,16 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from eesd.common.geometry import state_caches
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import BITS, LM_HEAD
-from eesd.common.weights import EMBEDDINGS, HEAD_TABLES, ROTARY_TABLES, StoredWeight, weights_of
+from eesd.common.weights import (
+    EMBEDDINGS,
+    HEAD_TABLES,
+    ROTARY_TABLES,
+    StoredWeight,
+    needs_of,
+    weights_of,
+)
 from eesd.export.memory import is_split, rank_bytes, slot_bytes
 from eesd.runtime.engines.cpu_build import halved_weights
 from eesd.runtime.engines.trt_plans import attended_slots
@@ -243,7 +249,7 @@ def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int =
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
     # Of caches of states, a single slot is read.
-    read = len(graph.caches) - state_caches(manifest.geometry, manifest.exit_head)
+    read = len(needs_of(manifest, graph).attended)
     return weights + slots * slot_bytes(manifest, read) // ranks
 
 

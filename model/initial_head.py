@@ -47,8 +47,7 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
     names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
     if exit_config.own_lm_head:
         names[LM_HEAD] = (lm_head_name(geometry),)
-    for index in range(exit_config.blocks):
-        layer = geometry.num_layers - exit_config.blocks + index
+    for index, layer in enumerate(geometry.head_layers(exit_config.blocks)):
         experts = geometry.of_layer(layer).experts
         for name in block_shapes(geometry.dense):
             parts = [name]

@@ -33,7 +33,8 @@ def causal_inputs(
     )
 
 
-def empty_caches(geometry: Geometry, batch: int, slots: int, layers: int) -> list[KV]:
-    """Create caches filled with zeros, for ``layers`` layers."""
+def empty_caches(geometry: Geometry, batch: int, slots: int, caches: int | None = None) -> list[KV]:
+    """Create caches filled with zeros. ``caches`` is their number; None: those of the base
+    layers."""
     shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
-    return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(layers)]
+    return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(caches or geometry.num_caches)]

@@ -57,7 +57,7 @@ def make_initial_head(
 
 def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
     """Random projections to the deep state, and one from it that adds nothing yet."""
-    hidden, width = geometry.hidden_size, 2 * geometry.num_kv_heads * geometry.head_dim
+    hidden, width = geometry.hidden_size, geometry.cache_columns
     generator, found = (
         torch.Generator().manual_seed(0),
         {"deep_in_proj.weight": torch.zeros(hidden, width)},

@@ -211,16 +211,17 @@ class Model(NamedTuple):
     def layer(self, index: int) -> Block:
         """The block of a base layer."""
         geometry = self.geometry
-        kind = geometry.kind(index)
-        return Block(geometry.of_layer(index), f"model.layers.{index}.", index, kind)
+        kind, cache = geometry.kind(index), geometry.caches_of(index).start
+        return Block(geometry.of_layer(index), f"model.layers.{index}.", cache, kind)
 
     def exit_block(self, index: int) -> Block:
         """A block of the exit head."""
         geometry, eagle = self.geometry, self.head.eagle
-        prefix, cache = f"{EXIT_HEAD}blocks.{index}.", geometry.num_layers + index
+        prefix, cache = f"{EXIT_HEAD}blocks.{index}.", exit_caches(geometry, self.head)[index]
         if eagle is not None:
             return Block(eagle.block, prefix, cache, FULL, eagle)
-        return Block(geometry.dense, prefix, cache, geometry.head_kinds(self.head.blocks)[index])
+        layer = geometry.head_layers(self.head.blocks)[index]
+        return Block(geometry.dense, prefix, cache, geometry.kind(layer))
 
     @property
     def final_norm(self) -> Norm:
@@ -236,7 +237,7 @@ class Model(NamedTuple):
     @property
     def state_width(self) -> int:
         """Columns of a deep state: the keys and values of a token in one cache."""
-        return 2 * self.geometry.num_kv_heads * self.geometry.head_dim
+        return self.geometry.cache_columns
 
     @property
     def state_caches(self) -> range:

@@ -220,14 +220,27 @@ class Geometry:
             )
 
     def kind(self, layer: int) -> str:
-        """Kind of a layer; of an exit head's block, that of the layer which it starts from
-        (:meth:`head_kinds`)."""
+        """Kind of a layer."""
         return self.layer_kinds[layer] if self.layer_kinds else FULL
 
-    def head_kinds(self, blocks: int) -> list[str]:
-        """Kinds of an exit head's blocks: those of the last layers, from which an untrained head
-        has its weights."""
-        return [self.kind(layer) for layer in range(self.num_layers - blocks, self.num_layers)]
+    def head_layers(self, blocks: int) -> list[int]:
+        """The layers that an untrained exit head's blocks have their weights and kinds from: the
+        last ones."""
+        return list(range(self.num_layers - blocks, self.num_layers))
+
+    def caches_of(self, layer: int) -> range:
+        """Indices of a layer's caches."""
+        return range(layer, layer + 1)
+
+    @property
+    def num_caches(self) -> int:
+        """Caches of the base layers."""
+        return self.caches_of(self.num_layers - 1).stop
+
+    @property
+    def cache_columns(self) -> int:
+        """Numbers in a slot of a cache: keys and values of a token."""
+        return 2 * self.num_kv_heads * self.head_dim
 
     @property
     def dense(self) -> "Geometry":
@@ -392,8 +405,9 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
 def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
     """Caches that hold states, to which nothing attends: the deep cache, or as many as an EAGLE-3
     head's state takes."""
-    width = 2 * geometry.num_kv_heads * geometry.head_dim
-    return -(-geometry.hidden_size // width) if exit_config.eagle else int(bool(exit_config.deep))
+    if exit_config.eagle:
+        return -(-geometry.hidden_size // geometry.cache_columns)
+    return int(bool(exit_config.deep))
 
 
 def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
@@ -402,14 +416,15 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit head's caches: those of its blocks, L .. L+E-1, and those of states from
-    L+E on. The base layers have the caches 0 .. L-1."""
-    return range(
-        geometry.num_layers,
-        geometry.num_layers + exit_config.blocks + state_caches(geometry, exit_config),
-    )
+    """Indices of the exit head's caches, behind those of the base layers: those of its E blocks,
+    then those of states."""
+    first, states = geometry.num_caches, state_caches(geometry, exit_config)
+    return range(first, first + exit_config.blocks + states)
 
 
 def draft_caches(geometry: Geometry, exit_config: ExitConfig) -> list[int]:
-    """Indices of the caches that the draft uses: 0 .. N-1 and those of the exit head."""
-    return [*range(exit_config.layer), *exit_caches(geometry, exit_config)]
+    """Indices of the caches that the draft uses: those of the first N layers and of the exit
+    head."""
+    layers = range(exit_config.layer)
+    own = [cache for layer in layers for cache in geometry.caches_of(layer)]
+    return [*own, *exit_caches(geometry, exit_config)]

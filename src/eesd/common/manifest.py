@@ -92,8 +92,7 @@ class GraphInfo:
 
     Attributes:
         file: Name of the ONNX file.
-        caches: Indices of the caches that the graph reads and writes, in input order. There are L +
-            E caches in all.
+        caches: Indices of the caches that the graph reads and writes, in input order.
         inputs: The inputs in order; the cache tensors come last.
         outputs: The outputs in order; the cache tensors come last.
     """
@@ -334,13 +333,14 @@ class Manifest:
 
     def base_layers(self, graph: GraphInfo) -> range:
         """The base layers that ``graph`` runs; the draft with an EAGLE-3 head runs none."""
-        layers = [index for index in graph.caches if index < self.geometry.num_layers]
+        every = range(self.geometry.num_layers)
+        layers = [one for one in every if self.geometry.caches_of(one).start in graph.caches]
         return range(layers[0], layers[-1] + 1) if layers else range(0)
 
     @property
     def num_caches(self) -> int:
-        """One cache for each base layer and each block of the head, and those of states."""
-        return self.geometry.num_layers + len(exit_caches(self.geometry, self.exit_head))
+        """The caches of the base layers and of the head."""
+        return exit_caches(self.geometry, self.exit_head).stop
 
     @property
     def stage_layers(self) -> tuple[range, ...]:
@@ -482,15 +482,15 @@ def _check_quantization(quantization: Quantizations) -> None:
 def _check_stages(manifest: Manifest) -> None:
     """Check that each stage begins where the previous one ends, and that the first has every cache
     of the draft."""
-    end, last = 0, len(manifest.verify) - 1
+    geometry, end, last = manifest.geometry, 0, len(manifest.verify) - 1
     for number, stage in enumerate(manifest.verify):
-        exits = exit_caches(manifest.geometry, manifest.exit_head) if number == 0 else range(0)
-        begin, end = end, end + len(stage.caches) - len(exits)
-        if end < max(begin + 1, manifest.exit_head.layer):
+        layers = manifest.base_layers(stage)
+        if layers.start != end or layers.stop < max(end + 1, manifest.exit_head.layer):
             raise ValueError("stages")
-        _check_graph(
-            stage, [*range(begin, end), *exits], manifest, first=number == 0, last=number == last
-        )
+        caches, end = [cache for one in layers for cache in geometry.caches_of(one)], layers.stop
+        if number == 0:
+            caches += exit_caches(geometry, manifest.exit_head)
+        _check_graph(stage, caches, manifest, first=number == 0, last=number == last)
     if end != manifest.geometry.num_layers:
         raise ValueError("stages")
 

@@ -27,6 +27,7 @@ class Shapes:
     Attributes:
         weights: Shapes of weights by name.
         caches: Indices of caches, in the order of their first use.
+        attended: Indices of those of keys and values; the others hold states.
         rotates: Whether a layer of the base model's kind uses its rotary tables.
     """
 
@@ -34,6 +35,7 @@ class Shapes:
         self.model = model
         self.weights: dict[str, Shape] = {}
         self.caches: list[int] = []
+        self.attended: list[int] = []
         self.rotates = False
 
     def embed(self, ids: int) -> int:
@@ -94,6 +96,7 @@ class Shapes:
             if geometry.qk_norm:
                 self.norm(geometry.head_dim, block.norm(f"self_attn.{part}_norm"))
         self._use(block.cache)
+        self.attended.append(block.cache)
         self.rotates |= block.kind != UNROTATED and block.eagle is None
         return geometry.num_heads * geometry.head_dim
 

@@ -30,7 +30,7 @@ from eesd.common.quantization import (
     is_linear,
     parts_of,
 )
-from eesd.common.shapes import NO_HEAD, block_weights, graph_needs
+from eesd.common.shapes import NO_HEAD, Shapes, block_weights, graph_needs
 
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -336,6 +336,12 @@ def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
     """Names of the tensors of checkpoint and exit head that a weight of a graph consists of."""
     name = name.removeprefix(DRAFT)
     return (lm_head_name(geometry),) if name == LM_HEAD else parts_of(name)
+
+
+def needs_of(manifest: Manifest, graph: GraphInfo) -> Shapes:
+    """The weights and caches of a graph by its description."""
+    layers = None if graph == manifest.draft else manifest.base_layers(graph)
+    return graph_needs(manifest.geometry, manifest.exit_head, layers)
 
 
 def weights_of(manifest: Manifest, graph: GraphInfo) -> dict[str, StoredWeight]:
