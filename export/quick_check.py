@@ -171,7 +171,8 @@ def _smaller(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prep
 
 def _smaller_geometry(geometry: Geometry, head: ExitConfig) -> Geometry:
     read = len(head.eagle.layers) if head.eagle else 1 + len(head.deep)
-    layers = min(geometry.num_layers, max(LAYERS, read, head.blocks))
+    attends = geometry.attention_layers[: max(head.blocks, 1)]
+    layers = min(geometry.num_layers, max(LAYERS, read, *(layer + 1 for layer in attends)))
     columns = min(geometry.vocab_size, head.draft_vocab or geometry.vocab_size, COLUMNS)
     return replace(geometry, num_layers=layers, vocab_size=columns)
 

@@ -212,7 +212,7 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
     sizes = {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": fields.integer("intermediate_size"),
+        "intermediate_size": fields.integer("intermediate_size", family.inner),
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": fields.integer(

@@ -5,7 +5,7 @@ which defaults, which parts of the decoder they choose (:class:`~eesd.common.geo
 and how its tensors get the names that the decoder has. ARCHITECTURE.md says how to add one.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -125,6 +125,7 @@ class Family:
         theta: ``rope_theta`` where a config does not say.
         eps: ``rms_norm_eps`` where a config does not say.
         tied: ``tie_word_embeddings`` where a config does not say.
+        inner: ``intermediate_size`` where a config does not say; ``...``: it must say.
         activation: Name of the field with the activation, and the activation if a config does not
             say.
         ropes: Scalings of the rotary embedding.
@@ -148,6 +149,7 @@ class Family:
     theta: float = 10000.0
     eps: float = 1e-6
     tied: bool = False
+    inner: Any = ...
     activation: tuple[str, str] = ("hidden_act", "silu")
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
     rope_names: Mapping[str, str] = field(default_factory=dict)
@@ -250,8 +252,11 @@ def take_window(fields: Fields, default: int | None = None) -> int | None:
     return window
 
 
-def take_layer_types(fields: Fields, layers: int) -> list[str] | None:
-    """``layer_types`` with an entry for each layer; None if there are none."""
+def take_layer_types(
+    fields: Fields, layers: int, known: Iterable[str] = LAYER_TYPES
+) -> list[str] | None:
+    """``layer_types`` with an entry for each layer, all of them ``known``; None if there are
+    none."""
     types = fields.take("layer_types", None)
     if types is None:
         return None
@@ -259,11 +264,9 @@ def take_layer_types(fields: Fields, layers: int) -> list[str] | None:
         raise ValueError(
             f"layer_types must be a list with an entry for each of the {layers} layers"
         )
-    other = next((kind for kind in types if kind not in LAYER_TYPES), None)
+    other = next((kind for kind in types if kind not in known), None)
     if other is not None:
-        raise ValueError(
-            f"layer_types has {shown(other)}; supported are full_attention and sliding_attention"
-        )
+        raise ValueError(f"layer_types has {shown(other)}; supported are {' and '.join(known)}")
     return types
 
 

@@ -8,7 +8,6 @@ and the LM head is a large part of a small model.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +56,7 @@ class Graph(nn.Module):
         """The operations of a pass with these caches. It makes masks of its own, as the memory of
         the inputs may have new values."""
         given = dict(zip(self._caches, caches, strict=True))
-        own = replace(inputs, near=None, query_mask=None)
+        own = inputs.anew()
         return self.operations(
             self.described, self.get_submodule, own, given, self._add_ranks, self.best is None
         )

@@ -25,10 +25,10 @@ def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
             f"{geometry.num_layers}-layer model; "
             f"{layer} was given."
         )
-    if not 0 <= blocks <= geometry.num_layers:
+    most = len(geometry.attention_layers)
+    if not 0 <= blocks <= most:
         raise EESDError(
-            f"The exit head must have between 0 and {geometry.num_layers} blocks; {blocks} "
-            "were given."
+            f"The exit head must have between 0 and {most} blocks; {blocks} were given."
         )
     if fault := head_fault(geometry, exit_config):
         raise EESDError(

@@ -67,6 +67,10 @@ class Inputs:
     near: "Inputs | None" = field(default=None, repr=False)
     query_mask: Tensor | None = field(default=None, repr=False)
 
+    def anew(self) -> "Inputs":
+        """These inputs without what layers have made of them."""
+        return replace(self, near=None, query_mask=None)
+
     def within(self, window: int) -> "Inputs":
         """These inputs for layers whose tokens see ``window`` tokens, their own included: made
         once, and kept in ``near``.

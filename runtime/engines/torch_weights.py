@@ -145,7 +145,8 @@ def load_modules(
             fuse(verify, *drafting)
             by_rows = computes_by_rows(verify)
         cos, sin = (
-            _tensor(weights[name]).to(device, getattr(torch, manifest.dtype))
+            # A stage may have no attention.
+            _tensor(weights.get(name, torch.empty(0))).to(device, getattr(torch, manifest.dtype))
             for name in ROTARY_TABLES
         )
         stages.append(StageModules(verify, drafting[0] if drafting else None, (cos, sin), by_rows))

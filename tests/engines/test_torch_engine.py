@@ -21,8 +21,9 @@ import pytest
 import torch
 from onnxruntime import get_available_providers
 from support import tiny_models
-from support.command import assert_one_line, assert_refused, run
+from support.command import assert_one_line, assert_refused, export_engine, run
 from support.engine_dirs import Damage, edit_manifest, garble, recorded, swap_graphs
+from support.family_grid import SMALL, FamilyCase
 from support.harness import Harness
 from support.no_torch import BLOCK
 from support.on_cache import OnCache
@@ -555,3 +556,15 @@ def test_auto_without_a_gpu_imports_torch_only_if_there_is_a_driver(
         f"{driver}\n",
         driver,
     ), done.stderr
+
+
+def test_a_model_that_rotates_nothing_runs(tmp_path: Path) -> None:
+    """Its graphs have no rotary tables."""
+    options = SMALL | {"intermediate_size": 40, "no_rope_layers": [0] * 3, "pad_token_id": None}
+    model = FamilyCase("smollm3", options, 1).write(tmp_path / "model")
+    plans = export_engine(model, tmp_path / "plans", "--dtype", "float32")
+    by_torch, by_ort = (
+        eesd.load(plans, backend, threads=1).generate([1, 5, 9], max_new_tokens=20, ignore_eos=True)
+        for backend in ("torch", "ort")
+    )
+    assert by_torch.tokens == by_ort.tokens

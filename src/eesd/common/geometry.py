@@ -223,10 +223,16 @@ class Geometry:
         """Kind of a layer."""
         return self.layer_kinds[layer] if self.layer_kinds else FULL
 
+    @property
+    def attention_layers(self) -> list[int]:
+        """The layers with attention."""
+        return list(range(self.num_layers))
+
     def head_layers(self, blocks: int) -> list[int]:
         """The layers that an untrained exit head's blocks have their weights and kinds from: the
-        last ones."""
-        return list(range(self.num_layers - blocks, self.num_layers))
+        last ones with attention, of which there must be so many."""
+        layers = self.attention_layers
+        return layers[len(layers) - blocks :]
 
     def caches_of(self, layer: int) -> range:
         """Indices of a layer's caches."""

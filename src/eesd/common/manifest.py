@@ -425,7 +425,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     least = 0 if exit_head.eagle else 1
     most = num_layers if not exit_head.blocks else num_layers - 1
     # Before anything is sized by them.
-    if not (least <= exit_head.layer <= most and 0 <= exit_head.blocks <= num_layers):
+    most_blocks = len(manifest.geometry.attention_layers)
+    if not (least <= exit_head.layer <= most and 0 <= exit_head.blocks <= most_blocks):
         raise ValueError("the exit head does not fit the model")
     manifest.geometry.check_window(manifest.max_tree_nodes)
     if fault := head_fault(manifest.geometry, exit_head):
