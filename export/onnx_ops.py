@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from eesd.common.architecture import EMBEDDING, Block, Linear, Mixture, Model, Norm
+from eesd.common.architecture import EMBEDDING, TAPS, Block, Linear, Mixture, Model, Norm
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD, Quantizations, Shape
@@ -483,20 +483,40 @@ class OnnxOperations:
         """The slot of each token [B, n]."""
         return self.node("Add", [self._unsqueeze("write_indices", 1), self._numbers(2)])
 
-    def _state_caches(self) -> list[str]:
+    def convolution(self, x: str, block: Block, name: str) -> str:
+        """Sums are of float32, from the earliest token on."""
+        hidden, taps = block.geometry.hidden_size, block.geometry.taps
+        gate, gate_behind, given = self._split(x, [hidden] * 3, -1)
+        state = self.node("Mul", [gate, given])
+        caches = self._write_states(state, hidden, block.state_caches)
+        weight = self._weight(f"{block.prefix}{TAPS}.weight")
+        weights = self._split(self._cast(weight.name, weight.dtype, "float32"), [1] * taps, 2)
+        total = ""
+        for distance, one in zip(reversed(range(taps)), weights, strict=True):
+            found = self._read_states(self._ancestors(distance), caches) if distance else state
+            wide = self._cast(found, self.dtype, "float32")
+            part = self.node("Mul", [wide, self._reshape(one, [hidden])])
+            total = self.node("Add", [total, part]) if total else part
+        return self.node("Mul", [gate_behind, self._cast(total, "float32", self.dtype)])
+
+    def _state_caches(self, indices: range) -> list[str]:
         """The caches of states: keys, then values, of one after another."""
-        return [f"{part}_{cache}" for cache in self.model.state_caches for part in ("key", "value")]
+        return [f"{part}_{cache}" for cache in indices for part in ("key", "value")]
 
     def write_state(self, x: str, name: str) -> str:
-        geometry, caches = self.geometry, self._state_caches()
-        kv_heads, size = geometry.num_kv_heads, geometry.head_dim
-        spare = len(caches) * kv_heads * size - geometry.hidden_size
-        if self.model.head.eagle and spare:
+        width = self.geometry.hidden_size if self.model.head.eagle else self.model.state_width
+        self._write_states(x, width, self.model.state_caches)
+        return x
+
+    def _write_states(self, x: str, width: int, indices: range) -> list[str]:
+        """Write states [B, n, width] into caches. Returns the written caches."""
+        caches = self._state_caches(indices)
+        kv_heads, size = self.geometry.num_kv_heads, self.geometry.head_dim
+        spare = len(caches) * kv_heads * size - width
+        if spare:
             x = self.node("Pad", [x, self.constant([0, 0, 0, 0, 0, spare])])
         parts = self._split(self._heads_apart(x, size), [kv_heads] * len(caches), 1)
-        for cache, part in zip(caches, parts, strict=True):
-            self._write(cache, part)
-        return x
+        return [self._write(cache, part) for cache, part in zip(caches, parts, strict=True)]
 
     def _gathered(self, cache: str, slots: str) -> str:
         """Rows of a cache at slots [B, 1, n, 1]: [B, KV, n, D]."""
@@ -513,19 +533,23 @@ class OnnxOperations:
         zeros = self.node("Mul", ["position_ids", self.constant(0)])
         every = self._unsqueeze(self._cast(zeros, "int64", self.dtype), 1, 3)
         found = []
-        for cache in self._state_caches():
+        for cache in self._state_caches(self.model.state_caches):
             state = self.node("Mul", [self._gathered(cache, before), factor])
             self._write(cache, self.node("Add", [state, every]))
             found.append(state)
         return self._heads_joined(self.node("Concat", found, axis=1), self.model.state_width, 1)
 
     def parent_state(self, name: str, written: str | None = None) -> str:
-        parent = self._parents()
-        is_there = self.node("GreaterOrEqual", [parent, self.constant(0)])
-        is_there = self.node("Cast", [is_there], to=onnx_type(self.dtype))
-        slots = self._unsqueeze(self.node("Clip", [parent, self.constant(0)]), 1, 3)
         suffix = "" if written is None else "_out"
-        parts = [self._gathered(f"{cache}{suffix}", slots) for cache in self._state_caches()]
+        caches = [f"{cache}{suffix}" for cache in self._state_caches(self.model.state_caches)]
+        return self._read_states(self._ancestors(1), caches)
+
+    def _read_states(self, slots: str, caches: Sequence[str]) -> str:
+        """The states [B, n, hidden] in slots [B, n] of caches; zeros for -1."""
+        is_there = self.node("GreaterOrEqual", [slots, self.constant(0)])
+        is_there = self.node("Cast", [is_there], to=onnx_type(self.dtype))
+        slots = self._unsqueeze(self.node("Clip", [slots, self.constant(0)]), 1, 3)
+        parts = [self._gathered(cache, slots) for cache in caches]
         geometry, hidden = self.geometry, self.geometry.hidden_size
         columns = len(parts) * geometry.num_kv_heads * geometry.head_dim
         states = self._heads_joined(self.node("Concat", parts, axis=1), columns)
@@ -533,11 +557,22 @@ class OnnxOperations:
             states = self._slice(states, 0, hidden, 2)
         return self.node("Mul", [states, self._unsqueeze(is_there, 2)])
 
-    def _parents(self) -> str:
-        """The slot [B, n] of the token that each token follows; -1 for one that follows none."""
+    def _ancestors(self, distance: int) -> str:
+        """The slots [B, n] of the tokens that each token follows, so many before it; -1: there is
+        none."""
+        if distance == 0:
+            return self._own_slots()
+        key = f"ancestors {distance}"
+        if key not in self._made:
+            self._made[key] = self._parents(self._ancestors(distance - 1))
+        return self._made[key]
+
+    def _parents(self, slots: str) -> str:
+        """For each token, the last slot [B, n] that it sees before a slot [B, n]; -1: there is
+        none."""
         seen = self.node("Gather", ["attn_mask", self.constant(0)], axis=1)
         seen = self.node("Greater", [seen, self.constant(MASKED / 2, self.dtype)])
-        earlier = self.node("Less", [self._numbers(3), self._unsqueeze(self._own_slots(), 2)])
+        earlier = self.node("Less", [self._numbers(3), self._unsqueeze(slots, 2)])
         before = self.node("And", [seen, earlier])
         numbers = self.node("Cast", [self._numbers(3)], to=TensorProto.FLOAT)  # exact below 2 ** 24
         found = self.node("Where", [before, numbers, self.constant(-1.0, "float32")])

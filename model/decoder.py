@@ -72,6 +72,8 @@ def _layer(name: str, shapes: Mapping[str, Shape], wide: bool) -> nn.Module:
     shape = shapes[f"{name}.weight"]
     if len(shape) == 1:
         return RMSNorm(shape[0], wide)
+    if len(shape) == 3:
+        return nn.Conv1d(shape[0], shape[0], shape[2], groups=shape[0], bias=False)
     if name == EMBEDDING:
         return nn.Embedding(shape[0], shape[1])
     return nn.Linear(shape[1], shape[0], bias=f"{name}.bias" in shapes)

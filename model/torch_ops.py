@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention, silu
 
-from eesd.common.architecture import EMBEDDING, Block, Linear, Mixture, Model, Norm
+from eesd.common.architecture import EMBEDDING, TAPS, Block, Linear, Mixture, Model, Norm
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD
@@ -54,6 +54,8 @@ class Inputs:
         near: The same inputs for sliding layers, once one has asked for them.
         query_mask: The mask with a row for each query that a KV head gets, once a layer has asked
             for it.
+        ancestors: Slots [B, n] of the tokens that each token follows, from its parent on, as far
+            as a layer has asked for them.
     """
 
     cos: Tensor
@@ -66,10 +68,11 @@ class Inputs:
     whole: bool = False
     near: "Inputs | None" = field(default=None, repr=False)
     query_mask: Tensor | None = field(default=None, repr=False)
+    ancestors: list[Tensor] = field(default_factory=list, repr=False)
 
     def anew(self) -> "Inputs":
         """These inputs without what layers have made of them."""
-        return replace(self, near=None, query_mask=None)
+        return replace(self, near=None, query_mask=None, ancestors=[])
 
     def within(self, window: int) -> "Inputs":
         """These inputs for layers whose tokens see ``window`` tokens, their own included: made
@@ -341,14 +344,37 @@ class TorchOperations:
         self.caches[index] = write_cache(old_keys, keys, at), write_cache(old_values, values, at)
 
     def write_state(self, x: Tensor, name: str) -> Tensor:
+        self._write_states(x, self.model.state_caches)
+        return x
+
+    def _write_states(self, x: Tensor, indices: range) -> None:
         """Write keys, then values, of one cache after another."""
-        indices, geometry = self.model.state_caches, self.model.geometry
+        geometry = self.model.geometry
         whole = pad(x, (0, len(indices) * self.model.state_width - x.shape[2]))
         heads = whole.view(*x.shape[:2], -1, geometry.head_dim).transpose(1, 2)
         parts = torch.split(heads, geometry.num_kv_heads, 1)
         for index, keys, values in zip(indices, parts[::2], parts[1::2], strict=True):
             self._write(index, keys, values)
-        return x
+
+    def convolution(self, x: Tensor, block: Block, name: str) -> Tensor:
+        """Sums are of float32, from the earliest token on."""
+        gate, gate_behind, given = x.chunk(3, -1)
+        state, taps = gate * given, block.geometry.taps
+        weights = self.module(f"{block.prefix}{TAPS}").weight[:, 0].float()
+        whole = self._inputs().whole
+        if not whole:
+            self._write_states(state, block.state_caches)
+        total = torch.zeros_like(state, dtype=torch.float32)
+        for tap in range(taps):
+            distance = taps - 1 - tap
+            if distance == 0:
+                found = state
+            elif whole:
+                found = pad(state, (0, 0, distance, 0))[:, : state.shape[1]]
+            else:
+                found = self._read_states(self._ancestors(distance), block.state_caches)
+            total = total + found.float() * weights[:, tap]
+        return gate_behind * total.to(x.dtype)
 
     def carry_state(self, name: str) -> Tensor:
         """[B, 1, 2 KV D]; zero where there is no token before."""
@@ -360,15 +386,26 @@ class TorchOperations:
         return torch.cat((keys, values), 1).transpose(1, 2).flatten(2)
 
     def parent_state(self, name: str, written: Tensor | None = None) -> Tensor:
-        """Zeros for a token that follows none. What was written is in the caches."""
-        inputs, slots = self._inputs(), numbers(self._inputs().attn_mask, 3)
-        sees = inputs.attn_mask[:, 0] > MASKED / 2
-        before = sees & (slots < inputs.own_slots[:, :, None])
-        parent = torch.where(before, slots, -1).amax(-1)
-        caches = [part for index in self.model.state_caches for part in self.caches[index]]
-        found = torch.cat([_read(part, parent.clamp_min(0)) for part in caches], 1)
+        """What was written is in the caches."""
+        return self._read_states(self._ancestors(1), self.model.state_caches)
+
+    def _read_states(self, slots: Tensor, indices: range) -> Tensor:
+        """The states [B, n, hidden] in slots [B, n] of caches; zeros for -1."""
+        caches = [part for index in indices for part in self.caches[index]]
+        found = torch.cat([_read(part, slots.clamp_min(0)) for part in caches], 1)
         states = found.transpose(1, 2).flatten(2)[..., : self.model.geometry.hidden_size]
-        return states * (parent >= 0)[..., None]
+        return torch.where((slots >= 0)[..., None], states, 0)
+
+    def _ancestors(self, distance: int) -> Tensor:
+        """The slots [B, n] of the tokens that each token follows, so many before it; -1: there is
+        none."""
+        inputs, slots = self._inputs(), numbers(self._inputs().attn_mask, 3)
+        found = inputs.ancestors
+        while len(found) < distance:
+            later = found[-1] if found else inputs.own_slots
+            before = (inputs.attn_mask[:, 0] > MASKED / 2) & (slots < later[:, :, None])
+            found.append(torch.where(before, slots, -1).amax(-1))
+        return found[distance - 1]
 
     def last(self, x: Tensor) -> Tensor:
         rows = self._inputs().logit_rows

@@ -17,7 +17,16 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.common.architecture import Block, Linear, Mixture, Model, Norm, draft, verify
+from eesd.common.architecture import (
+    TAPS,
+    Block,
+    Linear,
+    Mixture,
+    Model,
+    Norm,
+    draft,
+    verify,
+)
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD
@@ -280,19 +289,30 @@ class _Builder:
                 self._constant(names[-1], self.small[table][:, columns])
         return names
 
+    def convolution(self, x: str, block: Block, name: str) -> str:
+        weight = self._small(f"{block.prefix}{TAPS}.weight")
+        given = [x, "tokens", "paths", weight]
+        return self._states("Convolution", given, name, block.cache, block.geometry.hidden_size)
+
     def write_state(self, x: str, name: str) -> str:
-        return self._states("WriteState", [x, "tokens"], name)
+        return self._head_states("WriteState", [x, "tokens"], name)
 
     def carry_state(self, name: str) -> str:
-        return self._states("CarryState", ["tokens"], name)
+        return self._head_states("CarryState", ["tokens"], name)
 
     def parent_state(self, name: str, written: str | None = None) -> str:
         given = [] if written is None else [written]
-        return self._states("ParentState", ["tokens", "paths", *given], name)
+        return self._head_states("ParentState", ["tokens", "paths", *given], name)
 
-    def _states(self, kind: str, inputs: Sequence[str], output: str) -> str:
-        """A node that writes or reads states."""
+    def _head_states(self, kind: str, inputs: Sequence[str], output: str) -> str:
+        """A node that writes or reads states of the head."""
         geometry, head = self._model
+        size = geometry.hidden_size if head.eagle else self._model.state_width
+        return self._states(kind, inputs, output, self._model.state_caches[0], size)
+
+    def _states(self, kind: str, inputs: Sequence[str], output: str, cache: int, size: int) -> str:
+        """A node that writes or reads states of a size in the caches from one on."""
+        geometry = self._geometry
         return self._node(
             kind,
             inputs,
@@ -300,8 +320,8 @@ class _Builder:
             kv_heads=geometry.num_kv_heads,
             head_dim=geometry.head_dim,
             slots=slots_of(self.manifest),
-            layer=self._model.state_caches[0],
-            size=geometry.hidden_size if head.eagle else self._model.state_width,
+            layer=cache,
+            size=size,
         )
 
     def last(self, x: str) -> str:

@@ -4,6 +4,7 @@ from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.granite import GRANITE
 from eesd.model.families.hunyuan import HUNYUAN
+from eesd.model.families.lfm2 import LFM2
 from eesd.model.families.llama import INTERNLM3, IQUESTCODER, LLAMA
 from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.mixtral import MIXTRAL
@@ -31,6 +32,7 @@ _DENSE = (
     HUNYUAN,
     INTERNLM3,
     IQUESTCODER,
+    LFM2,
 )
 FAMILIES: dict[str, Family] = {
     family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE)

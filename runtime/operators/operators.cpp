@@ -444,6 +444,28 @@ class DeepCache {
     return tokens.shape[0];
   }
 
+  // The slot of the token so many before that of a row of tokens, along its path; -1: there is none.
+  int64_t ancestor(const int64_t *row, const int32_t *path, int64_t distance) const {
+    const int64_t place = row[3] + row[4] - 1 - distance;
+    if (place < 0) return -1;
+    const int64_t slot = place < row[3] ? place : path[place - row[3]];
+    checked_slot(slot);
+    return slot;
+  }
+
+  // ancestor() for the distances from 1 to `most`, of each token in order.
+  std::vector<int64_t> ancestors(const Tensor &tokens, const Tensor &paths, int64_t most) const {
+    check(paths.type == ort::INT32 && paths.shape.size() == 2 && paths.shape[0] == tokens.shape[0], "paths are [T, P] int32");
+    const int64_t *row = static_cast<const int64_t *>(tokens.data);
+    const int32_t *path = static_cast<const int32_t *>(paths.data);
+    std::vector<int64_t> found;
+    for (int64_t t = 0; t < tokens.shape[0]; t++, row += 5, path += paths.shape[1]) {
+      check(row[3] >= 0 && row[4] >= 0 && row[4] <= paths.shape[1], "a path has another length");
+      for (int64_t distance = 1; distance <= most; distance++) found.push_back(ancestor(row, path, distance));
+    }
+    return found;
+  }
+
   void checked_slot(int64_t slot) const { check(slot >= 0 && slot < slots_, "a slot is not in the cache"); }
 
   // work(number of the token, its cache, its slot) for each token in order.
@@ -555,15 +577,7 @@ class ParentState {
   void run(const Call &call) const {
     const Tensor tokens = call.input(0), paths = call.input(1);
     const int64_t count = cache_.checked(tokens), size = cache_.size();
-    check(paths.type == ort::INT32 && paths.shape.size() == 2 && paths.shape[0] == count, "paths are [T, P] int32");
-    const int64_t *row = static_cast<const int64_t *>(tokens.data);
-    const int32_t *path = static_cast<const int32_t *>(paths.data);
-    std::vector<int64_t> parents;
-    for (int64_t t = 0; t < count; t++, row += 5, path += paths.shape[1]) {
-      check(row[4] >= 0 && row[4] <= paths.shape[1], "a path has another length");
-      parents.push_back(row[4] > 1 ? path[row[4] - 2] : row[4] == 1 ? row[3] - 1 : row[2] - 1);
-      if (parents.back() != -1) cache_.checked_slot(parents.back());
-    }
+    const std::vector<int64_t> parents = cache_.ancestors(tokens, paths, 1);
     float *states = call.output<float>(0, {count, size});
     cache_.each(tokens, [&](int64_t t, void *cache, int64_t) {
       const int64_t parent = parents[static_cast<size_t>(t)];
@@ -574,6 +588,64 @@ class ParentState {
 
  private:
   DeepCache cache_;
+};
+
+// a, b and c side by side [T, 3 size], tokens [T, 5] int64, paths [T, P] int32, weights [size, taps] -> y [T, size]. The state a c
+// of each token is written into its slot. y is b times the sum of the states of the token and of those it follows, weighted.
+class Convolve {
+ public:
+  static constexpr const char *name = "Convolution";
+  static constexpr ort::Type outputs[] = {ort::FLOAT};
+  explicit Convolve(const Node &node) : cache_(node), taps_(node.constant(3).size() / cache_.size()) {
+    check(taps_ > 0, "a convolution has no weights");
+    weights_ = node.floats(3, cache_.size() * taps_, "the weights of a convolution have another size");
+  }
+
+  void run(const Call &call) const {
+    const Tensor x = call.input(0), tokens = call.input(1);
+    const int64_t count = cache_.checked(tokens), size = cache_.size(), before = taps_ - 1;
+    check(x.type == ort::FLOAT && x.size() == count * 3 * size, "x has another size");
+    const std::vector<int64_t> ancestors = cache_.ancestors(tokens, call.input(2), before);
+    const int64_t *rows = static_cast<const int64_t *>(tokens.data), parts = count < FEW ? 1 : settings_.threads;
+    const auto cache_of = [rows](int64_t t) { return reinterpret_cast<void *>(rows[t * 5]); };
+    float *y = call.output<float>(0, {count, size});
+    Scratch memory(Scratch::bytes_of<float>(count * size) + 64);
+    float *states = memory.take<float>(count * size);
+    call.parallel(count, parts, [&](int64_t first, int64_t last) {
+      for (int64_t t = first; t < last; t++) {
+        const float *a = x.floats() + t * 3 * size, *c = a + 2 * size;
+        for (int64_t i = 0; i < size; i++) states[t * size + i] = a[i] * c[i];
+        cache_.put(states + t * size, cache_of(t), rows[t * 5 + 2]);
+      }
+    });
+    call.parallel(count, parts, [&](int64_t first, int64_t last) {  // when all states are written
+      std::vector<float> found(static_cast<size_t>(size));
+      for (int64_t t = first; t < last; t++) {
+        float *sum = y + t * size;
+        std::fill(sum, sum + size, 0.0f);
+        for (int64_t distance = before; distance > 0; distance--) {
+          const int64_t slot = ancestors[static_cast<size_t>(t * before + distance - 1)];
+          if (slot < 0) continue;
+          cache_.get(cache_of(t), slot, found.data());
+          add(found.data(), distance, sum);
+        }
+        add(states + t * size, 0, sum);
+        const float *b = x.floats() + (3 * t + 1) * size;
+        for (int64_t i = 0; i < size; i++) sum[i] *= b[i];
+      }
+    });
+  }
+
+ private:
+  // Add the state of the token so many before, times the weights of this distance.
+  void add(const float *state, int64_t distance, float *sum) const {
+    for (int64_t i = 0; i < cache_.size(); i++) sum[i] += weights_[(i + 1) * taps_ - 1 - distance] * state[i];
+  }
+
+  const Settings settings_ = settings;
+  DeepCache cache_;
+  int64_t taps_;
+  const float *weights_;
 };
 
 // logits [T, V], ids [V] int64 or [0] -> ids [T, k] int64, log-probabilities [T, k]. Without ids they are the columns.
@@ -682,7 +754,7 @@ EESD_EXPORT ort::Status *RegisterCustomOps(ort::Options *options, const ort::Api
     for (const ort::CustomOp *op :
          {eesd::custom_op<eesd::Embed>(), eesd::custom_op<eesd::Multiply>(), eesd::custom_op<eesd::Mixture>(), eesd::custom_op<eesd::Attend>(),
           eesd::custom_op<eesd::Choose>(), eesd::custom_op<eesd::WriteState>(), eesd::custom_op<eesd::CarryState>(),
-          eesd::custom_op<eesd::ParentState>()})
+          eesd::custom_op<eesd::ParentState>(), eesd::custom_op<eesd::Convolve>()})
       wrong = wrong || eesd::failed(ort::call<ort::ADD_TO_DOMAIN>(eesd::table, made, op));
     return wrong ? nullptr : made;
   }();

@@ -79,7 +79,9 @@ def test_attentions_and_cache_updates_of_every_family_are_single_kernels(
 ) -> None:
     directory = export_engine(family_dir(name), tmp_path / "plans", "--dtype", dtype, *SHORT)
     manifest = load_manifest(directory)
-    assert fused(directory) == [(2, 4), (manifest.geometry.num_layers, 2 * manifest.num_caches)]
+    attentions = len(manifest.geometry.attention_layers)
+    draft = (1 if name == "lfm2" else 2), 2 * len(manifest.draft.caches)
+    assert fused(directory) == [draft, (attentions, 2 * manifest.num_caches)]
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -64,7 +64,7 @@ def save(reference: Any, directory: Path) -> Path:
 
 def logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
     geometry, count = checkpoint.geometry, len(tokens)
-    caches = empty_caches(geometry, 1, count, geometry.num_layers)
+    caches = empty_caches(geometry, 1, count)
     with torch.no_grad():
         inputs = causal_inputs(geometry, 1, count, count)
         found: torch.Tensor = load_decoder(checkpoint)(torch.tensor([tokens]), inputs, caches)[0]

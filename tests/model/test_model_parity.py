@@ -12,7 +12,7 @@ from support.tiny_checkpoints import FAMILIES, randomise
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from eesd.common.geometry import ExitConfig, Geometry, draft_caches
+from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import MASKED
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
@@ -73,7 +73,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
 
 def prompt_pass(decoder: Decoder, tokens: Tensor, slots: int) -> tuple[Tensor, list[KV]]:
     batch, count = tokens.shape
-    caches = empty_caches(decoder.geometry, batch, slots, decoder.geometry.num_layers)
+    caches = empty_caches(decoder.geometry, batch, slots)
     logits, caches = decoder(tokens, causal_inputs(decoder.geometry, batch, count, slots), caches)
     return logits, caches
 
@@ -185,8 +185,8 @@ class Graphs:
         return causal_inputs(self.decoder.geometry, batch, count, self.slots, start)
 
     def caches(self) -> list[KV]:
-        layers = self.decoder.geometry.num_layers + self.draft.exit_head.exit_config.blocks
-        return empty_caches(self.decoder.geometry, 2, self.slots, layers)
+        count = exit_caches(*self.draft.described).stop
+        return empty_caches(self.decoder.geometry, 2, self.slots, count)
 
     def draft_part(self, caches: list[KV]) -> list[KV]:
         return [caches[index] for index in self.used]

@@ -71,13 +71,13 @@ def parameters(config: dict[str, Any], directory: Path) -> int:
 
 
 def test_every_family_has_its_checkpoints() -> None:
-    """Five of each. Of SmolLM3 and Hunyuan there are two."""
+    """Five of each. Of SmolLM3 and Hunyuan there are two, of LFM2 three."""
     counts = {
         kind: sum(entry["config"]["model_type"] == kind for entry in CONFIGS.values())
         for kind in FAMILIES
     }
     assert all(
-        count >= (2 if kind in ("smollm3", "hunyuan_v1_dense") else 5)
+        count >= {"smollm3": 2, "hunyuan_v1_dense": 2, "lfm2": 3}.get(kind, 5)
         for kind, count in counts.items()
     ), counts
     assert {entry["source"] for entry in CONFIGS.values()} == {"public repository", "memory"}
@@ -225,7 +225,7 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
 
 def logits_of(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
     geometry, count = checkpoint.geometry, ids.shape[1]
-    caches = empty_caches(geometry, 1, count, geometry.num_layers)
+    caches = empty_caches(geometry, 1, count)
     found: torch.Tensor = load_decoder(checkpoint)(
         ids, causal_inputs(geometry, 1, count, count), caches
     )[0][0]

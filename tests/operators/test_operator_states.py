@@ -1,6 +1,7 @@
 """The operators of deep states: what they write and carry, in caches of all shapes; what they
 refuse without writing."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,82 @@ def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: 
     for bad in ((cache.address, 9, 9, SLOTS + 5, 1), (cache.address, 9, 9, 9, 4)):
         with pytest.raises(Exception, match=r"slot|path"):
             read.run(None, {"tokens": np.array([bad], np.int64), "paths": paths[:1]})
+
+
+@pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
+@pytest.mark.parametrize(("size", "taps"), [(7, 3), (32, 1), (50, 2), (90, 4)])
+def test_convolutions_follow_the_path_of_each_token(
+    tmp_path: Path, size: int, taps: int, dtype: str
+) -> None:
+    """The same bits in one call and token by token, in a chain and in a tree, beside another
+    sequence, on several threads."""
+    kv_heads, head_dim, random = 2, 8, np.random.default_rng(size)
+    weights = random.standard_normal((size, 1, taps)).astype(np.float32)
+    inputs = [("x", TensorProto.FLOAT), ("tokens", TensorProto.INT64), ("paths", TensorProto.INT32)]
+    sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS}
+    model = tmp_path / "one"
+    one_node(model, "Convolution", [*inputs, ("w", weights)], **sizes, layer=LAYER, size=size)
+    node = make_session(model, 3, True, "", dtype)
+    x = random.standard_normal((12, 3 * size)).astype(np.float32)
+    texts = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    # Behind three tokens of a context: a root, two branches, and one behind the second branch.
+    trees = [[0, 1, 2, 5], [0, 1, 2, 5, 6], [0, 1, 2, 5, 7], [0, 1, 2, 5, 7, 8]]
+    slots = {5: 3, 6: 4, 7: 5, 8: 6}
+
+    def cache() -> Cache:
+        return Cache(LAYER + -(-size // 32), kv_heads, SLOTS, head_dim, dtype)
+
+    def call(numbers: list[int], rows: Sequence[tuple[int, ...]], paths: list[list[int]]) -> Any:
+        padded = np.zeros((len(rows), max(map(len, paths), default=0) or 1), np.int32)
+        for row, own in zip(padded, paths, strict=True):
+            row[: len(own)] = own
+        given = {"x": x[numbers], "tokens": np.array(rows, np.int64), "paths": padded}
+        return node.run(None, given)[0]
+
+    def expected(path: list[int]) -> Any:
+        states = [x[one, :size] * x[one, 2 * size :] for one in path[-taps:]]
+        held = [rounded(state, head_dim, dtype) for state in states[:-1]] + states[-1:]
+        total = np.zeros(size, np.float32)
+        for distance, state in zip(reversed(range(len(held))), held, strict=True):
+            total = total + weights[:, 0, taps - 1 - distance] * state
+        return total * x[path[-1], size : 2 * size]
+
+    whole, pieces, other = cache(), cache(), cache()
+    chain = [(of.address, slot, slot, slot + 1, 0) for of in (whole, other) for slot in range(5)]
+    found = call([*range(5)] * 2, chain, [[]] * 10)
+    for number, path in enumerate([*texts, *texts]):
+        np.testing.assert_array_equal(found[number], expected(path))
+    for slot in range(5):
+        row = (pieces.address, slot, slot, slot + 1, 0)
+        np.testing.assert_array_equal(call([slot], [row], [[]])[0], found[slot])
+    nodes = [path[-1] for path in trees]
+    paths = [[slots[one] for one in path[3:]] for path in trees]
+    rows = [(whole.address, 2 + len(own), own[-1], 3, len(own)) for own in paths]
+    tree = call(nodes, rows, paths)
+    for number, path in enumerate(trees):
+        np.testing.assert_array_equal(tree[number], expected(path))
+    for bad in ((whole.address, 9, 9, SLOTS + 5, 1), (whole.address, 9, 9, -1, 1)):
+        if taps > 1:
+            with pytest.raises(Exception, match=r"slot|path"):
+                call([0], [bad], [[9]])
+    with pytest.raises(Exception, match="x has another size"):
+        node.run(None, {"x": x[:1, 1:].copy(), "tokens": np.array(rows[:1]), "paths": paths_of(1)})
+
+
+def paths_of(count: int) -> NDArray[np.int32]:
+    return np.zeros((count, 1), np.int32)
+
+
+def rounded(state: NDArray[np.float32], head_dim: int, dtype: str) -> NDArray[np.float32]:
+    """A state as a cache holds it."""
+    if dtype != "int8":
+        return state.astype(dtype).astype(np.float32)
+    rows = np.zeros((-(-len(state) // head_dim), head_dim), np.float32)
+    rows.reshape(-1)[: len(state)] = state
+    levels, scales = round_rows(rows, 127)
+    whole = (scales.view(np.uint32) & ~np.uint32(255)).view(np.float32)
+    found: NDArray[np.float32] = (levels * whole[:, None]).astype(np.float32).reshape(-1)
+    return found[: len(state)]
 
 
 def test_bad_calls_are_refused_and_write_nothing(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
     geometry, count = checkpoint.geometry, tokens.shape[1]
-    caches = empty_caches(geometry, 1, count, geometry.num_layers)
+    caches = empty_caches(geometry, 1, count)
     logits: Tensor = load_decoder(checkpoint)(
         tokens, causal_inputs(geometry, 1, count, count), caches
     )[0]
@@ -261,6 +261,7 @@ def test_a_family_is_computed_as_transformers_does(
         ("olmo2", 1),
         ("gemma3_text", 1),
         ("hunyuan_v1_dense", 1),
+        ("lfm2", 1),
     ),
 )
 def test_an_exported_family_generates_the_tokens_of_transformers(

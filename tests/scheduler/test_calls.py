@@ -117,6 +117,7 @@ KINDS = (
     "qwen3",
     "llama-bias",
     "mistral-window",
+    "lfm2",
     "no groups",
     "one KV head",
 )
@@ -124,12 +125,12 @@ KINDS = (
 
 @pytest.fixture(
     scope="module",
-    params=slow_but(KINDS, "float32", "bfloat16", "int4", "stages", "mistral-window"),
+    params=slow_but(KINDS, "float32", "bfloat16", "int4", "stages", "mistral-window", "lfm2"),
 )
 def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     kind: str = request.param
     directory = tmp_path_factory.mktemp(kind)
-    if kind in ("qwen3", "llama-bias", "mistral-window"):
+    if kind in ("qwen3", "llama-bias", "mistral-window", "lfm2"):
         model = request.getfixturevalue("family_dir")(kind)
     else:
         kv_heads = {"no groups": 4, "one KV head": 1}.get(kind, 2)

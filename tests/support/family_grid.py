@@ -244,6 +244,24 @@ def _as_llama(rng: random.Random, sizes: Options) -> Options:
     return _rope(rng) | {"attention_bias": bias, "mlp_bias": bias, "head_dim": size}
 
 
+def _lfm2(rng: random.Random, sizes: Options) -> Options:
+    layers = sizes["num_hidden_layers"]
+    attends = sorted(rng.sample(range(layers), rng.randint(2, layers)))
+    types = ["full_attention" if layer in attends else "conv" for layer in range(layers)]
+    said = rng.choice(({"layer_types": types}, {"full_attn_idxs": attends}))
+    return (
+        _rope(rng)
+        | said
+        | {
+            "conv_L_cache": rng.choice((3, 3, 1, 2, 4)),
+            "norm_eps": rng.choice((1e-3, 1e-5)),
+            "block_auto_adjust_ff_dim": rng.random() < 0.5,
+            "block_ffn_dim_multiplier": rng.choice((1.0, 1.3)),
+            "block_multiple_of": rng.choice((1, 16)),
+        }
+    )
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -255,6 +273,7 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "hunyuan_v1_dense": _hunyuan,
     "internlm3": _as_llama,
     "iquestcoder": _as_llama,
+    "lfm2": _lfm2,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
 }

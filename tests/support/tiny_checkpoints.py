@@ -68,6 +68,17 @@ FAMILIES = {
             {"rope_theta": 1e6, "tie_word_embeddings": True, "num_hidden_layers": 4},
         ),
         Family("qwen3", "qwen3", {"rope_theta": 1e6, "head_dim": 32, "tie_word_embeddings": True}),
+        Family(
+            "lfm2",
+            "lfm2",
+            {
+                "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+                "num_hidden_layers": 4,
+                "num_key_value_heads": 1,
+                "block_auto_adjust_ff_dim": False,
+                "norm_eps": 1e-3,
+            },
+        ),
         Family("qwen3-bias", "qwen3", {"head_dim": 16, "attention_bias": True}),
     )
 }

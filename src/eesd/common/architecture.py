@@ -29,6 +29,10 @@ has an input that others do not have, and whatever moves or keeps caches does th
 The first token of a text follows none, so the published heads have no keys for it: only it sees its
 own slot.
 
+**Short convolutions** (LFM2) stand in the place of attention in some layers. Each token's state
+lies in its slot of the layer's caches, as keys do. A token reads the states of the tokens that it
+follows, along its path. So nothing is undone when drafted tokens are rejected.
+
 The module needs neither torch nor onnx.
 """
 
@@ -37,6 +41,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from eesd.common.geometry import (
+    CONVOLUTION,
     FULL,
     Eagle,
     ExitConfig,
@@ -54,6 +59,9 @@ ROUTER = "mlp.gate"
 """Name in a block of the product that chooses its experts."""
 FUSE, FUSE_NORM = "fuse_proj", "fuse_norm"
 """Names in an EAGLE-3 head of the product that fuses the states of layers, and its norms."""
+TAPS = "conv.conv"
+"""Name in a block of the convolution, whose weight is [hidden, 1, taps], the last one of the token
+itself."""
 DEEP_IN = "deep_in_proj"
 """Name in the exit head of the product that takes a deep state into the draft."""
 
@@ -94,7 +102,7 @@ class Block:
     Attributes:
         geometry: Geometry of this block: with experts or without.
         prefix: Beginning of its modules' names, such as ``model.layers.3.``.
-        cache: Index of its cache.
+        cache: Index of its cache, or of the first one of a convolution.
         kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
         eagle: The EAGLE-3 head that the block belongs to. Its attention reads an embedding and a
             state side by side, hides the first slot, and has rotary tables of its own.
@@ -109,6 +117,11 @@ class Block:
     def norm(self, name: str) -> Norm:
         """A norm of the block."""
         return Norm(f"{self.prefix}{name}", self.geometry.rms_norm_eps)
+
+    @property
+    def state_caches(self) -> range:
+        """Indices of the caches of a convolution's states."""
+        return range(self.cache, self.cache + self.geometry.state_caches)
 
     def joins_heads(self) -> bool:
         """Whether queries and keys are normalized over all heads together."""
@@ -178,6 +191,18 @@ class Operations(Protocol[X]):
             block: The block, whose geometry says how heads are normalized, rotated and scored.
             name: Name of the result.
             attends: Whether there are queries.
+        """
+        ...
+
+    def convolution(self, x: X, block: Block, name: str) -> X:
+        """Gate, convolve and gate again.
+
+        Args:
+            x: Three parts side by side, each of the hidden size: a, b and c.
+            block: The block. A token's state, a times c, is written into its slots of the block's
+                caches.
+            name: Name of the result: b times the sum of the states of the token and of those that
+                it follows, each times a weight of its distance and column.
         """
         ...
 
@@ -322,12 +347,16 @@ def block(o: Operations[X], of: Block, x: X) -> X:
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
-    """The first half of a block: ``residual`` and what attention adds."""
-    attended = _attention(o, of, x)
-    layer = [
-        Linear(f"{of.prefix}self_attn.o_proj", of.geometry.hidden_size, of.geometry.output_bias)
-    ]
-    name = f"{of.prefix}attended"
+    """The first half of a block: ``residual`` and what attention or a convolution adds."""
+    name, hidden = f"{of.prefix}attended", of.geometry.hidden_size
+    if of.kind == CONVOLUTION:
+        gated = [Linear(f"{of.prefix}conv.in_proj", 3 * hidden)]
+        given = o.product(x, gated, f"{of.prefix}gates", of.norm("input_layernorm"))
+        attended = o.convolution(given, of, f"{of.prefix}convolved")
+        layer = [Linear(f"{of.prefix}conv.out_proj", hidden)]
+    else:
+        attended = _attention(o, of, x)
+        layer = [Linear(f"{of.prefix}self_attn.o_proj", hidden, of.geometry.output_bias)]
     if not of.geometry.norm_behind:
         return o.product(attended, layer, name, residual=residual)
     added = o.norm(o.product(attended, layer, name), of.norm("post_self_attn_layernorm"))

@@ -42,12 +42,13 @@ class RopeScaling:
     divisors: tuple[float, ...] = ()
 
 
-FULL, SLIDING, UNROTATED = "full", "sliding", "unrotated"
+FULL, SLIDING, UNROTATED, CONVOLUTION = "full", "sliding", "unrotated", "convolution"
 """Kinds of layers: with the rotary embedding and all tokens before a token; with those in a window,
-and the local rotary base if there is one; without a rotary embedding."""
+and the local rotary base if there is one; without a rotary embedding; with a short convolution in
+the place of attention."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 """What gates the MLP."""
-MOST_LAYERS, WIDEST, LARGEST_SIZE = 4096, 512, 1 << 24
+MOST_LAYERS, WIDEST, LARGEST_SIZE, MOST_TAPS = 4096, 512, 1 << 24, 16
 """Bounds for what a file may say about a model, so that a damaged one cannot take all memory."""
 
 
@@ -104,6 +105,7 @@ class Geometry:
             all of them.
         layer_kinds: Kind of each layer, or of more layers than there are; empty: all are ``full``.
         window: Tokens that a sliding layer sees, its own included.
+        taps: Tokens that a short convolution sees, its own included.
         local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: they have
             those of the others.
         experts: What layers have instead of an MLP of the intermediate size. The blocks of an exit
@@ -142,6 +144,7 @@ class Geometry:
     rotated: int = 0
     layer_kinds: tuple[str, ...] = ()
     window: int = 0
+    taps: int = 0
     local_theta: float = 0.0
     experts: Experts | None = None
 
@@ -199,12 +202,16 @@ class Geometry:
                 f"there are kinds of {len(self.layer_kinds)} layers, and {self.num_layers} layers"
             )
         if (
-            not {*self.layer_kinds} <= {FULL, SLIDING, UNROTATED}
+            not {*self.layer_kinds} <= {FULL, SLIDING, UNROTATED, CONVOLUTION}
             or len(self.layer_kinds) > MOST_LAYERS
         ):
             raise ValueError("a kind of layer is unknown")
         if (SLIDING in self.layer_kinds) != (self.window > 0):
             raise ValueError(f"the window is {self.window}, which does not fit the kinds of layers")
+        if (CONVOLUTION in self.layer_kinds) != (self.taps > 0) or self.taps > MOST_TAPS:
+            raise ValueError(f"a convolution of {self.taps} tokens is out of range")
+        if self.taps and self.state_caches > WIDEST:
+            raise ValueError("a state is too large for the caches")
         if not (self.norm_before or self.norm_behind):
             raise ValueError("a block has no norm")
         if self.experts is not None and self.mlp_bias:
@@ -226,7 +233,7 @@ class Geometry:
     @property
     def attention_layers(self) -> list[int]:
         """The layers with attention."""
-        return list(range(self.num_layers))
+        return [one for one in range(self.num_layers) if self.kind(one) != CONVOLUTION]
 
     def head_layers(self, blocks: int) -> list[int]:
         """The layers that an untrained exit head's blocks have their weights and kinds from: the
@@ -234,9 +241,17 @@ class Geometry:
         layers = self.attention_layers
         return layers[len(layers) - blocks :]
 
+    @property
+    def state_caches(self) -> int:
+        """Caches that a state of the hidden size takes."""
+        return -(-self.hidden_size // self.cache_columns)
+
     def caches_of(self, layer: int) -> range:
-        """Indices of a layer's caches."""
-        return range(layer, layer + 1)
+        """Indices of a layer's caches: one of keys and values, or those of a convolution's
+        states."""
+        more = self.state_caches - 1
+        first = layer + more * self.layer_kinds[:layer].count(CONVOLUTION)
+        return range(first, first + 1 + more * (self.kind(layer) == CONVOLUTION))
 
     @property
     def num_caches(self) -> int:
@@ -282,10 +297,10 @@ class Geometry:
                 raise EESDError(
                     f"{ranks} ranks do not divide the model's {size} {what}; give another number."
                 )
-        if ranks > 1 and self.qk_norm_joint:
+        if ranks > 1 and (self.qk_norm_joint or self.taps):
+            part = "norms over all heads" if self.qk_norm_joint else "short convolutions"
             raise EESDError(
-                f"{self.architecture} cannot be split over ranks: it has norms over all "
-                "heads; start one process."
+                f"{self.architecture} cannot be split over ranks: it has {part}; start one process."
             )
         return replace(
             self,
@@ -412,7 +427,7 @@ def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
     """Caches that hold states, to which nothing attends: the deep cache, or as many as an EAGLE-3
     head's state takes."""
     if exit_config.eagle:
-        return -(-geometry.hidden_size // geometry.cache_columns)
+        return geometry.state_caches
     return int(bool(exit_config.deep))
 
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from eesd.common.architecture import (
     EMBEDDING,
+    TAPS,
     Block,
     Linear,
     Mixture,
@@ -99,6 +100,12 @@ class Shapes:
         self.attended.append(block.cache)
         self.rotates |= block.kind != UNROTATED and block.eagle is None
         return geometry.num_heads * geometry.head_dim
+
+    def convolution(self, x: int, block: Block, name: str) -> int:
+        hidden = block.geometry.hidden_size
+        self.weights[f"{block.prefix}{TAPS}.weight"] = (hidden, 1, block.geometry.taps)
+        self._use(*block.state_caches)
+        return hidden
 
     def _use(self, *caches: int) -> None:
         self.caches += [cache for cache in caches if cache not in self.caches]

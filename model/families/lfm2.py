@@ -1,0 +1,89 @@
+"""LFM2: short convolutions in most layers, in the others attention with norms of queries and
+keys."""
+
+from eesd.common.checks import shown
+from eesd.common.geometry import CONVOLUTION, FULL, MOST_TAPS, Geometry
+from eesd.model.family import Family, Own, Sizes, Tensors, renamed, take_layer_types
+from eesd.model.fields import Fields
+
+INNER = 12288
+"""``intermediate_size`` where a config does not say."""
+NO_EFFECT = (
+    *("block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale"),
+    *("block_use_swiglu", "block_use_xavier_init", "conv_dim", "conv_dim_out"),
+    *("conv_use_xavier_init", "num_heads", "use_pos_enc"),
+)
+"""Fields of published configs that transformers ignores."""
+KINDS = {"conv": CONVOLUTION, "full_attention": FULL}
+"""Kinds of layers by their names in transformers."""
+NAMES = {
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
+
+
+def _kinds(fields: Fields, layers: int) -> dict[str, tuple[str, ...]]:
+    """The part for the kinds of layers."""
+    types, attends = take_layer_types(fields, layers, KINDS), fields.take("full_attn_idxs", None)
+    if types is None and attends is not None:
+        if not isinstance(attends, list) or not all(type(one) is int for one in attends):
+            raise ValueError(
+                f"full_attn_idxs is {shown(attends)}, and must be a list of numbers of layers"
+            )
+        types = ["full_attention" if one in attends else "conv" for one in range(layers)]
+    kinds = tuple(KINDS[one] for one in types or [])
+    return {"layer_kinds": kinds} if CONVOLUTION in kinds else {}
+
+
+def _intermediate(fields: Fields) -> int:
+    """The intermediate size, which may be two thirds of what the config says, rounded up."""
+    size: int = fields.integer("block_ff_dim", fields.integer("intermediate_size", INNER))
+    factor = fields.number("block_ffn_dim_multiplier", 1.0, optional=True)
+    step: int = fields.integer("block_multiple_of", 256)
+    if not fields.flag("block_auto_adjust_ff_dim", True):
+        return size
+    size = int(2 * size / 3)
+    return size if factor is None else -(-int(factor * size) // step) * step
+
+
+def _own(fields: Fields, sizes: Sizes) -> Own:
+    fields.taken |= {*NO_EFFECT}
+    if fields.flag("conv_bias"):
+        raise ValueError("convolutions with biases (conv_bias) are not supported")
+    kinds, taps = _kinds(fields, sizes.layers), fields.integer("conv_L_cache", 3, most=MOST_TAPS)
+    tied = fields.flag("tie_word_embeddings", True)
+    parts = {
+        "rms_norm_eps": fields.number("norm_eps", 1e-5),
+        "intermediate_size": _intermediate(fields),
+        "tied_embeddings": fields.flag("tie_embedding", tied),
+        "qk_norm": True,
+        "taps": taps if kinds else 0,
+    }
+    return Own(parts | kinds)
+
+
+def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
+    own = {
+        name.replace("model.embedding_norm.", "model.norm."): one for name, one in tensors.items()
+    }
+    return renamed(own, NAMES)
+
+
+LFM2 = Family(
+    "lfm2",
+    "Lfm2ForCausalLM",
+    positions=128000,
+    kv_heads=8,
+    theta=1e6,
+    tied=True,
+    inner=INNER,
+    activation=("", "silu"),
+    own=_own,
+    tensors=_tensors,
+)

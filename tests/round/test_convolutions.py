@@ -1,0 +1,231 @@
+"""Short convolutions (LFM2): states of drafted tokens that are rejected leave no trace, on each
+backend, in chains and trees, batches, pieces of prompts and kept beginnings."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.batches import OPTIONS, alone, requests
+from support.batches import run as run_batch
+from support.command import add_tokenizer, assert_refused, run, succeed
+from support.family_grid import SMALL, FamilyCase
+from support.harness import Harness
+from support.lossless_checks import (
+    PROMPTS,
+    SAMPLINGS,
+    check_cache,
+    check_same_tokens,
+    check_tree_drafts,
+)
+from support.without_operators import needs_operators
+from transformers import AutoModelForCausalLM
+
+import eesd
+from eesd.common.errors import EESDError
+from eesd.common.geometry import ExitConfig
+from eesd.common.manifest import load_manifest
+from eesd.controllers import make_controller
+from eesd.distill import teacher
+from eesd.distill.teacher import full_sequence_inputs
+from eesd.export.cli import main as export_main
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.config import load_config
+from eesd.model.loading import load_decoder, make_initial_head, save_exit_head
+from eesd.runtime.batch.scheduler import Scheduler
+from eesd.runtime.cli import main as run_main
+from eesd.runtime.llm import Speculation
+
+CONFIG: dict[str, Any] = SMALL | {
+    "vocab_size": 97,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 1,
+    "intermediate_size": 48,
+    "block_auto_adjust_ff_dim": False,
+    "max_position_embeddings": 384,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+}
+"""A state of 32 numbers takes two caches."""
+Shared = Callable[[str, Callable[[Path], object]], Path]
+
+
+def fill(path: Path) -> None:
+    """A model, and a head that is its last layer: the draft leaves out a convolution of small
+    weights."""
+    model = FamilyCase("lfm2", CONFIG, 2).write(path / "whole")
+    weights: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        for name in ("conv.out_proj", "feed_forward.w2"):
+            weights.model.layers[3].get_submodule(name).weight *= 0.3
+    weights.save_pretrained(path / "model")
+    add_tokenizer(path / "model")
+    checkpoint = Checkpoint(path / "model")
+    config = ExitConfig(3, base=checkpoint.fingerprint(), trained=True)
+    save_exit_head(make_initial_head(checkpoint, config), path / "head", torch.float32)
+    for name, own in (("plans", ("--quantize-draft", "none")), ("stages", ("--stages", 2))):
+        options = ("--exit-head", path / "head", "--dtype", "float32", *own)
+        succeed(export_main, "--model", path / "model", "-o", path / name, *options)
+
+
+@pytest.fixture(scope="module")
+def place(shared: Shared) -> Path:
+    return shared("convolutions", fill)
+
+
+@pytest.fixture(scope="module", params=["own", "standard"])
+def harness(request: pytest.FixtureRequest, place: Path) -> Harness:
+    return Harness(place / "plans", standard=request.param == "standard")
+
+
+@pytest.mark.parametrize("width", [1, 3])
+@pytest.mark.parametrize("name", ["greedy", "T1"])
+def test_drafting_gives_the_tokens_of_plain_decoding(
+    harness: Harness, name: str, width: int
+) -> None:
+    controller = make_controller("fixed:k=4", seed=3)
+    accepted = judged = 0
+    for prompt in PROMPTS:
+        stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller, width)
+        accepted, judged = accepted + stats.accepted_tokens, judged + sum(stats.verified_at_depth)
+    assert 0 < accepted < judged, "acceptance and rejection must both occur"
+    check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller, width)
+    if width > 1:
+        check_tree_drafts(harness, PROMPTS[2], width)
+
+
+def test_the_standard_graphs_and_the_operators_agree(place: Path) -> None:
+    manifest = load_manifest(place / "plans")
+    assert manifest.verify[0].caches == tuple(range(9)) and manifest.num_caches == 9
+    assert manifest.draft.caches == (0, 1, 2, 3, 4, 8)
+    tokens = np.random.default_rng(0).integers(0, 97, 40).tolist()
+    one, other = (Harness(place / "plans", standard=of) for of in (True, False))
+    found = [of.session(tokens).peek() for of in (one, other)]
+    np.testing.assert_allclose(found[0], found[1], rtol=0, atol=1e-4 * np.abs(found[0]).max())
+
+
+@pytest.mark.parametrize(
+    ("backend", "plans"), [("ort", "plans"), ("ort", "stages"), ("torch", "stages")]
+)
+def test_a_batch_gives_the_tokens_of_each_request_alone(
+    place: Path, backend: str, plans: str
+) -> None:
+    """Rows that draft, prompts in pieces of 16 tokens, and beginnings that were kept."""
+    llm = eesd.load(place / plans, backend, threads=1)
+    given = list(requests(12, seed=7))
+    scheduler = Scheduler(llm, OPTIONS)
+    for request, record in zip(given, run_batch(scheduler, given, every=2), strict=True):
+        assert record.tokens == alone(llm, request)
+    assert scheduler.prefixes.hits and not scheduler.kv_used
+
+
+@pytest.mark.parametrize("backend", ["ort", "torch"])
+def test_the_tokens_are_those_of_transformers(place: Path, backend: str) -> None:
+    reference: Any = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    prompt = torch.tensor([PROMPTS[2]])
+    options = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
+    expected = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    for speculation in (None, Speculation(tree=2, guard=False), Speculation(guard=False)):
+        llm = eesd.load(place / "plans", backend, threads=1, speculation=speculation)
+        found = llm.generate(PROMPTS[2], max_new_tokens=60, ignore_eos=True).tokens
+        assert found == expected[0, len(PROMPTS[2]) :].tolist(), speculation
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_teacher_computes_the_model(
+    place: Path, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With caches that layers share, as on CPUs, and without, as on GPUs."""
+    made = partial(full_sequence_inputs, whole=whole)
+    monkeypatch.setattr(teacher, "full_sequence_inputs", made)
+    checkpoint = Checkpoint(place / "model")
+    decoder, ids = load_decoder(checkpoint), torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
+    hidden, _ = teacher.Teacher(decoder, range(1, 6), 4, "float32")(ids)
+    reference: Any = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
+    mask = torch.ones_like(ids)
+    expected = reference(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    for layer in range(1, 5):
+        torch.testing.assert_close(hidden[layer], expected[layer], rtol=1e-4, atol=1e-4)
+    normed = reference.model.embedding_norm(hidden[5])
+    torch.testing.assert_close(normed, expected[5], rtol=1e-4, atol=1e-4)
+
+
+@needs_operators()
+@pytest.mark.parametrize("kind", ["float16", "int8"])
+def test_rounded_states_are_the_same_in_drafts_and_without(place: Path, kind: str) -> None:
+    for tree in (1, 2):
+        speculation = Speculation("fixed:k=4", tree=tree, guard=False)
+        load = partial(eesd.load, place / "plans", threads=1, kv_cache_dtype=kind)
+        drafts, plain = load(speculation=speculation), load(speculation=None)
+        found = drafts.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True)
+        assert found.tokens == plain.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True).tokens
+        assert found.stats.accepted_tokens
+
+
+def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path) -> None:
+    """From the model alone: the whole model in 4 bits drafts, and nothing."""
+    ask = ("-p", "hello there", "-n", 40, "--ignore-eos", "--json", "--cache-dir", tmp_path)
+    model = ("--model", place / "model", "--exit-head", "quantized", "--dtype", "float32")
+    drafts, plain = (
+        json.loads(succeed(run_main, *model, *ask, *more).stdout) for more in ((), ("--no-draft",))
+    )
+    assert drafts["tokens"] == plain["tokens"] and drafts["stats"]["accepted_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"conv_bias": True}, ("conv_bias", "not supported")),
+        ({"conv_L_cache": 17}, ("conv_L_cache is 17", "16")),
+        ({"layer_types": ["conv", "sliding_attention"] + ["conv"] * 3}, ("sliding_attention",)),
+        ({"layer_types": None, "full_attn_idxs": "2"}, ("full_attn_idxs",)),
+        ({"conv_L_cache": 4}, ("conv.conv.weight", "[32, 1, 3]", "[32, 1, 4]")),
+    ],
+)
+def test_what_is_not_supported_is_refused(
+    place: Path, tmp_path: Path, changed: dict[str, Any], words: tuple[str, ...]
+) -> None:
+    for file in (place / "model").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((place / "model/config.json").read_text()) | changed
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert_refused(run(export_main, "--model", tmp_path, "-o", tmp_path / "plans"), *words)
+
+
+def test_a_published_config_is_read(tmp_path: Path) -> None:
+    """With the fields of Liquid AI's, which transformers renames."""
+    config = {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 1024,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 16,
+        "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+        "vocab_size": 65536,
+        "block_ff_dim": 6656,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "conv_L_cache": 3,
+        "conv_bias": False,
+        "norm_eps": 1e-05,
+        "rope_theta": 1000000.0,
+        "max_position_embeddings": 128000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    geometry = load_config(tmp_path).geometry
+    assert (geometry.intermediate_size, geometry.taps, geometry.num_caches) == (4608, 3, 16)
+    assert geometry.attention_layers == [2, 5, 8, 10, 12, 14] and geometry.tied_embeddings
+    with pytest.raises(EESDError, match="short convolutions"):
+        geometry.on_rank(2)
+
+
+def test_a_head_needs_layers_with_attention(place: Path) -> None:
+    """Its blocks start from such layers."""
+    with pytest.raises(EESDError, match="between 0 and 2 blocks"):
+        make_initial_head(Checkpoint(place / "model"), ExitConfig(1, blocks=3))
