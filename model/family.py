@@ -98,6 +98,7 @@ class Gguf:
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
         tensors: What makes the decoder's tensors of those of a file; None: what the family has for
             its other checkpoints.
+        heads_by_layer: Whether files say the heads of keys and values of each layer.
         key: A key of the architecture that tells the family's files from those of another one;
             empty: they need none.
     """
@@ -108,6 +109,7 @@ class Gguf:
     fields: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] = lambda own, raw: {}
     interleaved: bool = False
     tensors: "Callable[[Tensors, Geometry], Tensors] | None" = None
+    heads_by_layer: bool = False
     key: str = ""
 
 

@@ -93,7 +93,7 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         "model_type": family.model_type,
         "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
     }
-    raw["num_key_value_heads"] = own.integer("attention.head_count_kv", raw["num_attention_heads"])
+    raw["num_key_value_heads"] = _kv_heads(own, raw, gguf.heads_by_layer)
     raw |= _head_sizes(own, raw["hidden_size"], raw["num_attention_heads"], family.partial_rotary)
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
@@ -125,6 +125,23 @@ def _family(general: Fields) -> tuple[Family, Gguf]:
         names = ", ".join(dict.fromkeys(one.architecture for _, one in known))
         raise ValueError(f"the architecture {shown(name)} is not supported; supported are {names}")
     return max(found, key=lambda one: one[1].key)
+
+
+def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
+    """Heads of keys and values. A file may say them ``by_layer``: 0 for layers without
+    attention."""
+    name = "attention.head_count_kv"
+    given = own.take(name, raw["num_attention_heads"])
+    if by_layer and isinstance(given, list):
+        found = {*given} - {0}
+        if len(given) != raw["num_hidden_layers"] or len(found) != 1:
+            raise ValueError(
+                f"{name} is {shown(given)}, and must have a number for each layer, of which those "
+                "above 0 are equal"
+            )
+        [given] = found
+    heads: int = Fields({name: given}).integer(name)
+    return heads
 
 
 class _Own(Fields):

@@ -1,10 +1,17 @@
 """LFM2: short convolutions in most layers, in the others attention with norms of queries and
 keys."""
 
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 from eesd.common.checks import shown
 from eesd.common.geometry import CONVOLUTION, FULL, MOST_TAPS, Geometry
-from eesd.model.family import Family, Own, Sizes, Tensors, renamed, take_layer_types
+from eesd.common.weights import FINAL_NORM
+from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, renamed, take_layer_types
 from eesd.model.fields import Fields
+from eesd.model.safetensors_file import CheckpointTensor
 
 INNER = 12288
 """``intermediate_size`` where a config does not say."""
@@ -75,6 +82,34 @@ def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
     return renamed(own, NAMES)
 
 
+def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The converter writes the intermediate size that counts."""
+    heads = own.take("attention.head_count_kv")
+    found = {
+        "norm_eps": raw["rms_norm_eps"],
+        "conv_L_cache": own.integer("shortconv.l_cache"),
+        "block_auto_adjust_ff_dim": False,
+    }
+    if isinstance(heads, list):
+        found["layer_types"] = ["full_attention" if count else "conv" for count in heads]
+    return found
+
+
+def _of_gguf_tensors(tensors: Tensors, _: Geometry) -> Tensors:
+    """The tensors with names of the decoder. The file leaves out a dimension of convolutions."""
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        part = re.fullmatch(r"blk\.(\d+)\.shortconv\.(\w+)\.weight", name, re.ASCII)
+        if name == "token_embd_norm.weight":
+            name = FINAL_NORM
+        elif part:
+            name = f"model.layers.{int(part[1])}.conv.{part[2]}.weight"
+        if part and part[2] == "conv" and isinstance(tensor, CheckpointTensor):
+            tensor = replace(tensor, shape=(*tensor.shape[:1], 1, *tensor.shape[1:]))
+        found[name] = tensor
+    return found
+
+
 LFM2 = Family(
     "lfm2",
     "Lfm2ForCausalLM",
@@ -86,4 +121,5 @@ LFM2 = Family(
     activation=("", "silu"),
     own=_own,
     tensors=_tensors,
+    gguf=Gguf("lfm2", fields=_of_gguf, tensors=_of_gguf_tensors, heads_by_layer=True),
 )

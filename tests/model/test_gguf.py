@@ -100,6 +100,8 @@ OTHER_FAMILIES = {
     "phi3-Q4_0": Spec("phi3", "Q4_0", "Q8_0", metadata=PADDING),
     "qwen3moe": Spec("qwen3moe", head_dim=32),
     "qwen3moe-Q4_0": Spec("qwen3moe", "Q4_0", "Q8_0", types={"blk.1.ffn_up_exps.weight": "Q5_1"}),
+    "lfm2": Spec("lfm2", tied=True),
+    "lfm2-Q4_0": Spec("lfm2", "Q4_0", "Q8_0", tied=True),
     "gemma2": Spec(
         "gemma2", head_dim=256, tied=True, metadata={"gemma2.attention.sliding_window": 4}
     ),
@@ -706,3 +708,13 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         export_main, "--model", tmp_path / "none.gguf", "--exit-layer", 1, "-o", tmp_path / "plans"
     )
     assert_refused(result, "no file", "none.gguf")
+
+
+@pytest.mark.parametrize("heads", [[0, 2], [1, 2, 0], [0, 0, 0], ["2", 0, 0], [-2, 0, 0]])
+def test_heads_of_layers_that_differ_are_refused(tmp_path: Path, heads: list[Any]) -> None:
+    metadata = {"lfm2.attention.head_count_kv": heads}
+    if "2" in heads:
+        metadata["lfm2.attention.head_count_kv"] = [str(count) for count in heads]
+    path = gguf_files.write(tmp_path / "model.gguf", Spec("lfm2", tied=True, metadata=metadata))
+    with pytest.raises(EESDError, match="head_count_kv"):
+        Checkpoint(path)

@@ -64,7 +64,7 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
             _add(writer, key, value)
     random = np.random.default_rng(seed)
     for name, shape in _shapes(spec).items():
-        matrix = len(shape) >= 2 and "gate_inp" not in name
+        matrix = len(shape) >= 2 and "gate_inp" not in name and "shortconv.conv" not in name
         kind = spec.types.get(
             name,
             (spec.table if name == "token_embd.weight" else spec.matrices) if matrix else "F32",
@@ -112,6 +112,8 @@ def _metadata(spec: Spec) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": 1e-3,
         "rope.freq_base": 50000.0,
     }
+    if spec.architecture == "lfm2":
+        own |= {"attention.head_count_kv": [0, KV_HEADS, 0], "shortconv.l_cache": 3}
     if spec.architecture == "llama":
         own |= {"rope.dimension_count": spec.head_dim, "vocab_size": len(VOCABULARY)}
     if spec.experts or spec.architecture == "qwen3moe":
@@ -161,6 +163,8 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     }
     if spec.architecture in ("qwen3", "qwen3moe", "gemma3"):
         block |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
+    if spec.architecture == "lfm2":
+        block |= {"attn_q_norm.weight": (spec.head_dim,), "attn_k_norm.weight": (spec.head_dim,)}
     if spec.architecture == "phi3":
         for part in ("attn_q", "attn_k", "attn_v", "ffn_gate"):
             del block[f"{part}.weight"]
@@ -192,6 +196,21 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         "output_norm.weight": (HIDDEN,),
     }
     shapes |= {} if spec.tied else {"output.weight": table}
-    return shapes | {
+    found = shapes | {
         f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in block.items()
     }
+    return _convolving(found) if spec.architecture == "lfm2" else found
+
+
+def _convolving(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes of LFM2: short convolutions instead of attention in all layers but the second."""
+    found = {"token_embd_norm.weight": shapes["output_norm.weight"]}
+    for name, shape in shapes.items():
+        attends = name.startswith("blk.1.") or "attn_norm" in name
+        if name != "output_norm.weight" and (".attn_" not in name or attends):
+            found[name] = shape
+    for layer in (0, 2):
+        found[f"blk.{layer}.shortconv.conv.weight"] = (HIDDEN, 3)
+        found[f"blk.{layer}.shortconv.in_proj.weight"] = (3 * HIDDEN, HIDDEN)
+        found[f"blk.{layer}.shortconv.out_proj.weight"] = (HIDDEN, HIDDEN)
+    return found
