@@ -307,8 +307,8 @@ def _options(manifest: Manifest, graph: GraphInfo, threads: int) -> ort.SessionO
     options.add_session_config_entry("session.force_spinning_stop", "1")
     options.add_session_config_entry("session.prepack.enable_parallel", "1")
     if any(weight.quantization for weight in weights_of(manifest, graph).values()):
-        # They become float32 when the graph is loaded: MatMulNBits gives a row alone other bits than
-        # beside others (docs/decisions/0139-without-operators-levels-become-float32.md).
+        # They become float32 when the graph is loaded: MatMulNBits gives a row alone other bits
+        # than beside others (docs/decisions/0139-without-operators-levels-become-float32.md).
         options.add_session_config_entry("session.disable_quant_qdq", "1")
     else:
         options.add_session_config_entry(

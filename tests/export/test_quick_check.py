@@ -1,7 +1,6 @@
 """The check that every export for the CPU runs: its graphs against its packed weights."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from support.tiny_checkpoints import FAMILIES, build
 from support.without_operators import needs_operators
 
 from eesd.export.cli import main
-from eesd.export.cpu import readers
-from eesd.export.cpu.panels import Levels, pack_levels
+from eesd.export.cpu import panels, readers
 
 pytestmark = needs_operators()
 KINDS: dict[str, tuple[str | gguf_files.Spec, tuple[object, ...]]] = {
@@ -55,14 +53,15 @@ def test_wrongly_packed_weights_are_no_export(
         array[[0, 1]] = array[[1, 0]]
         return array
 
-    def pack(levels: Levels, planes: bool) -> Any:
-        return pack_levels(replace(levels, levels=swapped(levels.levels)), planes)
+    def with_swapped(pack: Any) -> Any:
+        return lambda values, *others: pack(swapped(values), *others)
 
-    monkeypatch.setattr(readers, "pack_levels", pack)
-    floats, blocks = readers.pack_floats, readers.pack_gguf
-    monkeypatch.setattr(readers, "pack_floats", lambda values, form: floats(swapped(values), form))
-    monkeypatch.setattr(
-        readers, "pack_gguf", lambda rows, *others: blocks(np.roll(rows, 34), *others)
-    )
+    for name in ("pack_floats", "pack_levels"):
+        monkeypatch.setattr(readers, name, with_swapped(getattr(panels, name)))
+
+    def rolled(rows: Any, *others: Any) -> Any:
+        return panels.pack_gguf(np.roll(rows, 34), *others)
+
+    monkeypatch.setattr(readers, "pack_gguf", rolled)
     assert_refused(run(main, *command(kind, tmp_path)), "do not compute the same")
     assert not (tmp_path / "plans").exists()

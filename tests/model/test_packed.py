@@ -498,7 +498,7 @@ def test_levels_are_packed_straight_from_the_checkpoint(
     options = ("--dtype", "bfloat16", "--quantize", quantize or "keep")
     plans = export_engine(model, tmp_path / "plans", *options)
     choices = Choices(str(model), 1, dtype="bfloat16", quantize=quantize, packed=True)
-    make_engines(choices, tmp_path / "packed", lambda _: None)
+    make_engines(choices, tmp_path / "packed", lambda _: None, lambda _: None)
     [found], [expected] = (path.glob("cpu-*/weights.bin") for path in (tmp_path / "packed", plans))
     assert found.read_bytes() == expected.read_bytes()
 

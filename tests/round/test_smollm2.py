@@ -26,7 +26,7 @@ QUESTIONS = [
 
 
 def fetch(output: Path, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, FETCH, EXAMPLE / "requirements.txt", output]
+    command = [sys.executable, str(FETCH), str(EXAMPLE / "requirements.txt"), str(output)]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
 
 
