@@ -68,9 +68,11 @@ class CallCosts:
     def _fit(self) -> None:
         """Compute the line, and the factors of all N that were seen."""
         known, wanted = self._moments[:4, :4], self._moments[:4, 4]
-        self._line = self._line + np.linalg.solve(
-            known + PRIOR_WEIGHT * np.eye(4), wanted - known @ self._line
+        # A few fast calls leave the matrix singular to working precision: solve() would raise.
+        change, *_ = np.linalg.lstsq(
+            known + PRIOR_WEIGHT * np.eye(4), wanted - known @ self._line, rcond=None
         )
+        self._line = self._line + change
         nodes = sorted(self._seen)
         counts, means = (
             np.array([self._seen[n][0] for n in nodes]),

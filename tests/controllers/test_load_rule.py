@@ -265,3 +265,11 @@ def test_a_slower_machine_is_slower_for_all_sizes() -> None:
         assert costs.curve(np.full(3, 4), np.array([4, 8, 16]), SLOTS).tolist() == pytest.approx(
             expected, rel=0.03
         )
+
+
+def test_a_few_fast_calls_are_no_failure() -> None:
+    """The line is not determined by them, and their moments are large."""
+    costs = CallCosts()
+    for seconds in (1e-6, 2e-6, 1e-8):
+        costs.add(4, 1024, 8192, seconds)
+        assert 0 < costs.seconds(4, 1024, 8192) < 1e-4
