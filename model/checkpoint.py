@@ -34,6 +34,7 @@ from eesd.model.gguf_model import config_fields, model_tensors
 from eesd.model.initial_head import check_exit
 from eesd.model.packed import PackedTensor, packed_tensors
 from eesd.model.safetensors_file import CheckpointTensor, read_header
+from eesd.model.text_part import text_tensors
 
 
 class Checkpoint:
@@ -59,10 +60,7 @@ class Checkpoint:
         self.path = path
         config, stored = _open_file(path) if path.is_file() else _open_directory(path)
         geometry = config.geometry
-        make, gguf = config.family.tensors, config.family.gguf
-        if path.is_file() and gguf is not None and gguf.tensors is not None:
-            make = gguf.tensors
-        self.tensors = divided(halves_apart(make(stored, geometry), geometry), config.divided)
+        self.tensors = _decoder_tensors(config, stored, path.is_file())
         if geometry.tied_embeddings:
             geometry = replace(geometry, tied_embeddings=self._tie())
         self._check_shapes(geometry)
@@ -211,6 +209,8 @@ def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
         )
     config = load_config(directory)
     stored = stored_tensors(directory)
+    if config.whole:
+        stored = text_tensors(stored)
     return config, dict(stored) if config.packing is None else dict(
         packed_tensors(stored, config.packing)
     )
@@ -221,6 +221,15 @@ def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
     file = read_gguf(path)
     fields = config_fields(file)
     return parse_config(Fields(fields), path), dict(model_tensors(file, fields))
+
+
+def _decoder_tensors(config: ModelConfig, stored: Tensors, is_gguf: bool) -> Tensors:
+    """The tensors with the names, shapes and values that the decoder has."""
+    family, geometry = config.family, config.geometry
+    make, interleaved = family.tensors, family.interleaved
+    if is_gguf and family.gguf is not None:
+        make, interleaved = family.gguf.tensors or make, family.gguf.interleaved
+    return divided(halves_apart(make(stored, geometry), geometry, interleaved), config.divided)
 
 
 def _check_biases(biases: Iterable[CheckpointTensor]) -> None:

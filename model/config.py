@@ -23,6 +23,7 @@ from eesd.model.generation_config import (
 )
 from eesd.model.packing import Packing, read_packing
 from eesd.model.rope_config import read_rope
+from eesd.model.text_part import text_fields
 
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says how weights are quantized, if ``config.json`` does not."""
@@ -104,6 +105,7 @@ class ModelConfig:
         notices: Sentences about fields that are ignored. The export shows them.
         packing: How quantized weights are stored; None if there are none.
         divided: What tensors are divided by when they are read, by their names.
+        whole: Class of the model of several parts that this is the text model of; empty: of none.
         sampling: Sampling options of ``generation_config.json``; without the file, those of
             ``config.json``.
     """
@@ -117,6 +119,7 @@ class ModelConfig:
     notices: tuple[str, ...] = ()
     packing: Packing | None = None
     divided: Mapping[str, float] = field(default_factory=dict)
+    whole: str = ""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
 
 
@@ -139,7 +142,11 @@ def load_config(model_dir: Path) -> ModelConfig:
         found = read_json_object(other, REMEDY).get("quantization")
         if isinstance(found, dict) and found.get("quant_algo") is not None:
             raw["quantization_config"] = {"quant_method": "modelopt"} | found
-    fields = Fields(raw)
+    try:
+        text, whole = text_fields(raw)
+    except ValueError as error:
+        raise EESDError(f"{path} cannot be used: {error}.") from None
+    fields = Fields(text)
     file = model_dir / GENERATION_CONFIG_FILE
     if file.exists():
         generation = read_json_object(file, "fetch the file again, or delete it")
@@ -148,8 +155,13 @@ def load_config(model_dir: Path) -> ModelConfig:
         fields.taken |= generation.keys()
     config = parse_config(fields, path)
     found = parse_generation_config(generation, str(file))
+    notices = config.notices
+    if whole:
+        notices += (
+            f"config.json: of {whole} the text model alone is used; images are not supported.",
+        )
     eos = config.eos_token_ids if found.eos_token_ids is None else found.eos_token_ids
-    return replace(config, sampling=found.sampling, eos_token_ids=eos)
+    return replace(config, sampling=found.sampling, eos_token_ids=eos, whole=whole, notices=notices)
 
 
 def parse_config(fields: Fields, path: Path) -> ModelConfig:
@@ -248,11 +260,12 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
 def _activation(fields: Fields, family: Family) -> str:
     name, default = family.activation
     given = fields.take(name, default)
-    found = ACTIVATION_NAMES.get(given) if isinstance(given, str) else None
+    names = ACTIVATION_NAMES | dict(family.activation_names)
+    found = names.get(given) if isinstance(given, str) else None
     if found is None:
         raise ValueError(
             f"the activation {shown(given)} is not supported; supported are "
-            f"{', '.join(map(repr, ACTIVATION_NAMES))}"
+            f"{', '.join(map(repr, names))}"
         )
     return found
 

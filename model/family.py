@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.checks import shown
-from eesd.common.errors import EESDError
 from eesd.common.geometry import FULL, SLIDING, Geometry
 from eesd.model.arrays import Array, to_float32
 from eesd.model.fields import Fields
@@ -134,7 +133,10 @@ class Family:
         rope_names: What some of them are called by other families.
         original_positions: ``original_max_position_embeddings`` where a config does not say; None:
             it has no such field.
-        partial_rotary: Whether a part of each head can stay unrotated.
+        activation_names: The decoder's activations by names that other families do not have.
+        partial_rotary: ``partial_rotary_factor`` where a config does not say; None: the whole head
+            is rotated.
+        interleaved: Whether neighbouring values of a head turn together, not those of its halves.
         rope_fields: The fields that the rotary embedding is read from, of those of the config.
         own: Takes the fields that others do not have.
         tensors: Makes the decoder's tensors of the stored ones.
@@ -153,10 +155,12 @@ class Family:
     tied: bool = False
     inner: Any = ...
     activation: tuple[str, str] = ("hidden_act", "silu")
+    activation_names: Mapping[str, str] = field(default_factory=dict)
     ropes: tuple[str, ...] = ("default", "linear", "llama3", "yarn", "dynamic", "longrope")
     rope_names: Mapping[str, str] = field(default_factory=dict)
     original_positions: int | None = None
-    partial_rotary: bool = False
+    partial_rotary: float | None = None
+    interleaved: bool = False
     rope_fields: Callable[[Fields], Fields] = lambda fields: fields
     own: Callable[[Fields, Sizes], Own] = _no_fields
     tensors: Callable[[Tensors, Geometry], Tensors] = as_stored
@@ -331,19 +335,27 @@ def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
     return found
 
 
-def halves_apart(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors of a model that rotates a part of each head, with the rows of q and k in the
-    order of our tables.
+def gate_and_up(tensors: Tensors, geometry: Geometry) -> Tensors:
+    """The tensors with ``gate_up_proj`` of an MLP as gate and up."""
+    parts = dict.fromkeys(("gate_proj", "up_proj"), geometry.intermediate_size)
+    return split(tensors, "gate_up_proj", parts)
 
-    Value i of such a head turns with value i + r, of 2r that are rotated. Here the two stand at i
-    and i + D / 2, as in a head that is rotated whole; the others stand behind them, with angles
-    of 0.
+
+def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Tensors:
+    """The tensors of a model that rotates a part of each head, or neighbouring values, with the
+    rows of q and k in the order of our tables.
+
+    Value i of such a head turns with value i + r, of 2r that are rotated; ``interleaved``: value 2i
+    with value 2i + 1. Here the two stand at i and i + D / 2, as in a head that is rotated whole;
+    the others stand behind them, with angles of 0.
     """
-    rotated, half = geometry.rotated, geometry.head_dim // 2
-    if not rotated or rotated == half:
+    half = geometry.head_dim // 2
+    rotated = geometry.rotated or half
+    if rotated == half and not interleaved:
         return tensors
     still = np.arange(2 * rotated, geometry.head_dim)
-    first, second = np.arange(rotated), np.arange(rotated, 2 * rotated)
+    turned = np.arange(2 * rotated)
+    first, second = turned.reshape(-1, 2).T if interleaved else turned.reshape(2, -1)
     head = np.concatenate((first, still[: half - rotated], second, still[half - rotated :]))
     found = dict(tensors)
     for name, tensor in tensors.items():
@@ -362,8 +374,7 @@ def reordered(tensor: StoredTensor, order: NDArray[np.int64]) -> GgufTensor | Pa
     """A tensor with its rows in another order."""
     if isinstance(tensor, PackedTensor):
         return tensor.rows(order)
-    if isinstance(tensor, CheckpointTensor):
-        return GgufTensor(tensor, order)
-    raise EESDError(
-        f"{tensor.name} is quantized, and its rows cannot be reordered; give it unquantized."
-    )
+    if isinstance(tensor, GgufTensor):
+        return tensor.reordered(order)
+    assert isinstance(tensor, CheckpointTensor)
+    return GgufTensor(tensor, order)

@@ -286,6 +286,11 @@ class GgufTensor:
             replace(self._stored, offset=offset, nbytes=(stop - start) * row, shape=shape)
         )
 
+    def reordered(self, order: NDArray[np.int64]) -> "GgufTensor":
+        """A tensor whose rows are in order with them in another one."""
+        assert self._order is None
+        return GgufTensor(self._stored, order)
+
     def matrices_below_each_other(self) -> "GgufTensor":
         """A tensor of several matrices [count, rows, columns] as one [count rows, columns]."""
         assert self._order is None

@@ -94,7 +94,8 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
     }
     raw["num_key_value_heads"] = _kv_heads(own, raw, gguf.heads_by_layer)
-    raw |= _head_sizes(own, raw["hidden_size"], raw["num_attention_heads"], family.partial_rotary)
+    partial = family.partial_rotary is not None
+    raw |= _head_sizes(own, raw["hidden_size"], raw["num_attention_heads"], partial)
     raw["vocab_size"] = file.tensors["token_embd.weight"].shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in file.tensors
     raw["rope_theta"] = own.number("rope.freq_base", 10000.0)
@@ -253,20 +254,14 @@ def model_tensors(
         file: The file.
         config: What :func:`config_fields` returned.
     """
-    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     gguf = FAMILIES[config["model_type"]].gguf
     assert gguf is not None
-    tensors: dict[str, CheckpointTensor | GgufTensor] = {}
-    for own_name, tensor in file.tensors.items():
-        if own_name == _ROPE_FACTORS:
-            continue
-        name = _hugging_face_name(own_name, _BLOCK | dict(gguf.names))
-        rotated = name.split(".")[-2] if gguf.interleaved and "." in name else ""
-        order = _rotary_order(tensor.shape[0], heads[rotated]) if rotated in heads else None
-        tensors[name] = (
-            tensor if order is None and tensor.stored in DTYPES else GgufTensor(tensor, order)
-        )
-    return tensors
+    block = _BLOCK | dict(gguf.names)
+    return {
+        _hugging_face_name(name, block): tensor if tensor.stored in DTYPES else GgufTensor(tensor)
+        for name, tensor in file.tensors.items()
+        if name != _ROPE_FACTORS
+    }
 
 
 def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
@@ -279,11 +274,3 @@ def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
         if found and found[2] in block
         else name
     )
-
-
-def _rotary_order(rows: int, heads: int) -> NDArray[np.int64] | None:
-    """The stored row of each row of q or k. llama.cpp rotates neighbouring rows of a head,
-    transformers those of its halves."""
-    if rows % (2 * heads):
-        return None  # a shape that will be refused
-    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)

@@ -94,11 +94,13 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
 def _rotated(own: Fields, fields: Fields, head_dim: int, family: Family) -> int:
     """Pairs of values of a head that are rotated; 0: all."""
     part = own.number(
-        "partial_rotary_factor", fields.take("partial_rotary_factor", 1.0), optional=True
+        "partial_rotary_factor",
+        fields.take("partial_rotary_factor", family.partial_rotary or 1.0),
+        optional=True,
     )
     if part in (None, 1.0):
         return 0
-    if not family.partial_rotary:
+    if family.partial_rotary is None:
         raise ValueError(
             f"partial rotary embeddings are not supported for {family.architecture}; the "
             "whole head is rotated"

@@ -40,10 +40,13 @@ _REMEDY = "correct its files, config.json among them, or move them away to use t
 _AS_IT_STANDS = "TokenizersBackend"
 """The class that uses ``tokenizer.json`` as it stands; also named ``PreTrainedTokenizerFast``."""
 CLASS_OF_TYPE = (
-    dict.fromkeys(("llama", "smollm3", "hunyuan_v1_dense", "lfm2"))
+    dict.fromkeys(("llama", "smollm3", "hunyuan_v1_dense", "lfm2", "seed_oss", "exaone4"))
     | dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), _AS_IT_STANDS)
+    | dict.fromkeys(("ernie4_5", "glm", "glm4", "granitemoehybrid"), _AS_IT_STANDS)
+    | dict.fromkeys(("ministral", "ministral3", "mistral3"), _AS_IT_STANDS)
     | dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
-    | dict.fromkeys(("gemma2", "gemma3_text"), "GemmaTokenizer")
+    | dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")
+    | {"olmoe": "GPTNeoXTokenizer"}
 )
 """The class that transformers registers for a ``model_type``, None where there is none."""
 OVERRULED = ("qwen2",)

@@ -1,19 +1,27 @@
 """The families that can be read: one file each, which says what its models have of their own."""
 
+from eesd.model.families.ernie4_5 import ERNIE4_5
+from eesd.model.families.exaone4 import EXAONE4
+from eesd.model.families.gemma import GEMMA
 from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
+from eesd.model.families.glm import GLM, GLM4
 from eesd.model.families.granite import GRANITE
+from eesd.model.families.granite_hybrid import GRANITE_HYBRID
 from eesd.model.families.hunyuan import HUNYUAN
 from eesd.model.families.lfm2 import LFM2
 from eesd.model.families.llama import INTERNLM3, IQUESTCODER, LLAMA
+from eesd.model.families.ministral import MINISTRAL, MINISTRAL3
 from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.mixtral import MIXTRAL
 from eesd.model.families.olmo2 import OLMO2
 from eesd.model.families.olmo3 import OLMO3
+from eesd.model.families.olmoe import OLMOE
 from eesd.model.families.phi3 import PHI3
 from eesd.model.families.qwen2 import QWEN2
 from eesd.model.families.qwen3 import QWEN3
 from eesd.model.families.qwen3_moe import QWEN3_MOE
+from eesd.model.families.seed_oss import SEED_OSS
 from eesd.model.families.smollm3 import SMOLLM3
 from eesd.model.family import Family
 
@@ -33,8 +41,17 @@ _DENSE = (
     INTERNLM3,
     IQUESTCODER,
     LFM2,
+    GEMMA,
+    SEED_OSS,
+    EXAONE4,
+    ERNIE4_5,
+    GLM,
+    GLM4,
+    GRANITE_HYBRID,
+    MINISTRAL,
+    MINISTRAL3,
 )
 FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE)
+    family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE, OLMOE)
 }
 """By ``model_type``."""

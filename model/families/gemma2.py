@@ -1,20 +1,17 @@
-"""Gemma 2: four norms a block, whose weights are stored less 1; GeGLU; caps; every other layer has
-a window."""
+"""Gemma 2: Gemma with norms behind attention and MLP, caps, and a window in every other layer."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from eesd.common.geometry import Geometry
-from eesd.model.arrays import Array
+from eesd.model.families.gemma import take_gemma, whole_norms
 from eesd.model.family import (
-    ChangedTensor,
     Family,
     Gguf,
     Own,
     Sizes,
     Tensors,
     as_stored,
-    attention_biases,
     renamed,
     take_kinds,
     take_layer_types,
@@ -32,18 +29,12 @@ NAMES = {
 def take_parts(fields: Fields, sizes: Sizes, final_cap: float | None) -> dict[str, Any]:
     """The parts that Gemma 2 and 3 share, with the logits' cap where a config does not say."""
     fields.take("hidden_act", None)  # transformers reads hidden_activation alone
-    if fields.take("use_bidirectional_attention", None):
-        raise ValueError(
-            "use_bidirectional_attention is not supported; a token must see only those before it"
-        )
     if sizes.hidden % fields.integer("num_attention_heads"):
         raise ValueError(
             "num_attention_heads does not divide hidden_size, which transformers refuses"
         )
-    return attention_biases(fields) | {
+    return take_gemma(fields, sizes) | {
         "norm_behind": True,
-        "wide_norms": True,
-        "embedding_scale": sizes.hidden**0.5,
         "attention_scale": take_positive(fields, "query_pre_attn_scalar", 256.0) ** -0.5,
         "logit_cap": take_cap(fields, "final_logit_softcapping", final_cap),
     }
@@ -64,16 +55,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     return Own(parts | {"attention_cap": take_cap(fields, "attn_logit_softcapping", 50.0)})
 
 
-def tensors_of_gemma(tensors: Tensors, _: Geometry) -> Tensors:
-    """The tensors with the decoder's names, and the norms' whole weights."""
-    return {
-        name: ChangedTensor(tensor, _plus_one) if name.endswith("norm.weight") else tensor
-        for name, tensor in renamed(tensors, NAMES).items()
-    }
-
-
-def _plus_one(weight: Array) -> Array:
-    return weight + 1
+def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
+    return whole_norms(renamed(tensors, NAMES), geometry)
 
 
 GGUF_NAMES = {
@@ -111,6 +94,6 @@ GEMMA2 = Family(
     tied=True,
     activation=("hidden_activation", "gelu_pytorch_tanh"),
     own=_own,
-    tensors=tensors_of_gemma,
+    tensors=_tensors,
     gguf=Gguf("gemma2", GGUF_NAMES, fields=_of_gguf, tensors=as_stored),
 )

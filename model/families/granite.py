@@ -18,18 +18,23 @@ from eesd.model.family import Family, Own, Sizes, attention_biases, take_positiv
 from eesd.model.fields import Fields
 
 
-def _own(fields: Fields, sizes: Sizes) -> Own:
+def take_factors(fields: Fields, sizes: Sizes) -> Own:
+    """The parts for the four factors, and for ``attention_bias``."""
     residual, logits = (
         take_positive(fields, name, 1.0) for name in ("residual_multiplier", "logits_scaling")
     )
     parts = attention_biases(fields) | {
-        "mlp_bias": fields.flag("mlp_bias"),
         "attention_scale": take_positive(fields, "attention_multiplier", 1.0),
         "embedding_scale": take_positive(fields, "embedding_multiplier", 1.0) / residual,
         "rms_norm_eps": sizes.eps / residual**2,
         "wide_norms": frexp(logits)[0] != 0.5,
     }
     return Own(parts, divided={FINAL_NORM: logits})
+
+
+def _own(fields: Fields, sizes: Sizes) -> Own:
+    own = take_factors(fields, sizes)
+    return own._replace(parts={**own.parts, "mlp_bias": fields.flag("mlp_bias")})
 
 
 GRANITE = Family("granite", "GraniteForCausalLM", positions=2048, own=_own)

@@ -5,13 +5,17 @@ from eesd.model.family import Family, Own, Sizes, take_window
 from eesd.model.fields import Fields
 
 
-def _own(fields: Fields, _: Sizes) -> Own:
+def refuse_layer_types(fields: Fields, architecture: str) -> None:
+    """Refuse ``layer_types``, which transformers does not support either."""
     kinds = fields.take("layer_types", None)
     if kinds is not None:
-        # Transformers does not support it either.
         raise ValueError(
-            f"layer_types is {shown(kinds)}, which is not supported for MistralForCausalLM"
+            f"layer_types is {shown(kinds)}, which is not supported for {architecture}"
         )
+
+
+def _own(fields: Fields, _: Sizes) -> Own:
+    refuse_layer_types(fields, "MistralForCausalLM")
     return Own(positions=take_window(fields, 4096))
 
 

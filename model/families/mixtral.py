@@ -5,19 +5,15 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from eesd.common.checks import shown
 from eesd.common.geometry import Experts, Geometry
 from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
+from eesd.model.families.mistral import refuse_layer_types
 from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, take_window
 from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, _: Sizes) -> Own:
-    kinds = fields.take("layer_types", None)
-    if kinds is not None:
-        raise ValueError(
-            f"layer_types is {shown(kinds)}, which is not supported for MixtralForCausalLM"
-        )
+    refuse_layer_types(fields, "MixtralForCausalLM")
     size, (count, used) = fields.integer("intermediate_size"), take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
     # Nothing of it has this size but the exit head: what a token uses.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eesd.common.geometry import Geometry
-from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, split, take_window
+from eesd.model.family import Family, Gguf, Own, Sizes, Tensors, gate_and_up, split, take_window
 from eesd.model.fields import Fields
 
 
@@ -16,10 +16,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
 def _tensors(tensors: Tensors, geometry: Geometry) -> Tensors:
     heads = {"q": geometry.num_heads, "k": geometry.num_kv_heads, "v": geometry.num_kv_heads}
     qkv = {f"{part}_proj": count * geometry.head_dim for part, count in heads.items()}
-    tensors = split(tensors, "qkv_proj", qkv)
-    return split(
-        tensors, "gate_up_proj", dict.fromkeys(("gate_proj", "up_proj"), geometry.intermediate_size)
-    )
+    return gate_and_up(split(tensors, "qkv_proj", qkv), geometry)
 
 
 def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,7 +34,7 @@ PHI3 = Family(
     ropes=("default", "longrope", "su", "yarn"),
     rope_names={"su": "longrope", "yarn": "longrope"},
     original_positions=4096,
-    partial_rotary=True,
+    partial_rotary=1.0,
     own=_own,
     tensors=_tensors,
     gguf=Gguf(

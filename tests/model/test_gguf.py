@@ -19,7 +19,13 @@ from support.command import assert_refused, export_engine, run, slow_but, succee
 from support.engine_dirs import assert_weights_match_manifest, logits_of
 from support.gguf_files import EXPERTS, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCABULARY, Spec
 from support.without_operators import float32_activations
-from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
 
 import eesd
 from eesd.common.errors import EESDError
@@ -180,6 +186,36 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
     with torch.no_grad():
         expected = reference.eval()(torch.tensor([PROMPT])).logits
     torch.testing.assert_close(logits(Checkpoint(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma", "seed_oss"])
+def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str) -> None:
+    """The file's model written as a directory has the logits of the file."""
+    spec = Spec(name, head_dim=128, tied=name == "gemma", biases=name == "seed_oss")
+    path = gguf_files.write(tmp_path / "model.gguf", spec)
+    checkpoint = Checkpoint(path)
+    config = {
+        "model_type": name,
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    }
+    reference: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
+    weights = dict(load_decoder(checkpoint).named_parameters())
+    if name == "gemma":  # whose norms transformers has less 1
+        weights = {
+            key: value - float(key.endswith("norm.weight")) for key, value in weights.items()
+        }
+    reference.load_state_dict(weights, strict=False)
+    with torch.no_grad():
+        expected = reference.eval()(torch.tensor([PROMPT])).logits
+    torch.testing.assert_close(logits(checkpoint, PROMPT), expected, rtol=1e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -153,11 +153,15 @@ def _olmo2(rng: random.Random, _: Options) -> Options:
     return _rope(rng) | _biases(rng, "attention_bias")
 
 
-def _olmo3(rng: random.Random, sizes: Options) -> Options:
-    kinds = [
+def _kinds(rng: random.Random, sizes: Options) -> list[str]:
+    return [
         rng.choice(("full_attention", "sliding_attention"))
         for _ in range(sizes["num_hidden_layers"])
     ]
+
+
+def _olmo3(rng: random.Random, sizes: Options) -> Options:
+    kinds = _kinds(rng, sizes)
     full = _rope(rng)["rope_parameters"]
     ropes = {
         "full_attention": full,
@@ -168,10 +172,7 @@ def _olmo3(rng: random.Random, sizes: Options) -> Options:
 
 
 def _gemma(rng: random.Random, sizes: Options) -> Options:
-    kinds = [
-        rng.choice(("full_attention", "sliding_attention"))
-        for _ in range(sizes["num_hidden_layers"])
-    ]
+    kinds = _kinds(rng, sizes)
     return _biases(rng, "attention_bias") | {
         "head_dim": rng.choice((8, 16)),
         "query_pre_attn_scalar": rng.choice((8, 16, 50)),
@@ -262,6 +263,72 @@ def _lfm2(rng: random.Random, sizes: Options) -> Options:
     )
 
 
+def _gemma1(rng: random.Random, _: Options) -> Options:
+    activation = rng.choice(("gelu", "gelu_pytorch_tanh", "silu"))
+    own = {"hidden_act": activation, "head_dim": rng.choice((8, 16))}
+    return _rope(rng) | _biases(rng, "attention_bias") | own
+
+
+def _seed_oss(rng: random.Random, _: Options) -> Options:
+    biases = _biases(rng, "attention_bias", "attention_out_bias", "mlp_bias")
+    return _rope(rng) | biases | {"head_dim": rng.choice((8, 16)), "residual_dropout": 0.1}
+
+
+def _exaone4(rng: random.Random, sizes: Options) -> Options:
+    window = rng.choice((None, 9, 30))
+    full = ["full_attention"] * sizes["num_hidden_layers"]
+    types = full if window is None else rng.choice((None, full, _kinds(rng, sizes)))
+    own = {"sliding_window": window, "sliding_window_pattern": rng.choice((2, 3, 4))}
+    return _rope(rng) | own | {"layer_types": types, "head_dim": rng.choice((8, 16))}
+
+
+def _olmoe(rng: random.Random, _: Options) -> Options:
+    count, used = _experts(rng)
+    own = {"num_experts": count, "num_experts_per_tok": used}
+    return _rope(rng) | _biases(rng, "attention_bias", "norm_topk_prob") | own
+
+
+def _ernie4_5(rng: random.Random, _: Options) -> Options:
+    return _rope(rng) | _biases(rng, "use_bias") | {"head_dim": rng.choice((8, 16))}
+
+
+def _glm(rng: random.Random, _: Options) -> Options:
+    rope = _rope(rng)["rope_parameters"]
+    rope |= rng.choice(({}, {"partial_rotary_factor": rng.choice((0.75, 1.0))}))
+    own = {"head_dim": rng.choice((8, 16))}
+    return {"rope_parameters": rope} | _biases(rng, "attention_bias") | own
+
+
+def _granite_hybrid(rng: random.Random, sizes: Options) -> Options:
+    own = {
+        "num_local_experts": 0,
+        "layer_types": ["full_attention"] * sizes["num_hidden_layers"],
+        "shared_intermediate_size": rng.choice((24, 37)),
+        "position_embedding_type": rng.choice(("rope", "nope", None)),
+        "mamba_n_heads": 1,
+    }
+    return {key: one for key, one in _granite(rng, sizes).items() if key != "mlp_bias"} | own
+
+
+def _ministral(rng: random.Random, sizes: Options) -> Options:
+    kinds = rng.choice((None, _kinds(rng, sizes)))
+    own = {"sliding_window": rng.choice((9, 30)), "head_dim": rng.choice((8, 16))}
+    return _rope(rng) | own | {"layer_types": kinds}
+
+
+def _ministral3(rng: random.Random, _: Options) -> Options:
+    rope = {
+        "rope_type": "yarn",
+        "rope_theta": rng.choice((500.0, 1e6)),
+        "factor": 4.0,
+        "original_max_position_embeddings": rng.choice((24, ORIGINAL)),
+        "llama_4_scaling_beta": rng.choice((0.0, 0.1, 1.0)),
+    }
+    rope |= rng.choice(({}, {"mscale": 1.0, "mscale_all_dim": rng.choice((1.0, 0.5))}))
+    own = {"sliding_window": rng.choice((None, 30)), "head_dim": rng.choice((8, 16))}
+    return {"rope_parameters": rope} | own
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -276,5 +343,15 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "lfm2": _lfm2,
     "mixtral": _mixtral,
     "qwen3_moe": _qwen3_moe,
+    "gemma": _gemma1,
+    "seed_oss": _seed_oss,
+    "exaone4": _exaone4,
+    "olmoe": _olmoe,
+    "ernie4_5": _ernie4_5,
+    "glm": _glm,
+    "glm4": _glm,
+    "granitemoehybrid": _granite_hybrid,
+    "ministral": _ministral,
+    "ministral3": _ministral3,
 }
 """What each family varies in, by its ``model_type``."""

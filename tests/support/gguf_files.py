@@ -34,7 +34,7 @@ class Spec:
         matrices: Type of the linear layers.
         table: Type of the embedding table.
         tied: Whether there is no ``output.weight``.
-        biases: Whether q, k and v have biases; o too, except in qwen2.
+        biases: Whether q, k and v have biases; o too, except in qwen2 and seed_oss.
         head_dim: Values of a head.
         experts: Of llama: ``together`` for experts whose tensors are one, ``apart`` for those of
             old files; empty for none.
@@ -185,11 +185,14 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
             else:
                 block[f"ffn_{part}_exps.weight"] = (EXPERTS, *shape)
         block["ffn_gate_inp.weight"] = (EXPERTS, HIDDEN)
-    if spec.architecture.startswith("gemma"):
+    if spec.architecture == "seed_oss":
+        block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
+    if spec.architecture in ("gemma2", "gemma3"):
         block |= {"post_attention_norm.weight": (HIDDEN,), "post_ffw_norm.weight": (HIDDEN,)}
     if spec.biases:
         block |= {"attn_q.bias": (queries,), "attn_k.bias": (keys,), "attn_v.bias": (keys,)}
-        block |= {"attn_output.bias": (HIDDEN,)} if spec.architecture != "qwen2" else {}
+        without = ("qwen2", "seed_oss")
+        block |= {"attn_output.bias": (HIDDEN,)} if spec.architecture not in without else {}
     table = (len(VOCABULARY), HIDDEN)
     shapes: dict[str, tuple[int, ...]] = {
         "token_embd.weight": table,

@@ -32,6 +32,7 @@ from eesd.common.errors import EESDError
 from eesd.export.cli import main as export_main
 from eesd.model import tokenizer_files
 from eesd.model.families import FAMILIES
+from eesd.model.text_part import WHOLES
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.text import TextCodec
 
@@ -288,11 +289,11 @@ def test_the_rules_write_the_files_of_transformers(
 
 def test_the_classes_of_model_types_are_those_of_transformers() -> None:
     assert {
-        kind: registered.TOKENIZER_MAPPING_NAMES.get(kind) for kind in FAMILIES
+        kind: registered.TOKENIZER_MAPPING_NAMES.get(kind) for kind in {*FAMILIES, *WHOLES}
     } == tokenizer_files.CLASS_OF_TYPE
     assert {
         *tokenizer_files.OVERRULED,
-        "phi3",
+        *("phi3", "ernie4_5"),
     } == registered.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & FAMILIES.keys()
 
 

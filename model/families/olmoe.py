@@ -1,0 +1,22 @@
+"""OLMoE: experts in all layers, and norms of queries and keys over all heads."""
+
+from eesd.common.geometry import Experts
+from eesd.model.experts import apart, take_experts
+from eesd.model.families.mistral import refuse_layer_types
+from eesd.model.family import Family, Own, Sizes, attention_biases, take_window
+from eesd.model.fields import Fields
+
+
+def _own(fields: Fields, _: Sizes) -> Own:
+    refuse_layer_types(fields, "OlmoeForCausalLM")
+    if fields.take("clip_qkv", None) is not None:
+        raise ValueError("clip_qkv is not supported; it must be null")
+    size, (count, used) = fields.integer("intermediate_size"), take_experts(fields, 64, 8)
+    experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
+    # Nothing of it has this size but the exit head: what a token uses.
+    parts = {"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True}
+    # The window is in no mask of transformers, but its KV cache forgets what lies before it.
+    return Own(attention_biases(fields) | parts, take_window(fields))
+
+
+OLMOE = Family("olmoe", "OlmoeForCausalLM", positions=4096, eps=1e-5, own=_own, tensors=apart)

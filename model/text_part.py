@@ -1,0 +1,80 @@
+"""The text model of a checkpoint that reads images, too: its part of ``config.json``, and its
+tensors. Its other parts are left out."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from eesd.common.checks import shown
+from eesd.model.safetensors_file import CheckpointTensor
+
+
+class Whole(NamedTuple):
+    """A model of several parts.
+
+    Attributes:
+        architecture: Its class in transformers.
+        text: Model types that its text model can have; the first where a config does not say.
+        defaults: Fields of the text model where a config does not say, and the family does not.
+    """
+
+    architecture: str
+    text: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+}
+WHOLES = {
+    "gemma3": Whole("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3),
+    "mistral3": Whole("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), {}),
+}
+"""By ``model_type``."""
+_TEXT = re.compile(
+    r"(model\.language_model\.|language_model\.model\.)|language_model\.(?=lm_head\.)"
+)
+"""What stands before the text model's names. transformers 4 and 5 write different ones."""
+_OF_ALL_PARTS = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
+
+
+def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The text model's fields of a ``config.json``, and the class of the whole; all fields and an
+    empty name if there are no other parts.
+
+    Raises:
+        ValueError: The text model has another type, or there is none.
+    """
+    whole = WHOLES.get(raw["model_type"]) if isinstance(raw.get("model_type"), str) else None
+    if whole is None:
+        return dict(raw), ""
+    names, text = raw.get("architectures"), raw.get("text_config")
+    if names not in (None, [whole.architecture]):
+        raise ValueError(f"architectures is {shown(names)}, and must be {whole.architecture}")
+    if not isinstance(text, dict):
+        raise ValueError(f"text_config is {shown(text)}, and must be an object")
+    found = whole.defaults | {"model_type": whole.text[0]} | text
+    if found["model_type"] not in whole.text:
+        raise ValueError(
+            f"the text model of {whole.architecture} is of the type {shown(found['model_type'])}; "
+            f"supported are {', '.join(whole.text)}"
+        )
+    shared = {name: raw[name] for name in _OF_ALL_PARTS if raw.get(name) is not None}
+    own = {"architectures": None, "tie_word_embeddings": raw.get("tie_word_embeddings", True)}
+    return found | shared | own, whole.architecture
+
+
+def text_tensors(stored: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
+    """The text model's tensors of a model of several parts, with the names that it has alone."""
+    found = {}
+    for name, tensor in stored.items():
+        prefix = _TEXT.match(name)
+        if prefix:
+            found[("model." if prefix[1] else "") + name[prefix.end() :]] = tensor
+        elif name.startswith("lm_head."):
+            found[name] = tensor
+    return found
