@@ -10,7 +10,7 @@ from pathlib import Path
 
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
-from eesd.common.geometry import LARGEST_SIZE, Geometry
+from eesd.common.geometry import LARGEST_SIZE, MOST_LAYERS, Geometry
 from eesd.common.json_input import read_json_object
 from eesd.common.manifest import SamplingDefaults
 from eesd.model.families import FAMILIES
@@ -217,7 +217,8 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
     quantized = fields.take("quantization_config", None)
     packing = None if quantized is None else read_packing(quantized)
     hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
-    layers, head_dim = fields.integer("num_hidden_layers"), _head_dim(fields, family, hidden, heads)
+    layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
+    head_dim = _head_dim(fields, family, hidden, heads)
     positions = fields.integer("max_position_embeddings", family.positions, most=LARGEST_SIZE)
     rope = read_rope(family.rope_fields(fields), positions, head_dim, family)
     dtype, torch_dtype = fields.text("dtype"), fields.text("torch_dtype")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eesd.common.checks import shown
-from eesd.common.geometry import MOST_LAYERS, Experts
+from eesd.common.geometry import Experts
 from eesd.model.experts import GGUF_NAMES, apart, gguf_counts, take_experts
 from eesd.model.family import Family, Gguf, Own, Sizes, attention_biases
 from eesd.model.fields import Fields
@@ -35,8 +35,6 @@ def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
         isinstance(listed, list) and all(type(layer) is int for layer in listed)
     ):
         raise ValueError(f"mlp_only_layers is {shown(listed)}, and must be a list of layers")
-    if layers > MOST_LAYERS:
-        return ()  # refused with the sizes
     return tuple(layer for layer in range(layers) if layer in (listed or ()) or (layer + 1) % step)
 
 

@@ -223,7 +223,7 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"vocab_size": 1}, ("vocab_size is 1", "between 2")),
         ({"intermediate_size": 0}, ("intermediate_size is 0", "at least 1")),
         ({"hidden_size": -64}, ("hidden_size is -64",)),
-        ({"num_hidden_layers": 200000}, ("num_layers is 200000", "4096")),
+        ({"num_hidden_layers": 200000}, ("num_hidden_layers is 200000", "4096")),
         ({"num_hidden_layers": 10**400}, ("num_hidden_layers is 1000", "from 1 to")),
         ({"num_hidden_layers": True}, ("num_hidden_layers is True", "integer")),
         ({"bos_token_id": [1]}, ("bos_token_id is [1]", "integer")),
