@@ -39,7 +39,11 @@ _TEXT = re.compile(
     r"(model\.language_model\.|language_model\.model\.)|language_model\.(?=lm_head\.)"
 )
 """What stands before the text model's names. transformers 4 and 5 write different ones."""
-_OF_ALL_PARTS = ("dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id")
+_OF_ALL_PARTS = (
+    *("dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
+    *("quantization_config", "compression_config", "transformers_weights"),
+)
+"""Fields of the whole that hold for the text model, too."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
@@ -57,7 +61,7 @@ def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         raise ValueError(f"architectures is {shown(names)}, and must be {whole.architecture}")
     if not isinstance(text, dict):
         raise ValueError(f"text_config is {shown(text)}, and must be an object")
-    found = whole.defaults | {"model_type": whole.text[0]} | text
+    found = dict(whole.defaults) | {"model_type": whole.text[0]} | text
     if found["model_type"] not in whole.text:
         raise ValueError(
             f"the text model of {whole.architecture} is of the type {shown(found['model_type'])}; "

@@ -1,6 +1,7 @@
 """The text model of checkpoints that read images, too."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from support.tiny_checkpoints import randomise
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from eesd.common.errors import EESDError
+from eesd.common.weights import model_shapes
 from eesd.model.checkpoint import Checkpoint
+from eesd.model.config import load_config
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.loading import load_decoder
 
@@ -97,6 +100,34 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
             )[0]
             expected = model(input_ids=ids).logits
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-4 * float(expected.abs().max()))
+
+
+def test_a_published_config_leaves_most_fields_to_the_defaults(tmp_path: Path) -> None:
+    """That of google/gemma-3-4b-it, from memory."""
+    text = {
+        "model_type": "gemma3_text",
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    }
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": [1, 106],
+        "mm_tokens_per_image": 256,
+        "text_config": text,
+        "torch_dtype": "bfloat16",
+        "vision_config": VISION,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_config(tmp_path)
+    with torch.device("meta"):
+        model: Any = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(tmp_path))  # type: ignore[no-untyped-call]
+    weights = sum(values.numel() for values in model.model.language_model.parameters())
+    assert sum(map(prod, model_shapes(found.geometry).values())) == weights
+    assert (found.dtype, found.eos_token_ids, found.geometry.window) == ("bfloat16", (1, 106), 1024)
 
 
 @pytest.mark.parametrize(
