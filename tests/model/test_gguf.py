@@ -194,7 +194,7 @@ def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str
     spec = Spec(name, head_dim=128, tied=name == "gemma", biases=name == "seed_oss")
     path = gguf_files.write(tmp_path / "model.gguf", spec)
     checkpoint = Checkpoint(path)
-    config = {
+    config: dict[str, Any] = {
         "model_type": name,
         "vocab_size": len(VOCABULARY),
         "hidden_size": HIDDEN,
@@ -207,7 +207,7 @@ def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     }
     reference: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
-    weights = dict(load_decoder(checkpoint).named_parameters())
+    weights: dict[str, torch.Tensor] = dict(load_decoder(checkpoint).named_parameters())
     if name == "gemma":  # whose norms transformers has less 1
         weights = {
             key: value - float(key.endswith("norm.weight")) for key, value in weights.items()
