@@ -17,9 +17,9 @@ import torch
 from onnx.external_data_helper import ExternalDataInfo
 from support import tiny_models
 from support.command import export_engine, run, succeed
-from support.engine_dirs import logits_of, trained_head
+from support.engine_dirs import logits_of, record, trained_head
 
-from eesd.common.manifest import Manifest, load_manifest
+from eesd.common.manifest import WEIGHTS_FILE, Manifest, load_manifest
 from eesd.common.weights import weights_of
 from eesd.export import build as build_cli
 from eesd.export.build import main as build_main
@@ -158,9 +158,10 @@ def test_engines_agree_with_their_graphs(
 )
 def test_broken_weight_is_detected(exported: Export, tmp_path: Path, name: str) -> None:
     directory = exported(FOUR_LAYERS, dtype="float16")
-    manifest = load_manifest(directory)
     broken = shutil.copytree(directory, tmp_path / "broken")
     break_weight(broken, name)
+    record(broken, WEIGHTS_FILE)
+    manifest = load_manifest(broken)
     cosines = compare_engines(
         open_engines(broken, manifest, EngineOptions("torch", 1, True)), directory, manifest
     )
