@@ -216,8 +216,10 @@ def test_inspect_shows_it_and_damage_is_refused(
     path = directory / DRAFT_VOCAB_FILE
     ids = np.fromfile(path, "<i8")
     ids[::-1].tofile(path)
-    with pytest.raises(EESDError, match=r"draft_vocab\.bin is damaged; export the model again"):
+    with pytest.raises(EESDError, match=r"draft_vocab\.bin is not the file that was written there"):
         eesd.load(directory, "ort", threads=1)
+    with pytest.raises(EESDError, match=r"draft_vocab\.bin is damaged; export the model again"):
+        load_draft_vocab(directory, load_manifest(directory))
     for field, value in (("draft_vocab", 61), ("draft_vocab", 0), ("own_lm_head", False)):
         before = (directory / "manifest.json").read_text()
         edit_manifest(directory, f"exit_head/{field}", value)

@@ -52,7 +52,7 @@ FAILURES = [
     Failure(weights, "_bytes_of", 7, KeyboardInterrupt()),
     Failure(os, "fsync", 1, FULL),
     Failure(onnx, "save", 2, FULL),
-    Failure(engine_dir, "sha256_of", 2, KeyboardInterrupt()),
+    Failure(engine_dir, "file_info", 2, KeyboardInterrupt()),
     Failure(Path, "write_bytes", 1, FULL),
     Failure(Path, "write_text", 1, FULL),
     Failure(ort_engine.OrtEngine, "forward", 2, KeyboardInterrupt()),
