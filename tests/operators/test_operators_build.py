@@ -195,7 +195,7 @@ def test_without_the_library_tokens_are_equal_and_the_log_says_why(
         standard = succeed(main, *options)
     assert standard.stdout == said.stdout
     assert len(caplog.messages) == 3 and all(
-        "Install a C++ compiler" in message for message in caplog.messages
+        "install a C++ compiler" in message for message in caplog.messages
     )
 
 

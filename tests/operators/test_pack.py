@@ -219,7 +219,7 @@ def test_floats_of_another_type_are_refused() -> None:
 
 
 def test_without_the_library_a_sentence_says_so() -> None:
-    with without_operators(), pytest.raises(EESDError, match="Install a C\\+\\+ compiler"):
+    with without_operators(), pytest.raises(EESDError, match="install a C\\+\\+ compiler"):
         pack_floats(np.zeros((2, 2), np.float32), FLOAT32)
 
 

@@ -27,8 +27,10 @@ def _looking_at(library: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(operators, "LIBRARY", library)
         operators._library.cache_clear()
-        yield
-    operators._library.cache_clear()
+        try:
+            yield
+        finally:
+            operators._library.cache_clear()
 
 
 def float32_activations(backend: str) -> str | None:
