@@ -140,4 +140,3 @@ def garble(directory: Path) -> None:
 def swap_graphs(directory: Path) -> None:
     """Replace the draft graph by the verify graph."""
     shutil.copyfile(directory / "verify.onnx", directory / "draft.onnx")
-    record(directory, "draft.onnx")
