@@ -44,6 +44,7 @@ CLASS_OF_TYPE = (
     | dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), _AS_IT_STANDS)
     | dict.fromkeys(("ernie4_5", "glm", "glm4", "granitemoehybrid"), _AS_IT_STANDS)
     | dict.fromkeys(("ministral", "ministral3", "mistral3"), _AS_IT_STANDS)
+    | dict.fromkeys(("internlm3", "iquestcoder"), _AS_IT_STANDS)
     | dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
     | dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")
     | {"olmoe": "GPTNeoXTokenizer"}
