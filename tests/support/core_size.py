@@ -36,7 +36,7 @@ BUDGETS = {
     "CPU backend": (2566, 32),
     "core with all devices": (8227, 75),
     "Python outside tests": (24435, 286),
-    "tests": (23230, 200),
+    "tests": (23234, 200),
 }
 """Most statements and files."""
 NOT_CODE = re.compile(
