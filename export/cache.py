@@ -92,8 +92,10 @@ def place_of(
     Raises:
         OSError: A file cannot be read.
     """
-    versions = [eesd.__version__, FORMAT_VERSION, _RULES]
-    parts = [*versions, options, _contents(model), head and _contents(head)]
+    parts = [
+        *(eesd.__version__, FORMAT_VERSION, _RULES),
+        *(options, _contents(model), head and _contents(head)),
+    ]
     key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
     # The hub's directories are called like hashes.
     named = model.resolve() if Path(name).expanduser().exists() else Path(name)

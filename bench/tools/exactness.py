@@ -94,10 +94,9 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
 
     build, (name, _, cache) = built_for_cpu(directory, manifest), kernels.partition(":")
     options = threads, activations == "int8", name, cache or "float32"
-    verify, draft = (
-        CpuEngine(build, manifest, stages, *options)
-        for stages in (manifest.verify, [manifest.draft])
-    )
+    verify = CpuEngine(build, manifest, manifest.verify, *options)
+    stages = [manifest.draft] if manifest.exit_head.can_draft else []
+    draft = CpuEngine(build, manifest, stages, *options) if stages else None
     return LLM(directory, manifest, Engines(verify, draft, exact=True, exact_trees=True), None)
 
 
