@@ -270,9 +270,10 @@ def take_layer_types(
         raise ValueError(
             f"layer_types must be a list with an entry for each of the {layers} layers"
         )
-    other = next((kind for kind in types if kind not in known), None)
-    if other is not None:
-        raise ValueError(f"layer_types has {shown(other)}; supported are {' and '.join(known)}")
+    names = list(known)  # A damaged file may have entries that cannot be hashed, or null.
+    others = [kind for kind in types if kind not in names]
+    if others:
+        raise ValueError(f"layer_types has {shown(others[0])}; supported are {' and '.join(names)}")
     return types
 
 

@@ -181,6 +181,8 @@ def test_the_command_gives_the_same_text_with_drafts(place: Path, tmp_path: Path
         ({"conv_bias": True}, ("conv_bias", "not supported")),
         ({"conv_L_cache": 17}, ("conv_L_cache is 17", "16")),
         ({"layer_types": ["conv", "sliding_attention"] + ["conv"] * 3}, ("sliding_attention",)),
+        ({"layer_types": [["conv"], "full_attention"] + ["conv"] * 3}, ("layer_types has",)),
+        ({"layer_types": [None, "full_attention"] + ["conv"] * 3}, ("layer_types has",)),
         ({"layer_types": None, "full_attn_idxs": "2"}, ("full_attn_idxs",)),
         ({"conv_L_cache": 4}, ("conv.conv.weight", "[32, 1, 3]", "[32, 1, 4]")),
     ],
