@@ -116,7 +116,7 @@ def _tokens(manifest: Manifest) -> list[int]:
 def _logits(
     manifest: Manifest, engine_of: Callable[[Sequence[GraphInfo]], Engine]
 ) -> dict[str, Array]:
-    """The logits of a verify pass and of a draft step after it."""
+    """The logits of the verify call, and of the draft call after it if it is compared."""
     tokens, found, kv_cache = _tokens(manifest), dict[str, Array](), None
     for kind, stages, first, stop in _steps(manifest):
         engine = engine_of(stages)

@@ -89,7 +89,8 @@ def end_tokens(fields: Fields) -> list[int]:
         if token in names and (types[index] == CONTROL or token in templates)
     ]
     by_name = {tokens[index]: index for index in ends if index < len(tokens)}
-    return [index for index in dict.fromkeys(ends) if index not in _inner(by_name)]
+    inner = _inner(by_name)
+    return [index for index in dict.fromkeys(ends) if index not in inner]
 
 
 def _given(fields: Fields, keys: Sequence[str]) -> list[int]:

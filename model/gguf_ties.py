@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
+from typing import AnyStr
 
 from tokenizers.models import BPE
 
@@ -53,7 +54,7 @@ def check_ties(scores: Mapping[str, float], model: BPE) -> None:
                 raise ValueError(_sentence(*pieces))
 
 
-def cuts(piece: str) -> Iterator[tuple[str, str]]:
+def cuts(piece: AnyStr) -> Iterator[tuple[AnyStr, AnyStr]]:
     """All ways to cut a piece in two."""
     return ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
 

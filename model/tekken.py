@@ -7,8 +7,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from eesd.common.byte_level import BYTES
+from eesd.model.gguf_ties import cuts
+
 TEKKEN_FILE = "tekken.json"
 _BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+_LETTERS = {byte: letter for letter, byte in BYTES.items()}
 
 
 def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
@@ -28,8 +32,7 @@ def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
     spelled = {token: "".join(_LETTERS[byte] for byte in token) for token in ranks}
     merges: list[tuple[str, str]] = []
     for token in ranks:
-        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
-        pairs = [pair for pair in cuts if pair[0] in ranks and pair[1] in ranks]
+        pairs = [pair for pair in cuts(token) if pair[0] in ranks and pair[1] in ranks]
         pairs.sort(key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
         merges += [(spelled[left], spelled[right]) for left, right in pairs]
     vocabulary = {spelled[token]: count + rank for token, rank in ranks.items()}
@@ -45,15 +48,3 @@ def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
 
 def _rank(token: Mapping[str, Any]) -> int:
     return int(token["rank"])
-
-
-def _byte_letters() -> dict[int, str]:
-    """How a byte-level vocabulary spells each byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {
-        byte: chr(0x100 + at) for at, byte in enumerate(others)
-    }
-
-
-_LETTERS = _byte_letters()

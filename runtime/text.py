@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Encoding, Tokenizer
 
+from eesd.common.byte_level import BYTES
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError, refused
 from eesd.common.json_input import read_json_object, read_text
@@ -196,17 +197,6 @@ def _content(path: Path, name: str, token: Any) -> str:
     return content
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """How byte-level tokenizers write bytes: printable Latin-1 characters as they are, the others
-    from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(0x100 + at): byte for at, byte in enumerate(others)
-    }
-
-
-_BYTE_LEVEL = _byte_alphabet()
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 _EACH_BYTE = "eesd-each-byte"
 """Name of the rule that writes U+FFFD for each broken byte, as SentencePiece and tokenizers do for
@@ -252,8 +242,8 @@ class TokenBytes:
             return b""
         if self._byte_level:
             # Added tokens may hold other characters, and stand for themselves.
-            known = _BYTE_LEVEL.keys() >= set(name)
-            return bytes(_BYTE_LEVEL[character] for character in name) if known else name.encode()
+            known = BYTES.keys() >= set(name)
+            return bytes(BYTES[character] for character in name) if known else name.encode()
         if self.has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(name)):
             return bytes.fromhex(byte[1])
         # One token of context is enough: decoders join words, and drop a space where the text

@@ -17,16 +17,7 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.common.architecture import (
-    TAPS,
-    Block,
-    Linear,
-    Mixture,
-    Model,
-    Norm,
-    draft,
-    verify,
-)
+from eesd.common.architecture import TAPS, Block, Linear, Mixture, Model, Norm, draft, verify
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD

@@ -1,5 +1,5 @@
-"""ERNIE 4.5 (dense): neighbouring values of a head turn together, and one field switches all
-biases."""
+"""ERNIE 4.5 (dense): the rotary embedding pairs neighbouring values of a head. One field switches
+all biases on or off."""
 
 from eesd.model.family import Family, Own, Sizes
 from eesd.model.fields import Fields

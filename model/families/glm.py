@@ -1,5 +1,5 @@
-"""GLM-4: neighbouring values of a head turn together, in half of each head; gate and up are one
-tensor. GLM-4-0414 has norms behind attention and MLP, too."""
+"""GLM-4: the rotary embedding pairs neighbouring values and covers half of each head. Gate and up
+are one tensor. GLM-4-0414 also has norms after attention and MLP."""
 
 from dataclasses import replace
 

@@ -190,7 +190,7 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma", "seed_oss"])
 def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str) -> None:
-    """The file's model written as a directory has the logits of the file."""
+    """The file and the same model as a directory give equal logits."""
     spec = Spec(name, head_dim=128, tied=name == "gemma", biases=name == "seed_oss")
     path = gguf_files.write(tmp_path / "model.gguf", spec)
     checkpoint = Checkpoint(path)
