@@ -170,7 +170,8 @@ def main(context: click.Context, /, directories: tuple[Path, ...], **given: Any)
     if len({*names}) < len(names):
         raise EESDError("Two engine directories have the same name; names must be unique.")
     options = read_options(given)
-    prompts, path = load_tasks(options.tasks), given["output"] / "result.json"
+    prompts = load_tasks(options.tasks)
+    path = given["output"] / "result.json"
     result = Result("run", options.to_dict(), {}, []).begun(
         path, given["resume"], given["overwrite"]
     )
@@ -243,7 +244,8 @@ def simulate(
         prompts = load_tasks(options.tasks)
         bench = Bench(engine_dir, options.backend, options.threads, options.kv_cache_dtype)
         run_with_progress("recording", record_traces(bench, prompts, options, depth, output))
-        trace, tuning_trace = output / TRACE_FILE, output / TUNING_TRACE_FILE
+        trace = output / TRACE_FILE
+        tuning_trace = output / TUNING_TRACE_FILE
     assert trace is not None and tuning_trace is not None
     pair = load_trace(trace), load_trace(tuning_trace)
     check_same_origin(*pair)

@@ -20,7 +20,9 @@ CERTAIN = 0.9999
 def features(step: DraftStep) -> tuple[float, ...]:
     """1, log(1 + margin), log-odds of the token, depth / 6, and 1 for a round's first token; all
     bounded."""
-    p, margin, depth = step.probability, step.margin, step.depth
+    p = step.probability
+    margin = step.margin
+    depth = step.depth
     odds = log(p / (1 - p)) if 0.05 < p < 0.9996 else (-3.0 if p < 0.5 else 8.0)
     return (
         1.0,
@@ -48,7 +50,9 @@ class Calibrator:
     def __init__(
         self, weights: Sequence[float], prior: CalibrationPrior, shared: "Calibrator | None" = None
     ) -> None:
-        self._weights, self._prior, self._shared = tuple(weights), prior, shared is not None
+        self._weights = tuple(weights)
+        self._prior = prior
+        self._shared = shared is not None
         self._model: list[float] = (
             shared._model if shared else [0.0, 1.0, prior.shift**2, 0.0, prior.slope**2]
         )
@@ -63,7 +67,8 @@ class Calibrator:
     @property
     def covariance(self) -> list[float]:
         """aa, as, ab, ss, sb and bb."""
-        (_, _, aa, as_, ss), (_, ab, sb, bb) = self._model, self._offset
+        (_, _, aa, as_, ss) = self._model
+        (_, ab, sb, bb) = self._offset
         return [aa, as_, ab, ss, sb, bb]
 
     def score(self, x: Sequence[float]) -> float:
@@ -82,10 +87,13 @@ class Calibrator:
         b, ab, sb, bb = self._offset
         p = sigmoid(a + s * z + b)
         # The covariance times the gradient (1, z, 1).
-        ga, gs, gb = aa + as_ * z + ab, as_ + ss * z + sb, ab + sb * z + bb
+        ga = aa + as_ * z + ab
+        gs = as_ + ss * z + sb
+        gb = ab + sb * z + bb
         curvature = p * (1 - p)
         scale = 1 + curvature * (ga + gs * z + gb)
-        step, shrink = (accepted - p) / scale, curvature / scale
+        step = (accepted - p) / scale
+        shrink = curvature / scale
         self._model[:] = (
             a + ga * step,
             s + gs * step,
@@ -99,7 +107,9 @@ class Calibrator:
     def advance(self) -> None:
         """Let a, s and b drift: one round has passed. With ``shared`` only b, as a and s are the
         other's."""
-        model, offset, prior = self._model, self._offset, self._prior
+        model = self._model
+        offset = self._offset
+        prior = self._prior
         if not self._shared:
             model[2] = min(model[2] + prior.drift**2, prior.shift**2)
             model[4] = min(model[4] + prior.drift**2 * prior.slope, prior.slope**2)
@@ -117,7 +127,8 @@ class Calibrator:
         sd = aa**0.5
         if sd == 0:
             return a + b, s + ss**0.5 * normal[1]
-        along, with_a = as_ / sd, ab / sd
+        along = as_ / sd
+        with_a = ab / sd
         rest = max(ss - along * along, 0.0) ** 0.5
         with_s = (sb - along * with_a) / rest if rest else 0.0
         return a + b + (sd + with_a) * normal[0] + with_s * normal[1], s + along * normal[

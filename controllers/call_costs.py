@@ -15,14 +15,16 @@ PRIOR_WEIGHT = 1e-3
 """How firmly the line is held where no call tells its parts apart."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
-PACE, SHAPE = 1 / 3, 0.1
+PACE = 1 / 3
+SHAPE = 0.1
 """The pace follows a sample by this share, and at most this share of what it is off is its own
 size's: the machine becomes slower and faster all the time, and calls of all sizes do alike."""
 LEAST = 1e-9
 """Seconds that each part of the line has at least."""
 FIRST = 24
 """The first samples count as they are: the pace is that of theirs."""
-LINE_WEIGHT, MOST_SAMPLES = 0.5, 30.0
+LINE_WEIGHT = 0.5
+MOST_SAMPLES = 30.0
 """Samples of one number of nodes that weigh as much as the line through all numbers, and the most
 that it can have."""
 
@@ -45,7 +47,8 @@ class CallCosts:
         """By N: the samples, and the means of their features and seconds, at a pace of 1 [5]."""
         self._factors: tuple[list[int], NDArray[np.float64]] = [1], np.ones(1)
         """Some N, and their factors."""
-        self._samples, self._pace = 0, 1.0
+        self._samples = 0
+        self._pace = 1.0
 
     def add(self, rows: int, nodes: int, slots: float, seconds: float) -> None:
         """Note a call over ``rows`` sequences, with ``nodes`` nodes in all. A sequence has
@@ -67,17 +70,16 @@ class CallCosts:
 
     def _fit(self) -> None:
         """Compute the line, and the factors of all N that were seen."""
-        known, wanted = self._moments[:4, :4], self._moments[:4, 4]
+        known = self._moments[:4, :4]
+        wanted = self._moments[:4, 4]
         # A few fast calls leave the matrix singular to working precision: solve() would raise.
         change, *_ = np.linalg.lstsq(
             known + PRIOR_WEIGHT * np.eye(4), wanted - known @ self._line, rcond=None
         )
         self._line = self._line + change
         nodes = sorted(self._seen)
-        counts, means = (
-            np.array([self._seen[n][0] for n in nodes]),
-            np.array([self._seen[n][1] for n in nodes]).T,
-        )
+        counts = np.array([self._seen[n][0] for n in nodes])
+        means = np.array([self._seen[n][1] for n in nodes]).T
         ratios = means[4] / (np.maximum(self._line, LEAST) @ means[:4])
         self._factors = nodes, (LINE_WEIGHT + counts * ratios) / (LINE_WEIGHT + counts)
 
@@ -93,7 +95,8 @@ class CallCosts:
         return np.minimum.accumulate(self._expected(rows, nodes, slots)[::-1])[::-1]
 
     def _expected(self, rows: Any, nodes: Any, slots: float) -> Any:
-        (a, b, c, d), length = np.maximum(self._line, LEAST).tolist(), slots / SLOTS
+        (a, b, c, d) = np.maximum(self._line, LEAST).tolist()
+        length = slots / SLOTS
         return (
             self._pace
             * (a + b * nodes + c * rows * length + d * nodes * length)

@@ -11,7 +11,9 @@ from eesd.controllers.base import Controller, DraftStep, RoundOutcome
 from eesd.controllers.calibration import Calibrator, features, sigmoid
 from eesd.controllers.value import RoundValue, pays
 
-STEP, NODE, RATE = 0.2, 0.03, 1.3
+STEP = 0.2
+NODE = 0.03
+RATE = 1.3
 """Costs that do not follow the clock: a draft step and a verified node in plain steps, and tokens a
 plain step."""
 
@@ -30,7 +32,9 @@ class CalibratedDraft(Controller):
         self, accept: Calibrator, following: Calibrator, random: Callable[[], Sequence[float]]
     ) -> None:
         """``random`` gives four standard normal numbers, for the draws of a round."""
-        self.accept, self.following, self._random = accept, following, random
+        self.accept = accept
+        self.following = following
+        self._random = random
         self.begin_round(1)
 
     def begin_request(self) -> None:
@@ -49,7 +53,8 @@ class CalibratedDraft(Controller):
             normal = self._random()
             self._draw = (*self.accept.draw(normal[:2]), *self.following.draw(normal[2:]))
         x = features(step)
-        own, following = self.accept.score(x), self.following.score(x)
+        own = self.accept.score(x)
+        following = self.following.score(x)
         self._scores.append((own, following))
         shift, slope, next_shift, next_slope = self._draw
         self.reach *= sigmoid(shift + slope * own)

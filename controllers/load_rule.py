@@ -22,11 +22,13 @@ from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.value import HORIZON, REFIT_EVERY, most_valuable
 
-FIRST_RIGHT, FIRST_LABELS = 2.0, 4.0
+FIRST_RIGHT = 2.0
+FIRST_LABELS = 4.0
 """First tokens of drafts that are taken as right at first, of so many."""
 MEMORY = 256.0
 """Labels that make the acceptance of first tokens."""
-FADING, FADED = 0.998, 16.0
+FADING = 0.998
+FADED = 16.0
 """Share of its labels that is kept over a round in which nothing is drafted, and the labels that
 are always kept. What was learned long ago is in doubt, so a draft is tried again now and then; with
 fewer labels that would be too often."""
@@ -73,27 +75,30 @@ class LoadRule:
         levels."""
         self._fixed = fixed
         self.prior = prior = prior or CalibrationPrior()
-        self.draft, self.verify = CallCosts(), CallCosts()
+        self.draft = CallCosts()
+        self.verify = CallCosts()
         self.draft_size: Size = _as_asked
         self.verify_size: Size = _as_asked
         self.padded = False
-        self.accept, self.following = (
-            Calibrator(prior.accept, prior),
-            Calibrator(prior.following, prior),
-        )
+        self.accept = Calibrator(prior.accept, prior)
+        self.following = Calibrator(prior.following, prior)
         self.text = Calibrator(TEXT_PRIOR.accept, TEXT_PRIOR)
         self.random = np.random.Generator(np.random.PCG64(0))
-        self._right, self._judged = FIRST_RIGHT, FIRST_LABELS
+        self._right = FIRST_RIGHT
+        self._judged = FIRST_LABELS
         self._lately: dict[int, tuple[float, float, float]] = {}
         """Tokens, seconds and number of the last rounds, by rows."""
         self._known: dict[int, tuple[NDArray[np.float64], NDArray[np.float64]]] = {}
         """By rows, what :meth:`_curves` gave since the costs were computed."""
-        self.rows, self._rounds, self.first = 1, 0, FIRST_RIGHT / FIRST_LABELS
+        self.rows = 1
+        self._rounds = 0
+        self.first = FIRST_RIGHT / FIRST_LABELS
 
     def begin_round(self, rows: int, slots: float, waiting: int = 0) -> None:
         """Begin a round of ``rows`` rows with ``slots`` slots each. ``waiting`` prompts are read
         after the round. The calibrations drift, and the round draws its numbers."""
-        self.rows, self.slots = rows, slots
+        self.rows = rows
+        self.slots = slots
         self._rounds += 1
         if self._rounds % REFIT_EVERY == 0:
             self._known.clear()
@@ -124,10 +129,8 @@ class LoadRule:
         if not drafted and self._judged > FADED:
             self._judged *= FADING
             self._right *= FADING
-        known, discount = (
-            self._lately.get(self.rows, (0.0, 0.0, 0.0)),
-            RATE_DISCOUNT ** min(self.rows, 8),
-        )
+        known = self._lately.get(self.rows, (0.0, 0.0, 0.0))
+        discount = RATE_DISCOUNT ** min(self.rows, 8)
         self._lately[self.rows] = (
             known[0] * discount + tokens,
             known[1] * discount + seconds,
@@ -149,13 +152,18 @@ class LoadRule:
         """
         if self._fixed is not None:
             return len(reaches) if depth < self._fixed else 0
-        ahead, counts = np.arange(1, HORIZON + 1)[:, None], np.arange(1, len(reaches) + 1)
+        ahead = np.arange(1, HORIZON + 1)[:, None]
+        counts = np.arange(1, len(reaches) + 1)
         reach, following = np.array(reaches).T
         gains = (reach * following**ahead).cumsum(0).cumsum(1)
         if self.padded:
-            before, added, counts, gains = depth, ahead, counts[-1:], gains[:, -1:]
+            before = depth
+            added = ahead
+            counts = counts[-1:]
+            gains = gains[:, -1:]
         else:
-            before, added = sum(self.levels(values)), ahead * counts
+            before = sum(self.levels(values))
+            added = ahead * counts
         drafting = self.rate * ahead * self._drafting[counts - 1]
         price = self._price(before + added) - self._price(before) + drafting
         most = (gains - price).max(0)
@@ -196,7 +204,8 @@ class LoadRule:
                 (self.rows, self.rows + nodes) for nodes in range(self.rows * (1 + MOST_LEVELS))
             ]
         drafts = [self.draft_size(count, 1) for count in range(1, self.rows + 1)]
-        (rows, nodes), (drafting, drafted) = np.array(sizes).T, np.array(drafts).T
+        (rows, nodes) = np.array(sizes).T
+        (drafting, drafted) = np.array(drafts).T
         return self.verify.curve(rows, nodes, self.slots), self.draft.curve(
             drafting, drafted, self.slots
         )
@@ -220,7 +229,8 @@ class RowController(CalibratedDraft):
     """
 
     def __init__(self, rule: LoadRule) -> None:
-        self._rule, prior = rule, rule.prior
+        self._rule = rule
+        prior = rule.prior
         accept = Calibrator(prior.accept, prior, rule.accept)
         super().__init__(
             accept, Calibrator(prior.following, prior, rule.following), lambda: rule.normals
@@ -228,7 +238,8 @@ class RowController(CalibratedDraft):
 
     def begin_round(self, width: int) -> int | None:
         super().begin_round(width)
-        self.next, self.values = self._rule.first, list[float]()
+        self.next = self._rule.first
+        self.values = list[float]()
         return None
 
     @property

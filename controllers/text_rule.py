@@ -11,7 +11,8 @@ from eesd.controllers.value import RoundValue, most_valuable
 
 PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, 0.0), request=0.6, wander=0.05)
 """Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
-LONGEST_MATCH, MOST_TIMES = 32, 8
+LONGEST_MATCH = 32
+MOST_TIMES = 8
 """More says nothing more about the next token."""
 DOUBT = 1.0
 """Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting
@@ -35,7 +36,8 @@ FEW = 8
 def text_features(step: TextStep) -> tuple[float, ...]:
     """1, log length, log times, and log share of the continuations, all bounded. The fifth feature
     is not used."""
-    length, times = min(step.length, LONGEST_MATCH), min(step.times, MOST_TIMES)
+    length = min(step.length, LONGEST_MATCH)
+    times = min(step.times, MOST_TIMES)
     return (1.0, log(length), log(times), max(log(step.times / step.of), -4.0), 0.0)
 
 
@@ -94,7 +96,8 @@ class DraftingWorth:
         """Tokens minus ``rate`` times seconds of a round that drafts where the text is worth so
         much."""
         rounds, w, ww, tokens, seconds, w_tokens, w_seconds = self.sums
-        mean, gained = w / rounds, (tokens - rate * seconds) / rounds
+        mean = w / rounds
+        gained = (tokens - rate * seconds) / rounds
         slope = (w_tokens - rate * w_seconds - w * gained) / (ww - w * mean + SLOPE_PRIOR)
         return gained + min(max(slope, 0.0), 1.0) * (text_worth - mean)
 
@@ -112,7 +115,8 @@ class TextRule:
     def __init__(self, value: RoundValue | None = None, accept: Calibrator | None = None) -> None:
         """``accept`` calibrates the chances; rules may share it."""
         self.accept = accept or Calibrator(PRIOR.accept, PRIOR)
-        self.value, self.drafting = value or RoundValue(), DraftingWorth()
+        self.value = value or RoundValue()
+        self.drafting = DraftingWorth()
         self.whole = 0.0
         """How many of the rounds that drafted accepted all that was drafted, discounted."""
         self.drafts = 0

@@ -31,7 +31,8 @@ DISCOUNT = 0.998
 """Weight of a round in the rate for each later one."""
 FIRST_WEIGHT = 5.0
 """The first round, which is plain, weighs as much as so many, and is soon forgotten."""
-FIRST_FITS, REFIT_EVERY = 16, 8
+FIRST_FITS = 16
+REFIT_EVERY = 8
 """Costs are fitted after each of the first rounds, then after every ``REFIT_EVERY``-th."""
 HORIZON = 3
 """Levels that a rule looks ahead: more than one only because the verify pass may cost more in
@@ -100,7 +101,8 @@ class CostCurve:
             (n, (w * y + STIFFNESS * (y0 + slope * (n - x0))) / (w + STIFFNESS))
             for n, w, y in points
         ]
-        (first, begin), (last, end) = knots[0], knots[-1]
+        (first, begin) = knots[0]
+        (last, end) = knots[-1]
         table = [begin + slope * (n - first) for n in range(first)]
         for (n, y), (following, to) in pairwise(knots):
             rise = (to - y) / (following - n)
@@ -138,7 +140,8 @@ class RoundValue:
     """
 
     def __init__(self) -> None:
-        self.draft, self.verify = CostCurve(from_zero=True), CostCurve()
+        self.draft = CostCurve(from_zero=True)
+        self.verify = CostCurve()
         self.brought = [0.0, 0.0]
         self.rounds = 0
 
@@ -175,7 +178,9 @@ class RoundValue:
     ) -> Callable[[int], float]:
         """A function that gives the price of n times ``more`` steps and nodes beside these, in
         tokens at the recent rate."""
-        rate, seconds, (step, node) = self.rate, self.seconds, more
+        rate = self.rate
+        seconds = self.seconds
+        (step, node) = more
         before = rate * seconds(steps, nodes)
         return lambda n: rate * seconds(steps + n * step, nodes + n * node) - before
 
@@ -214,9 +219,12 @@ def most_valuable(
         price: Of the first 1, 2, ... nodes together, in tokens.
         allowed: Which numbers may be chosen; None: all.
     """
-    best, most, total = 0, 0.0, 0.0
+    best = 0
+    most = 0.0
+    total = 0.0
     for count, value in enumerate(values, start=1):
         total += value
         if (allowed is None or allowed(count)) and (worth := total - price(count)) > most:
-            best, most = count, worth
+            best = count
+            most = worth
     return best, most

@@ -115,7 +115,8 @@ def replay_acceptance(
     Returns:
         The counts for depths 1 to ``draft_length``.
     """
-    verified, accepted = [0] * draft_length, [0] * draft_length
+    verified = [0] * draft_length
+    accepted = [0] * draft_length
     rounds = 0
     for correct in texts:
         for replayed in replay_rounds(correct, draft_length):
@@ -303,7 +304,8 @@ class ValidationSet:
         A draft behind a drafted tokens is reached if they are accepted: if the position before is
         right at age a - 1.
         """
-        device, config = lm_head.device, head.exit_config
+        device = lm_head.device
+        config = head.exit_config
         x, *deep = (
             self.hidden[layer][rows].to(device).float() for layer in (config.layer, *config.deep)
         )
@@ -313,7 +315,8 @@ class ValidationSet:
         attended = head.attend(x, inputs, caches)
         states = head.deep_states(deep) if deep else None
         wanted = head.columns(self.tokens[rows, 1:].to(device)).cpu()
-        at, ages = torch.arange(wanted.shape[1]), AGES if deep else 1
+        at = torch.arange(wanted.shape[1])
+        ages = AGES if deep else 1
         reached = (at >= self.starts[rows, None] - 1) & (at < self.ends[rows, None] - 1)
         done, correct = torch.zeros(2, ages, *reached.shape, dtype=torch.bool)
         probability, margin = torch.zeros(2, ages, *reached.shape)
@@ -329,7 +332,8 @@ class ValidationSet:
                 else states[row, (root - 1).clamp_min(0)] * (root > 0).to(device)[:, None]
             )
             columns, *scores = _greedy_columns(head, lm_head, head.finish(attended[cell], state))
-            done[age][cell], correct[age][cell] = True, columns == wanted[cell]
+            done[age][cell] = True
+            correct[age][cell] = columns == wanted[cell]
             probability[age][cell], margin[age][cell] = scores
             reached = pad((reached & correct[age])[:, :-1], (1, 0))
         return correct, probability, margin

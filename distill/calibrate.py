@@ -94,7 +94,8 @@ def fit_weights(x: Floats, y: Floats, mean: Sequence[float], std: float = 1.0) -
         step = np.linalg.solve(hessian, gradient)
         if float(gradient @ step) < 1e-9:
             break
-        before, size = loss(w), 1.0
+        before = loss(w)
+        size = 1.0
         while loss(w - size * step) > before and size > 1e-6:
             size /= 2
         w = w - size * step
@@ -137,10 +138,12 @@ def predict(
     Returns:
         The predictions for each text.
     """
-    calibrator, predictions = Calibrator(getattr(prior, score), prior), []
+    calibrator = Calibrator(getattr(prior, score), prior)
+    predictions = []
     for text in texts:
         calibrator.begin_request()
-        p, y = [], []
+        p = []
+        y = []
         for labelled in text[score]:
             shift, slope, offset = calibrator.mean
             scores = [calibrator.score(x) for x, _ in labelled]
@@ -216,13 +219,12 @@ def calibrate(labelled: Sequence[LabelledText]) -> CalibrationResult:
 def fit_prior(texts: Sequence[LabelledText]) -> CalibrationPrior:
     """Fit both scores' weights to labelled texts. The default prior is the mean of the weights' own
     prior, N(default, 1)."""
-    default, weights = CalibrationPrior(), []
+    default = CalibrationPrior()
+    weights = []
     for score in SCORES:
         rows = [row for text in texts for labelled in text[score] for row in labelled]
-        x, y = (
-            np.array([x for x, _ in rows]).reshape(-1, FEATURES),
-            np.array([label for _, label in rows], np.float64),
-        )
+        x = np.array([x for x, _ in rows]).reshape(-1, FEATURES)
+        y = np.array([label for _, label in rows], np.float64)
         fitted = fit_weights(x, y, getattr(default, score))
         weights.append(tuple(round(weight, 4) for weight in fitted))
     return replace(default, accept=weights[0], following=weights[1])
@@ -239,7 +241,8 @@ def best_request_std(losses: Floats) -> float:
         and a standard error.
     """
     default = CalibrationPrior().request
-    default_losses, best = losses[REQUEST_STDS.index(default)], int(losses.sum(1).argmin())
+    default_losses = losses[REQUEST_STDS.index(default)]
+    best = int(losses.sum(1).argmin())
     return (
         REQUEST_STDS[best]
         if _significant((1 - MIN_GAIN) * default_losses - losses[best])
@@ -278,7 +281,8 @@ def _evaluate(
         The quality for each score, and the sum of all losses for each text [texts], in nats, in the
         order of the folds.
     """
-    qualities, losses = {}, []
+    qualities = {}
+    losses = []
     for score in SCORES:
         metrics: list[float] = []
         for online in (False, True):

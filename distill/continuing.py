@@ -125,7 +125,8 @@ class _TorchRows:
     most_idle = 0.5
 
     def __init__(self, decoder: Decoder, count: int, slots: int) -> None:
-        self._decoder, self._slots = decoder, slots
+        self._decoder = decoder
+        self._slots = slots
         self._weight = weight = decoder.lm_head.weight
         with torch.device(weight.device):
             caches = empty_caches(decoder.geometry, count, slots)
@@ -150,7 +151,8 @@ class _TorchRows:
         new = [(k[rows, :, :longest], v[rows, :, :longest]) for k, v in self._caches]
         self._normed(padded(texts, longest)[0], inputs, new)
         for (k, v), (keys, values) in zip(self._caches, new, strict=True):
-            k[rows, :, :longest], v[rows, :, :longest] = keys, values
+            k[rows, :, :longest] = keys
+            v[rows, :, :longest] = values
 
     def step(self, tokens: Sequence[int], positions: Sequence[int]) -> Tensor:
         at = torch.tensor(positions)
@@ -202,14 +204,16 @@ def texts_of_rows(
         open_rows: Opens rows: how many, and the most tokens of a text.
         writing: What to write.
     """
-    waiting, limits = writing.waiting(), writing.limits
+    waiting = writing.waiting()
+    limits = writing.limits
     if not waiting:
         return
     busy = [waiting.pop() for _ in range(min(writing.rows or len(waiting), len(waiting)))]
     batch = open_rows(len(busy), max(limits))
     texts = {index: list(writing.prompts[index]) for index in busy}
     random = {index: writing.random(index) for index in busy}
-    begun, ended = [*range(len(busy))], set[int]()
+    begun = [*range(len(busy))]
+    ended = set[int]()
     while len(ended) < len(busy):
         batch.prefill(begun, [texts[busy[row]][:-1] for row in begun])
         logits = batch.step(
@@ -232,21 +236,17 @@ def texts_of_rows(
             yield index, texts[index]
             if waiting:
                 busy[row] = following = waiting.pop()
-                texts[following], random[following] = (
-                    list(writing.prompts[following]),
-                    writing.random(following),
-                )
+                texts[following] = list(writing.prompts[following])
+                random[following] = writing.random(following)
                 begun.append(row)
             else:
                 ended.add(row)
         if len(ended) > batch.most_idle * len(busy):
             kept = [row for row in range(len(busy)) if row not in ended]
             batch.keep(kept)
-            begun, busy, ended = (
-                [kept.index(row) for row in begun],
-                [busy[row] for row in kept],
-                set(),
-            )
+            begun = [kept.index(row) for row in begun]
+            busy = [busy[row] for row in kept]
+            ended = set()
 
 
 def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:

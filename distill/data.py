@@ -64,20 +64,16 @@ class Rows:
 
 def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
     """Append rows that are mixed into the batches of the primary rows."""
-    tokens, lengths = (
-        np.concatenate([primary.tokens, mixed.tokens]),
-        np.concatenate([primary.lengths, mixed.lengths]),
-    )
+    tokens = np.concatenate([primary.tokens, mixed.tokens])
+    lengths = np.concatenate([primary.lengths, mixed.lengths])
     return Rows(tokens, lengths, len(primary))
 
 
 def count_next_tokens(rows: Rows, vocab_size: int) -> NDArray[np.int64]:
     """How often the primary rows use each token where training predicts it: everywhere but at the
     beginning of a row [V]."""
-    tokens, lengths = (
-        rows.tokens[: rows.num_primary, 1:],
-        rows.lengths[: rows.num_primary, None] - 1,
-    )
+    tokens = rows.tokens[: rows.num_primary, 1:]
+    lengths = rows.lengths[: rows.num_primary, None] - 1
     return np.bincount(tokens[np.arange(tokens.shape[1]) < lengths], minlength=vocab_size)
 
 
@@ -93,7 +89,8 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
         The windows, all primary. A last window of fewer than ``MIN_TOKENS`` tokens is dropped
         unless it fills a row.
     """
-    tokens, lengths = [], []
+    tokens = []
+    lengths = []
     for ids in _joined(documents, length):
         for start in range(0, max(1, len(ids) - 1), length):
             window = ids[start : start + length + 1]
@@ -237,7 +234,8 @@ def hold_out_prompts(rows: Rows, count: int, prompt_tokens: int) -> tuple[list[l
 
 def _check_vocabulary(tokens: Tokens, vocab_size: int, name: str) -> None:
     """Refuse token ids that are not in the model's vocabulary."""
-    smallest, largest = int(tokens.min()), int(tokens.max())
+    smallest = int(tokens.min())
+    largest = int(tokens.max())
     if smallest < 0 or largest >= vocab_size:
         raise EESDError(
             f"{name} contains token {min(smallest, 0) or largest}, but the model's vocabulary "

@@ -22,7 +22,8 @@ SHARD_BATCHES = 4
 """Texts in a shard, as a multiple of the texts that are decoded together: at a shard's end fewer
 and fewer rows are busy."""
 
-LONGEST_ECHO, LEAST_ECHO = 64, 16
+LONGEST_ECHO = 64
+LEAST_ECHO = 16
 """Tokens that a text may say again and again at its end, and how many that are taken for an echo at
 least."""
 STREAM = 2
@@ -137,7 +138,8 @@ def _random_numbers(seed: int, start: int, text: int) -> np.random.Generator:
 def _check_shard(path: Path, count: int) -> None:
     """Raise :class:`EESDError` if an earlier run's shard does not have this number of rows."""
     shard = load_tensors(path)
-    tokens, lengths = shard.get("tokens"), shard.get("lengths")
+    tokens = shard.get("tokens")
+    lengths = shard.get("lengths")
     if (
         tokens is None
         or lengths is None

@@ -47,7 +47,8 @@ def token_losses(
     chunks = zip(
         *(torch.split(tensor, rows) for tensor in (features, top_ids, top_logprobs)), strict=True
     )
-    losses, agreements = [], []
+    losses = []
+    agreements = []
     for x, ids, logprobs in chunks:
         loss, agrees = checkpoint(
             _chunk_losses, x, lm_head, ids, logprobs, use_reentrant=False, preserve_rng_state=False
@@ -61,11 +62,14 @@ def _chunk_losses(
     features: Tensor, lm_head: Tensor, top_ids: Tensor, top_logprobs: Tensor
 ) -> tuple[Tensor, Tensor]:
     logits = linear(features, lm_head).float()
-    outside, ids = top_ids < 0, top_ids.long().clamp_min(0)
+    outside = top_ids < 0
+    ids = top_ids.long().clamp_min(0)
     student = log_softmax(logits, -1).gather(1, ids)
-    teacher, agrees = top_logprobs.float(), logits.argmax(-1) == top_ids[:, 0]
+    teacher = top_logprobs.float()
+    agrees = logits.argmax(-1) == top_ids[:, 0]
     kept, drafted = (logprobs.exp().masked_fill(outside, 0) for logprobs in (teacher, student))
-    rest, others = 1 - teacher.exp().sum(-1), 1 - drafted.sum(-1)
+    rest = 1 - teacher.exp().sum(-1)
+    others = 1 - drafted.sum(-1)
     inside, rest, others = (part.clamp_min(1e-4) for part in (kept.sum(-1) + rest, rest, others))
     kl = (kept * (teacher - student)).sum(-1) + rest * (rest / others).log() - inside * inside.log()
     tv = (kept - drafted).clamp_min(0).sum(-1)
@@ -93,7 +97,9 @@ class Student(nn.Module):
 
     def __init__(self, head: ExitHead, options: LossOptions, precision: str) -> None:
         super().__init__()
-        self.head, self.options, self.precision = head, options, precision
+        self.head = head
+        self.options = options
+        self.precision = precision
 
     def forward(
         self,
@@ -117,7 +123,9 @@ class Student(nn.Module):
             The loss, and [4] metrics: the means of ``LOSS_NAMES`` and the fraction of positions
             that agree with the teacher.
         """
-        own_lm_head, targets, mask = self.head.lm_head, batch.targets, batch.mask
+        own_lm_head = self.head.lm_head
+        targets = batch.targets
+        mask = batch.mask
         with autocast(self.precision, mask.device):
             hidden, *deep = [states.float() for states in batch.hidden]
             state = None if roots is None else states_before(self.head, deep, roots)

@@ -173,7 +173,8 @@ def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
         ``name: old value, now new value``, or None if the dictionaries are equal.
     """
     for name in sorted(old.keys() | new.keys()):
-        before, now = old.get(name), new.get(name)
+        before = old.get(name)
+        now = new.get(name)
         if isinstance(before, dict) and isinstance(now, dict):
             nested = first_difference(before, now)
             if nested is not None:

@@ -81,7 +81,9 @@ class EngineWriter:
 
     def __init__(self, checkpoint: Checkpoint, directory: Path, threads: int) -> None:
         """See :func:`own_engine`. ``threads``: CPU threads."""
-        self._checkpoint, self._directory, self._threads = checkpoint, directory, threads
+        self._checkpoint = checkpoint
+        self._directory = directory
+        self._threads = threads
         self._engine: CpuEngine | None = None
 
     def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
@@ -158,7 +160,8 @@ class EngineTeacher:
             slots: Most tokens of a row.
             threads: CPU threads.
         """
-        self.layers, self._dtype = tuple(layers), storage_dtype(precision)
+        self.layers = tuple(layers)
+        self._dtype = storage_dtype(precision)
         self._top_k = min(top_k, checkpoint.geometry.vocab_size)
         packed, manifest = own_engine(checkpoint, directory, slots)
         [verify] = manifest.verify

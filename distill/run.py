@@ -129,7 +129,8 @@ class Run:
     def rows(self) -> Rows:
         """All rows, validation rows included. Empty if nothing needs them: validation has its own
         prompts, nothing is trained, and no draft vocabulary is chosen."""
-        vocab_size, length = self.checkpoint.geometry.vocab_size, self.training.length
+        vocab_size = self.checkpoint.geometry.vocab_size
+        length = self.training.length
         chooses = self.init_head is None and self.training.draft_vocab
         if not (self.training.steps or chooses) and self.data.validation:
             return split_documents((), length)
@@ -157,7 +158,8 @@ class Run:
             prompts=digest(prompts),
             base=self.checkpoint.fingerprint(),
         )
-        process, processes = self.accelerator.process_index, self.accelerator.num_processes
+        process = self.accelerator.process_index
+        processes = self.accelerator.num_processes
         with self.progress("own text", data.own_rows) as advance:
             eos_token_ids = self.checkpoint.config.eos_token_ids
             self_generate(
@@ -233,15 +235,14 @@ class Run:
         Raises:
             EESDError: There are too few rows, or a prompt is too long for the model.
         """
-        data, kinds = self.data, tuple[str, ...]()
+        data = self.data
+        kinds = tuple[str, ...]()
         # First, because a file that cannot be used is refused before the model writes text.
         read = self._prompts(data.validation, data.validation_prompts) if data.validation else []
         rows = self.rows
         if read:
-            prompts, kinds = (
-                [prompt.tokens for prompt in read],
-                tuple(prompt.kind for prompt in read),
-            )
+            prompts = [prompt.tokens for prompt in read]
+            kinds = tuple(prompt.kind for prompt in read)
         else:
             prompts, rows = hold_out_prompts(rows, data.validation_prompts, data.prompt_tokens)
         free = self.checkpoint.config.max_positions - max(map(len, prompts))
@@ -285,21 +286,22 @@ class Run:
         Raises:
             EESDError: The cache has other data or options, or the disk is too small.
         """
-        training, geometry = self.training, self.checkpoint.geometry
+        training = self.training
+        geometry = self.checkpoint.geometry
         if self.offline is None:
             return OnlineTargets(
                 rows, self._teacher(training.layers, training.length), self.accelerator.device
             )
-        base, top_k = self.checkpoint.fingerprint(), min(training.top_k, geometry.vocab_size)
+        base = self.checkpoint.fingerprint()
+        top_k = min(training.top_k, geometry.vocab_size)
         cache = TargetCache(self.offline, rows, base, training.layers, top_k, training.precision)
         missing = len(cache.missing_shards())
         if missing:
-            process, processes = self.accelerator.process_index, self.accelerator.num_processes
+            process = self.accelerator.process_index
+            processes = self.accelerator.num_processes
             with self.progress("teacher's targets", missing // processes) as advance:
-                teacher, device = (
-                    self._teacher(cache.layers, training.length),
-                    self.accelerator.device,
-                )
+                teacher = self._teacher(cache.layers, training.length)
+                device = self.accelerator.device
                 cache.fill(
                     teacher,
                     device,
@@ -315,7 +317,8 @@ class Run:
 
     def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
         """On a CPU this project's operators read."""
-        top_k, precision = self.training.top_k, self.training.precision
+        top_k = self.training.top_k
+        precision = self.training.precision
         if self._has_operators:
             threads = torch.get_num_threads()
             return EngineTeacher(
@@ -331,7 +334,8 @@ class Run:
         """
         if self.init_head is None:
             return None
-        head, wanted = load_exit_head(self.checkpoint, self.init_head), self.head_config()
+        head = load_exit_head(self.checkpoint, self.init_head)
+        wanted = self.head_config()
         stored = head.exit_config
         if replace(stored, trained=True, calibration=None) != wanted:
             lm_head = "own" if stored.own_lm_head else "shared"
@@ -363,7 +367,8 @@ class Run:
         Raises:
             EESDError: The head in ``init_head`` has another shape than the options say.
         """
-        given, ids = self.given_head(), None
+        given = self.given_head()
+        ids = None
         if given is not None:
             return given
         if self.training.draft_vocab:
@@ -374,7 +379,8 @@ class Run:
 
     def head_config(self) -> ExitConfig:
         """What these options say about the head."""
-        training, base = self.training, self.checkpoint.fingerprint()
+        training = self.training
+        base = self.checkpoint.fingerprint()
         return ExitConfig(
             training.exit_layer,
             training.blocks,
@@ -447,7 +453,8 @@ class Run:
     def _check_head(self) -> None:
         """Raise :class:`EESDError` if the output directory has a head that this command would not
         make again."""
-        weights, config = self.output / WEIGHTS_FILE, self.output / CONFIG_FILE
+        weights = self.output / WEIGHTS_FILE
+        config = self.output / CONFIG_FILE
         if not weights.exists():
             same = not config.exists()
         elif self.init_head is None:

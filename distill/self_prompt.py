@@ -78,7 +78,8 @@ def self_prompts(
     key = digest(asdict(options))[:16]
     directory.mkdir(parents=True, exist_ok=True)
     paths: list[Path] = []
-    found, failures = 0, 0
+    found = 0
+    failures = 0
     for number in count():
         path = directory / f"self-prompts-{key}-{number:05}.jsonl"
         if not path.exists():

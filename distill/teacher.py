@@ -141,7 +141,8 @@ def full_sequence_inputs(
             for k, v in empty_caches(geometry, batch, 0 if whole else tokens, caches)
         ]
     if whole:
-        inputs.attn_mask, inputs.whole = inputs.attn_mask[..., :0, :0], True
+        inputs.attn_mask = inputs.attn_mask[..., :0, :0]
+        inputs.whole = True
     inputs.cos, inputs.sin, inputs.attn_mask = (
         t.to(dtype) for t in (inputs.cos, inputs.sin, inputs.attn_mask)
     )
@@ -165,14 +166,17 @@ class Teacher(nn.Module):
             precision: ``bf16`` or ``float32``.
         """
         super().__init__()
-        self.decoder, self.layers, self.precision = decoder, tuple(layers), precision
+        self.decoder = decoder
+        self.layers = tuple(layers)
+        self.precision = precision
         self.top_k = min(top_k, decoder.geometry.vocab_size)
 
     # Not inference_mode: inference tensors cannot take part in the student's backward pass.
     @torch.no_grad()
     def forward(self, ids: Tensor) -> tuple[dict[int, Tensor], Targets]:
         """Hidden states [B, T, hidden] after each exit layer, and the targets."""
-        geometry, dtype = self.decoder.geometry, storage_dtype(self.precision)
+        geometry = self.decoder.geometry
+        dtype = storage_dtype(self.precision)
         most = max(len(geometry.caches_of(layer)) for layer in range(geometry.num_layers))
         inputs, caches = full_sequence_inputs(
             geometry, ids.shape[0], ids.shape[1], most, dtype, ids.device
@@ -242,7 +246,9 @@ class OnlineTargets:
     """Runs the teacher on each batch."""
 
     def __init__(self, rows: Rows, teacher: TeacherCall, device: torch.device) -> None:
-        self.rows, self.teacher, self.device = rows, teacher, device
+        self.rows = rows
+        self.teacher = teacher
+        self.device = device
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
         ids = on_device(
@@ -284,7 +290,8 @@ class TargetCache:
         Raises:
             EESDError: The directory has a cache of other data or options.
         """
-        self.directory, self.rows = directory, rows
+        self.directory = directory
+        self.rows = rows
         self.meta: dict[str, Any] = {
             "base": base,
             "layers": sorted(layers),
@@ -310,7 +317,8 @@ class TargetCache:
     def _check(self, stored: dict[str, Any]) -> None:
         """Check that a cache holds the targets of the first of these rows, or of all, and keep its
         layers."""
-        kept, count = stored.get("layers"), stored.get("rows")
+        kept = stored.get("layers")
+        count = stored.get("rows")
         if isinstance(kept, list) and all(layer in kept for layer in self.meta["layers"]):
             self.meta["layers"] = kept
         expected = dict(self.meta)
@@ -373,10 +381,8 @@ class TargetCache:
             EESDError: The disk is too small.
         """
         missing = self.missing_shards()
-        needed, free = (
-            len(missing) * SHARD_ROWS * self._row_bytes(hidden_size),
-            shutil.disk_usage(self.directory).free,
-        )
+        needed = len(missing) * SHARD_ROWS * self._row_bytes(hidden_size)
+        free = shutil.disk_usage(self.directory).free
         if needed > free:
             raise EESDError(
                 f"The cache {self.directory} needs {needed / 1e9:.1f} GB more, but the disk "

@@ -152,13 +152,14 @@ class Trainer:
             identity: Model, data and initial weights. A run resumes only if they and the options
                 are the same.
         """
-        self.accelerator, self.geometry, self.options, self.rows = (
-            accelerator,
-            geometry,
-            options,
-            rows,
-        )
-        self.targets, self.validation, self.output, self.head = targets, validation, output, head
+        self.accelerator = accelerator
+        self.geometry = geometry
+        self.options = options
+        self.rows = rows
+        self.targets = targets
+        self.validation = validation
+        self.output = output
+        self.head = head
         self.lm_head = lm_head.to(accelerator.device)
         head = head.to(accelerator.device)
         self.identity = json.loads(json.dumps(asdict(options) | identity))
@@ -169,7 +170,8 @@ class Trainer:
         self._inputs, self._caches = full_sequence_inputs(
             geometry, options.batch, options.length, len(head.blocks), dtype, accelerator.device
         )
-        self.metrics, self._own_head = MetricsLog(output), False
+        self.metrics = MetricsLog(output)
+        self._own_head = False
         self.step = 0
         self._means = (
             []
@@ -235,7 +237,8 @@ class Trainer:
 
         A GPU gets the next step before it has done this one: nothing here reads a number of its.
         """
-        options, processes = self.options, self.accelerator.num_processes
+        options = self.options
+        processes = self.accelerator.num_processes
         rate = learning_rate(options, self.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -317,10 +320,8 @@ class Trainer:
 
     def _validate(self, report: Report) -> Acceptance:
         texts = self.validation.correct_drafts(self.full_head(), self.geometry, self.lm_head)
-        acceptance, kinds = (
-            replay_acceptance(texts),
-            acceptance_by_kind(texts, self.validation.kinds),
-        )
+        acceptance = replay_acceptance(texts)
+        kinds = acceptance_by_kind(texts, self.validation.kinds)
         metrics: dict[str, Any] = {
             "acceptance": acceptance.by_depth,
             "tokens_per_round": acceptance.tokens_per_round,
@@ -392,7 +393,8 @@ class Trainer:
         newest = checkpoints[-1]
         remedy = f"delete {newest}, and the next run starts from the checkpoint before it, or anew"
         run = read_json_object(newest / "run.json", remedy)
-        step, stored_options = run.get("step"), run.get("options")
+        step = run.get("step")
+        stored_options = run.get("options")
         if (
             not isinstance(stored_options, dict)
             or type(step) is not int
@@ -433,7 +435,8 @@ class Trainer:
         self.head.load_state_dict(state)
 
     def _load_optimizers(self, path: Path, remedy: str) -> None:
-        stored, used = load_tensors(path, remedy), 0
+        stored = load_tensors(path, remedy)
+        used = 0
         for number, optimizer in enumerate(self._own_optimizers):
             state = optimizer.state_dict()
             parameters = [

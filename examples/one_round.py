@@ -21,11 +21,13 @@ LENGTH = 3
 def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
     """Greedy tokens after ``prompt``, up to EOS."""
     manifest = json.loads((directory / "manifest.json").read_text("utf-8"))
-    [verify_info], draft_info = manifest["verify"], manifest["draft"]
+    [verify_info] = manifest["verify"]
+    draft_info = manifest["draft"]
     verify, draft = (
         ort.InferenceSession(directory / info["file"]) for info in (verify_info, draft_info)
     )
-    geometry, slots = manifest["geometry"], manifest["max_seq_len"]
+    geometry = manifest["geometry"]
+    slots = manifest["max_seq_len"]
     shape = 1, geometry["num_kv_heads"], slots, geometry["head_dim"]
     caches = {
         f"{kind}_{i}": np.zeros(shape, np.float32)
@@ -57,11 +59,13 @@ def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
         )
         return [value for name, value in named.items() if not name.endswith("_out")]
 
-    tokens, end = list(prompt), len(prompt) + new_tokens
+    tokens = list(prompt)
+    end = len(prompt) + new_tokens
     if len(prompt) > 1:
         call(verify, tokens[:-1], 0)  # all but the last token, which is the first root
     while len(tokens) < end:
-        root, drafted = len(tokens) - 1, list[int]()
+        root = len(tokens) - 1
+        drafted = list[int]()
         # Draft: the bonus token must fit behind it.
         for step in range(min(LENGTH, end - len(tokens) - 1)):
             _, ids, _ = call(draft, [[tokens[-1], *drafted][step]], root + step)

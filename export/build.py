@@ -104,7 +104,8 @@ def main(
             f"{directory} was exported as {manifest.dtype}; for {precision} plans export with "
             f"--dtype {precision} first."
         )
-    chunk, flavour = prefill_chunk or manifest.gpu_prefill_chunk, plans.find_flavour(target)
+    chunk = prefill_chunk or manifest.gpu_prefill_chunk
+    flavour = plans.find_flavour(target)
     options = plans.BuildOptions(
         flavour, batch, chunk, capabilities or capabilities_for(flavour, manifest), strip_weights
     )

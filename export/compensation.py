@@ -34,13 +34,15 @@ def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quant
     values = weight.float().t().contiguous()
     least, most = (0, 15) if kind == "uint4" else (-8, 7)
     levels = torch.empty(values.shape, dtype=torch.int8)
-    scales, minimums = [], []
+    scales = []
+    minimums = []
     for begin in range(0, len(values), BLOCK):
         end = begin + BLOCK
         block = values[begin:end]
         found = quantize_blocks(block.numpy()[None], kind, dtype)
         minimum = np.zeros_like(found.scales) if found.minimums is None else found.minimums
-        step, low = as_torch(to_float32(found.scales[0])), as_torch(to_float32(minimum[0]))
+        step = as_torch(to_float32(found.scales[0]))
+        low = as_torch(to_float32(minimum[0]))
         errors = torch.empty_like(block)
         for row, own in enumerate(factor[begin:end, begin:end]):
             levels[begin + row] = level = (

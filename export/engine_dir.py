@@ -183,7 +183,8 @@ def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
 def _own_source(checkpoint: Checkpoint, name: str, base: Sequence[str]) -> TensorSource:
     """A parameter of a head from some of the model's: the model's own tensor where it is one, which
     can be linked."""
-    parts, geometry = [checkpoint.tensors[part] for part in base], checkpoint.geometry
+    parts = [checkpoint.tensors[part] for part in base]
+    geometry = checkpoint.geometry
     if len(parts) == 1 and geometry.experts is None:
         return parts[0]
     return ComputedTensor(
@@ -373,7 +374,8 @@ def prepared(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prep
     Raises:
         EESDError: The model cannot be split into as many stages, or has no weights to link.
     """
-    geometry, config = checkpoint.geometry, head.config
+    geometry = checkpoint.geometry
+    config = head.config
     splits = split_layers(geometry, config, options.dtype, options.quantization, options.stages)
     sources = weight_sources(checkpoint, head, options.max_seq_len)
     linked = linkable_tensors(sources, options.dtype) if options.link_weights else {}

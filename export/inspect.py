@@ -240,7 +240,8 @@ def _predict(
 ) -> None:
     manifest.on_rank(ranks)  # refuses what cannot be split
     text = min(text or slots, slots)
-    sized, hardware = replace(manifest, max_seq_len=slots), GPUS[gpu]
+    sized = replace(manifest, max_seq_len=slots)
+    hardware = GPUS[gpu]
     slots, drafting = (slots_read(sized, graph, text) for graph in (sized.verify[0], sized.draft))
     predicted = predict_calls(manifest, hardware, slots, drafting, ranks)
     if as_json:
@@ -345,7 +346,8 @@ def memory_table(
 
 def _summary(directory: Path, manifest: Manifest) -> Table:
     slot = slot_bytes(manifest, manifest.num_caches)
-    geometry, exit_head = manifest.geometry, manifest.exit_head
+    geometry = manifest.geometry
+    exit_head = manifest.exit_head
     rows = {
         "model": f"{manifest.model} ({geometry.architecture})",
         "geometry": (
@@ -400,7 +402,8 @@ def _head(manifest: Manifest) -> str:
 
 def _draft_vocab(manifest: Manifest) -> str:
     """Which tokens the draft can predict."""
-    size, whole = manifest.exit_head.draft_vocab, manifest.geometry.vocab_size
+    size = manifest.exit_head.draft_vocab
+    whole = manifest.geometry.vocab_size
     return f"{size} of {whole} tokens" if size else f"all {whole} tokens"
 
 

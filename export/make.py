@@ -35,7 +35,9 @@ from eesd.export.steps import shown_steps
 
 QUANTIZED_OR_NONE = (*QUANTIZED, "none")
 KEEP = "keep"
-OWN_HEAD, WHOLE_MODEL, NO_HEAD = "own", "quantized", "none"
+OWN_HEAD = "own"
+WHOLE_MODEL = "quantized"
+NO_HEAD = "none"
 NOT_STORED = (OWN_HEAD, WHOLE_MODEL, NO_HEAD)
 """What ``--exit-head`` takes beside a head's place."""
 EARLY_EXIT = "layerskip"
@@ -209,10 +211,8 @@ def _rounded_on(
 def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
     """The model, and what its engines take: ``size`` bytes of weights, and ``free`` bytes of the
     disk."""
-    geometry, slots = (
-        manifest.geometry,
-        manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches),
-    )
+    geometry = manifest.geometry
+    slots = manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches)
     weights = sum(map(prod, model_shapes(geometry).values()))
     return [
         f"{manifest.model}: {geometry.architecture}, {geometry.num_layers} layers of "
@@ -261,7 +261,8 @@ def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptio
 
 def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool) -> str:
     """What was exported, in a line."""
-    head, geometry = manifest.exit_head, manifest.geometry
+    head = manifest.exit_head
+    geometry = manifest.geometry
     read = ", ".join(map(str, head.read_layers))
     drafts = f"EAGLE-3 over the layers {read}" if head.eagle else f"exit after layer {head.layer}"
     if not head.can_draft:
@@ -286,7 +287,8 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
 
     for text in filter(None, (*checkpoint.config.notices, checkpoint.config.sampling.notice)):
         notice(text)
-    tokenizer, size = output / "tokenizer.json", checkpoint.geometry.vocab_size
+    tokenizer = output / "tokenizer.json"
+    size = checkpoint.geometry.vocab_size
     if not tokenizer.exists():
         notice("The model has no tokenizer, so prompts are token ids.")
     elif (
@@ -356,7 +358,8 @@ def choose_quantization(
         whole: Whether the draft is the whole model.
         plans: Whether plans may be built of 16-bit engines.
     """
-    own, tensors = checkpoint.quantization, checkpoint.own_levels
+    own = checkpoint.quantization
+    tensors = checkpoint.own_levels
     if layers is None and tensors and dtype == "float32" and not link_weights:
         layers = KEEP
     if layers == KEEP:

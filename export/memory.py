@@ -21,7 +21,8 @@ from eesd.common.weights import (
     weights_of,
 )
 
-_BUILD_FACTOR, _BUILD_BASE = 2.7, 600_000_000
+_BUILD_FACTOR = 2.7
+_BUILD_BASE = 600_000_000
 """Host memory of a build: bytes for each byte of weights, and a constant. Measured with
 TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6 for each byte, of which one is the mapped file of
 weights."""
@@ -53,7 +54,8 @@ def split_layers(
     Raises:
         EESDError: The model cannot be split into that many stages.
     """
-    layers, before_exit = geometry.num_layers, exit_config.layer
+    layers = geometry.num_layers
+    before_exit = exit_config.layer
     if exit_config.read_layers and stages > 1:
         raise EESDError(
             f"--stages {stages} cannot be used with this head: it reads states after the layers "
@@ -89,7 +91,8 @@ def split_layers(
         return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
     # Layers with levels of their own may differ a little: count the mean.
-    layer, prefix = nbytes(layer_shapes(geometry, range(layers))) // layers, range(before_exit)
+    layer = nbytes(layer_shapes(geometry, range(layers))) // layers
+    prefix = range(before_exit)
     other = [0] * stages  # bytes on each device besides the layers
     other[0] = nbytes(graph(prefix, draft=True) | graph(prefix, draft=False)) - before_exit * layer
     other[-1] += nbytes(graph(range(layers - 1, layers), draft=False)) - layer
@@ -157,11 +160,13 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
         EESDError: The model cannot be split over so many ranks.
     """
     part = manifest.on_rank(ranks)
-    devices, nodes = [], manifest.max_tree_nodes + 1
+    devices = []
+    nodes = manifest.max_tree_nodes + 1
     for number, (stage, layers) in enumerate(
         zip(manifest.verify, manifest.stage_layers, strict=True)
     ):
-        first, last = number == 0, number == len(manifest.verify) - 1
+        first = number == 0
+        last = number == len(manifest.verify) - 1
         columns = (
             manifest.geometry.vocab_size
             if last
@@ -234,11 +239,9 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
 
     Of ``tokens`` tokens, ``logits`` get logits of ``columns`` columns.
     """
-    element, hidden, slots = (
-        BITS[manifest.dtype] // 8,
-        manifest.geometry.hidden_size,
-        manifest.max_seq_len,
-    )
+    element = BITS[manifest.dtype] // 8
+    hidden = manifest.geometry.hidden_size
+    slots = manifest.max_seq_len
     heads = (
         manifest.geometry.num_heads + manifest.geometry.num_kv_heads
     ) * manifest.geometry.head_dim

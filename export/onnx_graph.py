@@ -24,7 +24,8 @@ from eesd.export.onnx_ops import OnnxOperations, onnx_type
 from eesd.export.weights import TensorLocation
 from eesd.runtime.engines.trt_plans import one_node_is_faster
 
-OPSET, IR_VERSION = 24, 10
+OPSET = 24
+IR_VERSION = 10
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def make_graph(
     )
     results = _write_draft(o, options.draft_top_k) if is_draft else _write_verify(o, layers)
     caches = sorted(needs.caches)
-    inputs, kv = _inputs(o, is_draft, layers), _cache_infos(o, caches)
+    inputs = _inputs(o, is_draft, layers)
+    kv = _cache_infos(o, caches)
     outputs = [*results, *(TensorInfo(f"{one.name}_out", one.shape, one.dtype) for one in kv)]
     info = GraphInfo(f"{name}.onnx", tuple(caches), (*inputs, *kv), tuple(outputs))
     return Graph(_model(name, o, info), tuple(o.weights.values()), info)

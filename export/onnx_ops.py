@@ -124,7 +124,8 @@ class OnnxOperations:
         shape = self.shapes[name] if shape is None else shape
         name = graph_name(name, shape, self.geometry, self.draft, self.dtype, self.quantization)
         if name not in self.weights:
-            linked, wide = name in self.linked, self.geometry.wide_norms
+            linked = name in self.linked
+            wide = self.geometry.wide_norms
             weight = stored_weight(name, shape, self.dtype, self.quantization, linked, wide)
             self.weights[name] = weight
             for tensor, (kind, of) in _tensors(weight).items():
@@ -174,7 +175,8 @@ class OnnxOperations:
         found = self.node("DequantizeLinear", given, axis=axis, block_size=of.block)
         if MINIMUMS in parts:
             least = self._cast(parts[MINIMUMS], of.scales, "float32")
-            blocks, after = [*shape[:axis], shape[axis] // of.block], shape[axis + 1 :]
+            blocks = [*shape[:axis], shape[axis] // of.block]
+            after = shape[axis + 1 :]
             found = self._reshape(found, [*blocks, of.block, *after])
             found = self.node("Add", [found, self._reshape(least, [*blocks, 1, *after])])
             found = self._reshape(found, shape)
@@ -250,7 +252,8 @@ class OnnxOperations:
 
     def _packed(self, x: str, names: Sequence[str], layers: Sequence[Linear]) -> str:
         """The outputs of layers whose weights are one."""
-        rows, inputs = sum(layer.outputs for layer in layers), self.shapes[names[0]][1]
+        rows = sum(layer.outputs for layer in layers)
+        inputs = self.shapes[names[0]][1]
         y = self.node("MatMul", [x, self._matrix(packed_name(names), (rows, inputs))])
         biases = [f"{layer.name}.bias" for layer in layers if layer.bias]
         if not biases:
@@ -326,7 +329,8 @@ class OnnxOperations:
 
     def attention(self, qkv: str, block: Block, name: str, attends: bool) -> str:
         geometry = block.geometry
-        kv_heads, size = geometry.num_kv_heads, geometry.head_dim
+        kv_heads = geometry.num_kv_heads
+        size = geometry.head_dim
         heads = self._heads_apart(qkv, size)
         counts = [geometry.num_heads, kv_heads, kv_heads] if attends else [kv_heads, kv_heads]
         *queries, keys, values = self._split(heads, counts, 1)
@@ -362,7 +366,8 @@ class OnnxOperations:
     def _tables(self, block: Block) -> list[str]:
         """The rotary tables of a block. They are float32, and rounded here."""
         geometry = block.geometry
-        half, columns = geometry.head_dim // 2, geometry.rotary_columns
+        half = geometry.head_dim // 2
+        columns = geometry.rotary_columns
         local = block.kind == SLIDING and geometry.local_theta > 0
         names = HEAD_TABLES if block.eagle else ROTARY_TABLES
         return [self._table(name, half, columns, local) for name in names]
@@ -485,7 +490,8 @@ class OnnxOperations:
 
     def convolution(self, x: str, block: Block, name: str) -> str:
         """Sums are of float32, from the earliest token on."""
-        hidden, taps = block.geometry.hidden_size, block.geometry.taps
+        hidden = block.geometry.hidden_size
+        taps = block.geometry.taps
         gate, gate_behind, given = self._split(x, [hidden] * 3, -1)
         state = self.node("Mul", [gate, given])
         caches = self._write_states(state, hidden, block.state_caches)
@@ -511,7 +517,8 @@ class OnnxOperations:
     def _write_states(self, x: str, width: int, indices: range) -> list[str]:
         """Write states [B, n, width] into caches. Returns the written caches."""
         caches = self._state_caches(indices)
-        kv_heads, size = self.geometry.num_kv_heads, self.geometry.head_dim
+        kv_heads = self.geometry.num_kv_heads
+        size = self.geometry.head_dim
         spare = len(caches) * kv_heads * size - width
         if spare:
             x = self.node("Pad", [x, self.constant([0, 0, 0, 0, 0, spare])])

@@ -50,25 +50,26 @@ def outlined(name: str) -> Manifest:
     Raises:
         EESDError: There is no such model, or it is not supported.
     """
-    path, head = find_model(name, weights=False), None
+    path = find_model(name, weights=False)
+    head = None
     source: Checkpoint | Outline
     # Whether a head is the model's, its weights say.
     if path.is_file() or any((path / name).exists() for name in HEAD_FILES):
         source = Checkpoint(path)
-        config, dtype = source.config, source.dtype
+        config = source.config
+        dtype = source.dtype
         head = stored_head(source, path).config if path.is_dir() else None
     else:
         config = load_config(path)
-        source, dtype = Outline(config.geometry, _own_quantization(config)), config.dtype or ""
+        source = Outline(config.geometry, _own_quantization(config))
+        dtype = config.dtype or ""
     if dtype not in DTYPES:
         raise EESDError(
             f"{path / 'config.json'} does not say a type of weights that can be exported; "
             "export the model itself."
         )
-    geometry, quantization = (
-        config.geometry,
-        choose_quantization(source, dtype, None, None, None, None, False, head is None),
-    )
+    geometry = config.geometry
+    quantization = choose_quantization(source, dtype, None, None, None, None, False, head is None)
     if head is None:
         few = most_have_few_bits(geometry, quantization)
         quantization = replace(quantization, draft=None) if few else quantization

@@ -58,8 +58,10 @@ from eesd.runtime.engines.trt_plans import attended_slots
 LEAST_COSINE = {"float32": 0.99999, "float16": 0.999, "bfloat16": 0.99}
 """Lowest acceptable cosine by element type. bfloat16 has 8 bits of precision, float16 11."""
 
-_TREE_TOKENS, _TREE_SLOTS = 18, 32
-_ENGINE_PROMPT, _LONG_TEXT = 12, 2000
+_TREE_TOKENS = 18
+_TREE_SLOTS = 32
+_ENGINE_PROMPT = 12
+_LONG_TEXT = 2000
 _TEXT_LENGTH = 64
 
 Array = NDArray[np.float32]
@@ -131,7 +133,8 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
     ids, exact = _sampled_text(decoder, checkpoint, manifest)
     del decoder  # otherwise both models are in memory
     decoder, _ = _stored_modules(checkpoint, head, manifest)
-    geometry, length = checkpoint.geometry, len(ids)
+    geometry = checkpoint.geometry
+    length = len(ids)
     caches = empty_caches(geometry, 1, length)
     found = decoder(torch.tensor([ids]), causal_inputs(geometry, 1, length, length), caches)[0][0]
     deviation = exact.std(-1, correction=0).square().mean().sqrt()
@@ -145,13 +148,12 @@ def _sampled_text(
     decoder: Decoder, checkpoint: Checkpoint, manifest: Manifest
 ) -> tuple[list[int], Tensor]:
     """Tokens that a model samples at temperature 1, and its logits behind each [n, V]."""
-    geometry, length = checkpoint.geometry, min(_TEXT_LENGTH, manifest.max_seq_len)
+    geometry = checkpoint.geometry
+    length = min(_TEXT_LENGTH, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
-    caches, ids, rows = (
-        empty_caches(geometry, 1, length),
-        [checkpoint.config.bos_token_id or 0],
-        [],
-    )
+    caches = empty_caches(geometry, 1, length)
+    ids = [checkpoint.config.bos_token_id or 0]
+    rows = []
     for position in range(length):
         logits, caches = decoder(
             torch.tensor([ids[-1:]]), causal_inputs(geometry, 1, 1, length, position), caches
@@ -307,7 +309,8 @@ def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> di
         The lowest cosine over all tokens, for the logits of each call, and for keys and values of
         the first layer cache where it is not acceptable, or else of the worst one.
     """
-    nodes, slots = manifest.max_tree_nodes + 1, attended_slots(manifest, manifest.verify[0])
+    nodes = manifest.max_tree_nodes + 1
+    slots = attended_slots(manifest, manifest.verify[0])
     length = min(max(_LONG_TEXT, *slots[-2:-1], 0) + nodes, manifest.max_seq_len - 1)
     tokens: list[int] = (
         np.random.default_rng(0).integers(manifest.geometry.vocab_size, size=length + 1).tolist()

@@ -81,7 +81,8 @@ def fold_heads(graph: Any) -> None:
         for node in graph.node
         if node.op_type == "Where" and node.input[0] in many
     }
-    used, kept = {value.name for value in graph.output}, []
+    used = {value.name for value in graph.output}
+    kept = []
     for node in reversed(graph.node):
         if used.intersection(node.output):
             node.input[:] = [for_few.get(name, name) for name in node.input]
@@ -107,7 +108,8 @@ def join_scales(model: Any, directory: Path) -> None:
             or tensors[node.input[0]].data_type not in eight_bits
         ):
             continue
-        place, shape = ExternalDataInfo(scales), tuple(scales.dims)
+        place = ExternalDataInfo(scales)
+        shape = tuple(scales.dims)
         bits = np.uint32 if scales.data_type == onnx.TensorProto.FLOAT else np.uint16
         values = np.memmap(
             directory / place.location, bits, mode="r", offset=place.offset or 0, shape=shape

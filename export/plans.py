@@ -212,7 +212,8 @@ def build(
         EESDError: The graph cannot be built. The message has the builder's first error.
     """
     trt = importlib.import_module(FLAVOURS[options.flavour])
-    path, errors = directory / Path(graph.file).with_suffix(".plan").name, list[str]()
+    path = directory / Path(graph.file).with_suffix(".plan").name
+    errors = list[str]()
     with written_whole(path) as temporary, written_whole(graph_read(path)) as source:
         for whole in attempts:
             source.write_bytes(plan_graph(directory, manifest, graph, options.max_batch, whole))
@@ -360,9 +361,11 @@ def profile_shapes(
     exactly one row out as 16-bit ones. Several sequences decode together, and each is prefilled
     alone.
     """
-    batch, slots = options.max_batch, attended_slots(manifest, graph)
+    batch = options.max_batch
+    slots = attended_slots(manifest, graph)
     seen = {"attn_mask": (slots[0], slots[len(slots) // 2], slots[-1])}
-    counts_of, profiles = profile_nodes(manifest, graph, options), []
+    counts_of = profile_nodes(manifest, graph, options)
+    profiles = []
     for counts, rows, most in zip(counts_of, (counts_of[0], (1, 1, 2)), (batch, 1), strict=False):
         sizes = [
             {"B": b, "n": n, "R": r} for b, n, r in zip((1, most, most), counts, rows, strict=True)

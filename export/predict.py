@@ -24,7 +24,8 @@ from eesd.export.memory import is_split, rank_bytes, slot_bytes
 from eesd.runtime.engines.cpu_build import halved_weights
 from eesd.runtime.engines.trt_plans import attended_slots
 
-KERNELS_PER_BLOCK, OTHER_KERNELS = 13, 27
+KERNELS_PER_BLOCK = 13
+OTHER_KERNELS = 27
 """Measured: norms, products, rotation, cache updates, attention and activation of a block; mask,
 embedding, head and copies."""
 MANY_NODES = 33
@@ -208,12 +209,11 @@ def _bytes_of_16_bits(
     few = many = float(bytes_of_pass(manifest, graph, slots, ranks))
     for weight in _weights_read(manifest, graph) if manifest.dtype != "float32" else ():
         if weight.quantization is not None and (ranks == 1 or weight.keeps_levels(ranks)):
-            kept, whole = (
-                rank_bytes(weight, ranks),
-                rank_bytes(replace(weight, quantization=None), ranks),
-            )
+            kept = rank_bytes(weight, ranks)
+            whole = rank_bytes(replace(weight, quantization=None), ranks)
             for_few, for_many = LEVELS_TAKE[4 if BITS[weight.quantization.weights] <= 4 else 8]
-            few, many = few + for_few * whole - kept, many + for_many * whole - kept
+            few = few + for_few * whole - kept
+            many = many + for_many * whole - kept
     return few, many
 
 
@@ -262,7 +262,8 @@ def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> 
 
 def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
     """The weights that a pass reads whole."""
-    weights, head = weights_of(manifest, graph), graph in (manifest.draft, manifest.verify[-1])
+    weights = weights_of(manifest, graph)
+    head = graph in (manifest.draft, manifest.verify[-1])
     if not head or any(name.endswith(LM_HEAD) for name in weights):  # else the table is the LM head
         weights.pop(EMBEDDINGS, None)
     return [

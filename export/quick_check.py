@@ -37,9 +37,13 @@ from eesd.runtime.engines.cpu_build import halved_weights
 from eesd.runtime.engines.cpu_engine import CpuEngine
 
 Source = TypeVar("Source", bound=TensorSource)
-LAYERS, COLUMNS, SLOTS, NODES = 2, 2048, 64, 16
+LAYERS = 2
+COLUMNS = 2048
+SLOTS = 64
+NODES = 16
 """Least layers, most rows of vocabulary tables, slots, and drafted nodes."""
-TOKENS, DRAFTED = 12, 3
+TOKENS = 12
+DRAFTED = 3
 """Tokens of the verify call, and of the draft call after it."""
 UNIT = 2.0**-24
 """Largest relative error of a float32 operation."""
@@ -117,7 +121,9 @@ def _logits(
     manifest: Manifest, engine_of: Callable[[Sequence[GraphInfo]], Engine]
 ) -> dict[str, Array]:
     """The logits of the verify call, and of the draft call after it if it is compared."""
-    tokens, found, kv_cache = _tokens(manifest), dict[str, Array](), None
+    tokens = _tokens(manifest)
+    found = dict[str, Array]()
+    kv_cache = None
     for kind, stages, first, stop in _steps(manifest):
         engine = engine_of(stages)
         if kv_cache is None:

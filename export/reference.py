@@ -127,7 +127,8 @@ def rows_of_slots(cache: Array, first: int, stop: int) -> Array:
 
 def least_cosine(a: Array, b: Array) -> float:
     """The lowest cosine between corresponding rows of two matrices. Rows with NaN count as 0."""
-    a, b = a.astype(np.float64), b.astype(np.float64)
+    a = a.astype(np.float64)
+    b = b.astype(np.float64)
     cosines = (a * b).sum(1) / np.maximum(
         np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1), 1e-30
     )

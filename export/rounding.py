@@ -34,7 +34,8 @@ from eesd.model.quantized import Quantized, dequantize
 from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.model.torch_ops import Inputs, TorchOperations
 
-LEAST_TOKENS, MOST_TOKENS = 4096, 16384
+LEAST_TOKENS = 4096
+MOST_TOKENS = 16384
 """Tokens of the text that the rounding needs, and that it reads."""
 ROW = 512
 """Tokens that see each other."""
@@ -90,7 +91,8 @@ def _to_round(
 ) -> dict[str, StoredWeight]:
     """The weights of base layers that verify, or the draft as copies of its own, has in 4 bits, by
     their names there."""
-    found, quantization = {}, options.quantization
+    found = {}
+    quantization = options.quantization
     for name, shape in layer_shapes(
         checkpoint.geometry, range(layers if draft else checkpoint.geometry.num_layers)
     ).items():
@@ -118,7 +120,8 @@ def _rows(checkpoint: Checkpoint, text: str, path: Path) -> list[Tensor]:
             "--round-on needs the model's tokenizer, and it has none; leave the option out."
         )
     coded = Tokenizer.from_str(tokenizer.decode())
-    before, ids = coded.encode("").ids, coded.encode(text, add_special_tokens=False).ids
+    before = coded.encode("").ids
+    ids = coded.encode(text, add_special_tokens=False).ids
     if max(ids, default=0) >= checkpoint.geometry.vocab_size:
         raise EESDError(f"{path} has tokens that the model does not have; give another text.")
     length = min(ROW, checkpoint.config.max_positions) - len(before)
@@ -213,7 +216,8 @@ def _round_block(
 
     @torch.no_grad()
     def levels(name: str) -> Quantized:
-        of, module = weights[name], root.get_submodule(name.removesuffix(".weight"))
+        of = weights[name]
+        module = root.get_submodule(name.removesuffix(".weight"))
         assert of.quantization is not None and isinstance(module, nn.Linear)
         kind = of.quantization.weights
         found = quantize_for(factors[_first_reader(name)], module.weight, kind, of.scales_dtype)

@@ -14,13 +14,17 @@ class Steps:
     """Made by :func:`shown_steps`."""
 
     def __init__(self, bar: Progress, log: Callable[[str], None]) -> None:
-        self._bar, self._task, self._log = bar, bar.add_task("", total=None), log
+        self._bar = bar
+        self._task = bar.add_task("", total=None)
+        self._log = log
         self._began: list[tuple[str, float]] = []
-        self._done, self._said = 0, 0.0
+        self._done = 0
+        self._said = 0.0
 
     def tell(self) -> None:
         """Log how long a step without progress has run."""
-        (step, began), now = self._began[-1] if self._began else ("", 0.0), perf_counter()
+        (step, began) = self._began[-1] if self._began else ("", 0.0)
+        now = perf_counter()
         if step and now - self._said >= SILENCE:
             self._log(f"{step}, {now - began:.0f} s")
 
@@ -28,7 +32,8 @@ class Steps:
         """End the step before, and begin one."""
         now = perf_counter()
         self._began.append((step, now))
-        self._done, self._said = 0, now
+        self._done = 0
+        self._said = now
         self._bar.reset(self._task, description=step, total=None)
         if self._bar.disable:
             self._log(step)
@@ -46,7 +51,8 @@ class Steps:
 
     def _log_progress(self, total: int) -> None:
         """Log the share that is done and the time that is left, every few seconds."""
-        (step, began), now = self._began[-1], perf_counter()
+        (step, began) = self._began[-1]
+        now = perf_counter()
         if now - self._said < SECONDS or not total:
             return
         self._said = now

@@ -41,14 +41,15 @@ def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
         KeyError, ValueError, TypeError, OverflowError, OSError: There are no such values in the
             directory.
     """
-    info, kind, shape = ExternalDataInfo(tensor), KINDS[tensor.data_type], tuple(tensor.dims)
+    info = ExternalDataInfo(tensor)
+    kind = KINDS[tensor.data_type]
+    shape = tuple(tensor.dims)
     if Path(info.location).name != info.location:
         raise ValueError(tensor.name)
-    half, count = BITS[kind] == 4, int(np.prod(shape))
-    dtype, size = (
-        _AS_INTEGERS.get(kind, "uint8" if half else kind),
-        (count + 1) // 2 if half else count,
-    )
+    half = BITS[kind] == 4
+    count = int(np.prod(shape))
+    dtype = _AS_INTEGERS.get(kind, "uint8" if half else kind)
+    size = (count + 1) // 2 if half else count
     if info.length != size * np.dtype(dtype).itemsize:
         raise ValueError(tensor.name)
     raw = np.memmap(

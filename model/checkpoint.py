@@ -76,7 +76,8 @@ class Checkpoint:
 
         The config is wrong if both are stored and differ. transformers then uses both, too.
         """
-        table, head = self.tensors.get(EMBEDDINGS), self.tensors.get(LM_HEAD)
+        table = self.tensors.get(EMBEDDINGS)
+        head = self.tensors.get(LM_HEAD)
         if table is None and head is not None:
             self.tensors[EMBEDDINGS] = head
         if table is None or head is None:
@@ -225,10 +226,13 @@ def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
 
 def _decoder_tensors(config: ModelConfig, stored: Tensors, is_gguf: bool) -> Tensors:
     """The tensors with the names, shapes and values that the decoder has."""
-    family, geometry = config.family, config.geometry
-    make, interleaved = family.tensors, family.interleaved
+    family = config.family
+    geometry = config.geometry
+    make = family.tensors
+    interleaved = family.interleaved
     if is_gguf and family.gguf is not None:
-        make, interleaved = family.gguf.tensors or make, family.gguf.interleaved
+        make = family.gguf.tensors or make
+        interleaved = family.gguf.interleaved
     return divided(halves_apart(make(stored, geometry), geometry, interleaved), config.divided)
 
 

@@ -136,7 +136,8 @@ def load_config(model_dir: Path) -> ModelConfig:
                 f"{file} is a link that leads nowhere; fetch the model again, or delete the "
                 "link to do without it."
             )
-    path, other = model_dir / "config.json", model_dir / MODELOPT_FILE
+    path = model_dir / "config.json"
+    other = model_dir / MODELOPT_FILE
     raw = read_json_object(path, REMEDY)
     if raw.get("quantization_config") is None and other.exists():
         found = read_json_object(other, REMEDY).get("quantization")
@@ -188,7 +189,8 @@ def parse_config(fields: Fields, path: Path) -> ModelConfig:
 def _family(fields: Fields) -> Family:
     """The family, which ``model_type`` and ``architectures`` must agree on. transformers goes by
     ``model_type`` alone."""
-    names, model_type = fields.take("architectures", None), fields.text("model_type")
+    names = fields.take("architectures", None)
+    model_type = fields.text("model_type")
     if names is not None and not (
         isinstance(names, list) and all(isinstance(name, str) for name in names)
     ):
@@ -216,12 +218,14 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
             raise ValueError(f"it has the field {name}: {reason}")
     quantized = fields.take("quantization_config", None)
     packing = None if quantized is None else read_packing(quantized)
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
     layers = fields.integer("num_hidden_layers", most=MOST_LAYERS)
     head_dim = _head_dim(fields, family, hidden, heads)
     positions = fields.integer("max_position_embeddings", family.positions, most=LARGEST_SIZE)
     rope = read_rope(family.rope_fields(fields), positions, head_dim, family)
-    dtype, torch_dtype = fields.text("dtype"), fields.text("torch_dtype")
+    dtype = fields.text("dtype")
+    torch_dtype = fields.text("torch_dtype")
     sizes = {
         "vocab_size": fields.integer("vocab_size"),
         "hidden_size": hidden,

@@ -60,7 +60,8 @@ def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> Non
     """
     names = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
     for name in sorted(names, key=lambda name: name.endswith(("q_norm", "k_norm"))):
-        parts, parent = name.split("."), root
+        parts = name.split(".")
+        parent = root
         for part, child in pairwise(parts):
             if not hasattr(parent, part):
                 parent.add_module(part, nn.ModuleList() if child.isdigit() else nn.Module())
@@ -125,7 +126,8 @@ class ExitHead(nn.Module):
 
     def __init__(self, geometry: Geometry, exit_config: ExitConfig) -> None:
         super().__init__()
-        self.geometry, self.exit_config = geometry, exit_config
+        self.geometry = geometry
+        self.exit_config = exit_config
         self.blocks = nn.ModuleList()
         shapes = exit_head_shapes(geometry, exit_config)
         columns = shapes.pop(DRAFT_VOCAB, None)

@@ -174,7 +174,8 @@ def _read_block(fields: Fields) -> Geometry:
         raise ValueError("its activation is not silu")
     if fields.take("use_sliding_window", False) and fields.take("sliding_window", None):
         raise ValueError("it has a sliding window")
-    hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
+    hidden = fields.integer("hidden_size")
+    heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", None, optional=True) or hidden // heads
     rope = read_rope(
         fields, fields.integer("max_position_embeddings", 2048, most=LARGEST_SIZE), head_dim, ROPES
@@ -236,7 +237,8 @@ def _check_embeddings(
 ) -> None:
     """Refuse a head whose own embedding table is not the model's, apart from rounding: another
     model's, or a trained one."""
-    own, models = stored.get("embed_tokens.weight"), checkpoint.tensors[EMBEDDINGS]
+    own = stored.get("embed_tokens.weight")
+    models = checkpoint.tensors[EMBEDDINGS]
     if own is None:
         return
     other = EESDError(

@@ -30,8 +30,11 @@ class ChangedTensor:
     nbytes: int
 
     def __init__(self, stored: "StoredTensor", change: Callable[[Array], Array]) -> None:
-        self.name, self.shape, self.nbytes = stored.name, stored.shape, stored.nbytes
-        self._stored, self._change = stored, change
+        self.name = stored.name
+        self.shape = stored.shape
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._change = change
         _ = stored.dtype  # refuses types that cannot be read
 
     def read(self) -> Array:
@@ -214,7 +217,8 @@ def full_rope(fields: Fields, theta: float) -> Fields:
 
     ``theta`` is the base where a config does not say.
     """
-    full, scaling = _ropes_by_kind(fields)["full_attention"], fields.take("rope_scaling", None)
+    full = _ropes_by_kind(fields)["full_attention"]
+    scaling = fields.take("rope_scaling", None)
     if not isinstance(scaling, dict | None):
         raise ValueError(f"rope_scaling is {shown(scaling)}, and must be an object")
     given = {"rope_theta": fields.take("rope_theta", theta)}

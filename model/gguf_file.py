@@ -58,9 +58,11 @@ _SCALARS = {
     12: "d",
 }
 """Formats of the types of metadata that have a fixed size."""
-_STRING, _ARRAY = 8, 9
+_STRING = 8
+_ARRAY = 9
 _VERSIONS = (2, 3)
-_NUMBER, _COUNT = "split.no", "split.count"
+_NUMBER = "split.no"
+_COUNT = "split.count"
 _ALIGNMENT = 32
 """Alignment of the data, unless the metadata have another."""
 
@@ -149,7 +151,8 @@ def _read_header(path: Path) -> GgufFile:
             raise EESDError(
                 f"{path} {kind}; supported are little-endian GGUF files of the versions 2 and 3."
             )
-        num_tensors, num_values = header.number("Q"), header.number("Q")
+        num_tensors = header.number("Q")
+        num_values = header.number("Q")
         metadata: dict[str, Any] = {}
         for _ in range(num_values):
             key = header.text()
@@ -172,7 +175,9 @@ class _Header:
     of the file."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
-        self._file, self._path, self._size = file, path, path.stat().st_size
+        self._file = file
+        self._path = path
+        self._size = path.stat().st_size
 
     def damaged(self, reason: str) -> EESDError:
         return EESDError(f"{self._path} is damaged: {reason}; fetch the file again.")
@@ -194,7 +199,8 @@ class _Header:
             return self.text()
         if kind != _ARRAY:
             raise self.damaged(f"its metadata have a value of type {kind}")
-        kind, count = self.number("I"), self.number("Q")
+        kind = self.number("I")
+        count = self.number("Q")
         if kind in _SCALARS:
             return list(self._numbers(_SCALARS[kind], count))
         if kind != _STRING:
@@ -258,8 +264,11 @@ class GgufTensor:
     """
 
     def __init__(self, stored: CheckpointTensor, order: NDArray[np.int64] | None = None) -> None:
-        self.name, self.shape, self.nbytes = stored.name, stored.shape, stored.nbytes
-        self._stored, self._order = stored, order
+        self.name = stored.name
+        self.shape = stored.shape
+        self.nbytes = stored.nbytes
+        self._stored = stored
+        self._order = order
 
     @property
     def dtype(self) -> str:
@@ -281,7 +290,8 @@ class GgufTensor:
         """Some rows of a tensor whose rows are in order: bytes of its file, too."""
         assert self._order is None
         row = self.nbytes // max(self.shape[0], 1)
-        offset, shape = self._stored.offset + start * row, (stop - start, *self.shape[1:])
+        offset = self._stored.offset + start * row
+        shape = (stop - start, *self.shape[1:])
         return GgufTensor(
             replace(self._stored, offset=offset, nbytes=(stop - start) * row, shape=shape)
         )
@@ -396,7 +406,8 @@ def _unpack_blocks(
     if kind in _K_QUANTS:
         return _K_QUANTS[kind](blocks)
     minimums = _halves(blocks, 2) if kind.endswith("_1") else None
-    scales, rest = _halves(blocks, 0), blocks[:, 2 if minimums is None else 4 :]
+    scales = _halves(blocks, 0)
+    rest = blocks[:, 2 if minimums is None else 4 :]
     if kind == "Q8_0":
         return rest.view(np.int8), scales, minimums
     middle = np.int8(0 if minimums is not None else 8 if kind == "Q4_0" else 16)
@@ -456,7 +467,9 @@ def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[n
     """The 8 scales and minimums of each block of Q4_K or Q5_K. Of their 6 bits, the upper two of
     the last four lie apart."""
     scale, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
-    first, second, low = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    first = blocks[:, 4:8]
+    second = blocks[:, 8:12]
+    low = blocks[:, 12:16]
     scales = np.concatenate((first & 63, (low & 15) | (first >> 6) << 4), axis=1)
     minimums = np.concatenate((second & 63, (low >> 4) | (second >> 6) << 4), axis=1)
     return scale * scales, -(least * minimums)

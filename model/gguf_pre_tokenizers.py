@@ -41,7 +41,8 @@ def _by_case(upper: str, lower: str, after: str, rest: str) -> str:
     return f"{first}{upper}*{lower}+{after}|{first}{upper}+{lower}*{after}|{rest}"
 
 
-_NOT_LOWER, _NOT_UPPER = r"[\p{L}&&[^a-z]]", r"[\p{L}&&[^A-Z]]"
+_NOT_LOWER = r"[\p{L}&&[^a-z]]"
+_NOT_UPPER = r"[\p{L}&&[^A-Z]]"
 _AFTER_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 _LLAMA3_NAMES = (
     "llama3",

@@ -10,7 +10,9 @@ from typing import Any
 
 from eesd.model.fields import Fields
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
 """Values of ``tokenizer.ggml.token_type``."""
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _TURN_ENDS = {

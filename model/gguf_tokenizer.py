@@ -168,7 +168,8 @@ def _sentencepiece(
 def _added_tokens(fields: Fields, tokens: Sequence[str]) -> list[AddedToken]:
     """Tokens that are found in a text before it is cut: those for control, and those of the
     users. Only the former are special, and not shown."""
-    types, ends = token_types(fields, tokens), end_tokens(fields)
+    types = token_types(fields, tokens)
+    ends = end_tokens(fields)
     model = (fields.text("general.name") or "").lower()
     stripped = "phi-3" in model or "phi3" in model
     return [

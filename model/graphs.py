@@ -44,7 +44,9 @@ class Graph(nn.Module):
         add_ranks: Add | None,
     ) -> None:
         super().__init__()
-        self.model, self.lm_head, self.exit_head = decoder.model, decoder.lm_head, head
+        self.model = decoder.model
+        self.lm_head = decoder.lm_head
+        self.exit_head = head
         self.described = Model(decoder.geometry, head.exit_config)
         self.operations = TorchOperations
         self.best: Callable[[Tensor, int, Tensor | None], Tensor] | None = None
@@ -98,7 +100,8 @@ class Draft(Graph):
         """
         o = self._pass(inputs, caches)
         logits = draft(o, self.described, input_ids)
-        written, draft_vocab = [*o.caches.values()], self.exit_head.draft_vocab
+        written = [*o.caches.values()]
+        draft_vocab = self.exit_head.draft_vocab
         if self.best is not None:
             return logits, self.best(logits, self.top_k, draft_vocab), written
         values, columns = torch.topk(logits, self.top_k)

@@ -14,7 +14,8 @@ from eesd.model.arrays import Array
 
 def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
     """Raise :class:`EESDError` unless a model of this geometry can have such an exit head."""
-    layer, blocks = exit_config.layer, exit_config.blocks
+    layer = exit_config.layer
+    blocks = exit_config.blocks
     if exit_config.is_whole(geometry):
         return
     if geometry.num_layers < 2:

@@ -57,11 +57,10 @@ def make_initial_head(
 
 def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
     """Random projections to the deep state, and one from it that adds nothing yet."""
-    hidden, width = geometry.hidden_size, geometry.cache_columns
-    generator, found = (
-        torch.Generator().manual_seed(0),
-        {"deep_in_proj.weight": torch.zeros(hidden, width)},
-    )
+    hidden = geometry.hidden_size
+    width = geometry.cache_columns
+    generator = torch.Generator().manual_seed(0)
+    found = {"deep_in_proj.weight": torch.zeros(hidden, width)}
     for index in range(count):
         found[f"deep.{index}.norm.weight"] = torch.ones(hidden)
         found[f"deep.{index}.state_proj.weight"] = (
@@ -76,10 +75,8 @@ def load_exit_head(checkpoint: Checkpoint, directory: Path) -> ExitHead:
     Raises:
         EESDError: The head is missing or damaged, or was trained for another model.
     """
-    geometry, exit_config = (
-        checkpoint.geometry,
-        read_exit_config(directory, checkpoint.fingerprint()),
-    )
+    geometry = checkpoint.geometry
+    exit_config = read_exit_config(directory, checkpoint.fingerprint())
     tensors = exit_head_tensors(geometry, exit_config, directory)
     head = ExitHead(geometry, exit_config)
     state = {name: as_torch(to_float32(tensor.read())) for name, tensor in tensors.items()}

@@ -116,7 +116,9 @@ class PackedTensor:
     shape: tuple[int, ...]
 
     def __init__(self, name: str, parts: Mapping[str, CheckpointTensor], packing: Packing) -> None:
-        self.name, self._parts, self._packing = name, parts, packing
+        self.name = name
+        self._parts = parts
+        self._packing = packing
         self._order: NDArray[np.int64] | None = None
         self._levels_part, self._scales_part = (
             self._part("qweight", "weight_packed", "weight"),
@@ -205,24 +207,25 @@ class PackedIntegers(PackedTensor):
     """A weight that is stored as integers of 4 or 8 bits."""
 
     def _shape(self) -> tuple[int, int]:
-        layout, per = self._packing.layout, 32 // self._packing.bits
+        layout = self._packing.layout
+        per = 32 // self._packing.bits
         rows, columns = self._levels_part.shape
         if layout == BYTES:
-            outputs, inputs = rows, columns
+            outputs = rows
+            inputs = columns
         elif layout in (GPTQ, AWQ):
             outputs, inputs = (columns, rows * per) if layout == GPTQ else (columns * per, rows)
         else:
-            outputs, inputs = rows, columns * per
+            outputs = rows
+            inputs = columns * per
             if "weight_shape" in self._parts:
                 inputs = self._stored_width(inputs)
         group = self._packing.group or inputs
         self._groups = inputs // group
         if self._levels_part.stored != ("I8" if layout == BYTES else "I32") or inputs % group:
             raise self._misfit()
-        zeros, shape = (
-            self._parts.get("qzeros", self._parts.get("weight_zero_point")),
-            self._scales_part.shape,
-        )
+        zeros = self._parts.get("qzeros", self._parts.get("weight_zero_point"))
+        shape = self._scales_part.shape
         if layout in (GPTQ, AWQ):
             fits = shape == (self._groups, outputs) and self._part("qzeros").shape == (
                 self._groups,
@@ -305,11 +308,10 @@ class PackedIntegers(PackedTensor):
     def _grouped(self) -> tuple[Bytes, Array, Bytes | None]:
         """Levels [in, out], scales and zero points [groups, out]. Without zero points levels are of
         two's complement."""
-        layout, bits = self._packing.layout, self._packing.bits
-        inputs, outputs = (
-            self.shape[1],
-            self._levels_part.shape[0] if layout in (WORDS, BYTES) else 0,
-        )
+        layout = self._packing.layout
+        bits = self._packing.bits
+        inputs = self.shape[1]
+        outputs = self._levels_part.shape[0] if layout in (WORDS, BYTES) else 0
         words = self._levels_part.read_bytes()
         if layout == GPTQ:
             outputs = self._levels_part.shape[1]
@@ -326,7 +328,8 @@ class PackedIntegers(PackedTensor):
             levels = (words ^ np.uint8(128)).reshape(outputs, inputs).T
         else:
             levels = _fields(words, bits).reshape(outputs, -1)[:, :inputs].T
-        scales, zeros = self._scales_part.read(), self._zeros(outputs)
+        scales = self._scales_part.read()
+        zeros = self._zeros(outputs)
         if layout in (WORDS, BYTES):
             scales = np.broadcast_to(scales.reshape(-1, self._groups), (outputs, self._groups)).T
         if self._packing.symmetric:
@@ -336,14 +339,14 @@ class PackedIntegers(PackedTensor):
     def _zeros(self, outputs: int) -> Bytes | None:
         """The zero points [groups, out] of unsigned levels; None where they must be the middle of
         the range, and are."""
-        layout, bits = self._packing.layout, self._packing.bits
-        middle, part = (
-            1 << (bits - 1),
-            self._parts.get("qzeros", self._parts.get("weight_zero_point")),
-        )
+        layout = self._packing.layout
+        bits = self._packing.bits
+        middle = 1 << (bits - 1)
+        part = self._parts.get("qzeros", self._parts.get("weight_zero_point"))
         if part is None:
             return None
-        words, offset = part.read_bytes(), self._packing.offset
+        words = part.read_bytes()
+        offset = self._packing.offset
         if part.stored != "I32":
             signed = words.view(np.int8).reshape(-1, self._groups)
             zeros = np.broadcast_to(signed, (outputs, self._groups)).T.astype(np.int16) + np.int16(
@@ -392,18 +395,23 @@ class PackedFloats(PackedTensor):
     """A weight that is stored as floating-point numbers of 8 bits (e4m3)."""
 
     def _shape(self) -> tuple[int, int]:
-        (outputs, inputs), shape = self._levels_part.shape, self._scales_part.shape
-        rows, columns = self._packing.rows, self._packing.group or inputs
+        (outputs, inputs) = self._levels_part.shape
+        shape = self._scales_part.shape
+        rows = self._packing.rows
+        columns = self._packing.group or inputs
         if prod(shape) == 1:
-            rows, columns = outputs, inputs
+            rows = outputs
+            columns = inputs
         elif shape in ((outputs,), (outputs, 1)):
-            rows, columns = 1, inputs
+            rows = 1
+            columns = inputs
         elif shape != (-(-outputs // rows), -(-inputs // columns)):
             raise self._misfit()
         zeros = self._parts.get("weight_zero_point")
         if self._levels_part.stored != "F8_E4M3" or (zeros is not None and any(zeros.read_bytes())):
             raise self._misfit()
-        self._rows, self._columns = rows, columns
+        self._rows = rows
+        self._columns = columns
         return outputs, inputs
 
     def fits(self, quantization: Quantization) -> bool:
@@ -438,7 +446,8 @@ class PackedFp4(PackedTensor):
     """A weight that is stored as NVFP4."""
 
     def _shape(self) -> tuple[int, int]:
-        outputs, inputs = self._levels_part.shape[0], self._levels_part.shape[1] * 2
+        outputs = self._levels_part.shape[0]
+        inputs = self._levels_part.shape[1] * 2
         self._factor = self._part("weight_scale_2", "weight_global_scale")
         fits = (
             self._levels_part.stored == "U8"
@@ -455,10 +464,8 @@ class PackedFp4(PackedTensor):
         outputs, inputs = (
             self.shape if self._order is None else (self._levels_part.shape[0], self.shape[1])
         )
-        factor, scales = (
-            to_float32(self._factor.read()).reshape(()),
-            _scale_values(self._scales_part),
-        )
+        factor = to_float32(self._factor.read()).reshape(())
+        scales = _scale_values(self._scales_part)
         scales = scales * factor if "weight_scale_2" in self._parts else scales / factor
         values = to_float32(unpack(self._levels_part.read_bytes(), FP4, outputs * inputs)).reshape(
             outputs, -1, 16

@@ -14,7 +14,12 @@ from eesd.common.checks import shown
 from eesd.common.quantization import BLOCKS, FP8, Quantization
 from eesd.model.fields import Fields
 
-GPTQ, AWQ, WORDS, BYTES, FLOATS, NVFP4 = "gptq", "awq", "words", "bytes", "fp8", "nvfp4"
+GPTQ = "gptq"
+AWQ = "awq"
+WORDS = "words"
+BYTES = "bytes"
+FLOATS = "fp8"
+NVFP4 = "nvfp4"
 """Layouts of a quantized weight, which :mod:`eesd.model.packed` reads."""
 _NO_EFFECT = frozenset(
     (
@@ -209,11 +214,9 @@ def _gptq(fields: Fields) -> Packing:
         raise ValueError(
             "quantization_config has a pack_dtype other than int32, which is not supported"
         )
-    bits, group, symmetric = (
-        _bits(fields, "gptq", (4, 8)),
-        _group(fields, 128),
-        fields.flag("sym", True),
-    )
+    bits = _bits(fields, "gptq", (4, 8))
+    group = _group(fields, 128)
+    symmetric = fields.flag("sym", True)
     consecutive = group is None or not fields.flag("desc_act")
     return Packing(
         GPTQ, bits, group, symmetric, 0 if layout == "gptq_v2" else 1, consecutive=consecutive
@@ -270,7 +273,8 @@ def _compressed(fields: Fields) -> Packing:
             or of.get("format", "dense") != "dense"
         ):
             raise ValueError(f"quantization_config has a {name}, which is not supported")
-    groups, layout = fields.take("config_groups", None), fields.text("format")
+    groups = fields.take("config_groups", None)
+    layout = fields.text("format")
     if not isinstance(groups, Mapping) or not all(
         isinstance(group, Mapping) for group in groups.values()
     ):
@@ -289,18 +293,17 @@ def _compressed(fields: Fields) -> Packing:
 
 def _scheme(group: Fields, layout: str | None) -> Packing:
     """The weights of a group of layers of compressed-tensors."""
-    raw, layout = group.take("weights", None), group.text("format") or layout
+    raw = group.take("weights", None)
+    layout = group.text("format") or layout
     if not isinstance(raw, Mapping):
         raise ValueError(
             "quantization_config has a group of layers without quantized weights, which is "
             "not supported"
         )
     weights = Fields(raw)
-    bits, kind, strategy = (
-        weights.integer("num_bits", 8),
-        weights.text("type") or "int",
-        weights.text("strategy"),
-    )
+    bits = weights.integer("num_bits", 8)
+    kind = weights.text("type") or "int"
+    strategy = weights.text("strategy")
     found = _FORMATS.get((kind, bits, layout or ""))
     if found is None or weights.take("dynamic", False):
         raise ValueError(

@@ -95,7 +95,8 @@ def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
         kind: One of :data:`~eesd.common.quantization.LEVELS`.
         dtype: Element type of the scales, or of their factor; the scales of uint4 are float16.
     """
-    (outputs, inputs), block = weight.shape, NVFP4.block if kind == FP4 else BLOCK
+    (outputs, inputs) = weight.shape
+    block = NVFP4.block if kind == FP4 else BLOCK
     type_of_scales = {"uint4": NUMPY_TYPES["float16"], FP4: FLOAT8}.get(kind, NUMPY_TYPES[dtype])
     levels = np.empty(inputs * outputs * BITS[kind] // 8, np.uint8)
     scales = np.empty((inputs // block, outputs), type_of_scales)
@@ -117,7 +118,8 @@ def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
             found = quantize_blocks(
                 blocks, kind, dtype, None if largest is None else largest[part], factor
             )
-            strip[:, :, part], scales[at, part] = found.levels.view(np.uint8), found.scales
+            strip[:, :, part] = found.levels.view(np.uint8)
+            scales[at, part] = found.scales
             if minimums is not None:
                 minimums[at, part] = found.minimums
         levels[begin * len(levels) // inputs : end * len(levels) // inputs] = pack(
@@ -221,9 +223,11 @@ def _common_factor(largest: Floats, dtype: str) -> Array:
 def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
     """Blocks [count, 16, out] as NVFP4, with the end for the largest weight that fits a block
     best."""
-    sizes, work = np.abs(blocks), np.empty_like(blocks)
+    sizes = np.abs(blocks)
+    work = np.empty_like(blocks)
     largest = sizes.max(1)
-    best, least = np.zeros(largest.shape, FLOAT8), np.full_like(largest, np.inf)
+    best = np.zeros(largest.shape, FLOAT8)
+    least = np.full_like(largest, np.inf)
     for end in _FP4_ENDS:
         scales = (largest / np.float32(end * factor)).astype(FLOAT8)
         whole = to_float32(scales) * np.float32(factor)
@@ -231,10 +235,8 @@ def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
         FP4_LEVELS.take(magnitudes, out=work, mode="clip")
         np.subtract(np.multiply(work, whole[:, None], out=work), sizes, out=work)
         error = _sums(np.square(work, out=work), work)
-        best, least = (
-            np.where(error < least, scales.view(np.uint8), best.view(np.uint8)).view(FLOAT8),
-            np.minimum(error, least),
-        )
+        best = np.where(error < least, scales.view(np.uint8), best.view(np.uint8)).view(FLOAT8)
+        least = np.minimum(error, least)
     codes = _magnitudes(sizes, to_float32(best) * np.float32(factor), work)
     codes |= np.left_shift(blocks < 0, 3, dtype=np.uint8)
     return Blocks(codes, best)
@@ -244,7 +246,8 @@ def _magnitudes(sizes: Floats, scales: Floats, work: Floats) -> NDArray[np.uint8
     """The nearest levels of FP4 for absolute weights [count, 16, out], the lower one of two.
     Overwrites ``work``."""
     np.divide(sizes, np.maximum(scales, TINY)[:, None], out=work)
-    found, above = np.zeros(work.shape, np.uint8), np.empty(work.shape, bool)
+    found = np.zeros(work.shape, np.uint8)
+    above = np.empty(work.shape, bool)
     for bound in _FP4_BOUNDS:
         found += np.greater(work, bound, out=above)
     return found
@@ -271,7 +274,8 @@ class _ScaleSearch:
 
     def __init__(self, blocks: Floats) -> None:
         self._blocks = blocks
-        self._levels, self._products = np.empty_like(blocks), np.empty_like(blocks)
+        self._levels = np.empty_like(blocks)
+        self._products = np.empty_like(blocks)
         self._scale = np.zeros((blocks.shape[0], blocks.shape[2]), np.float32)
         self._gain = np.full_like(self._scale, -1)
 
@@ -293,7 +297,8 @@ class _ScaleSearch:
 
     def _fit(self, scale: Floats) -> tuple[Floats, Floats]:
         """The best scale for the levels that a scale gives, and its gain."""
-        levels, products = self._levels, self._products
+        levels = self._levels
+        products = self._products
         np.multiply(self._blocks, np.reciprocal(np.maximum(scale, TINY))[:, None], out=levels)
         np.clip(np.rint(levels, out=levels), -8, 7, out=levels)
         dot = _sums(np.multiply(self._blocks, levels, out=products), products)
@@ -312,14 +317,16 @@ class _MinimumSearch:
 
     def __init__(self, blocks: Floats) -> None:
         self._blocks = blocks
-        self._levels, self._work = np.empty_like(blocks), np.empty_like(blocks)
+        self._levels = np.empty_like(blocks)
+        self._work = np.empty_like(blocks)
         self._mean = _sums(blocks, self._work) / blocks.shape[1]
         self._scale, self._minimum = np.zeros((2, *self._mean.shape), np.float32)
         self._error = np.full_like(self._mean, np.inf)
 
     def run(self) -> Blocks:
         """The levels, scales and minimums that were found."""
-        low, high = self._blocks.min(1), self._blocks.max(1)
+        low = self._blocks.min(1)
+        high = self._blocks.max(1)
         self._try((high - low) / 15, low)
         for clip in _CLIPS:
             scale = (high - low) * (clip / 15)
@@ -361,7 +368,8 @@ class _MinimumSearch:
     def _fitted(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
         """The scales and minimums with the least squared error for the levels that these give."""
         scale, _ = self._choose_levels(scale, minimum)
-        count, levels = self._blocks.shape[1], self._levels
+        count = self._blocks.shape[1]
+        levels = self._levels
         mean = _sums(levels, self._work) / count
         spread = _sums(np.square(levels, out=self._work), self._work) - count * np.square(mean)
         products = _sums(np.multiply(self._blocks, levels, out=self._work), self._work)

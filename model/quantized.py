@@ -86,7 +86,8 @@ def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits
 
 def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice]) -> Quantized:
     """Some blocks of some outputs of a linear weight, as a copy."""
-    (count, width), bits = weight.scales.shape, BITS[kind]
+    (count, width) = weight.scales.shape
+    bits = BITS[kind]
     block = len(weight.levels) * 8 // (bits * count * width)
     rows = slice(blocks.start * block, blocks.stop * block)
 

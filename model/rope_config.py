@@ -128,7 +128,8 @@ def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
                 f"{name} differs between kinds of layers ({nested!r}), which is not supported"
             )
         found[name] = value or {}
-    scaling, parameters = found["rope_scaling"], found["rope_parameters"]
+    scaling = found["rope_scaling"]
+    parameters = found["rope_parameters"]
     if scaling and parameters and scaling != parameters:
         return scaling, (
             "config.json has rope_scaling, so rope_parameters is ignored, as transformers does.",
@@ -151,7 +152,8 @@ def _scaling(
     if kind == "longrope":
         return _longrope(own, original, positions, pairs)
     if kind == "llama3":
-        low, high = _positive(own, "low_freq_factor"), _positive(own, "high_freq_factor")
+        low = _positive(own, "low_freq_factor")
+        high = _positive(own, "high_freq_factor")
         if low >= high:
             raise ValueError(f"low_freq_factor is {low}, and must be below high_freq_factor {high}")
         return RopeScaling("llama3", _positive(own, "factor"), original, low, high)

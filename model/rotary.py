@@ -25,7 +25,8 @@ def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
     rates, factor = _scaled_frequencies(geometry)
     angles = np.zeros((length, geometry.head_dim // 2), np.float32)
     np.multiply(np.arange(length, dtype=np.float32)[:, None], rates, out=angles[:, : len(rates)])
-    cos, sin = np.empty_like(angles), np.empty_like(angles)
+    cos = np.empty_like(angles)
+    sin = np.empty_like(angles)
     for function, table in ((np.cos, cos), (np.sin, sin)):
         function(angles, out=table, dtype=np.float64, casting="same_kind")
         table[:, : len(rates)] *= factor
@@ -53,7 +54,8 @@ def _powers(theta: float, size: int) -> Floats:
 def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
     """The frequencies of the pairs of values that are rotated, and the factor of cos and sin."""
     size = 2 * geometry.rotated or geometry.head_dim
-    scaling, found = geometry.rope_scaling, frequencies(geometry.rope_theta, size)
+    scaling = geometry.rope_scaling
+    found = frequencies(geometry.rope_theta, size)
     if scaling is None:
         return found, 1.0
     if scaling.kind == "linear":
@@ -75,7 +77,8 @@ def llama3_frequencies(frequencies: Floats, scaling: RopeScaling) -> Floats:
 
     A number divided by a tensor is, in torch, the number times the rounded reciprocal.
     """
-    waves, slowed = 2 * math.pi * np.reciprocal(frequencies), frequencies / scaling.factor
+    waves = 2 * math.pi * np.reciprocal(frequencies)
+    slowed = frequencies / scaling.factor
     longest, shortest = (
         scaling.original_max_position / f
         for f in (scaling.low_freq_factor, scaling.high_freq_factor)
@@ -99,10 +102,13 @@ def _yarn(powers: Floats, scaling: RopeScaling, size: int, theta: float) -> Floa
             2 * math.log(theta)
         )
 
-    low, high = dimension(scaling.beta_fast), dimension(scaling.beta_slow)
+    low = dimension(scaling.beta_fast)
+    high = dimension(scaling.beta_slow)
     if scaling.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     if low == high:
         high += 0.001  # no division by zero
     kept = 1 - np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)

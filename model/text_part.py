@@ -56,7 +56,8 @@ def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     whole = WHOLES.get(raw["model_type"]) if isinstance(raw.get("model_type"), str) else None
     if whole is None:
         return dict(raw), ""
-    names, text = raw.get("architectures"), raw.get("text_config")
+    names = raw.get("architectures")
+    text = raw.get("text_config")
     if names not in (None, [whole.architecture]):
         raise ValueError(f"architectures is {shown(names)}, and must be {whole.architecture}")
     if not isinstance(text, dict):

@@ -410,7 +410,8 @@ def _backend(model: Path, source: dict[str, Any], kind: str, config: dict[str, A
             return Tokenizer.from_file(str(path))
     given: Any = source.get("model")
     _require(isinstance(given, dict) and given.get("type") == "BPE")
-    vocabulary, merges = given.get("vocab"), given.get("merges")
+    vocabulary = given.get("vocab")
+    merges = given.get("merges")
     _require(isinstance(vocabulary, dict) and isinstance(merges, list))
     _require(isinstance(config.get("add_prefix_space", False), bool | None))
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]

@@ -155,8 +155,11 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, geometry: Ge
 
 def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, geometry: Geometry) -> Tensor:
     """One attention operator, with as many heads in q as in the caches or a multiple of them."""
-    scale, cap, slots = geometry.score_scale, geometry.attention_cap, mask.shape[3]
-    keys, values = keys[:, :, :slots], values[:, :, :slots]
+    scale = geometry.score_scale
+    cap = geometry.attention_cap
+    slots = mask.shape[3]
+    keys = keys[:, :, :slots]
+    values = values[:, :, :slots]
     if cap:  # torch's attention has none
         weights = (capped(q @ keys.transpose(2, 3) * scale, cap) + mask).float().softmax(-1)
         return weights.to(q.dtype) @ values
@@ -272,7 +275,8 @@ class TorchOperations:
 
     def on_chosen(self, x: Tensor, shares: Tensor, block: Block, mixture: Mixture) -> Tensor:
         """The same, but each expert runs on the tokens that use it."""
-        given, shares = x.flatten(0, -2), shares.flatten(0, -2)
+        given = x.flatten(0, -2)
+        shares = shares.flatten(0, -2)
         y = torch.zeros_like(given)
         for index in (shares > 0).any(0).nonzero()[:, 0].tolist():
             tokens = (shares[:, index] > 0).nonzero()[:, 0]
@@ -297,7 +301,8 @@ class TorchOperations:
         return torch.cat(list(parts), -1)
 
     def attention(self, qkv: Tensor, block: Block, name: str, attends: bool) -> Tensor:
-        geometry, inputs = block.geometry, self._inputs(block)
+        geometry = block.geometry
+        inputs = self._inputs(block)
         window = geometry.window if block.kind == SLIDING else 0
         heads = qkv.view(*qkv.shape[:2], -1, geometry.head_dim).transpose(1, 2)
         counts = [geometry.num_heads] * attends + [geometry.num_kv_heads] * 2
@@ -317,7 +322,8 @@ class TorchOperations:
 
     def _turned(self, x: Tensor, block: Block, norm: str, inputs: Inputs) -> Tensor:
         """Queries or keys x [B, heads, n, D], normalized and rotated."""
-        geometry, own = block.geometry, block.norm(f"self_attn.{norm}")
+        geometry = block.geometry
+        own = block.norm(f"self_attn.{norm}")
         if geometry.qk_norm and not geometry.qk_norm_rotated:
             x = self.norm(x, own)
         if block.kind != UNROTATED:
@@ -331,16 +337,19 @@ class TorchOperations:
         assert inputs is not None
         if block is None or block.eagle is None:
             return inputs
-        mask, slots = inputs.attn_mask, numbers(inputs.attn_mask, 3)
+        mask = inputs.attn_mask
+        slots = numbers(inputs.attn_mask, 3)
         hidden = (slots == 0) & (inputs.own_slots > 0)[:, None, :, None]
         head = self.module(EXIT_HEAD.removesuffix("."))
-        cos, sin = head.cos.to(mask.dtype), head.sin.to(mask.dtype)
+        cos = head.cos.to(mask.dtype)
+        sin = head.sin.to(mask.dtype)
         mask = torch.where(hidden, MASKED, mask)
         return replace(inputs, cos=cos, sin=sin, attn_mask=mask, query_mask=None)
 
     def _write(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [B, KV, n, D] of the tokens into a cache."""
-        at, (old_keys, old_values) = self._inputs().write_indices, self.caches[index]
+        at = self._inputs().write_indices
+        (old_keys, old_values) = self.caches[index]
         self.caches[index] = write_cache(old_keys, keys, at), write_cache(old_values, values, at)
 
     def write_state(self, x: Tensor, name: str) -> Tensor:
@@ -359,7 +368,8 @@ class TorchOperations:
     def convolution(self, x: Tensor, block: Block, name: str) -> Tensor:
         """Sums are of float32, from the earliest token on."""
         gate, gate_behind, given = x.chunk(3, -1)
-        state, taps = gate * given, block.geometry.taps
+        state = gate * given
+        taps = block.geometry.taps
         weights = self.module(f"{block.prefix}{TAPS}").weight[:, 0].float()
         whole = self._inputs().whole
         if not whole:
@@ -378,8 +388,10 @@ class TorchOperations:
 
     def carry_state(self, name: str) -> Tensor:
         """[B, 1, 2 KV D]; zero where there is no token before."""
-        inputs, [index] = self._inputs(), self.model.state_caches
-        count, there = inputs.position_ids.shape[1], (inputs.write_indices > 0)[:, None]
+        inputs = self._inputs()
+        [index] = self.model.state_caches
+        count = inputs.position_ids.shape[1]
+        there = (inputs.write_indices > 0)[:, None]
         before = inputs.write_indices[:, None] - there.long()
         keys, values = (_read(part, before) * there[..., None, None] for part in self.caches[index])
         self._write(index, *(part.expand(-1, -1, count, -1) for part in (keys, values)))
@@ -399,7 +411,8 @@ class TorchOperations:
     def _ancestors(self, distance: int) -> Tensor:
         """The slots [B, n] of the tokens that each token follows, so many before it; -1: there is
         none."""
-        inputs, slots = self._inputs(), numbers(self._inputs().attn_mask, 3)
+        inputs = self._inputs()
+        slots = numbers(self._inputs().attn_mask, 3)
         found = inputs.ancestors
         while len(found) < distance:
             later = found[-1] if found else inputs.own_slots

@@ -542,7 +542,8 @@ def _rate(runs: Sequence[Stats]) -> float:
 
 def _speeds(found: Sequence[Comparison]) -> list[str]:
     """The cells of a row: all tokens over all seconds, rounds and judged drafts."""
-    plain, drafting = [one.plain for one in found], [one.drafting for one in found]
+    plain = [one.plain for one in found]
+    drafting = [one.drafting for one in found]
     rates = [_rate(plain), _rate(drafting)]
     judged = sum(sum(one.verified_at_depth) for one in drafting)
     accepted = sum(sum(one.accepted_at_depth) for one in drafting)

@@ -58,7 +58,8 @@ class LogitComparison:
         first = (
             self.first if self.differing or not other.differing else self.positions + other.first
         )
-        differing, largest = self.differing + other.differing, max(self.largest, other.largest)
+        differing = self.differing + other.differing
+        largest = max(self.largest, other.largest)
         return LogitComparison(self.positions + other.positions, differing, first, largest)
 
     def __str__(self) -> str:
@@ -87,7 +88,8 @@ class LogitRecord:
         self.result = LogitComparison()
         self._rows: list[Logits | bytes] = []
         self._kept = 0
-        self._reference, self._whole = reference, whole
+        self._reference = reference
+        self._whole = whole
 
     def __call__(self, tokens: Sequence[int], logits: Logits) -> None:
         for token, row in zip(tokens, logits, strict=True):
@@ -103,7 +105,8 @@ class LogitRecord:
         self._rows.append(row.copy() if whole else _hash(row))
 
     def _compare(self, reference: "LogitRecord", row: Logits) -> None:
-        index, before = len(self.tokens), self.result
+        index = len(self.tokens)
+        before = self.result
         if index >= len(reference._rows) or self.tokens != reference.tokens[:index]:
             return
         kept = reference._rows[index]
@@ -159,7 +162,8 @@ def compare(
 ) -> Comparison:
     """Run the prompt once each way, after a short warm-up of both. The arguments are those of
     :meth:`LLM.generate`."""
-    tokens, sampling = llm.encode(prompt), sampling.of_text()
+    tokens = llm.encode(prompt)
+    sampling = sampling.of_text()
 
     def run(
         limit: int, draft: bool, record: LogitRecord | None = None, model: LLM = llm

@@ -69,7 +69,8 @@ class GrammarConstraint:
     ) -> None:
         self.grammar = grammar
         self._matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=LIMITS)
-        self._size, self._eos = vocabulary.vocab_size, list(eos)
+        self._size = vocabulary.vocab_size
+        self._eos = list(eos)
         self._only_eos = np.zeros(self._size, np.bool_)
         self._only_eos[self._eos] = True
         self._tokens: list[int] = []
@@ -157,7 +158,8 @@ class GrammarConstraint:
 
 def _shared(first: list[int], second: list[int]) -> int:
     """Length of the common beginning."""
-    at, end = 0, min(len(first), len(second))
+    at = 0
+    end = min(len(first), len(second))
     while at < end and first[at : at + BLOCK] == second[at : at + BLOCK]:
         at += BLOCK
     while at < end and first[at] == second[at]:
@@ -170,7 +172,8 @@ class _Tokens:
     for."""
 
     def __init__(self, codec: TextCodec, size: int, eos: int) -> None:
-        self.eos_token_id, self.bos_token_id = eos, None
+        self.eos_token_id = eos
+        self.bos_token_id = None
         added = codec.tokenizer.get_added_tokens_decoder()
         self.special_token_ids = [
             token for token in sorted(added) if added[token].special and token < size
@@ -212,7 +215,8 @@ def vocabulary_of(llm: LLM) -> Vocabulary:
     codec = llm.codec
     with _making:
         if codec not in _vocabularies:
-            size, eos = llm.manifest.geometry.vocab_size, list(llm.manifest.eos_token_ids)
+            size = llm.manifest.geometry.vocab_size
+            eos = list(llm.manifest.eos_token_ids)
             if not eos:
                 raise EESDError(
                     "This model has no EOS token, so constrained output could not end; leave "

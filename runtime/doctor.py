@@ -194,7 +194,8 @@ def _tensorrt(flavour: str) -> str:
 
 def _plans_lack(flavour: str, *others: str) -> str:
     """What is missing for plans of a flavour: the library, and these packages."""
-    version, remedy = _tensorrt(flavour), pip_install(flavour)
+    version = _tensorrt(flavour)
+    remedy = pip_install(flavour)
     if version.startswith("cannot"):
         return f"no: {flavour} {version}; pip install --force-reinstall {flavour}"
     missing = [*([] if version else [flavour]), *(name for name in others if not installed(name))]
@@ -212,7 +213,8 @@ def _gpu_lacks() -> str:
 
 
 def _kernels_lack(flavour: str) -> str:
-    known, here = supported_capabilities(flavour), machine_report.compute_capability()
+    known = supported_capabilities(flavour)
+    here = machine_report.compute_capability()
     return (
         f"no: it has no kernels for compute capability {here}; use tensorrt"
         if known and here not in known

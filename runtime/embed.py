@@ -132,7 +132,8 @@ def open_host_engines(
 ) -> Engines:
     """Open the engines of ``host``. Each stage of verify runs in its stream, and the draft in that
     of the first."""
-    source, draft = _HostEngines(manifest, host), host.draft is not None
+    source = _HostEngines(manifest, host)
+    draft = host.draft is not None
     verify, drafter = open_tensorrt(
         manifest, source, draft, streams, host.kv_cache, host.scratch, exact
     )

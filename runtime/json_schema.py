@@ -77,7 +77,9 @@ _APPLICATORS = (
 class Bytes:
     """A token for each byte, in the form that llguidance asks for."""
 
-    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+    eos_token_id = 256
+    bos_token_id = None
+    special_token_ids = (256,)
     tokens = (*(bytes([value]) for value in range(256)), b"</s>")
 
     def __call__(self, text: str) -> list[int]:
@@ -205,7 +207,8 @@ def _list_names(schema: dict[str, Any]) -> None:
     known = isinstance(schema.get("properties", {}), dict)
     if not known or not isinstance(schema.get("patternProperties"), dict):
         return
-    listed, others = _by_name(schema, "properties"), dict[str, Any]()
+    listed = _by_name(schema, "properties")
+    others = dict[str, Any]()
     most = _MOST_NAMES + len({*listed, *_required(schema)})
     for pattern, inner in _by_name(schema, "patternProperties").items():
         names = _names_of(pattern, most)
@@ -225,7 +228,9 @@ def _names_of(pattern: str, most: int) -> tuple[str, ...] | None:
     grammar, mistake = _read({"type": "string", "pattern": pattern}, lenient=False)
     if mistake:
         return None
-    matcher, names, begun = LLMatcher(BYTES, grammar, log_level=0), list[str](), [list[int]()]
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
+    names = list[str]()
+    begun = [list[int]()]
     while begun:
         if len(names) + len(begun) > most:
             return None
@@ -282,7 +287,8 @@ def _dependent(schema: Mapping[str, Any]) -> Iterator[_Cases]:
 def _counted(schema: Mapping[str, Any]) -> Iterator[_Cases]:
     """The number of keys: which of the properties come that need not."""
     counts = {key: schema[key] for key in schema.keys() & _KEY_COUNTS}
-    optional, required = _optional(schema), _required(schema)
+    optional = _optional(schema)
+    required = _required(schema)
     few = 0 < len(optional) < _MOST_CASES.bit_length()
     whole = all(isinstance(count, int) for count in counts.values())
     if not (counts and whole and few) or schema.get("type") != "object":
@@ -358,7 +364,8 @@ def _changes_nothing(key: str, value: Any, schema: Mapping[str, Any]) -> bool:
 def _keys_may_be_equal(schema: Mapping[str, Any]) -> bool:
     """Whether two keys that are not listed must come. The grammar counts members, and a reader
     keeps one of equal keys."""
-    kinds, least = schema.get("type"), schema.get("minProperties")
+    kinds = schema.get("type")
+    least = schema.get("minProperties")
     is_object = (
         kinds is None or kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
     )
@@ -435,7 +442,8 @@ def _place(schema: Any, mistake: str, lenient: bool) -> tuple[str, ...]:
             if trials > _TRIALS:
                 return place
             if _read(alone, lenient)[1] == mistake:
-                schema, place = inner, (*place, *path)
+                schema = inner
+                place = (*place, *path)
                 break
         else:
             return place

@@ -36,17 +36,23 @@ class Place(NamedTuple):
             if mode == ESCAPED:
                 mode = INSIDE
             elif letter == '"':
-                mode, part, digits = (INSIDE if mode == OUTSIDE else OUTSIDE), "", 0
+                mode = INSIDE if mode == OUTSIDE else OUTSIDE
+                part = ""
+                digits = 0
             elif mode == INSIDE:
                 mode = ESCAPED if letter == "\\" else INSIDE
             elif letter in "0123456789":
-                part, digits = part or "integer", digits + 1
+                part = part or "integer"
+                digits = digits + 1
             elif letter == "." and part:
-                part, digits = "fraction", 0
+                part = "fraction"
+                digits = 0
             elif letter in "eE" and part:
-                part, digits = "exponent", 0
+                part = "exponent"
+                digits = 0
             elif letter not in "+-" or part != "exponent":
-                part, digits = "", 0
+                part = ""
+                digits = 0
         return Place(mode, part, digits)
 
 

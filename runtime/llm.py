@@ -154,7 +154,8 @@ class Options(TypedDict, total=False):
 
 def completion_of(updates: Sequence[Update], request: Request) -> Completion:
     """A request's completion from all its updates, of which the last has a reason."""
-    outputs, last = [output for update in updates for output in update.tokens], updates[-1]
+    outputs = [output for update in updates for output in update.tokens]
+    last = updates[-1]
     prompt = next(
         (update.prompt_logprobs for update in updates if update.prompt_logprobs is not None), None
     )
@@ -301,7 +302,8 @@ class LLM:
     def _draft_with(self, speculation: Speculation | None) -> None:
         """Make the controller, the guard and the budget."""
         check_type("speculation", speculation, Speculation | None, "a Speculation or None")
-        self.speculation, self.value = speculation, RoundValue()
+        self.speculation = speculation
+        self.value = RoundValue()
         self.controller: Controller | None = None
         self.guard = Guard() if speculation is not None and speculation.guard else None
         self.budget: TreeBudget | None = None
@@ -450,10 +452,8 @@ class LLM:
         self, generation: Generation, kv_cache: KVCache, observer: Observer | None = None
     ) -> Session:
         """Begin a request over an empty cache. Raises :class:`EESDError` if it can never run."""
-        drafting, codec = (
-            self._drafting(generation.request),
-            self.codec if generation.request.stop else self._codec,
-        )
+        drafting = self._drafting(generation.request)
+        codec = self.codec if generation.request.stop else self._codec
         return Session(generation, kv_cache, self.engines, drafting, codec, observer, self.lock)
 
     def _drafting(self, request: Request) -> Drafting:
@@ -462,7 +462,8 @@ class LLM:
         if not request.draft or speculation is None:
             return Drafting()
         fixed = not request.sampling.greedy and request.sampling.method == "rejection"
-        controller, budget = self.controller, self.budget
+        controller = self.controller
+        budget = self.budget
         if fixed and controller is not None:
             budget = None
             if speculation.controller.startswith("fixed"):

@@ -55,7 +55,8 @@ class PlainContent:
                 )
         self._first = re.compile("|".join({re.escape(name[0]) for name in names}))
         self._spelled = re.compile("|".join(map(re.escape, names)))
-        self._encode, self._seen = encode, tokenizer
+        self._encode = encode
+        self._seen = tokenizer
         self._without_marks, self._unknown = _without_marks(tokenizer)
 
     def check(self, template: ChatTemplate) -> None:
@@ -116,7 +117,8 @@ class PlainContent:
 
     def _tokens(self, text: str) -> list[tuple[int, int]]:
         """Where the special tokens of a text begin and end."""
-        found, encoding = [], self._encode(text, self._seen)
+        found = []
+        encoding = self._encode(text, self._seen)
         for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             name = self._special.get(token)
             # Otherwise it stands for an unknown letter.
@@ -136,11 +138,9 @@ def _without_marks(tokenizer: Tokenizer) -> tuple[Tokenizer, str | None]:
     special = [added for added in document["added_tokens"] if added["special"]]
     for added in special:
         added["normalized"] = False
-    model, names, dropped = (
-        document["model"],
-        {added["content"] for added in special},
-        normalizers.Replace(MARK, ""),
-    )
+    model = document["model"]
+    names = {added["content"] for added in special}
+    dropped = normalizers.Replace(MARK, "")
     unknown = model.get("unk_token")
     if model["type"] == "Unigram":
         unknown = None if model["unk_id"] is None else model["vocab"][model["unk_id"]][0]

@@ -52,7 +52,9 @@ class PrefixCache:
 
         Only what was added with the same ``salt`` is known.
         """
-        found, block, now = [], self._root, next(self._clock)
+        found = []
+        block = self._root
+        now = next(self._clock)
         self.queries += len(tokens)
         for key in _keys(tokens, salt):
             following = block.following.get(key)
@@ -77,7 +79,8 @@ class PrefixCache:
         """
         if not self._capacity:
             return
-        block, now = self._root, next(self._clock)
+        block = self._root
+        now = next(self._clock)
         for number, key in enumerate(_keys(tokens, salt)):
             following = block.following.get(key)
             if following is None:
@@ -107,7 +110,8 @@ class PrefixCache:
 
     def _blocks(self, block: _Block) -> list[_Block]:
         """All blocks behind a block."""
-        found, waiting = [], [*block.following.values()]
+        found = []
+        waiting = [*block.following.values()]
         while waiting:
             found.append(waiting.pop())
             waiting += found[-1].following.values()

@@ -88,10 +88,14 @@ class Session:
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.
         """
-        request, manifest = generation.request, engines.verify.manifest
+        request = generation.request
+        manifest = engines.verify.manifest
         check_prompt(request.tokens, manifest)
-        self.generation, self.request, self.manifest = generation, request, manifest
-        self.engines, self.drafting = engines, drafting
+        self.generation = generation
+        self.request = request
+        self.manifest = manifest
+        self.engines = engines
+        self.drafting = drafting
         self.tokens = list(request.tokens)
         self.stats = Stats(prompt_tokens=len(request.tokens), exact=engines.exact)
         self.finish_reason: str | None = None
@@ -119,7 +123,9 @@ class Session:
         self._prompt_logprobs = [TokenLogprob(request.tokens[0], None)] if wanted else None
         self.cached_tokens = self._prefilled = self._observed = self.drafted_to = 0
         self._target = len(request.tokens) - 1
-        self._kv_cache, self._moved, self._closed = kv_cache, False, False
+        self._kv_cache = kv_cache
+        self._moved = False
+        self._closed = False
         generation.began = self.began = time.monotonic()
 
     # The prompt
@@ -141,7 +147,8 @@ class Session:
         """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is
         complete."""
         self.check_open()
-        start, last = self._prefilled, self.stats.prompt_tokens - 1
+        start = self._prefilled
+        last = self.stats.prompt_tokens - 1
         logits = self.request.prompt_logprobs is not None and self._observed < last
         most = min(most, self.engines.verify.prefill_chunk, LOGIT_CHUNK if logits else most)
         stop = min(start + most, last if logits else self._target)
@@ -195,7 +202,8 @@ class Session:
         """Go on in another cache, between two rounds: the keys and values of all tokens are
         computed again."""
         self.check_open()
-        self._kv_cache, self._moved = kv_cache, True
+        self._kv_cache = kv_cache
+        self._moved = True
         self._prefilled, self._target = 0, len(self.tokens) - 1
 
     # Rounds
@@ -266,8 +274,10 @@ class Session:
     def call(self, nodes: Sequence[Node], first: int = 0) -> Call:
         """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind
         the root's."""
-        root, called = len(self.tokens) - 1, nodes[first:]
-        tokens, positions = [node.token for node in called], [root + node.depth for node in called]
+        root = len(self.tokens) - 1
+        called = nodes[first:]
+        tokens = [node.token for node in called]
+        positions = [root + node.depth for node in called]
         if is_chain(nodes):
             return Call(self._kv_cache, tokens, positions, root + first)
         return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
@@ -275,7 +285,8 @@ class Session:
     def _allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
         """The tokens [V] that may follow a drafted path: by the constraint, and no end before
         ``min_tokens``. None: all."""
-        tokens, constraint = [*self.new_tokens, *path], self.request.constraint
+        tokens = [*self.new_tokens, *path]
+        constraint = self.request.constraint
         mask = None if constraint is None else constraint.allowed(tokens)
         if len(tokens) >= self.request.min_tokens or not self._unended:
             return mask
@@ -330,7 +341,8 @@ class Session:
             )
         self._logprobs = []
         held = self._text.finish() if self._text and result.finish_reason else ""
-        prompt, self._prompt_logprobs = self._prompt_logprobs, None
+        prompt = self._prompt_logprobs
+        self._prompt_logprobs = None
         return Update(
             tuple(outputs),
             tuple(result.rejected),
@@ -345,7 +357,8 @@ class Session:
     def last_update(self, reason: str, error: str | None = None) -> Update:
         """The end of a request that no round ended."""
         held = self._text.finish() if self._text else ""
-        stats, cached = replace(self.stats), self.cached_tokens
+        stats = replace(self.stats)
+        cached = self.cached_tokens
         return Update(
             held=held, finish_reason=reason, error=error, cached_tokens=cached, stats=stats
         )

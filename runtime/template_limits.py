@@ -20,7 +20,8 @@ from jinja2.visitor import NodeTransformer
 
 from eesd.common.errors import EESDError
 
-MAX_WORK, STEP = 1 << 26, 64
+MAX_WORK = 1 << 26
+STEP = 64
 """Work of one rendering: ``STEP`` for each step and each item of a new container, and the
 characters of new texts."""
 MAX_SECONDS = 10.0
@@ -61,7 +62,8 @@ WIDEST = 9999
 _TOO_WIDE = re.compile(r"%(\(\w*\))?[-+ #0]*\d*\.?(\d{5}|\*)|\{[^{}]*:[^{}]*(\d{5}|\{)|\{\w*[.\[]")
 """A place of a format that is wider than :data:`WIDEST`, or as wide as an argument says, or shows a
 part of an argument."""
-_TURNS, _KEEP = "turns of a loop", "keep a value"
+_TURNS = "turns of a loop"
+_KEEP = "keep a value"
 """Filters that no template can name."""
 
 
@@ -82,7 +84,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
         super().__init__(**options, optimized=False)
-        self._left, self._deadline = MAX_WORK, time.monotonic() + MAX_SECONDS
+        self._left = MAX_WORK
+        self._deadline = time.monotonic() + MAX_SECONDS
         del self.globals["lipsum"]  # random text without a limit
         known = {
             name: function
@@ -148,7 +151,8 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         if name not in MULTIPLYING:
             return args
         args = tuple(list(one) if isinstance(one, Iterator) else one for one in args)
-        value, given = args[0], [*args[1:], *kwargs.values()]
+        value = args[0]
+        given = [*args[1:], *kwargs.values()]
         if name == "format":
             _check(not _TOO_WIDE.search(str(value).replace("{{", "")), "formats a value too widely")
             work = (str(value).count("%") + str(value).count("{")) * (WIDEST + self._size(given))

@@ -61,7 +61,8 @@ class TextCodec:
         _check_post_processor(path, self.tokenizer)
         self._most = most_tokens
         self._vocabulary = self.tokenizer.get_vocab
-        path, file = directory / "tokenizer_config.json", directory / "chat_template.jinja"
+        path = directory / "tokenizer_config.json"
+        file = directory / "chat_template.jinja"
         config = read_json_object(path, _REMEDY) if path.exists() else {}
         self.tokenizer.encode_special_tokens = config.get("split_special_tokens") is True
         named = (
@@ -220,7 +221,8 @@ class TokenBytes:
     """
 
     def __init__(self, codec: TextCodec) -> None:
-        self._tokenizer, self._decode = codec.tokenizer, codec.decode
+        self._tokenizer = codec.tokenizer
+        self._decode = codec.decode
         self.special = {
             token: added.content
             for token, added in self._tokenizer.get_added_tokens_decoder().items()
@@ -295,7 +297,8 @@ class TextStream:
             ((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None
         )
         if found is not None:
-            (at, self.stop), self._held = found, ""
+            (at, self.stop) = found
+            self._held = ""
             return text[:at]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
@@ -303,14 +306,16 @@ class TextStream:
 
     def finish(self) -> str:
         """The text held back for a stop string that did not come."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _characters(self, token: int) -> str:
         """The characters that are whole with this token."""
         if not self._bytes.name(token):
             return ""
-        data, self._before = self._rest + self._bytes.added(token, self._before), token
+        data = self._rest + self._bytes.added(token, self._before)
+        self._before = token
         text, used = codecs.utf_8_decode(
             data, _EACH_BYTE if self._bytes.has_byte_tokens else "replace", False
         )

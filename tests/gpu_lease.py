@@ -91,7 +91,8 @@ def run_step(name: str, limit: float, options: argparse.Namespace) -> dict[str, 
         "--steps",
         options.steps,
     )
-    result, log = options.output / f"{name}.json", options.output / f"{name}.log"
+    result = options.output / f"{name}.json"
+    log = options.output / f"{name}.log"
     result.unlink(missing_ok=True)
     path = os.pathsep.join(
         [str(ROOT / "src"), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]

@@ -10,7 +10,8 @@ from eesd.runtime.session import Session
 
 LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 SHORT = 8
-SHORT_ROUNDS, LONG_ROUNDS = 4, 1
+SHORT_ROUNDS = 4
+LONG_ROUNDS = 1
 """Rounds of each length up to ``SHORT``, and of each longer length. This is roughly the mixture
 that controllers choose."""
 PLAIN_ROUNDS = 6

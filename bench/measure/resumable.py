@@ -64,7 +64,8 @@ def measure_engine(
     """
     bench.check_widths(options.widths)
     tuning, reported = split_prompts(prompts, options.tuning_per_task, options.per_task)
-    tuned_on, encoded = bench.encode(tuning, options), bench.encode(reported, options)
+    tuned_on = bench.encode(tuning, options)
+    encoded = bench.encode(reported, options)
     tasks = {prompt.id: prompt.task for prompt in prompts}
     rows = [{"id": p.id, "task": tasks[p.id], "tokens": len(p.tokens)} for p in encoded]
     description = bench.describe()

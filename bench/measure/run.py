@@ -208,7 +208,8 @@ class Bench:
         ``drafting`` is of :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos`` EOS
         ends a text.
         """
-        llm, draft = drafting or self.llm, drafting is not None
+        llm = drafting or self.llm
+        draft = drafting is not None
         with llm.session(
             tokens, sampling, max_new_tokens=new_tokens, draft=draft, ignore_eos=ignore_eos
         ) as session:
@@ -367,7 +368,9 @@ def _run(
     generation: Generation,
     plain: list[int],
 ) -> Run:
-    stats, equal, divergence = generation.stats, None, None
+    stats = generation.stats
+    equal = None
+    divergence = None
     if configuration.sampling != "rejection":
         divergence = first_divergence(bench.llm, prompt.tokens, plain, generation.tokens)
         equal = divergence is None

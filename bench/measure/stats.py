@@ -45,7 +45,8 @@ def bootstrap(values: Sequence[float], seed: int = 0) -> Interval:
 
 def bootstrap_ratio(above: Sequence[float], below: Sequence[float]) -> Interval:
     """The ratio of two sums over the same prompts, with its paired interval over prompts."""
-    over, under = np.asarray(above), np.asarray(below)
+    over = np.asarray(above)
+    under = np.asarray(below)
     chosen = resampled(len(over))
     return Interval(
         float(over.sum() / under.sum()), *bounds(over[chosen].sum(1) / under[chosen].sum(1))

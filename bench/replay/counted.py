@@ -31,7 +31,8 @@ class CountedClock:
         Raises:
             EESDError: The draft takes several steps in one call, which is not counted.
         """
-        verify, draft = llm.engines.verify, llm.engines.draft
+        verify = llm.engines.verify
+        draft = llm.engines.draft
         assert draft is not None
         if draft.draft_chain is not None:
             raise EESDError(

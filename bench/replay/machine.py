@@ -40,7 +40,8 @@ def burst(first: int, draft: float, verify: float, seconds: float = 1.0) -> Dist
 def changing_load(random: np.random.Generator) -> Disturbance:
     """Other programs come and go: for 0.7 seconds in the mean, calls are up to three times slower,
     or as fast as ever."""
-    until, factors = 0.0, (1.0, 1.0)
+    until = 0.0
+    factors = (1.0, 1.0)
 
     def current(_: int, now: float) -> tuple[float, float]:
         nonlocal until, factors
@@ -70,12 +71,10 @@ class Machine:
         seed: int = 0,
         stalls: float = 0.0,
     ) -> None:
-        self._costs, self._noise, self._disturbance, self._stalls = (
-            costs,
-            noise,
-            disturbance,
-            stalls,
-        )
+        self._costs = costs
+        self._noise = noise
+        self._disturbance = disturbance
+        self._stalls = stalls
         self._random = np.random.default_rng(seed)
         self._now = 0.0
         self._rounds = 0
@@ -89,7 +88,8 @@ class Machine:
         verify = slower[1] * noise[1] * self._costs.verify_cost(steps + 1)
         if self._drafted and not steps:
             verify *= 1 + COLD
-        draft, verify = draft + self._stalled(draft), verify + self._stalled(verify)
+        draft = draft + self._stalled(draft)
+        verify = verify + self._stalled(verify)
         self._drafted = steps > 0
         self._now += draft + verify
         self._rounds += 1
@@ -121,7 +121,8 @@ class Run:
     def lost(self, costs: CallCosts, first: int, last: float = np.inf) -> float:
         """Share by which token ``first`` to ``last`` would have taken longer than plainly, without
         noise and disturbances."""
-        ends, steps = self.rounds[:, 0].cumsum(), self.rounds[:, 1].astype(int)
+        ends = self.rounds[:, 0].cumsum()
+        steps = self.rounds[:, 1].astype(int)
         plain = costs.verify_cost(1)
         spent = np.array([costs.round_cost(n, n) for n in steps.tolist()])
         spent[1:][(steps[:-1] > 0) & (steps[1:] == 0)] += COLD * plain
@@ -141,7 +142,9 @@ def decode(
     for request in trace.requests:
         if controller:
             controller.begin_request()
-        position, accepted_at, steps = 0, request.accepted.tolist(), request.steps
+        position = 0
+        accepted_at = request.accepted.tolist()
+        steps = request.steps
         while position < request.tokens:
             room = request.room(position)
             drafting = (

@@ -96,7 +96,8 @@ def replay(
 
     ``charge``: whether it pays for its own time. A :class:`Clairvoyant` never does.
     """
-    table, plain = costs.chain_costs(trace.depth), costs.plain_seconds
+    table = costs.chain_costs(trace.depth)
+    plain = costs.plain_seconds
     seconds = [
         (costs.calls.draft_cost(n) * plain, costs.calls.verify_cost(n + 1) * plain)
         for n in range(len(table))
@@ -106,7 +107,8 @@ def replay(
     clairvoyant = controller if isinstance(controller, Clairvoyant) else None
     for index, request in enumerate(trace.requests):
         controller.begin_request()
-        steps, accepted_at = request.steps, request.accepted.tolist()
+        steps = request.steps
+        accepted_at = request.accepted.tolist()
         position = 0
         while position < request.tokens:
             room = request.room(position)
@@ -123,7 +125,8 @@ def replay(
             own += clock() - started
             rounds.append((index, accepted + 1, drafted, table[drafted]))
             position += accepted + 1
-    found, per_round = np.array(rounds, float), own / len(rounds)
+    found = np.array(rounds, float)
+    per_round = own / len(rounds)
     if charge and not clairvoyant:
         found[:, 3] += per_round / plain
     which = found[:, 0].astype(int)

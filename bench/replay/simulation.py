@@ -35,7 +35,8 @@ SEEDS = 5
 """Seeds of each controller that learns."""
 
 # Labels of controllers in tables and JSON, besides OFF and the controllers' names.
-HINDSIGHT, CLAIRVOYANT = "best fixed in hindsight", "clairvoyant"
+HINDSIGHT = "best fixed in hindsight"
+CLAIRVOYANT = "clairvoyant"
 TUNED = {
     "fixed, tuned": tuple(f"fixed:k={k}" for k in range(1, 13)),
     "threshold, tuned": tuple(f"threshold:p={p / 20}" for p in range(2, 19)),

@@ -30,7 +30,8 @@ NOISE = (0.02, 0.15)
 """Range of the standard deviation of the logarithm of a call's seconds."""
 STALLS = 20.0
 """In a second: one in every eighth pass of 6 ms."""
-REQUESTS, TOKENS = 18, 128
+REQUESTS = 18
+TOKENS = 128
 SETTLED = 256
 """Tokens behind which a process should know whether drafting pays."""
 

@@ -38,7 +38,8 @@ class SyntheticStream:
     def _request(self, tokens: int, depth: int, rng: np.random.Generator) -> TracedRequest:
         count = len(self.levels)
         fresh = rng.integers(count, size=tokens + depth)
-        level, stays = fresh.copy(), rng.random(tokens + depth) < self.stay
+        level = fresh.copy()
+        stays = rng.random(tokens + depth) < self.stay
         for i in range(1, len(level)):
             if stays[i]:
                 level[i] = level[i - 1]

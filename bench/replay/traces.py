@@ -42,7 +42,8 @@ from eesd.runtime.engines.base import Call, Engine
 from eesd.runtime.llm import LLM, Prompt
 from eesd.runtime.session import Session
 
-TRACE_FILE, TUNING_TRACE_FILE = "trace.npz", "tuning.npz"
+TRACE_FILE = "trace.npz"
+TUNING_TRACE_FILE = "tuning.npz"
 FORMAT = 2
 ARRAYS = ("logprob", "margin", "accepted")
 FloatArray = NDArray[np.floating[Any]]
@@ -218,12 +219,14 @@ class ChainDrafter:
         vocab_size: int,
         columns: DraftColumns = WHOLE,
     ) -> None:
-        self._session, self._draft = session, draft
+        self._session = session
+        self._draft = draft
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
         """Draft ``count`` tokens. Returns them, and what a controller would be told about each."""
-        tokens, steps = self._session.tokens, list[DraftStep]()
+        tokens = self._session.tokens
+        steps = list[DraftStep]()
         tree = DraftTree(tokens[-1], count)
         self._sampler.begin_round(tokens)
         self._session.kv_cache.reserve(len(tokens) + count)

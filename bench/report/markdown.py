@@ -278,7 +278,8 @@ def _equality(summaries: Sequence[Summary]) -> str:
             "Rejection sampling promises the distribution of plain decoding, not its tokens, so "
             "tokens are not compared."
         )
-    runs, equal = sum(s.prompts for s in summaries), sum(s.equal for s in summaries)
+    runs = sum(s.prompts for s in summaries)
+    equal = sum(s.equal for s in summaries)
     if runs == equal:
         return f"All {runs} drafting runs gave the tokens of plain decoding."
     gap = max(s.worst_gap or 0.0 for s in summaries)

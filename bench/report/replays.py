@@ -26,7 +26,9 @@ def replay_section(simulation: Simulation) -> list[str]:
 
 
 def _setting(simulation: Simulation) -> list[str]:
-    origin, options, machine = simulation.origin, simulation.options, simulation.machine
+    origin = simulation.origin
+    options = simulation.options
+    machine = simulation.machine
     sampling = origin["samplings"][0]
     heat = "" if sampling == "greedy" else f" at temperature {origin['temperature']}"
     return [
@@ -54,7 +56,8 @@ def _setting(simulation: Simulation) -> list[str]:
 
 def _costs(found: Comparison) -> list[str]:
     """The plain step, and calls in plain steps."""
-    calls, plain = found.costs.calls, found.costs.plain_seconds
+    calls = found.costs.calls
+    plain = found.costs.plain_seconds
     draft = ", ".join(f"{steps}: {calls.draft_cost(steps):.2f}" for steps in (1, 2, 4, 8))
     verify = ", ".join(f"{nodes}: {calls.verify_cost(nodes):.2f}" for nodes in (2, 4, 8, 16))
     columns = ["a plain step", "draft by steps, in plain steps", "verify by nodes, in plain steps"]

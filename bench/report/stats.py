@@ -65,15 +65,16 @@ def summarize(result: Result) -> list[Summary]:
     runs: dict[Configuration, dict[str, Run]] = {}
     for run in result.runs:
         runs.setdefault(result.configurations[run.configuration], {})[run.prompt] = run
-    costs, tasks = (
-        mean_call_costs(result.sweeps),
-        {prompt["id"]: prompt["task"] for prompt in result.prompts},
-    )
-    references, found = best_fixed_lengths(result), []
+    costs = mean_call_costs(result.sweeps)
+    tasks = {prompt["id"]: prompt["task"] for prompt in result.prompts}
+    references = best_fixed_lengths(result)
+    found = []
     for configuration, own in runs.items():
         if configuration.controller is None:
             continue
-        engine, sampling, width = configuration.engine, configuration.sampling, configuration.width
+        engine = configuration.engine
+        sampling = configuration.sampling
+        width = configuration.width
         plain = runs[Configuration(engine, sampling, None, 1)]
         fixed = Configuration(engine, sampling, references.get((engine, sampling, width)), width)
         reference = runs.get(fixed) if fixed.controller and fixed != configuration else None
@@ -93,7 +94,8 @@ def _summary(
 ) -> Summary:
     """Summarize runs by prompt: the configuration's own, those of plain decoding, and those of the
     fixed length."""
-    runs, plains = list(own.values()), [plain[prompt] for prompt in own]
+    runs = list(own.values())
+    plains = [plain[prompt] for prompt in own]
     ratios = {
         prompt: plain[prompt].decode_seconds / run.decode_seconds for prompt, run in own.items()
     }
@@ -105,7 +107,8 @@ def _summary(
         predicted = sum(predicted_seconds(run, costs) for run in plains) / sum(
             predicted_seconds(run, costs) for run in runs
         )
-    rounds, seconds = sum(run.round_count for run in runs), sum(run.decode_seconds for run in runs)
+    rounds = sum(run.round_count for run in runs)
+    seconds = sum(run.decode_seconds for run in runs)
     return Summary(
         configuration=configuration,
         speedup=bootstrap(list(ratios.values())),

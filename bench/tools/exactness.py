@@ -92,7 +92,8 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
-    build, (name, _, cache) = built_for_cpu(directory, manifest), kernels.partition(":")
+    build = built_for_cpu(directory, manifest)
+    (name, _, cache) = kernels.partition(":")
     options = threads, activations == "int8", name, cache or "float32"
     verify = CpuEngine(build, manifest, manifest.verify, *options)
     stages = [manifest.draft] if manifest.exit_head.can_draft else []
@@ -117,7 +118,8 @@ def check_directory(
     kinds = ACTIVATIONS if quantized and combinations(backend)[0][0] else ("float32",)
     for activations in kinds:
         calls = Exactness(load_manifest(directory))
-        texts, batches = _Texts(new_tokens), _Batches(new_tokens)
+        texts = _Texts(new_tokens)
+        batches = _Batches(new_tokens)
         for kernels, threads in combinations(backend):
             llm = open_with(directory, backend, kernels, threads, activations)
             before = _counts(calls)
@@ -259,7 +261,8 @@ def markdown(result: dict[str, Any], level: str = "#") -> list[str]:
     kinds = list(dict.fromkeys(row.kind for row in rows if row.kind != "calls"))
     texts, wrong = totals(rows)
     calls = [row for row in rows if row.kind == "calls"]
-    count, differ = sum(row.runs for row in calls), sum(row.different for row in calls)
+    count = sum(row.runs for row in calls)
+    differ = sum(row.different for row in calls)
     lines = [
         f"{level} Bits",
         "",

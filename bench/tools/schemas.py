@@ -60,10 +60,8 @@ def random_text(made: GrammarConstraint, chance: random.Random) -> str | None:
 def unfit(made: GrammarConstraint, schema: Any, tests: Any) -> Iterator[str]:
     """Texts that a constraint allows, and that do not fit the schema."""
     written = [(json.dumps(test["data"], ensure_ascii=False), test["valid"]) for test in tests]
-    validator, chance = (
-        jsonschema_rs.Draft202012Validator(schema, validate_formats=False),
-        random.Random(0),
-    )
+    validator = jsonschema_rs.Draft202012Validator(schema, validate_formats=False)
+    chance = random.Random(0)
     for text, valid in written:  # some of the suite's own take formats for more than annotations
         if (
             not valid
@@ -79,7 +77,9 @@ def unfit(made: GrammarConstraint, schema: Any, tests: Any) -> Iterator[str]:
 
 def count(suite: Path) -> tuple[Counter[str], list[list[str]]]:
     """How many schemas are followed, refused and broken, and the broken ones."""
-    found, broken, folder = Counter[str](), [], suite / "tests" / "draft2020-12"
+    found = Counter[str]()
+    broken = []
+    folder = suite / "tests" / "draft2020-12"
     files = [*sorted(folder.glob("*.json")), *sorted((folder / "optional").glob("*.json"))]
     if not files:
         raise EESDError(

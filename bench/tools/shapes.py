@@ -99,7 +99,8 @@ def time_passes(
     given: dict[tuple[int, int], tuple[Engine, Call]] = {}
     for context in behind:
         for count in counts:
-            tokens, positions = [7] * count, range(context, context + count)
+            tokens = [7] * count
+            positions = range(context, context + count)
             given[context, count] = engines.verify, Call(kv_cache, tokens, positions, context)
         given[context, 0] = engines.draft, Call(kv_cache, [7], [context], context)
     calls: dict[tuple[int, int], Callable[[], object]] = {

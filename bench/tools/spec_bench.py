@@ -119,7 +119,8 @@ def parse_method(text: str, default: Path) -> Method:
     name = ",".join(
         (f"{Path(directory).resolve().name}:{drafter}" if directory else drafter, *parts)
     )
-    tree, controller = "0", Speculation().controller
+    tree = "0"
+    controller = Speculation().controller
     for part in parts:
         if part.startswith("tree="):
             tree = part.removeprefix("tree=")
@@ -140,7 +141,8 @@ class Questioning:
 
     def __init__(self, directory: Path, kernels: str, options: dict[str, Any]) -> None:
         self.name = f"{directory.resolve().name} {kernels}".strip()
-        self._options, self._kernels = options, kernels
+        self._options = options
+        self._kernels = kernels
         self.benches: dict[Path, Bench] = {}
         self.bench = self._open(directory)
         self._methods = [
@@ -219,7 +221,8 @@ class Questioning:
     def _answers(self, question: Question, sampling: str, number: int) -> list[Answer]:
         """All turns with every method. The conversation goes on with the plain answers, so that all
         do the same work."""
-        llms, messages = self._llms(sampling), list[Message]()
+        llms = self._llms(sampling)
+        messages = list[Message]()
         turns: dict[str, Turns] = {name: [] for name in llms}
         for place, text in enumerate(question.turns):
             messages.append({"role": "user", "content": text})
@@ -338,7 +341,8 @@ def main(
     questions: tuple[Path, ...], directories: tuple[Path, ...], output: Path, **given: Any
 ) -> None:
     """Answer questions plainly and drafted, and print a table."""
-    resume, overwrite = given.pop("resume"), given.pop("overwrite")
+    resume = given.pop("resume")
+    overwrite = given.pop("overwrite")
     given |= {"samplings": given["samplings"].split()} | {
         name: [*given[name]] for name in ("methods", "kernels")
     }

@@ -13,16 +13,20 @@ VOCAB = 512
 VERIFIER = 2 * np.random.default_rng(0).normal(size=(VOCAB, VOCAB))
 DRAFT = VERIFIER + np.random.default_rng(1).normal(size=VERIFIER.shape)
 """Logits of the next token, by a row that last token and position choose."""
-STEP, PASS, NODE = 0.1, 1.0, 0.02
+STEP = 0.1
+PASS = 1.0
+NODE = 0.02
 """Seconds of a draft step, of a verify pass, and of each node in it."""
 
 
 def generate(controller: Controller, prompt: list[int], count: int) -> tuple[list[int], float]:
     """The ``count`` tokens after a prompt, and the seconds that they take."""
-    tokens, seconds = list(prompt), 0.0
+    tokens = list(prompt)
+    seconds = 0.0
     controller.begin_request()
     while len(tokens) < len(prompt) + count:
-        drafted, path = list[int](), 1.0
+        drafted = list[int]()
+        path = 1.0
         room = len(prompt) + count - len(tokens) - 1  # the bonus token must fit behind the draft
         wanted = controller.begin_round(1) != 0
         while wanted and len(drafted) < room:
@@ -36,7 +40,8 @@ def generate(controller: Controller, prompt: list[int], count: int) -> tuple[lis
         rows = [row(token, len(tokens) + i) for i, token in enumerate([tokens[-1], *drafted])]
         chosen = VERIFIER[rows].argmax(-1).tolist()  # one pass over the root and the draft
         accepted = next((i for i, token in enumerate(drafted) if token != chosen[i]), len(drafted))
-        steps, cost = len(drafted), (STEP * len(drafted), PASS + NODE * len(rows))
+        steps = len(drafted)
+        cost = (STEP * len(drafted), PASS + NODE * len(rows))
         outcome = RoundOutcome(
             steps, cost[0], steps, steps, cost[1], accepted, num_expanded=accepted
         )

@@ -26,12 +26,11 @@ HIDDEN = -30000
 
 def load_data() -> Iterator[dict[str, NDArray[Any]]]:
     """The inputs of one call by name. Polygraphy looks for a function of this name."""
-    filled, nodes = int(os.environ.get("FILLED", "100")), int(os.environ.get("NODES", "1"))
+    filled = int(os.environ.get("FILLED", "100"))
+    nodes = int(os.environ.get("NODES", "1"))
     graph = onnx.load(os.environ.get("MODEL", "verify.plan.onnx"), load_external_data=False).graph
-    kinds, rng = (
-        {value.name: value.type.tensor_type for value in graph.input},
-        np.random.default_rng(0),
-    )
+    kinds = {value.name: value.type.tensor_type for value in graph.input}
+    rng = np.random.default_rng(0)
     slots = next(
         kind.shape.dim[2].dim_value for name, kind in kinds.items() if name.startswith("key_")
     )

@@ -30,7 +30,8 @@ class Rotation:
 
     def __init__(self, small: int, large: int) -> None:
         basis, _ = torch.linalg.qr(torch.randn(large, large))
-        self.kept, self.new = basis[:, :small], basis[:, small:]
+        self.kept = basis[:, :small]
+        self.new = basis[:, small:]
         self.gain = math.sqrt(large / small)
 
     def reader(self, weight: Tensor, norm: Tensor, rows: int) -> Tensor:

@@ -20,7 +20,8 @@ from corpus import HELD_OUT, documents
 
 CONTEXT_LINES = 18
 TABLE_LINES = 12
-SHORTEST, LONGEST = 250, 1200
+SHORTEST = 250
+LONGEST = 1200
 """Limits of a prompt's length, in characters."""
 
 Functions = list[ast.FunctionDef | ast.AsyncFunctionDef]
@@ -107,7 +108,8 @@ def main(output: Path, per_task: int, seed: int) -> None:
     rng = random.Random(seed)
     passages: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
     for package, text in held_out_files():
-        lines, tree = text.splitlines(), ast.parse(text)
+        lines = text.splitlines()
+        tree = ast.parse(text)
         for task, find_passages in TASKS.items():
             fitting = [
                 passage

@@ -75,8 +75,12 @@ class EarlyExits:
     """
 
     def __init__(self, model: PreTrainedModel, scale: float, dropout: float, rotation: int) -> None:
-        self.model, self.scale, self.dropout, self.rotation = model, scale, dropout, rotation
-        self.step, self.states = 0, list[Tensor]()
+        self.model = model
+        self.scale = scale
+        self.dropout = dropout
+        self.rotation = rotation
+        self.step = 0
+        self.states = list[Tensor]()
         for index, layer in enumerate(model.model.layers):
             layer.register_forward_hook(
                 lambda _, given, found, index=index: self._behind(index, given[0], found)
@@ -95,7 +99,8 @@ class EarlyExits:
         self.model.train()
         with torch.autocast("cpu", torch.bfloat16):
             self.model.model(input_ids=rows[:, :-1], use_cache=False)
-            total, weights = torch.zeros(()), 0.0
+            total = torch.zeros(())
+            weights = 0.0
             for index, state in enumerate(self.states):
                 if index < last and (index + self.step) % self.rotation:
                     continue
@@ -302,7 +307,8 @@ def main(
             layer.compile(dynamic=False)
     exits = EarlyExits(model, early_exit, layer_dropout, rotation) if early_exit else None
     optimizers = make_optimizers(model, lr, adam_lr)
-    train, heldout = np.load(data / "train.npy"), np.load(data / "heldout.npy")
+    train = np.load(data / "train.npy")
+    heldout = np.load(data / "heldout.npy")
     click.echo(
         f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, "
         f"{len(train) / 1e6:.1f} M tokens"
@@ -313,12 +319,10 @@ def main(
     log: list[dict[str, float]] = []
     if resume:
         stored = torch.load(checkpoint)
-        step, tokens, short_steps, log = (
-            stored["step"],
-            stored["tokens"],
-            stored["short_steps"],
-            stored["log"],
-        )
+        step = stored["step"]
+        tokens = stored["tokens"]
+        short_steps = stored["short_steps"]
+        log = stored["log"]
         model.load_state_dict(stored["model"])
         torch.set_rng_state(stored["rng"])
         for optimizer, state in zip(optimizers, stored["optimizers"], strict=True):
@@ -344,7 +348,8 @@ def main(
         if float32:
             save(model, data, output.with_name(output.name + "-float32"), torch.float32, training)
 
-    rows, long = batches(train, length, micro, seed), False
+    rows = batches(train, length, micro, seed)
+    long = False
     for _ in range(accumulate * short_steps):
         next(rows)  # seen before the checkpoint
     # Compiles before the clock starts.
@@ -355,7 +360,9 @@ def main(
     while step < steps:
         progress = step / steps
         if progress > 0.8 and not long:
-            long, length, micro = True, 2 * length, micro // 2
+            long = True
+            length = 2 * length
+            micro = micro // 2
             rows = batches(train, length, micro, seed + 1)
             for _ in range(accumulate * (step - short_steps)):
                 next(rows)

@@ -49,7 +49,9 @@ MORE = {
     "multi": 600,
 }
 """Kinds that have more."""
-CHOICES, DIALOGUES, AGAIN = 2000, 2500, 2500
+CHOICES = 2000
+DIALOGUES = 2500
+AGAIN = 2500
 """Prompts with choices, of dialogues, and of a second turn."""
 MOST_CHARACTERS = 2400
 ASKED_AGAIN = (

@@ -181,7 +181,8 @@ TOPICS = (
     ),
     "Write a Python function that has to do with {}.",
 )
-PASSAGE, LEAST = 2400, 400
+PASSAGE = 2400
+LEAST = 400
 """Characters of a passage, at most and more than."""
 ASKED = (
     "Continue this text.\n\n{}",
@@ -386,7 +387,8 @@ def taken(
             if not tests.isdisjoint(grams(text)):
                 counts["left out: like a test"] += 1
                 continue
-            share, characters = share - len(text), characters - len(text)
+            share = share - len(text)
+            characters = characters - len(text)
             lines.append(entry)
     return lines
 
@@ -460,7 +462,8 @@ def main() -> None:
     counts: Counter[str] = Counter()
     pools: dict[str, list[str]] = {}
     for kind, most in CHARACTERS.items():
-        characters, rng = int(most * arguments.part), random.Random(kind)
+        characters = int(most * arguments.part)
+        rng = random.Random(kind)
         of_kind = of_packages(arguments.packages, kind, characters) if kind in SOURCES else None
         sources: list[list[Any]] = [*(of_kind or answered(arguments.checkouts, arguments.every))]
         lines = taken(sources, characters, tests, counts)

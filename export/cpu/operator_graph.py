@@ -106,7 +106,8 @@ class _Builder:
         return self.manifest.geometry
 
     def build(self) -> bytes:
-        layers, hidden = self.manifest.base_layers(self.graph), [None, self._geometry.hidden_size]
+        layers = self.manifest.base_layers(self.graph)
+        hidden = [None, self._geometry.hidden_size]
         x = "input_ids" if layers.start == 0 else "hidden"
         first = _input(x, [None] if layers.start == 0 else hidden, layers.start == 0)
         inputs = [
@@ -212,7 +213,8 @@ class _Builder:
         norm: Norm | None,
         residual: Sequence[str],
     ) -> str:
-        experts, parts = block.geometry.experts, list[Columns]()
+        experts = block.geometry.experts
+        parts = list[Columns]()
         assert experts is not None
         for gate, up, down in mixture.experts:
             parts += [*self._parts([gate, up]), self._columns(f"{down.name}.weight")]
@@ -272,7 +274,8 @@ class _Builder:
             return [self._small()] * 2
         if not self._geometry.local_theta:
             return [self._small(table) for table in ROTARY_TABLES]
-        half, names = self._geometry.head_dim // 2, list[str]()
+        half = self._geometry.head_dim // 2
+        names = list[str]()
         columns = slice(half, None) if block.kind == SLIDING else slice(half)
         for table in ROTARY_TABLES:
             names.append(f"{table}_of_{block.kind}")

@@ -103,7 +103,8 @@ def pack_levels(
         ValueError: The arrays do not fit each other, or a scale or minimum is not finite.
         EESDError: The library of operators is not built.
     """
-    values, kind = _array(levels), levels.dtype.name
+    values = _array(levels)
+    kind = levels.dtype.name
     if kind not in _LEVELS:
         raise ValueError(f"levels of {kind} cannot be packed")
     for part in (scales, scales if minimums is None else minimums):
@@ -145,7 +146,8 @@ def _array(array: NDArray[Any]) -> _Array:
 
 def _pack(source: _Source) -> Packed:
     """Pack a weight, whose arrays the caller keeps."""
-    numbers, threads = (ctypes.c_int64 * 8)(), ctypes.c_int64(cores())
+    numbers = (ctypes.c_int64 * 8)()
+    threads = ctypes.c_int64(cores())
     _call("eesd_plan", ctypes.byref(source), threads, numbers)
     *described, size = numbers
     data = np.empty(size, np.uint8)

@@ -89,11 +89,14 @@ class Reader(ABC):
         Raises:
             ValueError: A scale or a minimum is not finite.
         """
-        parts, weight = self._parts(part), self.weights[part.weight]
-        values, of = parts[""], weight.quantization
+        parts = self._parts(part)
+        weight = self.weights[part.weight]
+        values = parts[""]
+        of = weight.quantization
         if of is None:
             return pack_floats(values, _FORMS[weight.dtype])
-        scales, minimums = parts[SCALES], parts.get(MINIMUMS)
+        scales = parts[SCALES]
+        minimums = parts.get(MINIMUMS)
         if of.weights == FP8:
             if not np.isfinite(scales).all():
                 raise ValueError(f"scales of {part.weight} are not finite")
@@ -199,7 +202,8 @@ class SourceReader(Reader):
         if of is None:
             return {"": stored_floats(joined(sources), weight).T}
         found = quantized(joined(sources), weight)
-        values, scales = unpack(found.levels, of.weights, prod(weight.shape)), found.whole_scales
+        values = unpack(found.levels, of.weights, prod(weight.shape))
+        scales = found.whole_scales
         parts: dict[str, Array] = {"": values.reshape(weight.stored_shape), SCALES: scales}
         if found.zeros is not None:
             zeros = unpack(found.zeros, of.weights, scales.size)

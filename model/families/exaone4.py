@@ -8,7 +8,8 @@ from eesd.model.fields import Fields
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
-    window, types = take_window(fields, 4096), take_layer_types(fields, sizes.layers)
+    window = take_window(fields, 4096)
+    types = take_layer_types(fields, sizes.layers)
     fields.taken.add("sliding_window_pattern")
     parts = {"norm_before": False, "norm_behind": True, "qk_norm": True}
     if window is None:

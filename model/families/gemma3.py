@@ -19,7 +19,8 @@ from eesd.model.family import (
 )
 from eesd.model.fields import Fields
 
-GLOBAL_THETA, LOCAL_THETA = 1e6, 10000.0
+GLOBAL_THETA = 1e6
+LOCAL_THETA = 10000.0
 
 
 def _rope_fields(fields: Fields) -> Fields:
@@ -27,10 +28,8 @@ def _rope_fields(fields: Fields) -> Fields:
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
-    pattern, types = (
-        fields.integer("sliding_window_pattern", 6),
-        take_layer_types(fields, sizes.layers),
-    )
+    pattern = fields.integer("sliding_window_pattern", 6)
+    types = take_layer_types(fields, sizes.layers)
     if types is None:
         types = [LAYER_TYPES[bool((layer + 1) % pattern)] for layer in range(sizes.layers)]
     fields.take("_sliding_window_pattern", None)  # which transformers writes, but does not read

@@ -15,10 +15,8 @@ def _rope_fields(fields: Fields) -> Fields:
     own = Fields(rope if isinstance(rope, dict) else {})
     if own.take("rope_type", own.take("type", None)) != "dynamic" or not own.take("alpha", None):
         return fields
-    theta, size = (
-        own.number("rope_theta", fields.take("rope_theta", THETA)),
-        fields.integer("head_dim", least=4),
-    )
+    theta = own.number("rope_theta", fields.take("rope_theta", THETA))
+    size = fields.integer("head_dim", least=4)
     return Fields({"rope_theta": theta * take_positive(own, "alpha", None) ** (size / (size - 2))})
 
 

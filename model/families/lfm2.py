@@ -37,7 +37,8 @@ NAMES = {
 
 def _kinds(fields: Fields, layers: int) -> dict[str, tuple[str, ...]]:
     """The part for the kinds of layers."""
-    types, attends = take_layer_types(fields, layers, KINDS), fields.take("full_attn_idxs", None)
+    types = take_layer_types(fields, layers, KINDS)
+    attends = fields.take("full_attn_idxs", None)
     if types is None and attends is not None:
         if not isinstance(attends, list) or not all(type(one) is int for one in attends):
             raise ValueError(
@@ -63,7 +64,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     fields.taken |= {*NO_EFFECT}
     if fields.flag("conv_bias"):
         raise ValueError("convolutions with biases (conv_bias) are not supported")
-    kinds, taps = _kinds(fields, sizes.layers), fields.integer("conv_L_cache", 3, most=MOST_TAPS)
+    kinds = _kinds(fields, sizes.layers)
+    taps = fields.integer("conv_L_cache", 3, most=MOST_TAPS)
     tied = fields.flag("tie_word_embeddings", True)
     parts = {
         "rms_norm_eps": fields.number("norm_eps", 1e-5),

@@ -21,7 +21,8 @@ YARN = {
 
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
-    types, window = take_layer_types(fields, sizes.layers), take_window(fields, 4096)
+    types = take_layer_types(fields, sizes.layers)
+    window = take_window(fields, 4096)
     if types is None:
         types = ["full_attention" if window is None else "sliding_attention"] * sizes.layers
     return Own(take_kinds(fields, types))

@@ -14,7 +14,8 @@ from eesd.model.fields import Fields
 
 def _own(fields: Fields, _: Sizes) -> Own:
     refuse_layer_types(fields, "MixtralForCausalLM")
-    size, (count, used) = fields.integer("intermediate_size"), take_experts(fields, 8, 2)
+    size = fields.integer("intermediate_size")
+    (count, used) = take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
     # Nothing of it has this size but the exit head: what a token uses.
     return Own(
@@ -44,10 +45,8 @@ def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
 
 def _of_old_gguf(tensors: Tensors, geometry: Geometry) -> Tensors:
     """Also of files from before March 2024, which have a tensor for each expert."""
-    old, new = (
-        r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight",
-        r"model.layers.\1.mlp.experts.\3.\2_proj.weight",
-    )
+    old = r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight"
+    new = r"model.layers.\1.mlp.experts.\3.\2_proj.weight"
     return apart(
         {re.sub(f"^{old}$", new, name, flags=re.ASCII): tensor for name, tensor in tensors.items()},
         geometry,

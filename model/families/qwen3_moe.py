@@ -18,11 +18,10 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         )
     window: int | None = fields.integer("sliding_window", 4096, optional=True)
     parts = attention_biases(fields) | {"qk_norm": True}
-    (count, used), size = (
-        take_experts(fields, 128, 8, least=0),
-        fields.integer("moe_intermediate_size", 768),
-    )
-    normed, dense = fields.flag("norm_topk_prob"), _dense_layers(fields, sizes.layers)
+    (count, used) = take_experts(fields, 128, 8, least=0)
+    size = fields.integer("moe_intermediate_size", 768)
+    normed = fields.flag("norm_topk_prob")
+    dense = _dense_layers(fields, sizes.layers)
     if count and len(dense) < sizes.layers:
         parts["experts"] = Experts(count, used, size, normed, dense)
     return Own(parts, window if fields.flag("use_sliding_window") else None)
@@ -30,7 +29,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
 
 def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """The layers without experts."""
-    listed, step = fields.take("mlp_only_layers", None), fields.integer("decoder_sparse_step", 1)
+    listed = fields.take("mlp_only_layers", None)
+    step = fields.integer("decoder_sparse_step", 1)
     if listed is not None and not (
         isinstance(listed, list) and all(type(layer) is int for layer in listed)
     ):

@@ -21,7 +21,8 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
             f"{sizes.layers} layers"
         )
     kinds = tuple(FULL if one else UNROTATED for one in rotates[: sizes.layers])
-    window, types = take_window(fields), take_layer_types(fields, sizes.layers)
+    window = take_window(fields)
+    types = take_layer_types(fields, sizes.layers)
     slides = fields.flag("use_sliding_window") and window is not None and UNROTATED in kinds
     if types is not None:
         slides = "sliding_attention" in types

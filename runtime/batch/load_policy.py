@@ -17,7 +17,8 @@ from eesd.runtime.session import Session
 
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""
-PROMPTS_SHARE, FEW_ROWS = 0.7, 8
+PROMPTS_SHARE = 0.7
+FEW_ROWS = 8
 """Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or
 more. Beside n fewer rows they take FEW_ROWS / n times as much: n rows leave the processor half
 idle, and new rows share their calls."""
@@ -32,7 +33,9 @@ class LoadPolicy(Policy):
     """By the load: :class:`~eesd.controllers.load_rule.LoadRule` decides."""
 
     def __init__(self, rule: LoadRule, verify: Engine, draft: Engine | None) -> None:
-        self._rule, self._verify, self._draft = rule, verify, draft
+        self._rule = rule
+        self._verify = verify
+        self._draft = draft
         self._known: WeakKeyDictionary[Session, Drafting] = WeakKeyDictionary()
         self._prompts = CallCosts()
         """What pieces of prompts add to a round."""
@@ -50,11 +53,9 @@ class LoadPolicy(Policy):
         self._rule.padded = self._verify.work(unequal).nodes > 3
         if self._draft is not None:
             self._rule.draft_size = cache(partial(_size, self._draft, kv_caches))
-        count, started, slots = (
-            1,
-            time.perf_counter(),
-            min(MEASURED_SLOTS, self._verify.manifest.max_seq_len),
-        )
+        count = 1
+        started = time.perf_counter()
+        slots = min(MEASURED_SLOTS, self._verify.manifest.max_seq_len)
         while count <= len(kv_caches) and time.perf_counter() - started < seconds:
             used = kv_caches[:count]
             for kv_cache in used:
@@ -135,7 +136,8 @@ class LoadPolicy(Policy):
     ) -> None:
         if not calls:
             return
-        rule, (drafting, verifying) = self._rule, seconds
+        rule = self._rule
+        (drafting, verifying) = seconds
         nodes, slots, computed = self._verify.work(calls)
         drafted = any(current.error is None and current.tree.steps for current in rounds)
         if not drafted:  # to decide so is a part of a plain round
@@ -144,14 +146,10 @@ class LoadPolicy(Policy):
         # Each part took as much longer than expected as the other: the machine's pace is that of
         # both.
         if prompts:
-            tokens, behind = (
-                sum(len(call.tokens) for call in prompts),
-                max(call.slot for call in prompts),
-            )
-            alone, piece = (
-                rule.verify.seconds(computed, nodes, slots),
-                self._prompts.seconds(1, tokens, behind),
-            )
+            tokens = sum(len(call.tokens) for call in prompts)
+            behind = max(call.slot for call in prompts)
+            alone = rule.verify.seconds(computed, nodes, slots)
+            piece = self._prompts.seconds(1, tokens, behind)
             self._prompts.add(1, tokens, behind, verifying * piece / (alone + piece))
             verifying *= alone / (alone + piece)
         rule.verify.add(computed, nodes, slots, verifying)

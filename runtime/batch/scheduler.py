@@ -86,7 +86,9 @@ class Scheduler:
     def __init__(self, llm: LLM, options: BatchOptions) -> None:
         """Raises :class:`EESDError` if the backend cannot run several rows, or rows change each
         other's logits here."""
-        self._llm, self._options, self._engine = llm, options, llm.engines.verify
+        self._llm = llm
+        self._options = options
+        self._engine = llm.engines.verify
         self.rule = LoadRule(llm.manifest.exit_head.calibration, options.levels)
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
@@ -132,11 +134,13 @@ class Scheduler:
 
     def check(self, generation: Generation) -> None:
         """Raise :class:`EESDError` if a request can never run."""
-        request, manifest = generation.request, self._llm.manifest
+        request = generation.request
+        manifest = self._llm.manifest
         check_prompt(request.tokens, manifest)
         if request.stop:
             _ = self._llm.codec  # which a model without a tokenizer does not have
-        tokens, new = len(request.tokens), request.max_new_tokens
+        tokens = len(request.tokens)
+        new = request.max_new_tokens
         if min(tokens + new, manifest.max_seq_len) > self.longest:
             raise EESDError(
                 f"The request may come to {tokens} + {new} tokens, and there is memory for the "
@@ -198,7 +202,8 @@ class Scheduler:
             return True
         texts = [(tokens, self._to_come(new, left))]
         texts += [(len(row.tokens), self._to_come(row.stats.new_tokens, row.left)) for row in rows]
-        slots, most = 0, 0
+        slots = 0
+        most = 0
         for number, (size, to_come) in enumerate(sorted(texts, key=lambda text: -text[1]), 1):
             slots += size + self._llm.manifest.max_tree_nodes
             # When this text ends, and all with less to come have ended.
@@ -293,7 +298,8 @@ class Scheduler:
         if not (self._active and self._prefilling):
             return self._engine.prefill_chunk
         first = self._prefilling[0]
-        behind, most = len(first.tokens) - 1 - first.unfilled, self._options.prefill_tokens
+        behind = len(first.tokens) - 1 - first.unfilled
+        most = self._options.prefill_tokens
         return self._policy.prompt_tokens(self._active, behind, most)
 
     def _go_on(self, row: Session) -> None:
@@ -389,10 +395,8 @@ class Scheduler:
     def _check_memory(self) -> None:
         """Raise :class:`EESDError` if no text fits the memory, or caches that are allocated whole
         take more than requests may."""
-        taken, given = (
-            sum(kv_cache.fixed_bytes for kv_cache in self._kv_caches),
-            self._options.kv_memory,
-        )
+        taken = sum(kv_cache.fixed_bytes for kv_cache in self._kv_caches)
+        given = self._options.kv_memory
         if taken > given:
             rows = len(self._kv_caches)
             raise EESDError(

@@ -198,6 +198,7 @@ class Service:
         finally:
             with self._changed:
                 self._closing = True
-                left, self._inbox = [*self._inbox], deque()
+                left = [*self._inbox]
+                self._inbox = deque()
             for generation in left:
                 generation.tell(Update(finish_reason="cancelled"))

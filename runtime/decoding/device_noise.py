@@ -21,7 +21,8 @@ def _noisy_best(  # type: ignore[no-untyped-def]  # Triton knows no other types
     scores, positions, tokens, values, columns, seed, size, COUNT: tl.constexpr, WIDTH: tl.constexpr
 ):
     """A part of a row of :func:`noisy_best`."""
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     place = tl.arange(0, WIDTH)
     column = part * WIDTH + place
     there = column < size

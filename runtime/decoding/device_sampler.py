@@ -36,7 +36,8 @@ class DeviceSampler:
 
     def __init__(self, sampling: Sampling, columns: DraftColumns) -> None:
         """See :func:`~eesd.runtime.decoding.samplers.make_sampler`."""
-        self._sampling, self._columns = sampling, columns
+        self._sampling = sampling
+        self._columns = columns
         self._seen: dict[tuple[torch.device, bool], _Seen] = {}
         self._tokens: dict[torch.device, Tensor] = {}
 
@@ -85,7 +86,8 @@ class DeviceSampler:
         """What :meth:`chooser` says, with noise for the tokens at ``positions``."""
         from eesd.runtime.decoding.device_noise import noisy_best
 
-        device, size = logits.device, logits.shape[-1]
+        device = logits.device
+        size = logits.shape[-1]
         if count and device not in self._tokens:
             self._tokens[device] = to_device(self._columns.tokens(range(size)), device)
         scores = logits.double()
@@ -94,7 +96,8 @@ class DeviceSampler:
             scores / _scalar(self._sampling.temperature, scores), self._sampling
         )
         scores = scores.log_softmax(-1) if count else scores
-        places, tokens = to_device(positions, device), self._tokens[device] if count else None
+        places = to_device(positions, device)
+        tokens = self._tokens[device] if count else None
         best, columns = noisy_best(
             scores, self._sampling.seed or 0, places, tokens, min(max(count, 1) + 1, size)
         )
@@ -112,7 +115,9 @@ class DeviceSampler:
 def makes_noise(device: torch.device) -> bool:
     """Whether a device makes the host's noise: it is tried, as in
     :func:`~.torch_quantized.fault_of_kernel`."""
-    size, seed, positions = 9, 2**62 + 3, [5, 2**33]
+    size = 9
+    seed = 2**62 + 3
+    positions = [5, 2**33]
     try:
         from eesd.runtime.decoding.device_noise import noisy_best
 
@@ -134,7 +139,8 @@ class _Seen:
     """Which tokens a request has seen, as a mask over the columns of one engine's logits."""
 
     def __init__(self, columns: DraftColumns, size: int, device: torch.device) -> None:
-        self._columns, self._size = columns, size
+        self._columns = columns
+        self._size = size
         self._committed = torch.zeros(size + 1, dtype=torch.bool, device=device)
         """The last column stands for none: it fills short paths."""
         self._marked = 0
@@ -199,7 +205,8 @@ def _filtered(scores: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor | None
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         chances = ordered.softmax(-1)
         before = chances.cumsum(-1) - chances
-        kept, left = before < sampling.top_p - NEAR, before < sampling.top_p + NEAR
+        kept = before < sampling.top_p - NEAR
+        left = before < sampling.top_p + NEAR
         kept[:, 0].fill_(True)
         # Of nearly equal scores, the host may round two to the same and then take the lower id
         # first.

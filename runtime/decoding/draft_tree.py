@@ -76,7 +76,8 @@ class Node:
 
     def path(self) -> list[int]:
         """The tokens from the root's child down to this node; empty for the root."""
-        tokens, node = [], self
+        tokens = []
+        node = self
         while node.parent is not None:
             tokens.append(node.token)
             node = node.parent
@@ -134,12 +135,10 @@ class DraftTree:
         self.frontier = [self.root]
         self.steps = 0
         self.branching = width if budget is None else max(width, CANDIDATES)
-        self._max_nodes, self._width, self._budget, self._in_place = (
-            max_nodes,
-            width,
-            budget,
-            in_place,
-        )
+        self._max_nodes = max_nodes
+        self._width = width
+        self._budget = budget
+        self._in_place = in_place
 
     @property
     def is_full(self) -> bool:
@@ -160,7 +159,8 @@ class DraftTree:
             level.sort(key=_best_first)
         self.frontier = level[: min(self._width, self._max_nodes + 1 - len(self.nodes))]
         for index, node in enumerate(self.frontier, start=len(self.nodes)):
-            node.index, node.expanded = index, True
+            node.index = index
+            node.expanded = True
         self.nodes += self.frontier
         if not self.frontier:
             return None
@@ -271,7 +271,8 @@ class DraftTree:
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
         """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each
         node with candidates."""
-        node, labels = self.root, []
+        node = self.root
+        labels = []
         for token in tokens:
             drafted = [child for child in node.candidates if not child.from_text]
             if not drafted:
@@ -303,7 +304,8 @@ def _best_path(candidates: Sequence[Node]) -> list[Node]:
     for node in candidates:
         assert node.parent is not None
         sums[node] = sums.get(node.parent, 0.0) + node.rank
-    node, path = max(sums, key=sums.__getitem__), []
+    node = max(sums, key=sums.__getitem__)
+    path = []
     while node.parent is not None:
         path.append(node)
         node = node.parent

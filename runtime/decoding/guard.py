@@ -6,9 +6,12 @@ from statistics import median, median_low
 
 from eesd.controllers import RoundOutcome
 
-EXIT_HEAD, TEXT = "exit", "text"
+EXIT_HEAD = "exit"
+TEXT = "text"
 """What drafts. A round counts for the exit head if it ran draft steps, otherwise for the text."""
-STAKE, ALLOWANCE, MOST = 0.8, 0.0045, 8.0
+STAKE = 0.8
+ALLOWANCE = 0.0045
+MOST = 8.0
 """Plain steps that a drafter may lose at first, further ones for each token that is decoded, and as
 many of what it gained."""
 MARGIN = 0.05
@@ -18,17 +21,20 @@ DOUBT = 4.0
 """Luck is believed as if so many further rounds had brought what was expected."""
 MEMORY = 64
 """About so many of the last drafting rounds, or tokens of a pause, are remembered."""
-TRIAL, SWITCH = 3, 0.1
+TRIAL = 3
+SWITCH = 0.1
 """A pause ends when so many rounds can be paid for, or the stake, and what the draft costs the
 plain round behind it."""
-PROBE, NEAR = 4, 4
+PROBE = 4
+NEAR = 4
 """Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with
 them."""
 PATIENCE = 3
 """Rounds of a drafter before its first pause. A first call may take ten times as long as later
 ones, for which nothing was paid yet; a process whose first draft was paused for that drafted
 nothing for 250 tokens."""
-FIRST_INTERVAL, LONGEST_INTERVAL = 16, 256
+FIRST_INTERVAL = 16
+LONGEST_INTERVAL = 256
 """Drafting rounds between two probes."""
 SURE = 2.0
 """Tokens that a drafter must expect beside the bonus token to draft in a pause: of the text, whose
@@ -69,12 +75,14 @@ class Account:
 
     def __init__(self, draft: Prices, verify: Prices) -> None:
         self.paused = False
-        self._draft, self._verify = draft, verify
+        self._draft = draft
+        self._verify = verify
         self._rounds: dict[tuple[int, int], float] = {}
         """How many of the remembered rounds had so many draft steps and nodes."""
         self._expected = self._luck = 0.0
         """Tokens that these rounds were expected to bring, and what they brought beyond that."""
-        self._budget, self._rounds_seen = STAKE, 0
+        self._budget = STAKE
+        self._rounds_seen = 0
 
     @property
     def gain(self) -> float:
@@ -83,7 +91,8 @@ class Account:
         rounds = sum(self._rounds.values())
         if not rounds:
             return 0.0
-        draft, verify = self._draft.medians, self._verify.medians
+        draft = self._draft.medians
+        verify = self._verify.medians
         cost = sum(
             [
                 weight * (draft[steps] + verify[nodes])
@@ -120,7 +129,8 @@ class Account:
         self._rounds = {
             shape: weight * keep for shape, weight in self._rounds.items() if weight > 0.01
         }
-        self._expected, self._luck = self._expected * keep, self._luck * keep
+        self._expected = self._expected * keep
+        self._luck = self._luck * keep
 
 
 class Guard:
@@ -137,7 +147,8 @@ class Guard:
 
     def __init__(self) -> None:
         self.pauses = 0
-        self._draft, self._verify = Prices(), Prices()
+        self._draft = Prices()
+        self._verify = Prices()
         """By draft steps, and by nodes (with all that a round does beside its draft)."""
         self._accounts = {name: Account(self._draft, self._verify) for name in (EXIT_HEAD, TEXT)}
         self._plain: deque[float] = deque(maxlen=5)
@@ -191,7 +202,8 @@ class Guard:
             self._drafts_since = 0
 
     def _measure_draft(self, outcome: RoundOutcome) -> None:
-        draft, verify = self._draft.medians, self._verify.medians
+        draft = self._draft.medians
+        verify = self._verify.medians
         self._behind_draft = True
         self._drafts_since += 1
         if self._drafts_since <= NEAR or outcome.steps not in draft or outcome.nodes not in verify:

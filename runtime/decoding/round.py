@@ -168,7 +168,8 @@ class Round:
         if session.unfilled:
             session.prefill()
         self.started = time.perf_counter()
-        manifest, self.most_depth = session.manifest, self._max_depth()
+        manifest = session.manifest
+        self.most_depth = self._max_depth()
         self.most_nodes = min(manifest.max_tree_nodes, manifest.max_seq_len - len(session.tokens))
         drafter = self.drafting.drafter
         if drafter is not None and not (self.most_depth >= 1 and self.drafting.allows(EXIT_HEAD)):
@@ -188,7 +189,9 @@ class Round:
 
     def next_draft(self) -> Call:
         """The call of the next draft step."""
-        session, tree, drafter = self.session, self.tree, self.drafter
+        session = self.session
+        tree = self.tree
+        drafter = self.drafter
         assert drafter is not None
         if not tree.steps:
             session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
@@ -206,9 +209,12 @@ class Round:
         """Draft steps of a chain in one call, which does not wait for the host between them, if
         that can be. All of them if their number is known, else as many as the controller allows
         before it is asked."""
-        session, tree, drafter = self.session, self.tree, self.drafter
+        session = self.session
+        tree = self.tree
+        drafter = self.drafter
         assert drafter is not None
-        chain, steps = drafter.engine.draft_chain, self.length or drafter.controller.steps_at_once
+        chain = drafter.engine.draft_chain
+        steps = self.length or drafter.controller.steps_at_once
         if (
             chain is None
             or not steps
@@ -217,8 +223,10 @@ class Round:
         ):
             return False
         session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
-        started, last = time.perf_counter(), tree.frontier[0]
-        slot, count = len(session.tokens) - 1 + last.index, min(steps, self.most_depth - last.depth)
+        started = time.perf_counter()
+        last = tree.frontier[0]
+        slot = len(session.tokens) - 1 + last.index
+        count = min(steps, self.most_depth - last.depth)
         session.drafted_to = max(session.drafted_to, slot + count)
         outputs = chain(session.kv_cache, last.token, slot, count)
         self.drafted(outputs, time.perf_counter() - started, count)
@@ -228,7 +236,8 @@ class Round:
         """Add levels to the draft from the draft engine's outputs, and ask the controller whether
         to continue. It is told of each, and its last answer counts."""
         assert self.drafter is not None
-        tree, controller = self.tree, self.drafter.controller
+        tree = self.tree
+        controller = self.drafter.controller
         self.draft_seconds += seconds
         for row in range(levels):
             step = self._grow(tree, outputs, row)
@@ -244,11 +253,15 @@ class Round:
         Where drafting is fixed all of it is: with rejection sampling, what is left out must not
         depend on what was drafted.
         """
-        session, tree, drafter, text = self.session, self.tree, self.drafter, self.drafting.text
+        session = self.session
+        tree = self.tree
+        drafter = self.drafter
+        text = self.drafting.text
         if text is not None and drafter is not None and tree.steps and tree.frontier:
             self._add_text(text, joins=drafter.budget is not None)
         nodes = tree.prune(None if self.drafting.fixed else share)
-        self.nodes, self.drafted_at = nodes, time.perf_counter()
+        self.nodes = nodes
+        self.drafted_at = time.perf_counter()
         session.kv_cache.reserve(len(session.tokens) - 1 + len(nodes))
         call = session.verified(nodes)
         return (
@@ -265,7 +278,8 @@ class Round:
             seconds: Of this call.
         """
         session = self.session
-        tree, tokens = self.tree, session.tokens
+        tree = self.tree
+        tokens = session.tokens
         session.drafted_to = 0  # verify wrote their slots
         path, bonus = session.sampler.accept(tree.root, outputs)
         if session.engines.in_place:
@@ -276,14 +290,13 @@ class Round:
         chosen = [*[node.token for node in path], bonus]
         outcome = self._outcome(path, chosen, seconds)
         result = self._result(outcome, path, chosen)
-        committed_at, stats = time.perf_counter(), session.stats.with_round(result)
+        committed_at = time.perf_counter()
+        stats = session.stats.with_round(result)
         # The commit: one statement behind everything that may raise. No signal is handled within
         # it.
-        session.tokens, session.stats, session.finish_reason = (
-            [*tokens, *result.tokens],
-            stats,
-            result.finish_reason,
-        )
+        session.tokens = [*tokens, *result.tokens]
+        session.stats = stats
+        session.finish_reason = result.finish_reason
 
         guard = self.drafting.guard
         pauses = guard.pauses if guard is not None else 0
@@ -302,7 +315,10 @@ class Round:
     def _outcome(self, path: Sequence[Node], chosen: Sequence[int], seconds: float) -> RoundOutcome:
         """What the accepted ``path`` and the ``chosen`` tokens say of the round, whose verify call
         took ``seconds``."""
-        tree, nodes, proposal, drafter = self.tree, self.nodes, self.proposal, self.drafting.drafter
+        tree = self.tree
+        nodes = self.nodes
+        proposal = self.proposal
+        drafter = self.drafting.drafter
         depth = max([node.depth for node in nodes if not node.from_text])
         expected: float | None = 1 + sum(proposal.values[: len(nodes) - 1])
         if drafter is not None and tree.steps:
@@ -364,7 +380,8 @@ class Round:
 
     def _copied(self) -> int:
         """How many of the proposed tokens this round verifies without drafting."""
-        proposal, text = self.proposal, self.drafting.text
+        proposal = self.proposal
+        text = self.drafting.text
         if not proposal.steps:
             return len(proposal.tokens)  # nothing else may follow
         if text is None:
@@ -386,7 +403,8 @@ class Round:
         told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
         if told is not None and isnan(told.min()):
             return tree.grow([[] for _ in tree.frontier])
-        propose, count = self.session.sampler.propose, tree.branching
+        propose = self.session.sampler.propose
+        count = tree.branching
         return tree.grow(
             [propose(node, outputs, node.index - first, count) for node in tree.frontier]
         )
@@ -398,7 +416,8 @@ class Round:
         sequence ends there."""
         reason = "length" if len(tokens) >= self.session.left else None
         if (count := self.session.end_of(tokens)) is not None:
-            tokens, reason = tokens[:count], "stop"
+            tokens = tokens[:count]
+            reason = "stop"
         accepted = path[: len(tokens)]
         return RoundResult(
             tokens,

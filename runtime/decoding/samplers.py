@@ -122,7 +122,8 @@ class SpecSampler:
         # Before the first round there is only the prompt.
         if self._sampling.counts and self._counted:
             self._generated.update(tokens[self._counted :])
-        self._tokens, self._counted = tokens, len(tokens)
+        self._tokens = tokens
+        self._counted = len(tokens)
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
         """What chooses on a device, behind each of these nodes, ``count`` proposals or, for 0, the
@@ -253,11 +254,13 @@ class Greedy(_Deterministic):
         )
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
-        ids, logprobs = outputs.topk_ids, outputs.topk_logprobs
+        ids = outputs.topk_ids
+        logprobs = outputs.topk_logprobs
         if self.proposes_top_tokens and ids is not None and logprobs is not None:
             # A chain that the engine drafted by itself has no logits.
             count = min(count, ids.shape[1])
-            tokens, top = ids[row].tolist(), logprobs[row].tolist()
+            tokens = ids[row].tolist()
+            top = logprobs[row].tolist()
             others = [
                 top[1] if len(top) > 1 else log(max(1 - exp(top[0]), 1e-9)),
                 *[top[0]] * (count - 1),

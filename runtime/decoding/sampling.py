@@ -127,7 +127,8 @@ def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns =
     """Logits with a number added to those of some tokens. Tokens without a column are left out."""
     if not changes:
         return logits
-    tokens, values = np.fromiter(changes, np.int64), np.fromiter(changes.values(), np.float32)
+    tokens = np.fromiter(changes, np.int64)
+    values = np.fromiter(changes.values(), np.float32)
     known = columns.has(tokens, len(logits))
     changed = logits.copy()
     changed[columns.of(tokens[known])] += values[known]
@@ -172,17 +173,20 @@ def warp(logits: Logits, sampling: Sampling) -> Vector:
     # A tiny temperature makes -inf of all but the best: that is its limit.
     with np.errstate(over="ignore"):
         scores /= sampling.temperature
-    size, tokens = len(scores), None
+    size = len(scores)
+    tokens = None
     if 0 < sampling.top_k < size:
         tokens = np.flatnonzero(scores >= _kth_largest(scores, sampling.top_k))
         scores = scores[tokens]
     scores = normalize(scores)
     if sampling.top_p < 1:
         kept = _nucleus(scores, sampling.top_p)
-        tokens, scores = kept if tokens is None else tokens[kept], normalize(scores[kept])
+        tokens = kept if tokens is None else tokens[kept]
+        scores = normalize(scores[kept])
     if sampling.min_p > 0:
         kept = np.flatnonzero(scores >= scores.max() + np.log(sampling.min_p))
-        tokens, scores = kept if tokens is None else tokens[kept], normalize(scores[kept])
+        tokens = kept if tokens is None else tokens[kept]
+        scores = normalize(scores[kept])
     if tokens is None:
         return scores
     logprobs = np.full(size, -np.inf)

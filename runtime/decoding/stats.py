@@ -73,7 +73,8 @@ class Stats:
 
     def with_round(self, result: RoundResult) -> "Stats":
         """These statistics and one more round."""
-        stats, outcome = Stats(**vars(self)), result.outcome
+        stats = Stats(**vars(self))
+        outcome = result.outcome
         stats.new_tokens += len(result.tokens)
         stats.rounds += 1
         stats.draft_seconds += result.draft_seconds

@@ -86,7 +86,8 @@ class SuffixAutomaton:
             self._count[found],
             self._latest[found],
         )
-        self._link[clone], self._link[found] = self._link[found], clone
+        self._link[clone] = self._link[found]
+        self._link[found] = clone
         while state >= 0 and self._next[state].get(token) == found:
             self._next[state][token] = clone
             state = self._link[state]
@@ -123,7 +124,8 @@ class SuffixAutomaton:
                 state = self._link[state]
                 length = self._length[state]
             if token in self._next[state]:
-                state, length = self._next[state][token], length + 1
+                state = self._next[state][token]
+                length = length + 1
         return Match(state, length)
 
     def continuations(self, match: Match) -> Iterator[Continuation]:
@@ -141,7 +143,8 @@ class SuffixAutomaton:
                 length = self._length[state]
             if not length:
                 return
-            count, latest = self._count, self._latest
+            count = self._count
+            latest = self._latest
             following = self._next[state]
             if len(following) == 1:
                 [(token, chosen)] = following.items()
@@ -152,7 +155,8 @@ class SuffixAutomaton:
                 )
                 of = sum(count[other] for other in following.values())
             yield Continuation(token, TextStep(length, count[chosen], of))
-            state, length = chosen, length + 1
+            state = chosen
+            length = length + 1
 
 
 class TextProposal(NamedTuple):
@@ -187,7 +191,8 @@ class TextIndex:
         what is drafted."""
         automaton = self._extended(tokens)
         continuations = automaton.continuations(automaton.follow(automaton.repeated(), drafted))
-        found, value = TextProposal([], [], [], []), 1.0
+        found = TextProposal([], [], [], [])
+        value = 1.0
         for _, (token, step) in zip(range(most), continuations, strict=False):
             chance = rule.chance(step)
             value *= chance
@@ -202,7 +207,8 @@ class TextIndex:
     def _extended(self, tokens: Sequence[int]) -> SuffixAutomaton:
         """The automaton over all tokens. An interrupt may leave a damaged one, so it is kept only
         when it is complete."""
-        automaton, self._automaton = self._automaton or SuffixAutomaton(), None
+        automaton = self._automaton or SuffixAutomaton()
+        self._automaton = None
         for token in tokens[automaton.num_tokens :]:
             automaton.extend(token)
         self._automaton = automaton

@@ -264,8 +264,10 @@ def _open_ort(directory: Path, manifest: Manifest, options: EngineOptions) -> En
     from eesd.runtime.engines.cpu_build import built_for_cpu
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
-    int8, cells = options.activations != "float32", options.kv_cache_dtype or "float32"
-    build, threads = built_for_cpu(directory, manifest), options.engine_threads
+    int8 = options.activations != "float32"
+    cells = options.kv_cache_dtype or "float32"
+    build = built_for_cpu(directory, manifest)
+    threads = options.engine_threads
     make = partial(
         CpuEngine, build, manifest, threads=threads, int8_activations=int8, kv_cache_dtype=cells
     )

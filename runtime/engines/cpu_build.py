@@ -20,7 +20,8 @@ from eesd.common.weights import EMBEDDINGS, weights_of
 
 LAYOUT = 4
 """Version of packed weights and graphs."""
-WEIGHTS, FILES = "weights.bin", "files.json"
+WEIGHTS = "weights.bin"
+FILES = "files.json"
 """The packed weights, and the list of all other files with their hashes."""
 Check = Callable[[Path, Mapping[str, FileInfo], str], None]
 """Checks files of a directory, and has a remedy for its message:
@@ -53,7 +54,8 @@ def built_for_cpu(directory: Path, manifest: Manifest, check: Check = check_load
     Raises:
         EESDError: There is none, or a file of it is missing or another one.
     """
-    place, command = place_of(directory, manifest), f"eesd-build --target cpu {directory}"
+    place = place_of(directory, manifest)
+    command = f"eesd-build --target cpu {directory}"
     remedy = f"build it again with: {command} --force"
     if manifest.is_packed:
         remedy = (
@@ -96,10 +98,8 @@ def halved_weights(manifest: Manifest) -> set[str]:
     A draft that is the whole model shares them with verify. An embedding table is one of them if it
     is the LM head, too.
     """
-    whole, alone = (
-        manifest.exit_head.is_whole(manifest.geometry),
-        not manifest.geometry.tied_embeddings,
-    )
+    whole = manifest.exit_head.is_whole(manifest.geometry)
+    alone = not manifest.geometry.tied_embeddings
     found = {
         name: weight.quantization
         for name, weight in weights_of(manifest, manifest.draft).items()

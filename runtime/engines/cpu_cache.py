@@ -54,18 +54,18 @@ class CpuKVCache:
     def __init__(self, manifest: Manifest, dtype: str = "float32") -> None:
         geometry = manifest.geometry
         self.dtype = np.dtype(dtype)
-        self.slots, self.limit = slots_of(manifest), manifest.max_seq_len
+        self.slots = slots_of(manifest)
+        self.limit = manifest.max_seq_len
         # Cells side by side, and bytes of a row's scale.
         pair, scale = (2, 4) if dtype == "int8" else (1, 0)
-        size, width = geometry.head_dim, -(-geometry.head_dim // TILE) * TILE
+        size = geometry.head_dim
+        width = -(-geometry.head_dim // TILE) * TILE
         self.slot_bytes = (
             2 * manifest.num_caches * geometry.num_kv_heads * (size * self.dtype.itemsize + scale)
         )
         tiles = self.slots // TILE
-        shape, scales_at = (
-            (manifest.num_caches, 2, geometry.num_kv_heads),
-            TILE * width * self.dtype.itemsize,
-        )
+        shape = (manifest.num_caches, 2, geometry.num_kv_heads)
+        scales_at = TILE * width * self.dtype.itemsize
         self._tile_bytes = prod(shape) * (scales_at + TILE * scale)
         flags = (
             mmap.MAP_PRIVATE

@@ -98,7 +98,8 @@ class CpuEngine:
             EESDError: ONNX Runtime cannot load the graphs, or the processor does not support the
                 kernels.
         """
-        self.manifest, self._dtype = manifest, np.dtype(kv_cache_dtype)
+        self.manifest = manifest
+        self._dtype = np.dtype(kv_cache_dtype)
         self.stages = [
             (
                 graph,
@@ -121,7 +122,8 @@ class CpuEngine:
     def work(self, calls: Sequence[Call]) -> Work:
         """See :meth:`~eesd.runtime.engines.base.Engine.work`. Each token is computed once, and
         reads its own text."""
-        nodes, slots = 0, 0
+        nodes = 0
+        slots = 0
         for call in calls:
             nodes += len(call.tokens)
             slots += call.slot + len(call.tokens)
@@ -130,14 +132,13 @@ class CpuEngine:
     def forward(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """See :meth:`~eesd.runtime.engines.base.Engine.forward`: one pass, whatever the calls
         are."""
-        ids, numbers, logit_rows, trees = (
-            list[int](),
-            list[int](),
-            list[int](),
-            list[tuple[int, list[list[int]]]](),
-        )
+        ids = list[int]()
+        numbers = list[int]()
+        logit_rows = list[int]()
+        trees = list[tuple[int, list[list[int]]]]()
         for call in calls:
-            start, paths = len(ids), [] if call.tree_mask is None else _paths(call)
+            start = len(ids)
+            paths = [] if call.tree_mask is None else _paths(call)
             ids += call.tokens
             if len(ids) == start:
                 # Who asks for nothing would ask again for ever.
@@ -149,7 +150,8 @@ class CpuEngine:
             numbers += _numbers(call, paths, self._dtype)
         longest = max([len(path) for _, paths in trees for path in paths], default=1)
         bound = self._bound_for(len(ids), longest, len(logit_rows))
-        bound.ids[:], bound.numbers[:] = ids, numbers
+        bound.ids[:] = ids
+        bound.numbers[:] = numbers
         for start, paths in trees:
             bound.paths[start : start + len(paths)] = [
                 [*path, *[0] * (longest - len(path))] for path in paths
@@ -176,14 +178,16 @@ class CpuEngine:
             path: P, the slots of the longest path.
             logit_rows: R, the tokens that get logits.
         """
-        ids, numbers = np.zeros(tokens, np.int64), np.zeros(tokens * 5, np.int64)
+        ids = np.zeros(tokens, np.int64)
+        numbers = np.zeros(tokens * 5, np.int64)
         given: dict[str, NDArray[Any]] = {
             "tokens": numbers.reshape(tokens, 5),
             "paths": np.zeros((tokens, path), np.int32),
             "logit_rows": np.arange(logit_rows),
         }
         x: NDArray[Any] = ids
-        io_bindings, kept = [], []
+        io_bindings = []
+        kept = []
         outputs: list[NDArray[Any]] = []
         for number, (graph, session) in enumerate(self.stages, start=1):
             io_binding = session.io_binding()
@@ -220,13 +224,15 @@ def _numbers(call: Call, paths: list[list[int]], dtype: np.dtype[Any]) -> list[i
     """What a pass is told of the tokens of a call, five numbers each. A chain has no ``paths``."""
     kv_cache = call.kv_cache
     assert isinstance(kv_cache, CpuKVCache) and kv_cache.dtype == dtype
-    address, slots = kv_cache.address, range(call.slot, call.slot + len(call.tokens))
+    address = kv_cache.address
+    slots = range(call.slot, call.slot + len(call.tokens))
     if not paths:
         placed = zip(call.positions, slots, strict=True)
         return [
             number for position, slot in placed for number in (address, position, slot, slot + 1, 0)
         ]
-    before, at = call.context_len, zip(call.positions, slots, paths, strict=True)
+    before = call.context_len
+    at = zip(call.positions, slots, paths, strict=True)
     return [
         number
         for position, slot, path in at
@@ -241,7 +247,8 @@ def _outputs(
     logits."""
     if len(calls) == 1:
         return [StepOutputs(*results)] if calls[0].logits else [NO_OUTPUTS]
-    found, start = [], 0
+    found = []
+    start = 0
     for call in calls:
         stop = start + (len(call.tokens) if call.logits or of_all else 0)
         found.append(

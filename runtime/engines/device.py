@@ -125,18 +125,19 @@ class AttentionMask:
         """Describe what ``count`` nodes, the first one in ``slot`` [B], see of the first ``slots``
         slots of caches like ``keys`` [B, KV, S, D]; 0: of all. All tensors are on the device."""
         self.outline = slot[:, None, None, None].expand(-1, 1, count, slots or keys.shape[2])
-        self.tree, self._slot, self._dtype = tree, slot, keys.dtype
+        self.tree = tree
+        self._slot = slot
+        self._dtype = keys.dtype
         self._tensor: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
         """The additive mask. :meth:`update` computes it, for graphs that have asked for it."""
         if self._tensor is None:
-            (*_, count, slots), device = self.outline.shape, self._slot.device
-            self._slots, self._nodes = (
-                torch.arange(slots, device=device),
-                torch.arange(count, device=device)[:, None],
-            )
+            (*_, count, slots) = self.outline.shape
+            device = self._slot.device
+            self._slots = torch.arange(slots, device=device)
+            self._nodes = torch.arange(count, device=device)[:, None]
             self._tensor = torch.zeros(self.outline.shape, dtype=self._dtype, device=device)
         return self._tensor
 
@@ -214,14 +215,17 @@ class ResultMemory:
     def __init__(self, graph: GraphInfo, device: torch.device, largest: int) -> None:
         """``largest`` is the node count from which on a call has memory of its own. Nothing is
         allocated yet."""
-        self._graph, self._device, self._largest = graph, device, largest
+        self._graph = graph
+        self._device = device
+        self._largest = largest
         self._shared: list[Tensor] = []
         self._batch = 0
 
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
         """The outputs of a call. Those of more sequences than before take other memory; outputs
         given out before stay valid."""
-        (batch, count), rows = inputs.position_ids.shape, len(inputs.logit_rows)
+        (batch, count) = inputs.position_ids.shape
+        rows = len(inputs.logit_rows)
         if count > self._largest:
             return self._allocate(batch, count, rows)
         shapes = [info.sized(B=batch, n=count, R=rows) for info in self._graph.results]

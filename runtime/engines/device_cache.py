@@ -62,7 +62,10 @@ class DeviceMemory:
             EESDError: The memory does not fit the GPU, or ``given`` does not have its number,
                 shape, type and device.
         """
-        self.rows, self.fixed, self.limit, self.version = rows, not grow, manifest.max_seq_len, 0
+        self.rows = rows
+        self.fixed = not grow
+        self.limit = manifest.max_seq_len
+        self.version = 0
         self._dtype: torch.dtype = getattr(torch, manifest.dtype)
         layers = [stage.caches for stage in manifest.verify]
         if given and given[0].dim() == 5:
@@ -74,7 +77,8 @@ class DeviceMemory:
                 f"{len(given)} tensors are given as kv_cache, and these engines need "
                 f"{len(layers)} of their shape."
             )
-        self.streams, self._given = streams, given
+        self.streams = streams
+        self._given = given
         self._places = {
             layer: (shard, at)
             for shard, group in enumerate(layers)
@@ -132,7 +136,8 @@ class DeviceMemory:
         """
         self._reserved[row] = 0
         used = max(self._reserved)
-        capacity, most = self.slots - self._spare, max(used, self._first)
+        capacity = self.slots - self._spare
+        most = max(used, self._first)
         # Other rows are not copied for little.
         if not self.fixed and capacity > most + (STEP if used else 0):
             self._resize(most, used)
@@ -141,7 +146,8 @@ class DeviceMemory:
 
     def _resize(self, slots: int, used: int) -> None:
         """Have this many slots for tokens; the first ``used`` are kept."""
-        old, self.shards = self.shards, self._allocate(slots)
+        old = self.shards
+        self.shards = self._allocate(slots)
         for mine, before in zip(self.active_shards(), old, strict=True):
             mine[..., :used, :] = before[..., :used, :]
         self.version += 1
@@ -181,7 +187,8 @@ class DeviceKVCache:
     """The keys and values of one sequence: a row of a :class:`DeviceMemory`."""
 
     def __init__(self, memory: DeviceMemory, row: int) -> None:
-        self.memory, self.row = memory, row
+        self.memory = memory
+        self.row = row
 
     @property
     def slot_bytes(self) -> int:
@@ -221,7 +228,8 @@ class DeviceKVCache:
 
     @torch.inference_mode()
     def fill(self, start: int, values: Values) -> None:
-        first, stop = 0, start + values.shape[3]
+        first = 0
+        stop = start + values.shape[3]
         for cache in self._shards():
             given = torch.from_numpy(values[first : first + len(cache)])
             cache[..., start:stop, :] = given.view(cache.dtype).to(cache.device)

@@ -318,7 +318,8 @@ class DeviceEngine:
     def _staged(self, call: Call) -> StepOutputs:
         """Run a call of one row of several in memory for one, whose calls are captured once and not
         for each row."""
-        row, stop = _row(call.kv_cache), call.slot + len(call.tokens)
+        row = _row(call.kv_cache)
+        stop = call.slot + len(call.tokens)
         staging = self._staging(row.memory)
         staging.copy_from(row, 0, call.slot)
         staging.clear(call.slot)
@@ -335,7 +336,9 @@ class DeviceEngine:
 
     def _prefill(self, call: Call) -> None:
         """Run a piece of a prompt, in as many calls as it takes at the end of a cache."""
-        tokens, slot, memory = call.tokens, call.slot, _row(call.kv_cache).memory
+        tokens = call.tokens
+        slot = call.slot
+        memory = _row(call.kv_cache).memory
         while tokens:
             # Padding nodes write behind the last token, up to the end of the cache.
             most = (
@@ -349,7 +352,8 @@ class DeviceEngine:
             self._run(
                 [Call(call.kv_cache, tokens[:count], range(slot, slot + count), slot)], only_caches
             )
-            tokens, slot = tokens[count:], slot + count
+            tokens = tokens[count:]
+            slot = slot + count
 
     def _together(self, calls: Sequence[Call]) -> list[StepOutputs]:
         """Run calls of a round over caches of one memory."""
@@ -363,7 +367,8 @@ class DeviceEngine:
         found: list[list[StepOutputs]] = [[] for _ in calls]
 
         def keep(number: int, row: Tensor) -> Any:
-            own, call = kept[number], calls[number]
+            own = kept[number]
+            call = calls[number]
             own.append(row.clone())  # the next call overwrites it
             return (
                 call.choose(torch.cat(own))
@@ -378,7 +383,8 @@ class DeviceEngine:
             ]
             for number, outputs in zip(left, self._run(steps), strict=True):
                 assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
-                ids, logprobs = outputs.topk_ids, outputs.topk_logprobs.copy()
+                ids = outputs.topk_ids
+                logprobs = outputs.topk_logprobs.copy()
                 found[number].append(StepOutputs(_no_logits, ids, logprobs, chosen=outputs.chosen))
         return [
             _joined(own, rows, self.stages[-1].stream)
@@ -388,7 +394,8 @@ class DeviceEngine:
     def _run(self, calls: Sequence[Call], only_caches: bool = False) -> list[StepOutputs]:
         """Run calls over rows of one memory. With ``only_caches`` each has logits for one node,
         because they are not used."""
-        rows, memory = [_row(call.kv_cache).row for call in calls], _row(calls[0].kv_cache).memory
+        rows = [_row(call.kv_cache).row for call in calls]
+        memory = _row(calls[0].kv_cache).memory
         first, stop = (0, memory.rows) if memory.fixed else (min(rows), max(rows) + 1)
         padded, slots = self._size(calls, memory)
         given: list[Call | None] = [None] * (stop - first)
@@ -406,11 +413,10 @@ class DeviceEngine:
     @torch.inference_mode()
     def draft_chain(self, kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
         """See :data:`~eesd.runtime.engines.base.DraftChain`."""
-        memory, row = _row(kv_cache).memory, _row(kv_cache).row
-        prepared, key = (
-            self._prepared_over(memory),
-            (row, self.seen(slot + count) if memory.rows == 1 else 0),
-        )
+        memory = _row(kv_cache).memory
+        row = _row(kv_cache).row
+        prepared = self._prepared_over(memory)
+        key = (row, self.seen(slot + count) if memory.rows == 1 else 0)
         with self.stages[0].stream.activate():
             if key not in prepared.loops:
                 layer = partial(memory.layer, first=row, rows=1)
@@ -445,19 +451,15 @@ class DeviceEngine:
         """The call of ``count`` nodes of each row whose attention reads the first ``slots`` slots;
         0: all. It is captured and kept if ``count`` is a bucket or, without buckets, fits a
         round."""
-        prepared, largest_round = (
-            self._prepared_over(memory),
-            self.padded(self.manifest.max_tree_nodes + 1),
-        )
+        prepared = self._prepared_over(memory)
+        largest_round = self.padded(self.manifest.max_tree_nodes + 1)
         reused = count in self.buckets if self.buckets else count <= largest_round
 
         key = first, rows, count, slots, only_caches
         step = prepared.steps.pop(key, None)
         if step is None:
-            width, pool = (
-                largest_round if count <= largest_round else 0,
-                prepared.pool if reused else None,
-            )
+            width = largest_round if count <= largest_round else 0
+            pool = prepared.pool if reused else None
             layer = partial(memory.layer, first=first, rows=rows)
             step = ForwardStep(
                 self,
@@ -764,13 +766,12 @@ class _StageStep:
                 takes the tokens.
             pool: Memory pool for its CUDA graph; None: do not capture.
         """
-        device, caches = stage.stream.device, _caches(stage, layer)
+        device = stage.stream.device
+        caches = _caches(stage, layer)
         batch = caches[0][0].shape[0]
         self.stage = stage
-        self._host_inputs, self._device_inputs = (
-            host_inputs,
-            torch.zeros_like(host_inputs, device=device),
-        )
+        self._host_inputs = host_inputs
+        self._device_inputs = torch.zeros_like(host_inputs, device=device)
         views = _input_views(self._device_inputs, batch, count, width)
         tree = (views.context_len, views.tree_mask) if width else None
         self._mask = AttentionMask(caches[0][0], count, slots, views.slot, tree)
@@ -824,14 +825,13 @@ class ForwardStep:
             pool: Memory pool for CUDA graphs; None: do not capture.
             slots: Attention reads so many of the first slots; 0: all.
         """
-        manifest, pinned = engine.manifest, engine.stages[0].stream.on_gpu
+        manifest = engine.manifest
+        pinned = engine.stages[0].stream.on_gpu
         cache = layer(engine.stages[0].graph.caches[0])
         self._batch, self._slots = cache.shape[1:4:2]
-        self._count, self._is_draft, self._last_position = (
-            count,
-            engine.is_draft,
-            manifest.max_seq_len - 1,
-        )
+        self._count = count
+        self._is_draft = engine.is_draft
+        self._last_position = manifest.max_seq_len - 1
         host_inputs = torch.zeros(
             _buffer_size(self._batch, count, width), dtype=torch.int64, pin_memory=pinned
         )
@@ -842,7 +842,8 @@ class ForwardStep:
         self._chain = np.tri(count, width, dtype=np.int64)
         self._stages: list[_StageStep] = []
         for stage in engine.stages:
-            hidden, shape = None, (self._batch, count, manifest.geometry.hidden_size)
+            hidden = None
+            shape = (self._batch, count, manifest.geometry.hidden_size)
             # Memory is of the current stream, and a context of the current device.
             with stage.stream.activate():
                 if self._stages:
@@ -882,12 +883,14 @@ class ForwardStep:
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> None:
         given = len(tokens)
-        inputs.tokens[:, :given], inputs.positions[:, :given] = tokens, positions
+        inputs.tokens[:, :given] = tokens
+        inputs.positions[:, :given] = positions
         if given < self._count:
             # Positions of padding nodes must be within the rotary tables. Spare slots at the end of
             # the cache are beyond them.
             last = np.minimum(range(slot + given, slot + self._count), self._last_position)
-            inputs.tokens[:, given:], inputs.positions[:, given:] = 0, last
+            inputs.tokens[:, given:] = 0
+            inputs.positions[:, given:] = last
         inputs.slot[:], inputs.context_len[:] = slot, slot if tree_mask is None else context_len
         inputs.tree_mask[:] = self._chain if tree_mask is None else 0
         if tree_mask is not None:
@@ -938,9 +941,11 @@ class DraftLoop:
     def __init__(self, engine: DeviceEngine, layer: Layer, slots: int, pool: object) -> None:
         """Prepare the step, which sees the first ``slots`` slots; 0: all. ``pool`` is the memory
         pool for its CUDA graph, None: do not capture."""
-        (stage,), manifest = engine.stages, engine.manifest
+        (stage,) = engine.stages
+        manifest = engine.manifest
         self._stream = stage.stream
-        device, pinned = stage.stream.device, stage.stream.on_gpu
+        device = stage.stream.device
+        pinned = stage.stream.on_gpu
         # Token, position, slot and number of the step, each at the beginning of a row.
         self._host_inputs = torch.zeros((4, STRIDE), dtype=torch.int64, pin_memory=pinned)
         self._device_inputs = torch.zeros_like(self._host_inputs, device=device)

@@ -133,7 +133,8 @@ class Exactness:
         kv_cache.reserve(self._rows)
         tokens = self._tokens[: self._rows]
         every = _logits(engine, Call(kv_cache, tokens, range(len(tokens)), 0))
-        middle, last = len(tokens) // 2, len(tokens) - 1
+        middle = len(tokens) // 2
+        last = len(tokens) - 1
         for start, count in ((0, 1), (0, 2), (middle, 1), (last - 1, 2), (last - 1, 1), (last, 1)):
             found = _logits(
                 engine,
@@ -155,7 +156,8 @@ class Exactness:
 
     def _forward(self, engine: Engine, kv_cache: KVCache, rows: int, skip: int = 0) -> Logits:
         """The logits of ``rows`` tokens behind the prompt and ``skip`` more."""
-        first, stop = self._prompt + skip, self._prompt + skip + rows
+        first = self._prompt + skip
+        stop = self._prompt + skip + rows
         return _logits(engine, Call(kv_cache, self._tokens[first:stop], range(first, stop), first))
 
     def _one_by_one(self, engine: Engine, kv_cache: KVCache, several: Logits) -> None:
@@ -169,7 +171,8 @@ class Exactness:
     def _tree(self, engine: Engine, kv_cache: KVCache) -> None:
         """Run a random tree behind the prompt, then the path of each of its nodes as a chain."""
         random = np.random.default_rng(1)
-        count, prompt = min(TREE_NODES, self._rows), self._prompt
+        count = min(TREE_NODES, self._rows)
+        prompt = self._prompt
         paths = [[0]]
         for node in range(1, count):
             paths.append([*paths[int(random.integers(node))], node])

@@ -102,7 +102,8 @@ def configure(
         EESDError: This processor does not support them.
     """
     with _making:
-        cells, most_copied = KV_CACHE_DTYPES.index(kv_cache_dtype), available_memory() // 4
+        cells = KV_CACHE_DTYPES.index(kv_cache_dtype)
+        most_copied = available_memory() // 4
         name = _library().eesd_configure(
             kernels.encode(), threads, int8_activations, cells, most_copied
         )

@@ -108,7 +108,8 @@ class OrtEngine:
     def _run(self, call: Call) -> StepOutputs:
         """Run a call through all stages; without logits the last node has some nevertheless,
         because no graph goes without."""
-        kv_cache, count = _host(call.kv_cache), len(call.tokens)
+        kv_cache = _host(call.kv_cache)
+        count = len(call.tokens)
         if not count:
             # Who asks for nothing would ask again for ever.
             raise EESDError("A call of the engine has no tokens.")
@@ -164,7 +165,8 @@ def _run_stage(
 
 def _mask(call: Call, slots: int) -> NDArray[np.float32]:
     """What each token must not see, [1, 1, n, S], as an additive mask."""
-    at, count = np.arange(slots), len(call.tokens)
+    at = np.arange(slots)
+    count = len(call.tokens)
     if call.tree_mask is None:
         hidden = at > np.arange(call.slot, call.slot + count)[:, None]
     else:
@@ -233,7 +235,8 @@ def open_on_device(
     from eesd.runtime.engines.device_cache import DeviceMemory
     from eesd.runtime.engines.device_engine import make_engines
 
-    streams, most = device_streams(len(manifest.verify), device), manifest.max_tree_nodes + 1
+    streams = device_streams(len(manifest.verify), device)
+    most = manifest.max_tree_nodes + 1
 
     def load(graph: GraphInfo, stream: DeviceStream) -> OrtStageRunner:
         session = load_session(directory, manifest, graph, threads, _providers(stream))
@@ -324,5 +327,6 @@ def _host(kv_cache: KVCache) -> HostKVCache:
 
 def _tensor_buffer(tensor: Tensor) -> tuple[Any, ...]:
     """The arguments that ``bind_input`` and ``bind_output`` take for a tensor."""
-    device, dtype = tensor.device, str(tensor.dtype).removeprefix("torch.")
+    device = tensor.device
+    dtype = str(tensor.dtype).removeprefix("torch.")
     return device.type, device.index or 0, ONNX_TYPES[dtype], list(tensor.shape), tensor.data_ptr()

@@ -7,7 +7,8 @@ import numpy as np
 from eesd.common.errors import EESDError
 from eesd.runtime.engines.base import Call, Engine, KVCache
 
-PROMPTS, NODES = (9, 1, 23), (1, 3)
+PROMPTS = (9, 1, 23)
+NODES = (1, 3)
 """Tokens of the prompts of the rows, and nodes of their calls."""
 
 
@@ -27,7 +28,8 @@ def check_rows(engine: Engine, kv_caches: Sequence[KVCache]) -> None:
     """
     if len(kv_caches) == 1:
         return
-    random, manifest = np.random.default_rng(0), engine.manifest
+    random = np.random.default_rng(0)
+    manifest = engine.manifest
     texts = list[tuple[KVCache, list[int], int]]()
     for kv_cache, prompt in zip(kv_caches, PROMPTS, strict=False):
         start = min(prompt, manifest.max_seq_len - max(NODES))

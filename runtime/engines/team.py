@@ -80,7 +80,9 @@ class Split:
 
     def ranges(self, sizes: Sequence[int]) -> list[slice]:
         """This rank's share of each of several ranges, which lie one after another."""
-        rank, ranks, begins = self.rank, self.ranks, accumulate(sizes, initial=0)
+        rank = self.rank
+        ranks = self.ranks
+        begins = accumulate(sizes, initial=0)
         return [
             slice(begin + size * rank // ranks, begin + size * (rank + 1) // ranks)
             for begin, size in zip(begins, sizes, strict=False)
@@ -110,11 +112,15 @@ class Team:
             raise EESDError(
                 f"The ranks do not find each other ({str(error)[:200]}); start them with torchrun."
             ) from None
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         self._others = [rank for rank in range(self.ranks) if rank != self.rank]
         self._watches: list[threading.Thread] = []
-        self._leaving, self._ending = False, threading.Lock()
-        self._numbers, self._shared, self._forgotten = count(), dict[int, Any](), list[int]()
+        self._leaving = False
+        self._ending = threading.Lock()
+        self._numbers = count()
+        self._shared = dict[int, Any]()
+        self._forgotten = list[int]()
 
     @property
     def split(self) -> Split:
@@ -343,11 +349,9 @@ class TeamEngine:
 
     def __init__(self, team: Team, own: DeviceEngine) -> None:
         self.team, self.own, self.number = team, own, team.number(self)
-        self.manifest, self.prefill_chunk, self.last_positions = (
-            own.manifest,
-            own.prefill_chunk,
-            own.last_positions,
-        )
+        self.manifest = own.manifest
+        self.prefill_chunk = own.prefill_chunk
+        self.last_positions = own.last_positions
 
     @property
     def chooses(self) -> bool:

@@ -183,7 +183,8 @@ def open_team(
     Each rank takes the GPU of its number on its machine, if there are any. Arguments and errors as
     for :func:`open_torch`; fewer GPUs than ranks are an error, too.
     """
-    device, local = "cpu", int(os.environ.get("LOCAL_RANK", "0"))
+    device = "cpu"
+    local = int(os.environ.get("LOCAL_RANK", "0"))
     if torch.cuda.is_available():
         device = f"cuda:{local}"
         if local >= torch.cuda.device_count():

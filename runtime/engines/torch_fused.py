@@ -52,7 +52,8 @@ WIDE = 1024
 PART = 4096
 """Logits of a program that looks for the best."""
 HIDDEN = tl.constexpr(float(MASKED))
-TOP, NONE = tl.constexpr(2**31 - 1), tl.constexpr(-(2**63))
+TOP = tl.constexpr(2**31 - 1)
+NONE = tl.constexpr(-(2**63))
 """The highest value of each half of a key, and a number below all keys; see
 :func:`_best_of_part`."""
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -82,11 +83,9 @@ def normalize(
 ) -> tuple[Tensor, Tensor]:
     """Add two tensors [..., size], or take the first alone. Returns the sum and its RMSNorm."""
     x, size = x.contiguous(), x.shape[-1]
-    total, y, width = (
-        x if added is None else torch.empty_like(x),
-        torch.empty_like(x),
-        triton.next_power_of_2(size),
-    )
+    total = x if added is None else torch.empty_like(x)
+    y = torch.empty_like(x)
+    width = triton.next_power_of_2(size)
     added = added if added is None else added.contiguous()
     warps = min(max(width // 512, 1), 16)
     _normalize[(x.numel() // size,)](
@@ -98,7 +97,8 @@ def normalize(
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(x, y, size, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """A part of a row of :func:`gate`."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     there = at < size
     gate = tl.load(x + row * 2 * size + at, there, 0)
     wide = gate.to(tl.float32)
@@ -138,20 +138,24 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
 ):
     """A head of a token of :func:`rotate_and_write`: queries come first, then keys, then values."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
     row = token // count
     at = tl.arange(0, WIDTH)
     there = at < HALF
     given = x + (token * (heads + 2 * kv_heads) + head) * (2 * HALF) + at
-    first, second = tl.load(given, there, 0), tl.load(given + HALF, there, 0)
+    first = tl.load(given, there, 0)
+    second = tl.load(given + HALF, there, 0)
     slot = tl.load(write_indices + row) + token % count
-    is_query, is_value = head < heads, head >= heads + kv_heads
+    is_query = head < heads
+    is_value = head >= heads + kv_heads
     written = row * cache_row + (head - heads) % kv_heads * cache_head + slot * (2 * HALF) + at
     if is_value:
         tl.store(values + written, first, there)
         tl.store(values + written + HALF, second, there)
     else:
-        one, two = first.to(tl.float32), second.to(tl.float32)
+        one = first.to(tl.float32)
+        two = second.to(tl.float32)
         if q_norm is not None:
             scale = tl.rsqrt((tl.sum(one * one, 0) + tl.sum(two * two, 0)) / (2 * HALF) + eps)
             norm = q_norm if is_query else k_norm
@@ -162,11 +166,10 @@ def _rotate_and_write(  # type: ignore[no-untyped-def]
                 norm + HALF + at, there, 0
             ).to(tl.float32)
         angle = tl.load(position_ids + token) * HALF + at
-        c, s = (
-            tl.load(cos + angle, there, 0).to(tl.float32),
-            tl.load(sin + angle, there, 0).to(tl.float32),
-        )
-        turned, other = (one * c - two * s).to(first.dtype), (two * c + one * s).to(first.dtype)
+        c = tl.load(cos + angle, there, 0).to(tl.float32)
+        s = tl.load(sin + angle, there, 0).to(tl.float32)
+        turned = (one * c - two * s).to(first.dtype)
+        other = (two * c + one * s).to(first.dtype)
         if is_query:
             tl.store(q + (token * heads + head) * (2 * HALF) + at, turned, there)
             tl.store(q + (token * heads + head) * (2 * HALF) + HALF + at, other, there)
@@ -199,15 +202,14 @@ def rotate_and_write(
         The queries [B, n, H, D].
     """
     keys, values = cache
-    (batch, count), (kv_heads, size) = x.shape[:2], keys.shape[1::2]
+    (batch, count) = x.shape[:2]
+    (kv_heads, size) = keys.shape[1::2]
     heads = x.shape[2] // size - 2 * kv_heads
     x = x.contiguous()
     q = x.new_empty((batch, count, heads, size))
     sizes = {"HALF": size // 2, "WIDTH": triton.next_power_of_2(size // 2), "num_warps": 1}
-    given, written = (
-        (*rotary_tables, position_ids, write_indices, *(norms or (None, None))),
-        (q, keys, values),
-    )
+    given = (*rotary_tables, position_ids, write_indices, *(norms or (None, None)))
+    written = (q, keys, values)
     _rotate_and_write[(batch * count, heads + 2 * kv_heads)](
         x, *given, *written, count, *keys.stride()[:2], heads, kv_heads, eps, **sizes
     )
@@ -239,9 +241,12 @@ def _attend(  # type: ignore[no-untyped-def]
     """A split of the slots, for a KV head and some of its queries: sums, not divided yet, their
     peak and their weight."""
     STEP: tl.constexpr = 64 if WIDTH <= 128 else 32
-    split, head = tl.program_id(0), tl.program_id(1)
-    row, kv_head = (head // KV_HEADS).to(tl.int64), head % KV_HEADS
-    begin, first = split * SPLIT, tl.load(write_indices + row).to(tl.int32)
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    row = (head // KV_HEADS).to(tl.int64)
+    kv_head = head % KV_HEADS
+    begin = split * SPLIT
+    first = tl.load(write_indices + row).to(tl.int32)
     end = tl.minimum(begin + SPLIT, first + count)
     if begin >= end:
         return
@@ -256,7 +261,8 @@ def _attend(  # type: ignore[no-untyped-def]
     asked = tl.load(q + place[:, None] * SIZE + at[None, :], both, 0)
     cache = row * cache_row + kv_head * cache_head
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
-    weight, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, WIDTH), tl.float32)
+    weight = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
     for start in range(0, SPLIT, STEP):
         slot = begin + start + tl.arange(0, STEP)
         seen = slot < end
@@ -305,8 +311,10 @@ def _combine(  # type: ignore[no-untyped-def]
     """Join the splits of a head of a token."""
     place = tl.program_id(0).to(tl.int64)
     used = tl.load(first + place // (heads * count)).to(tl.int32) + count
-    split, at = tl.arange(0, SPLITS), tl.arange(0, WIDTH)
-    known, there = split * SPLIT < used, at < SIZE
+    split = tl.arange(0, SPLITS)
+    at = tl.arange(0, WIDTH)
+    known = split * SPLIT < used
+    there = at < SIZE
     part = split * tl.num_programs(0).to(tl.int64) + place
     peak = tl.load(peaks + 2 * part, known, -float("inf"))
     shares = tl.exp(peak - tl.max(peak, 0))
@@ -330,9 +338,13 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
         [B, n, H D].
     """
     keys, values = cache
-    (batch, count, heads, size), kv_heads, slots = q.shape, keys.shape[1], inputs.attn_mask.shape[3]
-    (below, tree), first = inputs.tree or (None, None), inputs.write_indices
-    width, group = max(triton.next_power_of_2(size), 16), heads // kv_heads
+    (batch, count, heads, size) = q.shape
+    kv_heads = keys.shape[1]
+    slots = inputs.attn_mask.shape[3]
+    (below, tree) = inputs.tree or (None, None)
+    first = inputs.write_indices
+    width = max(triton.next_power_of_2(size), 16)
+    group = heads // kv_heads
     split = max(LEAST_SPLIT, triton.next_power_of_2(triton.cdiv(slots, MOST_SPLITS)))
     splits = triton.cdiv(slots, split)
     sums = torch.empty((splits, batch * count * heads, size), dtype=torch.float32, device=q.device)
@@ -369,7 +381,8 @@ def _best_of_part(logits, keys, peaks, size, COUNT: tl.constexpr, WIDTH: tl.cons
     the highest, and zeros are equal, as in torch's argmax); below, a number that falls with the
     column. So no two keys are equal.
     """
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
     column = part * WIDTH + tl.arange(0, WIDTH)
     there = column < size
     value = tl.load(logits + row * size + column, there, -float("inf")).to(tl.float32)
@@ -393,7 +406,8 @@ def _join_best(  # type: ignore[no-untyped-def]
     keys, peaks, tokens, best, parts, COUNT: tl.constexpr, PARTS: tl.constexpr, KEYS: tl.constexpr
 ):
     """Join the parts of a row of :func:`find_best`."""
-    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
     if peaks is not None:
         part = tl.arange(0, PARTS)
         peak = tl.load(peaks + 2 * (row * parts + part), part < parts, -float("inf"))
@@ -426,8 +440,11 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
         In float32: the ids [B, n, K] and behind them the log-probabilities, [2 B, n, K]; or the
         tokens [B, n, 1].
     """
-    (batch, nodes, size), kept, device = logits.shape, max(count, 1), logits.device
-    rows, parts = batch * nodes, triton.cdiv(size, PART)
+    (batch, nodes, size) = logits.shape
+    kept = max(count, 1)
+    device = logits.device
+    rows = batch * nodes
+    parts = triton.cdiv(size, PART)
     keys = torch.empty((rows, parts, kept), dtype=torch.int64, device=device)
     peaks = torch.empty((rows, parts, 2), device=device) if count else None
     best = torch.empty((2 * batch if count else batch, nodes, kept), device=device)
@@ -440,7 +457,8 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Tensors one behind the other, along their first dimension: a view where they lie so in
     memory, else a copy."""
-    first, step = parts[0], parts[0].stride(0)
+    first = parts[0]
+    step = parts[0].stride(0)
     begin = first.storage_offset()
     for part in parts:
         if (
@@ -499,7 +517,9 @@ class FusedOperations(TorchOperations):
         return super().add(known, y, name)
 
     def attention(self, qkv: Tensor, block: Block, name: str, attends: bool) -> Tensor:
-        geometry, inputs, cache = block.geometry, self._inputs(block), self.caches[block.cache]
+        geometry = block.geometry
+        inputs = self._inputs(block)
+        cache = self.caches[block.cache]
         norms = None
         if geometry.qk_norm:
             names = (block.norm(f"self_attn.{part}_norm").name for part in "kq")
@@ -525,7 +545,8 @@ def fuse(*modules: Draft | Verify) -> None:
         geometry, head = module.described
         if _has_other_parts(geometry) or head.eagle:
             continue
-        module.unmasked, module.operations = MOST_NODES, FusedOperations
+        module.unmasked = MOST_NODES
+        module.operations = FusedOperations
         for parent in module.modules():
             for names in TOGETHER:
                 found = [getattr(parent, name, None) for name in names]

@@ -60,7 +60,8 @@ SPREAD_FLOAT16 = tl.constexpr(_spread(0x6400))
 """Into the low bits of 1,024, where they count ones."""
 SPREAD_BFLOAT16 = tl.constexpr(_spread(0x4300))
 """Into the low bits of 128."""
-FLOAT16, BFLOAT16 = tl.constexpr((tl.float16,) * 8), tl.constexpr((tl.bfloat16,) * 8)
+FLOAT16 = tl.constexpr((tl.float16,) * 8)
+BFLOAT16 = tl.constexpr((tl.bfloat16,) * 8)
 REGISTERS = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 
 
@@ -122,12 +123,14 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
 ):
     """Compute y [rows, outputs] for a panel of outputs and some groups of rows; see
     :func:`multiply`."""
-    panel, part = tl.program_id(1), tl.program_id(2)
+    panel = tl.program_id(1)
+    part = tl.program_id(2)
     WORDS: tl.constexpr = STEP * BITS // 32
     SHARED: tl.constexpr = STEP // BLOCK if BLOCK < STEP else 1  # scales of an output in a step
     DTYPE: tl.constexpr = x.dtype.element_ty
     base: tl.constexpr = 1024 if DTYPE == tl.float16 else (128 if BITS == 4 else 1 << 23)
-    at, column = tl.arange(0, WORDS), panel * PANEL + tl.arange(0, PANEL)
+    at = tl.arange(0, WORDS)
+    column = panel * PANEL + tl.arange(0, PANEL)
     place = tl.arange(0, PANEL)[None, :] * WORDS + at[:, None]
     levels += panel.to(tl.int64) * tl.cdiv(inputs, STEP) * (WORDS * PANEL)
     sums = (tl.zeros((ROWS, PANEL), tl.float32),) * GROUPS
@@ -169,7 +172,9 @@ def _multiply(  # type: ignore[no-untyped-def]  # Triton knows no other types
                 given = tl.load(source) if WHOLE else tl.load(source, (taken < inputs)[None, :], 0)
                 added = added + (tl.dot(given, weights.to(DTYPE), sums[group]),)  # type: ignore[assignment]
             sums = added
-        scale, zero, minimum = next_scale, next_zero, next_minimum
+        scale = next_scale
+        zero = next_zero
+        minimum = next_minimum
     y += part.to(tl.int64) * rows * outputs
     for group in tl.static_range(GROUPS):
         row = tl.program_id(0) * (GROUPS * ROWS) + group * ROWS + tl.arange(0, ROWS)
@@ -222,7 +227,8 @@ def multiply(
     Returns:
         The products [n, out] in the type of x.
     """
-    (rows, inputs), (blocks, outputs) = x.shape, scales.shape
+    (rows, inputs) = x.shape
+    (blocks, outputs) = scales.shape
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     groups = min(max(triton.cdiv(rows, ROWS), 1), MOST_GROUPS)
     step = levels.shape[3] * 32 // bits
@@ -251,10 +257,8 @@ def multiply(
     }
     # Without fused multiplication and addition the weights have the bits of the dequantized ones.
     options = {"ASM": x.is_cuda, "num_stages": STAGES, "enable_fp_fusion": False}
-    programs, weight = (
-        (triton.cdiv(rows, groups * ROWS), len(levels), parts),
-        (levels, scales, zeros, minimums),
-    )
+    programs = (triton.cdiv(rows, groups * ROWS), len(levels), parts)
+    weight = (levels, scales, zeros, minimums)
     _multiply[programs](x, *weight, sums, rows, inputs, outputs, **sizes, **options)
     if parts > 1:
         _add_parts[(triton.cdiv(rows * outputs, WIDE),)](

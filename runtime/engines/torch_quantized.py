@@ -50,7 +50,8 @@ def arranged(
         quantization: Its quantization.
         device: Where to keep it.
     """
-    kind, bits = quantization.weights, BITS[quantization.weights]
+    kind = quantization.weights
+    bits = BITS[quantization.weights]
     blocks, outputs = weight.scales.shape
     inputs = blocks * quantization.block
     levels = as_torch(weight.levels).to(device)
@@ -76,7 +77,8 @@ def arranged(
 
 def _words(levels: Tensor, bits: int) -> Tensor:
     """Levels without a sign [in, out], a byte each, as ``multiply`` takes them."""
-    (inputs, outputs), count = levels.shape, 32 // bits
+    (inputs, outputs) = levels.shape
+    count = 32 // bits
     levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))
     apart = levels.view(-1, count, WORDS, levels.shape[1] // PANEL, PANEL).permute(1, 3, 0, 4, 2)
     words = torch.zeros(apart.shape[1:], dtype=torch.int32, device=levels.device)
@@ -98,7 +100,8 @@ class QuantizedLinear(nn.Module):
         the first."""
         super().__init__()
         self.out_features = out_features
-        self.weight, self.bias = weight, bias
+        self.weight = weight
+        self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] multiplied, [..., out]."""

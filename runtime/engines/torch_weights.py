@@ -344,7 +344,8 @@ def _stored_levels(
 ) -> Quantized:
     """The tensors of a quantized weight: views of their file. Raises ValueError if it has too few
     bytes."""
-    kind, shape = quantization.weights, weight.scales_shape
+    kind = quantization.weights
+    shape = weight.scales_shape
     types = {SCALES: weight.scales_dtype}
     types |= {ZEROS: kind} if quantization.zero_points else {}
     types |= {MINIMUMS: weight.scales_dtype} if quantization.minimums else {}

@@ -53,7 +53,9 @@ class TrtStageRunner:
         self._results = ResultMemory(self.graph, self.stream.device, self.decode_nodes)
 
     def prepare(self, inputs: StepInputs) -> PreparedCall:
-        graph, count, stream = self.graph, inputs.position_ids.shape[1], self.stream
+        graph = self.graph
+        count = inputs.position_ids.shape[1]
+        stream = self.stream
         context = self.make_context()
         if context is None:
             raise EESDError(

@@ -162,7 +162,8 @@ class PlanDirectory:
     def save_kernels(self, graph: GraphInfo) -> None:
         """Write the kernels that were compiled for a graph beside its plan, if they are new and the
         directory is writable."""
-        cache, path = self._kernel_caches.get(graph.file), self._kernel_file(graph)
+        cache = self._kernel_caches.get(graph.file)
+        path = self._kernel_file(graph)
         if cache is None:
             return
         with cache.serialize() as memory:
@@ -229,12 +230,14 @@ def refit_digest(graph: Path, manifest: Manifest) -> str:
 
 def _import_library(directory: Path, plans: list[PlanInfo]) -> Any:
     """Import the library of the plans' flavour. It must have the version that built them."""
-    flavours, versions = {plan.flavour for plan in plans}, {plan.version for plan in plans}
+    flavours = {plan.flavour for plan in plans}
+    versions = {plan.version for plan in plans}
     if len(flavours) != 1 or len(versions) != 1:
         raise EESDError(
             f"The plans in {directory} were built by different versions; {_rebuild(directory)}."
         )
-    flavour, built = flavours.pop(), versions.pop()
+    flavour = flavours.pop()
+    built = versions.pop()
     if flavour not in FLAVOURS:
         raise EESDError(
             f"The plans in {directory} are of an unknown flavour {flavour!r}; "

@@ -44,7 +44,8 @@ def as_chat(body: PromptBody) -> ChatBody:
     )
     messages = [message for turn in body.messages for message in _messages(turn)]
     last = body.messages[-1]
-    config, choice = body.output_config, body.tool_choice
+    config = body.output_config
+    choice = body.tool_choice
     effort = EFFORTS[body.thinking.type] if body.thinking else None
     schema = config.format.schema_ if config and config.format else None
     values = {

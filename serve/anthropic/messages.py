@@ -95,8 +95,10 @@ class _Writer:
     """Makes the blocks of an answer, and the events that tell them."""
 
     def __init__(self, serving: Serving, generations: Generations, reader: Reader) -> None:
-        self._generations, self._reader = generations, reader
-        self._id, self._model = f"msg_{uuid4().hex}", serving.model_name
+        self._generations = generations
+        self._reader = reader
+        self._id = f"msg_{uuid4().hex}"
+        self._model = serving.model_name
         self._blocks: list[AnswerBlock] = []
         self._pieces: list[str] = []
         """What the open block has so far."""
@@ -148,7 +150,10 @@ class _Writer:
         """End the open block, if there is one."""
         if not self._open:
             return
-        block, value, self._open, self._pieces = self._blocks[-1], "".join(self._pieces), False, []
+        block = self._blocks[-1]
+        value = "".join(self._pieces)
+        self._open = False
+        self._pieces = []
         if block.type == "text":
             block.text = value
         elif block.type == "thinking":
@@ -159,7 +164,8 @@ class _Writer:
 
     def answer(self) -> MessageAnswer:
         """The answer as far as it has come."""
-        progress, usage = self._reader.progress, self._generations.usage(1)
+        progress = self._reader.progress
+        usage = self._generations.usage(1)
         cached = usage.prompt_tokens_details.cached_tokens
         stop = progress.stop_reason if progress.finish_reason == "stop" else None
         return MessageAnswer(

@@ -3,7 +3,8 @@ DeepSeek and SmolLM3 write it."""
 
 from eesd.runtime.text import TextCodec, overlap
 
-BEGIN, END = "<think>", "</think>"
+BEGIN = "<think>"
+END = "</think>"
 BLANKS = " \t\r\n"
 
 
@@ -33,15 +34,18 @@ class ThinkParser:
         if self._state == "before":
             begins = self._held.lstrip(BLANKS)
             if begins.startswith(BEGIN):
-                self._held, self._state = begins.removeprefix(BEGIN), "start"
+                self._held = begins.removeprefix(BEGIN)
+                self._state = "start"
             elif last or not BEGIN.startswith(begins):
                 self._state = "answer"
         if self._state == "start" and (rest := self._held.lstrip(BLANKS)):
-            self._held, self._state = rest, "thinking"
+            self._held = rest
+            self._state = "thinking"
         if self._state == "thinking":
             thought, mark, rest = self._held.partition(END)
             if mark:
-                self._held, self._state = rest, "end"
+                self._held = rest
+                self._state = "end"
             else:  # neither what may be the mark, nor blanks that may stand before it
                 sure = (
                     thought
@@ -51,8 +55,10 @@ class ThinkParser:
                 thought, self._held = sure, thought[len(sure) :]
             thought = thought.rstrip(BLANKS) if mark else thought
         if self._state == "end" and (rest := self._held.lstrip(BLANKS)):
-            self._held, self._state = rest, "answer"
+            self._held = rest
+            self._state = "answer"
         if self._state != "answer":
             return thought, ""
-        answer, self._held = self._held, ""
+        answer = self._held
+        self._held = ""
         return thought, answer

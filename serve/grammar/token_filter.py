@@ -41,7 +41,9 @@ class TokenFilter:
         words: Sequence[tuple[int, ...]],
         inner: GrammarConstraint | None = None,
     ) -> None:
-        self._mask, self._words, self._inner = np.full(size, only is None), words, inner
+        self._mask = np.full(size, only is None)
+        self._words = words
+        self._inner = inner
         self.ignored = inner.ignored if inner else frozenset()
         if only is not None:
             self._mask[list(only)] = True

@@ -118,7 +118,9 @@ class _Object:
 
     def __init__(self, start: int) -> None:
         self.start, self.at, self.end, self.broken = start, start, -1, False
-        self._depth, self._in_string, self._escaped = 0, False, False
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
 
     def read(self, text: str) -> None:
         """Go on in ``text``, which has grown."""
@@ -152,8 +154,11 @@ class _BareCalls:
     """
 
     def __init__(self, names: Collection[str]) -> None:
-        self.text, self.calls = "", list[tuple[str, str, int]]()
-        self._names, self._at, self._object = names, 0, _Object(0)
+        self.text = ""
+        self.calls = list[tuple[str, str, int]]()
+        self._names = names
+        self._at = 0
+        self._object = _Object(0)
         self._heads = [
             f'{{"name":"{name}","{key}":{{' for name in names for key in ("arguments", "parameters")
         ]
@@ -225,13 +230,12 @@ class ToolParser:
         forced: bool = False,
         marks: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        self._format, self._names, self._streaming, self._most = (
-            format,
-            frozenset(names),
-            streaming,
-            most,
-        )
-        self.marks, self._forced = dict(marks), forced
+        self._format = format
+        self._names = frozenset(names)
+        self._streaming = streaming
+        self._most = most
+        self.marks = dict(marks)
+        self._forced = forced
         self.calls = 0
         self._bare = _BareCalls(names) if format.begin and not forced else None
         """What reads calls without marks, as long as there may be nothing else."""
@@ -250,11 +254,13 @@ class ToolParser:
         if self._bare is not None:
             if self._bare.push(text):
                 return []
-            text, self._bare = self._bare.text, None
+            text = self._bare.text
+            self._bare = None
         self._text += text
         deltas: list[ToolDelta] = []
         while True:
-            state, size = self._state, len(self._text)
+            state = self._state
+            size = len(self._text)
             deltas += state()
             if self._state == state and len(self._text) == size:
                 return deltas
@@ -275,7 +281,8 @@ class ToolParser:
         )
 
     def _bare_calls(self, bare: _BareCalls) -> list[ToolDelta]:
-        deltas, calls = list[ToolDelta](), bare.calls[: self._most]
+        deltas = list[ToolDelta]()
+        calls = bare.calls[: self._most]
         for index, (name, arguments, _) in enumerate(calls):
             deltas.append(ToolDelta(index=index, id=self._format.call_id(), name=name))
             deltas.append(ToolDelta(index=index, arguments=arguments))
@@ -291,11 +298,9 @@ class ToolParser:
         content = self._text[:sure].rstrip(BLANKS)
         if at >= 0:
             after = at + len(begin)
-            self._raw, self._text, self._state = (
-                self._text[len(content) : after],
-                self._text[after:],
-                self._before,
-            )
+            self._raw = self._text[len(content) : after]
+            self._text = self._text[after:]
+            self._state = self._before
         else:
             self._text = self._text[len(content) :]
         return iter([ToolDelta(content)] if content else [])
@@ -316,7 +321,8 @@ class ToolParser:
         self._text = rest
         named = _NAMED.match(rest) if self._format is MISTRAL else None
         if rest.startswith("{") or named:
-            self._object, self._state = _Object(named.end() if named else 0), self._call
+            self._object = _Object(named.end() if named else 0)
+            self._state = self._call
         elif rest and not (self._format is MISTRAL and _NAMED_SO_FAR.fullmatch(rest)):
             yield from self._no_call(0)
 
@@ -329,7 +335,8 @@ class ToolParser:
             return
         if self._arguments is None and (head := self._head(whole)):
             name, start = head
-            self._arguments, self._told = _Object(start), start
+            self._arguments = _Object(start)
+            self._told = start
             yield ToolDelta(index=self.calls, id=self._format.call_id(), name=name)
         if self._arguments is not None:
             self._arguments.read(self._text)
@@ -361,7 +368,9 @@ class ToolParser:
         return (name, match.end()) if good and name in self._names else None
 
     def _end_call(self, end: int) -> None:
-        self._text, self._raw, self._arguments = self._text[end:], "", None
+        self._text = self._text[end:]
+        self._raw = ""
+        self._arguments = None
         self.calls += 1
         if self._format.end or (self._format is MISTRAL and self.calls >= self._most):
             self._state = self._after
@@ -370,9 +379,11 @@ class ToolParser:
 
     def _after(self) -> Iterator[ToolDelta]:
         """Skip the end of a call, or of Mistral's list."""
-        rest, end = self._text.lstrip(BLANKS), self._format.end or "]"
+        rest = self._text.lstrip(BLANKS)
+        end = self._format.end or "]"
         if rest.startswith(end):
-            self._text, self._state = rest[len(end) :], self._content
+            self._text = rest[len(end) :]
+            self._state = self._content
         elif not end.startswith(rest):
             self._state = self._content
         return iter(())
@@ -380,7 +391,9 @@ class ToolParser:
     def _no_call(self, end: int) -> Iterator[ToolDelta]:
         """What was skipped, and the text up to ``end``, are content."""
         content = self._raw + self._text[:end]
-        self._text, self._raw, self._state = self._text[end:], "", self._content
+        self._text = self._text[end:]
+        self._raw = ""
+        self._state = self._content
         yield from [ToolDelta(content)] if content else []
 
 

@@ -90,7 +90,8 @@ class Tools:
             for text in (self.format.begin, self.format.end)
             if (token := special_token(text, codec)) is not None
         }
-        names, forced = self.functions.keys(), self.choice != "auto"
+        names = self.functions.keys()
+        forced = self.choice != "auto"
         return ToolParser(
             self.format, names, streaming=streaming, most=most, forced=forced, marks=marks
         )
@@ -196,7 +197,8 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
     Raises:
         EESDError: A value cannot be used.
     """
-    given, choice = body.get("tools"), body.get("tool_choice")
+    given = body.get("tools")
+    choice = body.get("tool_choice")
     if not isinstance(given, list | tuple | None):
         raise EESDError(f"tools is {shown(given)}; give a list of functions.")
     if not given:
@@ -332,7 +334,8 @@ def encode_chat(
         variables = {**_effort(effort, template), **variables}
     told: Sequence[Mapping[str, Any]] | None = tools.tools if tools else None
     if template is not None and not template.reads_tools:
-        parsed, told = _told(_in_words(parsed), tools), None
+        parsed = _told(_in_words(parsed), tools)
+        told = None
     if ending == "continue":
         return _continued(parsed, told, codec, variables)
     return codec.encode(parsed, told, variables, ending == "answer")

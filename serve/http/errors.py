@@ -82,13 +82,11 @@ class APIError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = (
-            status,
-            message,
-            param,
-            code,
-            headers,
-        )
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.headers = headers
 
     @property
     def type(self) -> str:

@@ -30,7 +30,9 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, serving: Serving, open_paths: Collection[str]) -> None:
-        self._app, self._serving, self._open = app, serving, open_paths
+        self._app = app
+        self._serving = serving
+        self._open = open_paths
         self._keys = [sha256(key.encode()).digest() for key in serving.options.api_keys]
         self._hosts = {host.lower() for host in serving.options.allowed_hosts}
 
@@ -59,7 +61,9 @@ class Gate:
         Raises:
             APIError: It may not enter.
         """
-        headers, options, path = Headers(scope=scope), self._serving.options, path_of(scope)
+        headers = Headers(scope=scope)
+        options = self._serving.options
+        path = path_of(scope)
         if "content-length" in headers and "transfer-encoding" in headers:
             # RFC 9112, 6.1: a proxy that reads the one and a server that reads the other see
             # different requests
@@ -142,7 +146,8 @@ async def _read(headers: Headers, receive: Receive, most: int) -> bytes | None:
     """The whole body; None if the client left. Raises :class:`APIError` if it has more than
     ``most`` bytes."""
     declared = headers.get("content-length", "")
-    pieces, size = [], 0
+    pieces = []
+    size = 0
     if not (declared.isascii() and declared.isdigit() and int(declared[:19]) > LINGER * most):
         while size <= LINGER * most:
             message = await receive()

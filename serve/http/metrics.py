@@ -219,7 +219,9 @@ class Meter:
     """Measures one request. Times are seconds of one monotonic clock."""
 
     def __init__(self, metrics: Metrics, generation: Generation, start: float) -> None:
-        self._metrics, self._generation, self._start = metrics, generation, start
+        self._metrics = metrics
+        self._generation = generation
+        self._start = start
         self._last: float | None = None
         self._stats = Stats()
         self._ended = False
@@ -261,7 +263,8 @@ class _LoadCollector(Collector):
     """How busy the batch is when Prometheus asks."""
 
     def __init__(self, service: Service, model: str) -> None:
-        self._service, self._model = service, model
+        self._service = service
+        self._model = model
 
     def collect(self) -> Iterator[Metric]:
         load = self._service.load()

@@ -103,7 +103,9 @@ class Observe:
     def __init__(self, app: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
         """``paths`` are those of the routes. Metrics count all other ones together, as anybody can
         make up more."""
-        self._app, self._metrics, self._paths = app, serving.metrics, paths
+        self._app = app
+        self._metrics = serving.metrics
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or path_of(scope) in QUIET:
@@ -117,7 +119,8 @@ class Observe:
         facts: dict[str, Any] = {"method": scope["method"], "path": path}
         if scope.get("client"):
             facts["client"] = scope["client"][0]
-        status, start = LEFT, monotonic()
+        status = LEFT
+        start = monotonic()
 
         async def sending(message: Message) -> None:
             nonlocal status

@@ -114,7 +114,8 @@ async def _unless_left(work: Coroutine[None, None, T], receive: Receive) -> T:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(left())
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(left())
     try:
         await asyncio.wait({doing, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if doing.done():

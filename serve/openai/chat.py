@@ -127,7 +127,8 @@ class Reader:
     def __init__(
         self, progress: Progress, tools: Tools | None, codec: TextCodec, streaming: bool
     ) -> None:
-        self.progress, self.tools = progress, tools
+        self.progress = progress
+        self.tools = tools
         self._parser = tools.parser(codec, streaming=streaming) if tools else None
         marks = {special_token(mark, codec): mark for mark in (BEGIN, END)}
         self._marks = {token: mark for token, mark in marks.items() if token is not None}
@@ -164,7 +165,10 @@ class _Writer:
     """Makes one choice of a chat."""
 
     def __init__(self, body: ChatBody, serving: Serving, index: int, reader: Reader) -> None:
-        self._body, self._index, self._reader, self._progress = body, index, reader, reader.progress
+        self._body = body
+        self._index = index
+        self._reader = reader
+        self._progress = reader.progress
         self._said: list[ToolDelta] = []
         self._tokens = (
             TokenWriter(serving.codec, reader.progress.request.tokens) if body.logprobs else None

@@ -39,7 +39,8 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
         ends = ends_between(serving.service.llm.codec)
         body = body.model_copy(update={"stop_token_ids": [*(body.stop_token_ids or ()), *ends]})
     shown = body.logprobs if body.echo else None
-    tokens, key = [tokens for tokens, _ in prompts], request.state.key
+    tokens = [tokens for tokens, _ in prompts]
+    key = request.state.key
     # In a thread: a grammar may take long to read.
     requests = await run_in_threadpool(
         requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown, key=key
@@ -83,7 +84,10 @@ class _Writer:
     def __init__(
         self, body: CompletionBody, serving: Serving, index: int, progress: Progress, echoed: str
     ) -> None:
-        self._body, self._index, self._progress, self._echoed = body, index, progress, echoed
+        self._body = body
+        self._index = index
+        self._progress = progress
+        self._echoed = echoed
         prompt = () if body.echo else progress.request.tokens
         self._tokens = TokenWriter(serving.codec, prompt) if body.logprobs is not None else None
         self._begun = False
@@ -106,8 +110,10 @@ class _Writer:
 
     def _part(self, text: str, outputs: Sequence[TokenOutput]) -> CompletionChoice:
         """A choice with new text and its tokens; the first one has the echoed prompt, too."""
-        first, self._begun = not self._begun, True
-        progress, logprobs = self._progress, self._logprobs(outputs, first)
+        first = not self._begun
+        self._begun = True
+        progress = self._progress
+        logprobs = self._logprobs(outputs, first)
         if first:
             text = self._echoed + text
         choice = CompletionChoice(

@@ -71,7 +71,8 @@ class Generations:
         self, serving: Serving, requests: Sequence[Request], keep_tokens: bool = True
     ) -> None:
         self.progress = [Progress(request) for request in requests]
-        self._serving, self._keep = serving, keep_tokens
+        self._serving = serving
+        self._keep = keep_tokens
         self._updates: asyncio.Queue[tuple[int, Update, float]] = asyncio.Queue()
         self._running: list[Generation] = []
         self._meters: list[Meter] = []

@@ -165,7 +165,9 @@ def requests_of(
         APIError, EESDError: The server cannot do what is asked for.
     """
     check_supported(body, body.choices)
-    texts, most, places = len(prompts) * body.choices, serving.options.max_n, serving.service.places
+    texts = len(prompts) * body.choices
+    most = serving.options.max_n
+    places = serving.service.places
     if texts > min(most, places):  # beyond the places a 429 would promise that there will be room
         limit = f"ask for at most {most}" if texts > most else f"this server has {places} places"
         raise APIError(400, f"The request asks for {texts} texts; {limit}.", "n")
@@ -182,10 +184,12 @@ def requests_of(
         chosen["method"] = body.sampling_method
     if body.seed is not None:
         chosen["seed"] = body.seed % 2**63
-    sampling, requests = replace(llm.default_sampling, **chosen), []
+    sampling = replace(llm.default_sampling, **chosen)
+    requests = []
     for number, tokens in enumerate(prompts):
         check_prompt(tokens, serving)
-        room, fits = serving.max_model_len - len(tokens), serving.service.longest - len(tokens)
+        room = serving.max_model_len - len(tokens)
+        fits = serving.service.longest - len(tokens)
         for choice in range(body.choices):
             request = Request(
                 tokens=tokens,

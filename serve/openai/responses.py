@@ -104,17 +104,13 @@ class _Writer:
         reader: Reader,
         tokens: TokenWriter | None,
     ) -> None:
-        self._body, self._generations, self._reader, self._tokens = (
-            body,
-            generations,
-            reader,
-            tokens,
-        )
-        self._id, self._created, self._model = (
-            f"resp_{uuid4().hex}",
-            int(time()),
-            serving.model_name,
-        )
+        self._body = body
+        self._generations = generations
+        self._reader = reader
+        self._tokens = tokens
+        self._id = f"resp_{uuid4().hex}"
+        self._created = int(time())
+        self._model = serving.model_name
         self._items: list[OutputItem] = []
         self._pieces: list[str] = []
         """What the open item has so far: its text or its arguments."""
@@ -180,7 +176,8 @@ class _Writer:
                 yield from self._close("completed")
                 yield from self._begin_text()
             self._pieces.append(delta.content)
-            new, self._told = self._logprobs[self._told :], len(self._logprobs)
+            new = self._logprobs[self._told :]
+            self._told = len(self._logprobs)
             yield (
                 "response.output_text.delta",
                 {**self._place(0), "delta": delta.content, "logprobs": new},
@@ -188,7 +185,9 @@ class _Writer:
         if delta.id:
             yield from self._close("completed")
             item = OutputItem(id=f"fc_{uuid4().hex}", type="function_call", status="in_progress")
-            item.call_id, item.name, item.arguments = delta.id, delta.name, ""
+            item.call_id = delta.id
+            item.name = delta.name
+            item.arguments = ""
             yield from self._begin(item)
         if delta.arguments:
             self._pieces.append(delta.arguments)
@@ -217,7 +216,10 @@ class _Writer:
         """End the open item, if there is one."""
         if not self._open:
             return
-        item, value, self._open, self._pieces = self._items[-1], "".join(self._pieces), False, []
+        item = self._items[-1]
+        value = "".join(self._pieces)
+        self._open = False
+        self._pieces = []
         if item.type == "message":
             part = _output_text(value, self._logprobs)
             yield (
@@ -225,17 +227,21 @@ class _Writer:
                 {**self._place(0), "text": value, "logprobs": part.logprobs},
             )
             yield "response.content_part.done", {**self._place(0), "part": part}
-            item.content, item.status = [part], status
+            item.content = [part]
+            item.status = status
         elif item.type == "reasoning":
             yield "response.reasoning_text.done", {**self._place(0), "text": value}
-            item.content, item.status = [OutputText(type="reasoning_text", text=value)], status
+            item.content = [OutputText(type="reasoning_text", text=value)]
+            item.status = status
         else:
             yield (
                 "response.function_call_arguments.done",
                 {**self._place(), "name": item.name, "arguments": value},
             )
-            item.arguments, item.status = value, "completed" if _is_whole(value) else "incomplete"
-        self._logprobs, self._told = [], 0
+            item.arguments = value
+            item.status = "completed" if _is_whole(value) else "incomplete"
+        self._logprobs = []
+        self._told = 0
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
 
     def _place(self, content: int | None = None) -> dict[str, Any]:
@@ -245,7 +251,9 @@ class _Writer:
 
     def answer(self, status: str) -> ResponsesAnswer:
         """The response as far as it has come."""
-        body, progress, ended = self._body, self._reader.progress, status != "in_progress"
+        body = self._body
+        progress = self._reader.progress
+        ended = status != "in_progress"
         details = {"reason": "max_output_tokens"} | (
             {"stop_reason": "deadline"} if progress.stop_reason == "deadline" else {}
         )

@@ -77,7 +77,8 @@ async def tokenize(body: TokenizeBody, serving: Shared) -> TokenizeAnswer:
 async def tokenizer_info(serving: Shared) -> TokenizerInfo:
     """The tokenizer's special tokens."""
     llm = serving.service.llm
-    bos, (eos, *_) = llm.manifest.bos_token_id, (*llm.manifest.eos_token_ids, None)
+    bos = llm.manifest.bos_token_id
+    (eos, *_) = (*llm.manifest.eos_token_ids, None)
     name = llm.codec.tokenizer.id_to_token
     return TokenizerInfo(
         bos_token=None if bos is None else name(bos),

@@ -85,7 +85,8 @@ class PlayEvent(BaseModel):
 @router.get("/playground/about")
 async def about(serving: Shared) -> About:
     """What the page shows of the server."""
-    llm, codec = serving.service.llm, serving.codec
+    llm = serving.service.llm
+    codec = serving.codec
     sampling = llm.default_sampling
     return About(
         model=serving.model_name,

@@ -106,9 +106,7 @@ class Metrics:
                 self._families[name] = pb_utils.MetricFamily(
                     name=f"vllm:{name}", description=text, kind=number
                 )
-            family, buckets = (
-                self._families[name],
-                {"buckets": FIRST_TOKEN} if kind == "HISTOGRAM" else {},
-            )
+            family = self._families[name]
+            buckets = {"buckets": FIRST_TOKEN} if kind == "HISTOGRAM" else {}
             self._made[key] = family.Metric(labels=self._labels | labels, **buckets)
         return self._made[key]

@@ -58,7 +58,8 @@ class Replies:
     """
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
-        self._service, self._metrics = service, metrics
+        self._service = service
+        self._metrics = metrics
         self._updates: SimpleQueue[tuple[Reply, Update] | None] = SimpleQueue()
         self._open: set[Reply] = set()
         self._lock = Lock()
@@ -137,7 +138,9 @@ class Replies:
             pb_utils.Logger.log_error(f"A response could not be sent: {error}")
             if reply.generation:
                 reply.generation.cancel()
-        reply.text, reply.tokens, reply.logprobs = "", [], []
+        reply.text = ""
+        reply.tokens = []
+        reply.logprobs = []
         if update.finish_reason:
             self._forget(reply)
             self._metrics.ended(update.finish_reason, update.stats)

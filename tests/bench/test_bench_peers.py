@@ -343,7 +343,8 @@ def test_a_resumed_run_measures_only_the_rounds_that_are_missing(
 
 @pytest.mark.slow
 def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(tmp_path: Path) -> None:
-    file, work = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama")), tmp_path / "work"
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama"))
+    work = tmp_path / "work"
     options = ("--model", file, "--exit-layer", 1, "-o", work)
     done = succeed(main, "convert", *options, "--only", "llama.cpp F32", "--only", "EESD F32")
     record = Work.load(work)
@@ -441,10 +442,8 @@ def test_results_are_neither_overwritten_nor_mixed_nor_misread(
 
 
 def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
-    eesd, peer = (
-        of_variant("EESD", "Q4_0", "Q4_0", Path("e"))[0],
-        of_variant("llama.cpp", "Q4_0", "Q4_0", Path("l"))[0],
-    )
+    eesd = of_variant("EESD", "Q4_0", "Q4_0", Path("e"))[0]
+    peer = of_variant("llama.cpp", "Q4_0", "Q4_0", Path("l"))[0]
     prompts = [Prompt("short-1", "short", [1, 2]), Prompt("short-2", "short", [3, 4])]
     options = Options(11, (2, 2), (0, 1), 1, 2, "p").to_dict()
     result = Result(options, {"name": "m", "exit_layer": 1}, [eesd, peer], prompts, complete=True)
@@ -505,7 +504,8 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     file = gguf_files.write(
         tmp_path / "m.gguf", gguf_files.Spec("llama", table="Q8_0", matrices="Q4_0")
     )
-    work, output = tmp_path / "work", tmp_path / "passes.json"
+    work = tmp_path / "work"
+    output = tmp_path / "passes.json"
     only = ("--only", "EESD gguf", "--exit-layer", 1, "--max-seq-len", 64)
     succeed(main, "convert", "--model", file, "-o", work, *only)
     record = Work.load(work)
@@ -567,7 +567,8 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
 def test_batches_are_measured_and_their_tokens_compared(
     engine: Path, work: Path, tmp_path: Path
 ) -> None:
-    prompts, output = tmp_path / "tasks.jsonl", tmp_path / "batches.json"
+    prompts = tmp_path / "tasks.jsonl"
+    output = tmp_path / "batches.json"
     lines = [{"id": str(n), "task": "t", "prompt": "def f(x): return x" * n} for n in (1, 3, 2)]
     prompts.write_text("\n".join(map(json.dumps, lines)))
     options = (
@@ -618,10 +619,8 @@ def test_who_batches_takes_part() -> None:
 
 
 def test_divergence_is_that_of_the_distributions() -> None:
-    p, q = (
-        np.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]]),
-        np.array([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]]),
-    )
+    p = np.array([[0.5, 0.25, 0.25], [0.2, 0.3, 0.5]])
+    q = np.array([[0.25, 0.5, 0.25], [0.2, 0.3, 0.5]])
     divergence, same = compare(np.log(p).astype(np.float32) + 3, np.log(q).astype(np.float32))
     assert divergence == pytest.approx(0.25 * np.log(2), rel=1e-5) and same == 1
     with pytest.raises(PeerError, match="shape"):

@@ -174,11 +174,9 @@ def test_bad_recordings_are_refused(
 
 
 def test_bad_replays_are_refused(recorded: Path, tmp_path: Path) -> None:
-    trace, tuning, output = (
-        recorded / "trace.npz",
-        recorded / "tuning.npz",
-        ("--output", tmp_path / "out"),
-    )
+    trace = recorded / "trace.npz"
+    tuning = recorded / "tuning.npz"
+    output = ("--output", tmp_path / "out")
     assert_refused(run(main, "simulate", *output), "--engine-dir", "--tuning-trace")
     assert_refused(
         run(main, "simulate", "--trace", trace, *output), "--engine-dir", "--tuning-trace"

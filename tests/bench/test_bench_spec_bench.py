@@ -174,7 +174,8 @@ def test_seconds_are_counted_by_a_cost_model_of_another_device(
     )
     options += ("--method", "exit,fixed:k=2", "--method", "both,tree=2", "--costs", "8b")
     shown = succeed(main, *options).stdout
-    costs, answers = COST_MODELS["8b"], Result.load(output).answers
+    costs = COST_MODELS["8b"]
+    answers = Result.load(output).answers
     for answer in answers:
         rounds = sum(
             costs.calls.round_cost(steps, nodes) * count for steps, nodes, count in answer.rounds

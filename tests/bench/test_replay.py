@@ -103,7 +103,8 @@ def spent(run: Replay) -> NDArray[np.float64]:
 def test_regret_against_the_best_length_grows_ever_slower() -> None:
     """That of cost-aware-ts, at a constant acceptance. beta-ts draws a coin after every token: its
     regret grows linearly."""
-    trace, costs = STREAMS[0].trace(500, 24, seed=3), COST_MODELS["70b"]
+    trace = STREAMS[0].trace(500, 24, seed=3)
+    costs = COST_MODELS["70b"]
     best = fastest(replay_fixed_lengths(trace, costs))
     lost = {}
     for spec in ("cost-aware-ts", "beta-ts"):
@@ -140,10 +141,8 @@ def test_drafts_get_short_when_acceptance_falls() -> None:
 
 def test_speed_ratio_is_paired_over_requests() -> None:
     trace = STREAMS[2].trace(200, 20, seed=5)
-    slow, fast = (
-        replay_fixed_lengths(trace, flat(0.1))[0],
-        fastest(replay_fixed_lengths(trace, flat(0.1))),
-    )
+    slow = replay_fixed_lengths(trace, flat(0.1))[0]
+    fast = fastest(replay_fixed_lengths(trace, flat(0.1)))
     assert speed_ratio(slow, slow).low == speed_ratio(slow, slow).high == 1
     ratio = speed_ratio(fast, slow)
     assert ratio.low < ratio.value < ratio.high and ratio.value == pytest.approx(fast.speed)
@@ -273,7 +272,9 @@ class Seeing(RandomStop):
 
 
 def test_a_chain_drafter_drafts_what_a_round_would_and_commits_nothing(harness: Harness) -> None:
-    sampling, prompt, seeing = Sampling(temperature=0.9, seed=7), [5, 9, 3], Seeing()
+    sampling = Sampling(temperature=0.9, seed=7)
+    prompt = [5, 9, 3]
+    seeing = Seeing()
     workspace = harness.workspace()
     session = harness.session(prompt, sampling, seeing, workspace=workspace)
     undisturbed = harness.session(prompt, sampling, Seeing(), workspace=harness.workspace())

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-BASE, MODEL = sys.argv[1], sys.argv[2]
+BASE = sys.argv[1]
+MODEL = sys.argv[2]
 KEY = os.environ["OPENAI_API_KEY"] = "none"
 
 import anthropic  # noqa: E402
@@ -24,7 +25,8 @@ from pydantic_ai import Agent, NativeOutput  # noqa: E402
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel  # noqa: E402
 from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
-COUNT, ROOM = 16, 60
+COUNT = 16
+ROOM = 60
 """Tokens of a text (litellm asks for 16 at least), and of an object or a call at most."""
 CHAT: Any = [{"role": "user", "content": "import os"}]
 PROMPT = "def f(x):"
@@ -162,7 +164,8 @@ def ask_instructor(call: str, mode: instructor.Mode) -> None:
 
 def ask_pydantic_ai(kind: Any, client: str) -> None:
     model = kind(MODEL, provider=OpenAIProvider(base_url=BASE, api_key=KEY))
-    text, settings = CHAT[0]["content"], {"max_tokens": COUNT, "temperature": 0}
+    text = CHAT[0]["content"]
+    settings = {"max_tokens": COUNT, "temperature": 0}
     brief: Any = Agent(model, model_settings=settings)
 
     async def stream() -> Any:

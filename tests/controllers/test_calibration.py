@@ -52,7 +52,8 @@ def grid_posterior(
 
 def test_posterior_is_that_of_logistic_regression() -> None:
     prior = CalibrationPrior(slope=1e-6)
-    calibrator, random = Calibrator(prior.accept, prior), np.random.default_rng(0)
+    calibrator = Calibrator(prior.accept, prior)
+    random = np.random.default_rng(0)
     labels = [(float(z), bool(random.random() < expit(z - 1))) for z in random.normal(1, 1.5, 200)]
     for z, accepted in labels:
         calibrator.learn(z, accepted)
@@ -64,7 +65,8 @@ def test_posterior_is_that_of_logistic_regression() -> None:
 
 def test_learns_shift_and_slope_over_many_requests() -> None:
     prior = CalibrationPrior(shift=1.0, slope=0.5, drift=0.0)
-    calibrator, random = Calibrator(prior.accept, prior), np.random.default_rng(1)
+    calibrator = Calibrator(prior.accept, prior)
+    random = np.random.default_rng(1)
     for _ in range(100):
         calibrator.begin_request()
         offset = random.normal(0, prior.request)
@@ -88,10 +90,8 @@ def test_a_request_has_its_own_offset_and_leaves_the_shared_part() -> None:
 
 
 def test_draws_have_the_posterior_of_what_requests_share() -> None:
-    calibrator, random = (
-        Calibrator(CalibrationPrior().accept, CalibrationPrior()),
-        np.random.default_rng(2),
-    )
+    calibrator = Calibrator(CalibrationPrior().accept, CalibrationPrior())
+    random = np.random.default_rng(2)
     for z in random.normal(1, 1.5, 60).tolist():
         calibrator.learn(z, bool(random.random() < expit(z)))
     drawn = np.array([calibrator.draw(random.standard_normal(2).tolist()) for _ in range(20000)])
@@ -127,7 +127,8 @@ def test_labels_behind_the_first_rejection_are_not_counted(
 
 @pytest.mark.parametrize("name", ["calibration-ts", "cost-aware-ts"])
 def test_steps_of_a_cancelled_round_are_forgotten(name: str) -> None:
-    once, cancelled = make_controller(name), make_controller(name)
+    once = make_controller(name)
+    cancelled = make_controller(name)
     assert isinstance(once, CalibrationTS | CostAwareTS) and isinstance(
         cancelled, CalibrationTS | CostAwareTS
     )
@@ -168,7 +169,8 @@ def test_features_are_bounded(p: float, margin: float) -> None:
 
 
 def test_cost_ignores_stalls_and_follows_change() -> None:
-    curve, random = CostCurve(), np.random.default_rng(0)
+    curve = CostCurve()
+    random = np.random.default_rng(0)
     curve.add(1, 30.0)  # the first call binds its buffers
     for _ in range(300):
         curve.add(1, float(random.normal(1, 0.05)) + (50 if random.random() < 0.02 else 0))
@@ -179,7 +181,8 @@ def test_cost_ignores_stalls_and_follows_change() -> None:
 
 
 def test_cost_curve_never_falls_and_knows_what_it_saw() -> None:
-    curve, random = RoundValue(), np.random.default_rng(0)
+    curve = RoundValue()
+    random = np.random.default_rng(0)
     true = {0: 1.0, 1: 1.19, 2: 1.25, 4: 1.35, 8: 1.58}
     for _ in range(60):
         for nodes, seconds in true.items():
@@ -266,7 +269,8 @@ def test_expects_what_the_calibration_says() -> None:
 def test_drafts_longer_when_drafting_is_cheaper() -> None:
     lengths = []
     for draft_cost in (0.02, 0.1, 0.4):
-        controller, random = CostAwareTS(seed=1), np.random.default_rng(0)
+        controller = CostAwareTS(seed=1)
+        random = np.random.default_rng(0)
         drafted = []
         for _ in range(600):
             count = drafted_by(controller, 0.8) if controller.begin_round(1) != 0 else 0
@@ -280,7 +284,8 @@ def test_drafts_longer_when_drafting_is_cheaper() -> None:
 def test_drafts_one_token_where_no_draft_pays() -> None:
     """Nothing is ever accepted: it drafts as little as it can. To stop altogether is the guard's
     part."""
-    controller, drafted = CostAwareTS(), []
+    controller = CostAwareTS()
+    drafted = []
     for _ in range(300):
         count = drafted_by(controller, 0.6) if controller.begin_round(1) != 0 else 0
         teach(controller, outcome(count, 0, draft=0.5))

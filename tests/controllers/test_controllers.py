@@ -28,7 +28,9 @@ def rounds(controller: Controller, count: int, seed: int) -> list[bool]:
     for number in range(count):
         if number % 20 == 0:
             controller.begin_request()
-        depth, path, more = 0, 1.0, controller.begin_round(1) != 0
+        depth = 0
+        path = 1.0
+        more = controller.begin_round(1) != 0
         while more and depth < 12:
             depth += 1
             probability, margin = random.random(2).tolist()
@@ -122,7 +124,8 @@ def test_beta_ts_forgets_older_rounds() -> None:
 
 
 def test_beta_ts_follows_drift_with_a_discount() -> None:
-    steady, forgetful = BetaTS(discount=1), BetaTS(discount=0.9)
+    steady = BetaTS(discount=1)
+    forgetful = BetaTS(discount=0.9)
     for controller in (steady, forgetful):
         for accepted in [4] * 200 + [0] * 30:
             controller.observe(outcome(4, accepted))

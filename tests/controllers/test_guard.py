@@ -89,7 +89,8 @@ def test_loses_little_where_drafting_does_not_pay(seconds: float) -> None:
     """One round, of which nothing was known, and the allowance."""
     guard = Guard()
     drafted = play(guard, 4000, seconds)
-    lost, tokens = sum(drafted) * (seconds - 2), len(drafted) + sum(drafted)
+    lost = sum(drafted) * (seconds - 2)
+    tokens = len(drafted) + sum(drafted)
     assert lost < 4 * STAKE + 1.3 * ALLOWANCE * tokens
     assert guard.pauses > 2 and sum(drafted[-2000:]), "but it is tried again and again"
 
@@ -127,7 +128,8 @@ def test_does_not_judge_before_it_knows_plain_decoding() -> None:
 
 def test_stalls_do_not_stop_it() -> None:
     """Every eighth call takes several times as long. The first drafting round is one of them."""
-    guard, random = Guard(), np.random.default_rng(0)
+    guard = Guard()
+    random = np.random.default_rng(0)
     drafted = []
     for number in range(2000):
         stall = 4.0 if number == PROBE or random.random() < 0.12 else 0.0
@@ -144,7 +146,8 @@ def test_stalls_do_not_stop_it() -> None:
 def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
     """Of fifty fresh processes none is without drafts because its first calls took long."""
     for tokens in np.random.default_rng(0).integers(1, 5, 50).tolist():
-        guard, drafted = Guard(), 0
+        guard = Guard()
+        drafted = 0
         play(guard, PROBE, 1.0)
         for _ in range(40):
             if guard.allows(EXIT_HEAD):
@@ -159,7 +162,8 @@ def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
 def test_bad_luck_does_not_stop_it() -> None:
     """Rounds of 1 or 3 tokens where 2 are expected, at 1.7 plain steps: now and then there are many
     of 1 in a row."""
-    guard, random = Guard(), np.random.default_rng(0)
+    guard = Guard()
+    random = np.random.default_rng(0)
     drafted = []
     for _ in range(4000):
         drafted.append(guard.allows(EXIT_HEAD))
@@ -186,7 +190,8 @@ def test_a_slower_machine_is_not_the_fault_of_drafting() -> None:
 
 
 def test_an_exit_head_that_does_not_pay_cannot_spend_what_the_text_gains() -> None:
-    guard, drafts = Guard(), 0
+    guard = Guard()
+    drafts = 0
     for number in range(1000):
         if number % 2 and guard.allows(TEXT):
             note(guard, copied(5), 5, 1.2)
@@ -254,7 +259,8 @@ def test_slow_drafting_is_paused_and_the_statistics_say_so(
 ) -> None:
     guard = Guard()
     session = timed_session(harness, monkeypatch, draft_seconds=3.0, guard=guard)
-    rounds, stats = finish(session), session.stats
+    rounds = finish(session)
+    stats = session.stats
     assert stats.guard_pauses == guard.pauses >= 1
     assert 1 <= stats.drafting_rounds < 0.1 * stats.rounds
     assert sum(r.num_accepted > 0 for r in rounds) <= stats.drafting_rounds
@@ -266,7 +272,8 @@ def test_slow_drafting_is_paused_and_the_statistics_say_so(
 
 def test_fast_drafting_does_not_pause(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     session = timed_session(harness, monkeypatch, draft_seconds=0.05, guard=Guard())
-    rounds, stats = finish(session), session.stats
+    rounds = finish(session)
+    stats = session.stats
     assert stats.guard_pauses == 0
     assert len(rounds) - stats.drafting_rounds <= 4 * PROBE
     assert stats.tokens_per_second > 1.5

@@ -46,20 +46,27 @@ class Rows:
         seed: int = 0,
         seconds: Callable[[int, int], float] = verify_seconds,
     ) -> None:
-        self.rule, self.rows, self.easy, self.verify_seconds = rule, rows, easy, seconds
+        self.rule = rule
+        self.rows = rows
+        self.easy = easy
+        self.verify_seconds = seconds
         self.random = np.random.default_rng(seed)
         for count in (1, 2, 4, 8, 16, 32):
             for nodes in (1, 2, 4, 8):
                 rule.verify.add(count, count * nodes, SLOTS, seconds(count, count * nodes))
             rule.draft.add(count, count, SLOTS, draft_seconds(count))
         self.controllers = [RowController(rule) for _ in range(rows)]
-        self.tokens, self.seconds, self.levels = 0, 0.0, 0.0
+        self.tokens = 0
+        self.seconds = 0.0
+        self.levels = 0.0
 
     def run(self, rounds: int) -> float:
         """Tokens per second of the second half of so many rounds."""
         for number in range(rounds):
             if number == rounds // 2:
-                self.tokens, self.seconds, self.levels = 0, 0.0, 0.0
+                self.tokens = 0
+                self.seconds = 0.0
+                self.levels = 0.0
             self.round()
         return self.tokens / self.seconds
 
@@ -68,7 +75,9 @@ class Rows:
         for row in self.controllers:
             row.begin_round(1)
         chances: list[list[float]] = [[] for _ in self.controllers]
-        active, depth, seconds = [*self.controllers], 0, 0.0
+        active = [*self.controllers]
+        depth = 0
+        seconds = 0.0
         while active and depth < 8:
             active.sort(key=lambda one: one.reach * one.next, reverse=True)
             reaches = [(one.reach, one.next) for one in active]
@@ -91,7 +100,8 @@ class Rows:
                 (i for i, chance in enumerate(drafted) if self.random.random() >= chance),
                 len(drafted),
             )
-            own, accepted = drafted[:most], min(right, most)
+            own = drafted[:most]
+            accepted = min(right, most)
             tokens += accepted + 1
             row.observe(
                 RoundOutcome(
@@ -193,7 +203,8 @@ def test_the_most_valuable_nodes_of_all_rows_are_verified() -> None:
 
 
 def test_a_second_is_worth_what_plain_rounds_bring_and_more_where_prompts_wait() -> None:
-    rule, waited_for = rule_of(2, verify_seconds), rule_of(2, verify_seconds, waiting=14)
+    rule = rule_of(2, verify_seconds)
+    waited_for = rule_of(2, verify_seconds, waiting=14)
     assert waited_for.rate == pytest.approx(8 * rule.rate)
     assert [one.goes_on([(1.0, 0.3)] * 2, 0, [[]] * 2) for one in (rule, waited_for)] == [2, 0]
     before = rule.rate
@@ -215,7 +226,8 @@ def test_costs_of_calls_are_learned_for_sizes_that_were_not_measured() -> None:
     costs = CallCosts()
     random = np.random.default_rng(0)
     for _ in range(200):
-        rows, slots = int(random.choice([1, 2, 4, 8])), int(random.choice([128, 256, 640]))
+        rows = int(random.choice([1, 2, 4, 8]))
+        slots = int(random.choice([128, 256, 640]))
         nodes = rows * int(random.choice([1, 2, 4]))
         costs.add(
             rows, nodes, slots, _seconds(rows, nodes, slots) * float(random.uniform(0.95, 1.05))

@@ -47,9 +47,11 @@ def texts(
 ) -> list[LabelledText]:
     """Texts whose drafts are correct with the probability that ``truth`` predicts at depth 2, plus
     a random offset per text."""
-    random, drafts = np.random.default_rng(seed), []
+    random = np.random.default_rng(seed)
+    drafts = []
     for b in random.normal(0, offset, count):
-        odds, margin = random.normal(1, 2, tokens), random.uniform(0, 6, tokens)
+        odds = random.normal(1, 2, tokens)
+        margin = random.uniform(0, 6, tokens)
         probability = np.clip(1 / (1 + np.exp(-odds)), 0.06, 0.99)
         w = truth.accept
         z = (
@@ -80,7 +82,8 @@ def test_fitted_weights_equal_those_of_another_optimizer() -> None:
 
 
 def test_fitted_weights_recover_the_truth_and_keep_the_prior_without_data() -> None:
-    random, truth = np.random.default_rng(1), [-1.0, 2.0, 0.5, 0.0, 1.0]
+    random = np.random.default_rng(1)
+    truth = [-1.0, 2.0, 0.5, 0.0, 1.0]
     x = np.column_stack([np.ones(40_000), random.normal(0, 1, (40_000, 4))])
     y = (random.random(40_000) < 1 / (1 + np.exp(-(x @ truth)))).astype(float)
     assert fit_weights(x, y, [0.0] * 5) == pytest.approx(truth, abs=0.07)
@@ -137,7 +140,8 @@ def test_the_request_offset_width_follows_the_texts(
 
 def test_a_request_offset_width_needs_a_significant_gain() -> None:
     losses = np.full((len(REQUEST_STDS), 20), 10.0)
-    losses[0, ::2], losses[0, 1::2] = 9.0, 10.9
+    losses[0, ::2] = 9.0
+    losses[0, 1::2] = 10.9
     assert best_request_std(losses) == CalibrationPrior().request
     losses[0] = 9.97
     assert best_request_std(losses) == CalibrationPrior().request

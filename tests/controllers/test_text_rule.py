@@ -10,7 +10,9 @@ from eesd.controllers.text_rule import FIRST_DRAFTS, FIRST_NODES, SIZES, TextRul
 
 pytestmark = pytest.mark.fast
 
-PLAIN, NODE, DRAFT = 1.0, 0.05, 0.2
+PLAIN = 1.0
+NODE = 0.05
+DRAFT = 0.2
 STEP = TextStep(length=2, times=1, of=1)
 
 
@@ -69,14 +71,17 @@ def test_chances_become_those_of_the_text() -> None:
 def test_labels_need_no_verified_nodes() -> None:
     """What was proposed in plain rounds teaches as much: a text that turns out to repeat is copied
     at once."""
-    wrong, right = taught([0] * 200, nodes=[0]), taught([10] * 60, nodes=[0])
+    wrong = taught([0] * 200, nodes=[0])
+    right = taught([10] * 60, nodes=[0])
     assert wrong.chance(STEP) < 0.1 and right.chance(STEP) > 0.9
     values = [right.chance(STEP) ** n for n in range(1, 11)]
     assert right.count(values, drafts=False) == FIRST_NODES, "no further than costs can be guessed"
 
 
 def test_the_count_has_the_best_value() -> None:
-    rule, random, counts = taught([1, 0, 3] * 60), np.random.default_rng(1), set()
+    rule = taught([1, 0, 3] * 60)
+    random = np.random.default_rng(1)
+    counts = set()
     rate = rule.value.rate
     for _ in range(200):
         values = np.cumprod(random.random(12) ** random.exponential(0.6)).tolist()

@@ -28,7 +28,9 @@ from eesd.runtime.llm import Speculation, load
 
 pytestmark = pytest.mark.fast
 
-DRAFT, PLAIN, NODE = 0.1, 1.0, 0.05
+DRAFT = 0.1
+PLAIN = 1.0
+NODE = 0.05
 """Seconds of a draft step, of verify over the root, and of each node more."""
 
 
@@ -37,7 +39,8 @@ def step(margin: float = 1.0) -> DraftStep:
 
 
 def outcome(steps: int, accepted: int, nodes: int) -> RoundOutcome:
-    drafting, verifying = DRAFT * steps, PLAIN + NODE * nodes
+    drafting = DRAFT * steps
+    verifying = PLAIN + NODE * nodes
     return RoundOutcome(steps, drafting, steps, nodes, verifying, accepted, num_expanded=accepted)
 
 
@@ -60,7 +63,8 @@ def taught(budget: TreeBudget, rounds: int = 64, accepted: int = 2) -> TreeBudge
 def test_drafting_with_a_budget_gives_the_tokens_of_plain_decoding(
     harness: Harness, name: str, width: int, spec: str
 ) -> None:
-    budget, accepted = TreeBudget(), 0
+    budget = TreeBudget()
+    accepted = 0
     for prompt in PROMPTS:
         accepted += check_same_tokens(
             harness, prompt, SAMPLINGS[name], make_controller(spec), width, budget=budget
@@ -120,10 +124,8 @@ def test_a_chain_without_logits_has_the_engines_candidates() -> None:
         raise AssertionError("a chain that was drafted ahead has no logits")
 
     outputs = StepOutputs(no_logits, np.array([[5, 3]]), np.array([[-0.5, -1.5]], np.float32))
-    sampler, tree = (
-        make_sampler(Sampling(), vocab_size=10),
-        DraftTree(7, 8, 1, taught(TreeBudget())),
-    )
+    sampler = make_sampler(Sampling(), vocab_size=10)
+    tree = DraftTree(7, 8, 1, taught(TreeBudget()))
     tree.grow([sampler.propose(tree.root, outputs, 0, tree.branching)])
     assert [node.token for node in tree.nodes] == [7, 5]
     assert {node.token for node in tree.prune()[1:]} <= {5, 3}
@@ -131,7 +133,8 @@ def test_a_chain_without_logits_has_the_engines_candidates() -> None:
 
 def test_a_chain_gets_second_candidates(harness: Harness) -> None:
     """Drafting as many tokens, the rounds are fewer, since second choices come true."""
-    rounds, found = {}, {}
+    rounds = {}
+    found = {}
     for budget in (None, TreeBudget()):
         session = harness.session(
             PROMPTS[2],
@@ -141,7 +144,8 @@ def test_a_chain_gets_second_candidates(harness: Harness) -> None:
             new_tokens=80,
         )
         finish(session)
-        rounds[budget], found[budget] = session.stats.rounds, session.stats
+        rounds[budget] = session.stats.rounds
+        found[budget] = session.stats
     few, many = sorted(rounds.values())
     assert few < many and rounds[None] == many
     assert found[None].draft_tokens == found[None].draft_steps
@@ -195,7 +199,8 @@ def test_chances_are_calibrated_and_shared_by_scores() -> None:
 
 
 def test_the_budget_learns_how_often_other_candidates_are_right() -> None:
-    budget, random = TreeBudget(), np.random.default_rng(0)
+    budget = TreeBudget()
+    random = np.random.default_rng(0)
     z = budget.accept.score(features(step()))
     for _ in range(4000):
         miss = random.random() < 0.4
@@ -208,7 +213,8 @@ def test_the_budget_learns_how_often_other_candidates_are_right() -> None:
 
 def test_the_size_has_the_best_value_of_all_sizes() -> None:
     budget = taught(TreeBudget())
-    rate, random = budget.value.rate, np.random.default_rng(1)
+    rate = budget.value.rate
+    random = np.random.default_rng(1)
     sizes = set()
     for _ in range(200):
         values = sorted((random.random(12) ** 4).tolist(), reverse=True)
@@ -219,7 +225,8 @@ def test_the_size_has_the_best_value_of_all_sizes() -> None:
 
 
 def test_the_first_sizes_differ() -> None:
-    budget, sizes = TreeBudget(), []
+    budget = TreeBudget()
+    sizes = []
     for _ in FIRST_SIZES:
         sizes.append(budget.size([0.5] * 12))
         observe(budget, [], outcome(3, 1, sizes[-1]))

@@ -105,7 +105,8 @@ def test_validation_counts_equal_the_runtime_statistics(
             "none",
         )
     (stored,) = trained.glob("validation-*.safetensors")
-    validation, lm_head = ValidationSet.load(stored), as_torch(checkpoint.lm_head())
+    validation = ValidationSet.load(stored)
+    lm_head = as_torch(checkpoint.lm_head())
     head = load_exit_head(checkpoint, trained)
     assert head.exit_config.deep == ((2, 3) if deep else ())
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
@@ -115,7 +116,9 @@ def test_validation_counts_equal_the_runtime_statistics(
         ),
         speculation=Speculation("fixed:k=5", guard=False, drafter="exit"),
     )
-    verified, accepted, rounds = np.zeros(5, int), np.zeros(5, int), 0
+    verified = np.zeros(5, int)
+    accepted = np.zeros(5, int)
+    rounds = 0
     for tokens, start, end in zip(
         validation.tokens, validation.starts, validation.ends, strict=True
     ):
@@ -197,7 +200,8 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
     """The first targets stay, and so does the draft vocabulary. What is fixed in other runs is
     still refused."""
     monkeypatch.setattr(teacher, "SHARD_ROWS", 64)
-    rows, (first, second) = np.load(own_rows), (tmp_path / "first.npy", tmp_path / "second.npy")
+    rows = np.load(own_rows)
+    (first, second) = (tmp_path / "first.npy", tmp_path / "second.npy")
     np.save(first, rows[:160])
     np.save(second, rows[160:])
     options: tuple[object, ...] = (
@@ -510,10 +514,8 @@ def test_operators_write_what_an_engine_directory_generates(
         save_file(weights, model / "model.safetensors", {"format": "pt"})
         config = json.loads((model / "config.json").read_text())
         (model / "config.json").write_text(json.dumps(config | {"dtype": kind}))
-    checkpoint, prompts = (
-        Checkpoint(model),
-        [[5, 6, 7], [10] * 30, [40], *([number] * 9 for number in range(50, 58))],
-    )
+    checkpoint = Checkpoint(model)
+    prompts = [[5, 6, 7], [10] * 30, [40], *([number] * 9 for number in range(50, 58))]
     limits = [40] * len(prompts)
     texts = []
     for threads, rows in ((1, 1), (2, 8)):
@@ -553,7 +555,8 @@ def test_operators_read_what_they_wrote(tmp_path: Path) -> None:
 
 def test_operators_read_what_torch_reads(learner: Path, tmp_path: Path) -> None:
     needs_operators()
-    checkpoint, ids = Checkpoint(learner), torch.randint(3, 97, (2, EngineTeacher.CHUNK + 5))
+    checkpoint = Checkpoint(learner)
+    ids = torch.randint(3, 97, (2, EngineTeacher.CHUNK + 5))
     expected, wanted = Teacher(load_decoder(checkpoint), [1, 3], 5, "float32")(ids)
     hidden, targets = EngineTeacher(
         checkpoint, tmp_path / "engine", [1, 3], 5, "float32", ids.shape[1], 1
@@ -608,7 +611,8 @@ def test_chats_are_read_to_their_answers_and_asked_for_new_ones(
     learner: Path, tmp_path: Path
 ) -> None:
     """As rows, nothing follows the last answer; as prompts, the model's own answer does."""
-    codec, path = TextCodec(learner), tmp_path / "chats.jsonl"
+    codec = TextCodec(learner)
+    path = tmp_path / "chats.jsonl"
     messages = [
         {"role": "user", "content": "abc def ghi"},
         {"role": "assistant", "content": "an answer"},
@@ -625,7 +629,8 @@ def test_each_epoch_uses_every_row_once_and_mixes_in_a_fixed_share() -> None:
     windows = split_documents([np.arange(20)] * 30, 19)
     rows = Rows(windows.tokens, windows.lengths, num_primary=24)
     indices = np.concatenate([batch_indices(rows, 4, 0.25, number, 7) for number in range(16)])
-    primary, mixed = indices[indices < 24], indices[indices >= 24]
+    primary = indices[indices < 24]
+    mixed = indices[indices >= 24]
     assert len(mixed) == 16 and sorted(primary[:24]) == list(range(24)) == sorted(primary[24:48])
     assert sorted(mixed[:6]) == list(range(24, 30))
 

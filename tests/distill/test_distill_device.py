@@ -38,7 +38,8 @@ def test_a_whole_pass_has_the_gradients_of_a_masked_one(family_dir: Callable[[st
     decoder: Any = load_decoder(checkpoint)
     described = Model(checkpoint.geometry, NO_HEAD).layer(0)
     layer = decoder.model.layers[0].requires_grad_()
-    x, gradients = torch.randn(2, 30, checkpoint.geometry.hidden_size), []
+    x = torch.randn(2, 30, checkpoint.geometry.hidden_size)
+    gradients = []
     for whole in (False, True):
         inputs, [cache] = full_sequence_inputs(
             checkpoint.geometry, 2, 30, 1, torch.float32, x.device, whole

@@ -11,7 +11,9 @@ from eesd.distill.losses import LOSS_NAMES, token_losses, total_loss
 from eesd.distill.options import LossOptions, TrainingOptions
 from eesd.distill.trainer import learning_rate
 
-TOKENS, WIDTH, VOCABULARY = 12, 8, 31
+TOKENS = 12
+WIDTH = 8
+VOCABULARY = 31
 
 
 @pytest.fixture

@@ -59,7 +59,9 @@ class Spoiling:
     draft_chain = None
 
     def __init__(self, engine: Engine, garbage: float, speaks: bool) -> None:
-        self._engine, self._garbage, self._speaks = engine, garbage, speaks
+        self._engine = engine
+        self._garbage = garbage
+        self._speaks = speaks
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -178,10 +180,8 @@ class Cancelling:
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_rows_beside_a_spoiling_draft_keep_their_tokens(plans: Path, backend: str) -> None:
     llm = load(plans, backend, threads=1)
-    plain, wrong = (
-        llm.with_speculation(None),
-        spoiled(llm, Speculation(guard=False), np.nan, speaks=True),
-    )
+    plain = llm.with_speculation(None)
+    wrong = spoiled(llm, Speculation(guard=False), np.nan, speaks=True)
     prompts = [PROMPT[:4], PROMPT[:4] * 3, PROMPT[5:20], PROMPT]
     expected = [plain.generate(one, max_new_tokens=30, ignore_eos=True).tokens for one in prompts]
     service = Service(wrong, BatchOptions(max_rows=3, prefix_memory=1 << 20))
@@ -197,7 +197,8 @@ def test_rows_beside_a_spoiling_draft_keep_their_tokens(plans: Path, backend: st
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 def test_drafting_changes_no_token(plans: Path, backend: str, speculation: str) -> None:
-    llm, accepted = load(plans, backend, threads=1), 0
+    llm = load(plans, backend, threads=1)
+    accepted = 0
     for sampling in SAMPLINGS[:2]:
         plain = llm.with_speculation(None).generate(
             PROMPT[:6], sampling, max_new_tokens=40, ignore_eos=True

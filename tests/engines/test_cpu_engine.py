@@ -120,7 +120,8 @@ class Pass:
         )
         cache = verify.new_kv_caches()[0]
         cache.reserve(PROMPT + 20)
-        own, drafting = OnCache(verify, cache), OnCache(draft, cache)
+        own = OnCache(verify, cache)
+        drafting = OnCache(draft, cache)
         own.prefill(tokens[:33], 0)
         own.prefill(tokens[33:PROMPT], 33)
         self.steps: list[list[NDArray[Any]]] = []
@@ -130,7 +131,9 @@ class Pass:
         self._keep(own.forward(tokens[at : at + 6], range(at, at + 6), at))
         seen = np.eye(6, dtype=np.bool_)
         seen[:, 0] = True
-        seen[3:5, 1], seen[4, 3], seen[5, 2] = True, True, True
+        seen[3:5, 1] = True
+        seen[4, 3] = True
+        seen[5, 2] = True
         depths = [0, 1, 1, 2, 3, 2]
         positions = [at + depth for depth in depths]
         self._keep(own.forward(tokens[at : at + 6], positions, at, at, seen))
@@ -239,7 +242,8 @@ def manifest(directory: Directory) -> Manifest:
 
 @pytest.mark.parametrize("dtype", KV_CACHE_DTYPES)
 def test_a_cache_keeps_what_is_filled(manifest: Manifest, dtype: str) -> None:
-    kv_cache, random = CpuKVCache(manifest, dtype), np.random.default_rng(0)
+    kv_cache = CpuKVCache(manifest, dtype)
+    random = np.random.default_rng(0)
     geometry = manifest.geometry
     shape = manifest.num_caches, 2, geometry.num_kv_heads
     assert (
@@ -457,7 +461,8 @@ def test_asking_for_kernels_changes_no_session_in_the_making(
 ) -> None:
     """Two threads may load models. What nodes take is set for the whole process, and is read while
     a session is made."""
-    plans, made = directory("llama-tied"), ort.InferenceSession
+    plans = directory("llama-tied")
+    made = ort.InferenceSession
     asked: list[str] = []
     others: list[Thread] = []
 
@@ -475,7 +480,8 @@ def test_asking_for_kernels_changes_no_session_in_the_making(
         kv_cache.reserve(3)
         return engine.forward([Call(kv_cache, [5, 9, 3], range(3), 0)])[0].logits.tobytes()
 
-    expected, other = logits(int8=False), logits(int8=True)
+    expected = logits(int8=False)
+    other = logits(int8=True)
     assert expected != other
     monkeypatch.setattr(ort, "InferenceSession", make)
     assert logits(int8=False) == expected
@@ -486,7 +492,8 @@ def test_asking_for_kernels_changes_no_session_in_the_making(
 
 
 def test_several_may_build_at_once(plans: Path, made: list[Path]) -> None:
-    manifest, problems = load_manifest(plans), []
+    manifest = load_manifest(plans)
+    problems = []
     places: list[Path] = []
 
     def make() -> None:

@@ -93,7 +93,8 @@ def chain(tokens: list[int]) -> list[Node]:
 def check_targets(sampling: Sampling, logits: NDArray[np.float32]) -> int:
     """The verifier's tokens are those of the host. Returns how many the device was certain of."""
     host, device = (make_sampler(sampling, logits.shape[1]) for _ in range(2))
-    nodes, certain = chain([2, 0, 1][: len(logits) - 1]), 0
+    nodes = chain([2, 0, 1][: len(logits) - 1])
+    certain = 0
     for sampler in (host, device):
         sampler.begin_round(COMMITTED)
     chosen = on_device(device, nodes, logits, 0)
@@ -187,7 +188,8 @@ def test_scores_that_nearly_tie_are_left_to_the_host(monkeypatch: pytest.MonkeyP
 )
 def test_logits_that_are_not_finite_are_left_to_the_host(sampling: Sampling, value: float) -> None:
     """The host refuses them."""
-    sampler, nodes = make_sampler(sampling, 97), chain([])
+    sampler = make_sampler(sampling, 97)
+    nodes = chain([])
     sampler.begin_round(COMMITTED)
     logits = random_logits(0, 1, 97, False)
     logits[0, 5] = value
@@ -209,10 +211,8 @@ def check_drafts(sampling: Sampling, columns: DraftColumns, seed: int) -> None:
     """The draft's proposals are those of the host, in two rounds. The second has seen more."""
     host, device = (make_sampler(sampling, 97, columns) for _ in range(2))
     for tokens in (COMMITTED, [*COMMITTED, 9, 8, 7]):
-        nodes, logits = (
-            chain([2, 60, 1]),
-            random_logits(seed, 4, 97 if columns is WHOLE else len(DRAFT_VOCAB), narrow=False),
-        )
+        nodes = chain([2, 60, 1])
+        logits = random_logits(seed, 4, 97 if columns is WHOLE else len(DRAFT_VOCAB), narrow=False)
         for sampler in (host, device):
             sampler.begin_round(tokens)
         for count in (1, 4):
@@ -277,10 +277,8 @@ def test_generations_are_those_of_the_host(
         device_engine, "fetch", lambda *_: pytest.fail("logits were copied to the host")
     )
     used = reduced_harness if reduced else harness
-    plain, llm = (
-        eesd.load(used.directory, "ort", speculation=None, threads=1),
-        choosing_llm(used, DRAFTING[drafting]),
-    )
+    plain = eesd.load(used.directory, "ort", speculation=None, threads=1)
+    llm = choosing_llm(used, DRAFTING[drafting])
     for name, sampling in ON_DEVICE.items():
         expected = plain.generate(PROMPT, sampling, max_new_tokens=30, ignore_eos=True)
         made = llm.generate(PROMPT, sampling, max_new_tokens=30, ignore_eos=True)
@@ -307,7 +305,8 @@ def test_choices_of_the_host_do_not_change_a_generation(
 
 @NEEDS_TRITON
 def test_an_observer_still_sees_logits(harness: Harness) -> None:
-    llm, seen = choosing_llm(harness, Speculation("fixed:k=4", guard=False)), []
+    llm = choosing_llm(harness, Speculation("fixed:k=4", guard=False))
+    seen = []
     llm.observer = lambda tokens, logits: seen.append(logits.shape[0] == len(tokens))
     llm.generate(PROMPT, SAMPLINGS["coupled"], max_new_tokens=20, ignore_eos=True)
     assert seen and all(seen)

@@ -91,7 +91,8 @@ def test_logits_and_caches_match_the_cpu(opened: Callable[[str], Path], backend:
 
 
 def cosine(a: NDArray[Any], b: NDArray[Any]) -> float:
-    a, b = a.astype(np.float64).ravel(), b.astype(np.float64).ravel()
+    a = a.astype(np.float64).ravel()
+    b = b.astype(np.float64).ravel()
     return float(a @ b / np.sqrt((a @ a) * (b @ b)))
 
 
@@ -121,7 +122,8 @@ def test_drafting_changes_no_token_beyond_rounding(
 
 @pytest.mark.parametrize("backend", ["torch", *FLAVOURS])
 def test_cuda_graphs_change_no_token(opened: Callable[[str], Path], backend: str) -> None:
-    directory, tokens = opened(backend), []
+    directory = opened(backend)
+    tokens = []
     for cuda_graphs in (False, True):
         engines = engines_of(backend, directory)
         for engine in (engines.verify, engines.draft):

@@ -29,7 +29,8 @@ from eesd.runtime.engines.trt_engine import TrtStageRunner
 from eesd.runtime.llm import LLM, Speculation
 
 PENALTY = Sampling(repetition_penalty=1.3)
-CHAIN, STAGED = SETTINGS["chain"], SETTINGS["chain in 3 stages on 3 GPUs"]
+CHAIN = SETTINGS["chain"]
+STAGED = SETTINGS["chain in 3 stages on 3 GPUs"]
 
 
 def generate(llm: LLM) -> None:
@@ -161,10 +162,12 @@ def tokens_while_other_streams_are_late(directory: Path) -> list[int]:
     round. A capture would wait for them all."""
     with embedded(directory) as (machine, llm):
         llm.engines.verify.cuda_graphs = llm.engines.draft.cuda_graphs = False  # type: ignore[attr-defined, union-attr]
-        machine.eagerness, machine.loyalty = 0, 1
+        machine.eagerness = 0
+        machine.loyalty = 1
         with llm.session(PROMPTS[1], max_new_tokens=late_gpus.TOKENS, ignore_eos=True) as session:
             session.step()
-            machine.eagerness, machine.loyalty = 0.8, 0
+            machine.eagerness = 0.8
+            machine.loyalty = 0
             while session.finish_reason is None:
                 session.step()
         return session.tokens[len(PROMPTS[1]) :]
@@ -184,7 +187,8 @@ def preparing_a_draft_changes_the_cache(directory: Path) -> bool:
     """Whether caches that verify has filled are others when the draft has been prepared, and its
     calls captured."""
     with late_llm(directory, CHAIN, seed=1) as (_, llm):
-        verify, draft = llm.engines.verify, llm.engines.draft
+        verify = llm.engines.verify
+        draft = llm.engines.draft
         assert draft is not None
         kv_cache = verify.new_kv_caches()[0]
         OnCache(verify, kv_cache).prefill(PROMPTS[1], 0)
@@ -208,7 +212,8 @@ Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 
 
 def make_contexts_elsewhere(patch: pytest.MonkeyPatch, machine: Machine) -> None:
-    original, stream = TrtStageRunner.prepare, machine.new_stream(0)
+    original = TrtStageRunner.prepare
+    stream = machine.new_stream(0)
 
     def prepare(self: Any, inputs: Any) -> Any:
         with machine.activate(stream):

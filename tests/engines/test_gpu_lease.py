@@ -82,7 +82,8 @@ def lease(output: Path, *options: object, **environment: str) -> list[dict[str, 
 @pytest.mark.slow
 def test_steps_that_hang_crash_or_run_out_of_memory_do_not_end_it(tmp_path: Path) -> None:
     (tmp_path / "bad_steps.py").write_text(BAD)
-    steps, output = ("--steps", "bad_steps"), tmp_path / "out"
+    steps = ("--steps", "bad_steps")
+    output = tmp_path / "out"
     lines = lease(output, *steps, PYTHONPATH=str(tmp_path))
     assert [line["status"] for line in lines] == [
         "hung: ended after 6 s",

@@ -45,7 +45,8 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (_, llm):
         assert isinstance(llm.engines.verify, device_engine.DeviceEngine)
-        counts, step = [], llm.engines.verify._step
+        counts = []
+        step = llm.engines.verify._step
 
         def noted(memory: Any, first: int, rows: int, count: int, *others: Any) -> Any:
             counts.append(count)
@@ -68,7 +69,9 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
 )
 def test_calls_at_the_end_of_the_cache_may_be_late_too(planned: Planned, name: str) -> None:
     """There the calls are not captured, and what they need is freed after each."""
-    directory, setting, prompt = planned(SETTINGS[name]), SETTINGS[name], PROMPTS[2]
+    directory = planned(SETTINGS[name])
+    setting = SETTINGS[name]
+    prompt = PROMPTS[2]
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     expected = plain.generate(prompt, max_new_tokens=200, ignore_eos=True).tokens
     with late_llm(directory, setting, seed=0) as (machine, llm):
@@ -96,7 +99,8 @@ def test_a_capture_that_fails_inside_costs_speed_and_no_token(
 @pytest.mark.parametrize("name", ["chain", "tree in 3 stages on 3 GPUs without CUDA graphs"])
 def test_sessions_side_by_side_do_not_disturb_each_other(planned: Planned, name: str) -> None:
     """They share streams and scratch memory."""
-    directory, setting = planned(SETTINGS[name]), SETTINGS[name]
+    directory = planned(SETTINGS[name])
+    setting = SETTINGS[name]
     with late_llm(directory, setting, seed=0) as (machine, llm):
         for seed in range(3):
             machine.reseed(seed)
@@ -141,7 +145,8 @@ def test_captures_of_two_threads_at_once_are_noticed(
 def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -> None:
     """Generate in two threads on one machine, in an order that the seed decides, and judge the
     tokens."""
-    wanted, turns = late_gpus.expected(directory), Turns(seed)
+    wanted = late_gpus.expected(directory)
+    turns = Turns(seed)
 
     def generate() -> None:
         with on_devices(machine):

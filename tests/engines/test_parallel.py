@@ -80,7 +80,9 @@ def in_one_process(
 ) -> tuple[Any, list[int]]:
     """The logits of a prompt, and tokens, of ranks that are threads of this process; 1: of a model
     that is not split."""
-    manifest, parts, meeting = load_manifest(plans), dict[int, torch.Tensor](), Barrier(ranks)
+    manifest = load_manifest(plans)
+    parts = dict[int, torch.Tensor]()
+    meeting = Barrier(ranks)
     found = dict[int, tuple[Any, list[int]]]()
 
     def add(rank: int, part: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ import eesd
 from eesd.runtime.cli import main as run_main
 from eesd.serve.cli import main as serve_main
 
-PROMPT, COUNT = "for i in range", 20
+PROMPT = "for i in range"
+COUNT = 20
 TORCHRUN = (
     sys.executable,
     "-m",

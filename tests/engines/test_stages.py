@@ -109,7 +109,8 @@ def split(
 ) -> tuple[Harness, Harness]:
     """A four-layer model with an exit head of two blocks: in one piece and in stages. A stage may
     end at the exit."""
-    (layer, stages), directory = request.param, tmp_path_factory.mktemp("split")
+    (layer, stages) = request.param
+    directory = tmp_path_factory.mktemp("split")
     model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
     whole, split = (
         tiny_models.export_tiny(
@@ -130,7 +131,8 @@ def test_stages_fill_the_caches_as_one_stage_does(split: tuple[Harness, Harness]
 @pytest.mark.parametrize("width", [1, 3])
 def test_drafting_with_stages_is_lossless(split: tuple[Harness, Harness], width: int) -> None:
     """Every round leaves the caches that a prefill would leave."""
-    sampling, controller = Sampling(temperature=1.0, seed=2), make_controller("fixed:k=4")
+    sampling = Sampling(temperature=1.0, seed=2)
+    controller = make_controller("fixed:k=4")
     assert check_same_tokens(
         split[1], PROMPT, sampling, controller, width, new_tokens=80
     ).accepted_tokens
@@ -139,7 +141,8 @@ def test_drafting_with_stages_is_lossless(split: tuple[Harness, Harness], width:
 
 @pytest.mark.parametrize(("family", "stages"), CASES)
 def test_stages_share_the_weights_of_one_stage(exported: Export, family: str, stages: int) -> None:
-    whole, split = exported(family, 1), exported(family, stages)
+    whole = exported(family, 1)
+    split = exported(family, stages)
     graphs = [
         tensor_locations(graph_of(split, graph.file)) for graph in load_manifest(split).graphs
     ]

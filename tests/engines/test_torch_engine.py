@@ -103,10 +103,8 @@ def variant(harness: Harness, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
     @cache
     def directory(**options: Any) -> Path:
-        model, output = (
-            harness.directory.parent / "model",
-            tmp_path_factory.mktemp("variant") / "plans",
-        )
+        model = harness.directory.parent / "model"
+        output = tmp_path_factory.mktemp("variant") / "plans"
         return tiny_models.export_tiny(model, output, slots=384, **options)
 
     return directory
@@ -150,12 +148,14 @@ def forward_passes(verify: Engine, draft: Engine) -> list[StepOutputs]:
     """The outputs for a prompt, a drafted chain, a level of a tree, a verified tree, and both
     engines after compaction."""
     kv_cache = verify.new_kv_caches()[0]
-    verifier, drafter = OnCache(verify, kv_cache), OnCache(draft, kv_cache)
+    verifier = OnCache(verify, kv_cache)
+    drafter = OnCache(draft, kv_cache)
     prompt = [token % 97 for token in range(3, 24)]
     outputs = [_copied(verifier.forward(prompt, range(21), 0))]
     outputs += [_copied(drafter.forward([7 + i], [21 + i], 21 + i)) for i in range(3)]
     nodes, positions = draft_tree(21)
-    tokens, mask = [node.token for node in nodes], tree_mask(nodes)
+    tokens = [node.token for node in nodes]
+    mask = tree_mask(nodes)
     outputs.append(_copied(drafter.forward(tokens[1:3], positions[1:3], 22, 21, mask[1:3, :3])))
     outputs.append(_copied(verifier.forward(tokens, positions, 21, 21, mask)))
     kv_cache.compact(22, [23, 25])
@@ -242,9 +242,12 @@ def test_a_device_drafts_two_steps_before_it_asks(
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
     llm = torch_llm(variant(whole=True), "cpu", Speculation(guard=False, drafter="exit"))
     llm.controller = Threshold(p=0.2)
-    draft, chains, told = llm.engines.draft, list[tuple[int, int]](), list[int]()
+    draft = llm.engines.draft
+    chains = list[tuple[int, int]]()
+    told = list[int]()
     assert isinstance(draft, DeviceEngine)
-    chain, keep = draft.draft_chain, llm.controller.keep_drafting
+    chain = draft.draft_chain
+    keep = llm.controller.keep_drafting
 
     def drafted(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
         chains.append((slot, count))
@@ -282,10 +285,8 @@ def test_stages_with_a_shard_each_give_the_same_tokens(
     ):
         pytest.skip("needs onnxruntime-gpu")
     staged = variant(stages=3)
-    manifest, open_backend = (
-        load_manifest(staged),
-        open_torch if backend == "torch" else open_on_device,
-    )
+    manifest = load_manifest(staged)
+    open_backend = open_torch if backend == "torch" else open_on_device
     engines = Engines(*open_backend(staged, manifest, 1, True, device))
     llm = LLM(staged, manifest, engines, Speculation("calibration-ts", 2, guard=False))
     plain = eesd.load(harness.directory, "ort", speculation=None, threads=1)
@@ -340,10 +341,8 @@ def test_draft_and_verify_share_the_mapped_weight_file(harness: Harness) -> None
         verify_weights[name].data_ptr() == draft_weights[name].data_ptr() for name in shared
     )
     weights = [*verify_weights.values(), *draft_weights.values()]
-    start, size = (
-        min(weight.data_ptr() for weight in weights),
-        (harness.directory / WEIGHTS_FILE).stat().st_size,
-    )
+    start = min(weight.data_ptr() for weight in weights)
+    size = (harness.directory / WEIGHTS_FILE).stat().st_size
     assert all(start <= weight.data_ptr() < start + size for weight in weights)
 
 
@@ -440,11 +439,13 @@ def test_bound_engines_follow_the_cache_when_it_grows(harness: Harness) -> None:
     """Calls that were bound before the cache grew read and write its new memory afterwards."""
     verify, draft = open_on_cpu(harness.directory)
     nodes, positions = draft_tree(3)
-    tokens, mask = [node.token for node in nodes], tree_mask(nodes)
+    tokens = [node.token for node in nodes]
+    mask = tree_mask(nodes)
     results = []
     for slots_after_prompt in (128, 129):
         kv_cache: Any = verify.new_kv_caches()[0]
-        verifier, drafter = OnCache(verify, kv_cache), OnCache(draft, kv_cache)
+        verifier = OnCache(verify, kv_cache)
+        drafter = OnCache(draft, kv_cache)
         for start in (0, 3):  # the same calls before and after
             verifier.forward([5, 9, 3], range(start, start + 3), start)
             drafted = drafter.draft_chain(7, start + 3, 4)

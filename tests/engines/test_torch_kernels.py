@@ -156,7 +156,8 @@ def test_engines_compute_with_kernels_what_they_compute_with_torchs_operators(
 @NEEDS_TRITON
 def test_draft_and_verify_keep_their_levels_in_the_same_memory(found: dict[str, Any]) -> None:
     """Only the LM head of the draft is a copy, in fewer bits."""
-    engines, head = found["engines"][0], "exit_head.blocks.0"
+    engines = found["engines"][0]
+    head = "exit_head.blocks.0"
     layers = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
     blocks = [
         [f"{block}.{layer}" for layer in layers]
@@ -196,7 +197,8 @@ def test_kernels_are_used_where_a_gpu_has_them(
     quantized: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch_weights, "fault_of_kernel", lambda device, dtype: None)
-    manifest, cuda = load_manifest(quantized), torch.device("cuda")
+    manifest = load_manifest(quantized)
+    cuda = torch.device("cuda")
     whole = replace(manifest, quantization=UNQUANTIZED)
     works = torch_weights.has_kernels
     assert works(manifest, cuda) and works(whole, cuda) and not works(manifest, torch.device("cpu"))

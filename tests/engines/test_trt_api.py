@@ -61,7 +61,8 @@ def offered(cls: type) -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("version", ALL)
 def test_what_the_fake_offers_exists(cls: type[fake.Fake], version: str) -> None:
     """Its methods take what an overload of the real ones takes, by the same names."""
-    api, rtx_only = load(version), RTX_ONLY.get(cls.__name__, set())
+    api = load(version)
+    rtx_only = RTX_ONLY.get(cls.__name__, set())
     for name, member in offered(cls):
         assert api.has(cls.__name__, name) == (
             name not in rtx_only or FLAVOUR[version] == "tensorrt-rtx"

@@ -475,7 +475,8 @@ class Place(DeviceStream):
     """A device of which one can see whether it is the current one. Each differs from all others."""
 
     current: "list[Place]" = []  # noqa: RUF012
-    __eq__, __hash__ = object.__eq__, object.__hash__
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     @contextmanager
     def activate(self) -> Iterator[None]:
@@ -485,8 +486,10 @@ class Place(DeviceStream):
 
 
 def test_contexts_are_made_on_the_device_of_their_stage(staged: Callable[[int], Path]) -> None:
-    directory, places = staged(3), [Place(torch.device("cpu")) for _ in range(3)]
-    manifest, host = load_manifest(directory), fake.host_of(directory)
+    directory = staged(3)
+    places = [Place(torch.device("cpu")) for _ in range(3)]
+    manifest = load_manifest(directory)
+    host = fake.host_of(directory)
     made: list[tuple[Any, Place]] = []
 
     def make_context(engine: Any) -> Any:
@@ -505,11 +508,10 @@ def test_each_stage_works_in_its_own_stream_and_scratch_memory(
     staged: Callable[[int], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the host reads later, logits and caches, is copied in the stream that wrote it."""
-    directory, places = staged(3), [Place(torch.device("cpu")) for _ in range(3)]
-    manifest, scratch = (
-        load_manifest(directory),
-        [torch.zeros(5000, dtype=torch.uint8) for _ in places],
-    )
+    directory = staged(3)
+    places = [Place(torch.device("cpu")) for _ in range(3)]
+    manifest = load_manifest(directory)
+    scratch = [torch.zeros(5000, dtype=torch.uint8) for _ in places]
     engines = open_host_engines(manifest, replace(fake.host_of(directory), scratch=scratch), places)
     stages: Any = engines.verify.stages  # type: ignore[attr-defined]
     assert [stage.scratch.data_ptr() for stage in stages] == [
@@ -602,7 +604,8 @@ def test_embedding_refuses_engines_and_memory_that_do_not_match(
     staged: Callable[[int], Path],
 ) -> None:
     directory = staged(1)
-    manifest, host = load_manifest(directory), fake.host_of(directory)
+    manifest = load_manifest(directory)
+    host = fake.host_of(directory)
 
     def opened(**changes: Any) -> Engines:
         return open_host_engines(manifest, replace(host, **changes), [CPU])
@@ -668,7 +671,9 @@ def test_streams_that_cannot_do_are_refused(
 ) -> None:
     """The default stream cannot be captured, and nothing would order two streams of one device."""
     directory = staged(3)
-    host, first, second = fake.host_of(directory), stream_of(16), stream_of(32, gpu=1)
+    host = fake.host_of(directory)
+    first = stream_of(16)
+    second = stream_of(32, gpu=1)
     for stream in (stream_of(0), stream_of(1), 0):
         with pytest.raises(EESDError, match="is the default stream"):
             embed.embed(directory, replace(host, stream=stream), Speculation())
@@ -750,10 +755,8 @@ def with_old_weights(directory: Path) -> None:
 def swap(directory: Path) -> None:
     for name in ("verify.plan", "draft.plan"):
         text = (directory / name).read_text()
-        old, new = (
-            name.replace(".plan", ".onnx"),
-            ("draft.onnx" if name == "verify.plan" else "verify.onnx"),
-        )
+        old = name.replace(".plan", ".onnx")
+        new = "draft.onnx" if name == "verify.plan" else "verify.onnx"
         (directory / name).write_text(text.replace(old, new))
 
 
@@ -893,10 +896,8 @@ def test_plans_without_weights_get_those_of_the_directory(
     monkeypatch.setattr(integrity, "_SAMPLES", 2)
     directory = shutil.copytree(staged(2), tmp_path / "plans")
     fake.write_plans(directory, flavour, stripped=True)
-    weights, command = (
-        directory / "weights.bin",
-        ("--engine-dir", directory, "-p", "hello", "--backend", "tensorrt"),
-    )
+    weights = directory / "weights.bin"
+    command = ("--engine-dir", directory, "-p", "hello", "--backend", "tensorrt")
     for _ in range(2):
         llm = eesd.load(
             directory, "tensorrt", speculation=Speculation("fixed:k=4", guard=False, drafter="exit")

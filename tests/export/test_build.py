@@ -147,7 +147,8 @@ def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(
     """A checkpoint's own levels may have others."""
     options = ("--dtype", "float16", "--quantize", "int8", "--max-seq-len", 64, "--no-check")
     directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
-    before, joined = dequantized(directory), dequantized(directory, plan_graph.join_scales)
+    before = dequantized(directory)
+    joined = dequantized(directory, plan_graph.join_scales)
     assert len(before) > 4 and all(
         joined[name] == (1, shape[1:]) for name, (_, shape) in before.items()
     )
@@ -200,7 +201,8 @@ def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(
     """Other tools build it as it is: its caches have a fixed length, and its weights are those of
     the directory. With the inputs of ``examples/polygraphy`` it computes what the exported graph
     computes of them."""
-    trt, manifest = pytest.importorskip("tensorrt_rtx"), load_manifest(copy)
+    trt = pytest.importorskip("tensorrt_rtx")
+    manifest = load_manifest(copy)
     for graph in manifest.graphs:
         path = copy / graph.file.replace(".onnx", ".plan.onnx")
         model = onnx.load(path, load_external_data=False)
@@ -279,10 +281,8 @@ def test_the_source_of_plans_without_weights_is_recorded(
 ) -> None:
     """The builder, which has no GPU, is not asked to strip them. They need little room on the
     disk."""
-    options, original = (
-        plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True),
-        plans._config,
-    )
+    options = plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True)
+    original = plans._config
 
     def with_weights(*given: Any) -> Any:
         return original(
@@ -321,8 +321,11 @@ def test_profiles_hold_a_rounds_nodes_of_each_row_and_a_piece_of_a_prompt(
     built: Path, batch: int
 ) -> None:
     """A draft step is a node of each row. A prompt is prefilled alone."""
-    manifest, options = load_manifest(built), plans.BuildOptions("tensorrt-rtx", batch, 128)
-    slots, nodes, geometry = manifest.gpu_slots, manifest.max_tree_nodes + 1, manifest.geometry
+    manifest = load_manifest(built)
+    options = plans.BuildOptions("tensorrt-rtx", batch, 128)
+    slots = manifest.gpu_slots
+    nodes = manifest.max_tree_nodes + 1
+    geometry = manifest.geometry
     decoding, prefill = plans.profile_shapes(manifest, manifest.verify[0], options)
     (draft,) = plans.profile_shapes(manifest, manifest.draft, options)
     cache = (geometry.num_kv_heads, slots, geometry.head_dim)
@@ -410,7 +413,8 @@ def test_attention_without_a_fused_kernel_is_built_from_parts(
         and result.stderr.count("single kernels") == 1
     )
     manifest = load_manifest(directory)
-    draft, verify = manifest.plans["draft.onnx"], manifest.plans["verify.onnx"]
+    draft = manifest.plans["draft.onnx"]
+    verify = manifest.plans["verify.onnx"]
     assert draft.fused_attentions > 0 and verify.fused_attentions == 0
     assert verify.fused_cache_updates == 2 * manifest.num_caches, (
         "the caches are still updated in place"

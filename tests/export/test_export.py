@@ -83,7 +83,8 @@ def assert_generates_as_transformers(directory: Path, model: Path) -> None:
 def test_manifest_describes_the_export(
     exported: Callable[[str], Path], family_dir: FamilyDir, family: str
 ) -> None:
-    directory, config = exported(family), Checkpoint(family_dir(family)).config
+    directory = exported(family)
+    config = Checkpoint(family_dir(family)).config
     manifest = load_manifest(directory)
     assert manifest.geometry == config.geometry and manifest.dtype == config.dtype
     assert (manifest.exit_head.layer, manifest.exit_head.blocks, manifest.exit_head.trained) == (
@@ -303,7 +304,8 @@ def test_16_bit_engines_have_16_bit_weights_and_caches(
         dtype,
     ]
     result = succeed(export_main, *options, "--check")
-    before, after = result.stdout.splitlines()[:2], result.stdout.splitlines()[2:]
+    before = result.stdout.splitlines()[:2]
+    after = result.stdout.splitlines()[2:]
     assert [line.split(":")[0] for line in after[1:-1]] == ["draft", "verify", "verify"] and after[
         -1
     ].startswith("exported in")

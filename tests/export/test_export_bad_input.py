@@ -36,7 +36,8 @@ def export_to(output: Path, model: Path | str, *options: object) -> Result:
 
 def test_damaged_and_unsuitable_models_are_refused(model: Path, tmp_path: Path) -> None:
     """``tests/model/test_checkpoint.py`` has the kinds of damage."""
-    tensors, config = load_file(model / WEIGHTS), json.loads((model / "config.json").read_text())
+    tensors = load_file(model / WEIGHTS)
+    config = json.loads((model / "config.json").read_text())
     os.truncate(model / WEIGHTS, (model / WEIGHTS).stat().st_size - 10)
     assert_refused(export_to(tmp_path / "plans", model), WEIGHTS, "truncated", "fetch")
     save_file({name: tensor.double() for name, tensor in tensors.items()}, model / WEIGHTS)

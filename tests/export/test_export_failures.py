@@ -33,7 +33,8 @@ class Failure(NamedTuple):
     error: BaseException
 
     def arrange(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original, calls = getattr(self.owner, self.name), 0
+        original = getattr(self.owner, self.name)
+        calls = 0
 
         def failing(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
@@ -155,7 +156,8 @@ def test_export_to_a_full_disk_is_refused(
 def test_export_with_wrong_graphs_is_not_published(
     text_model: Path, engine_copy: Path, monkeypatch: pytest.MonkeyPatch, wrong: float
 ) -> None:
-    original, before = ort_engine._run_stage, contents(engine_copy.parent)
+    original = ort_engine._run_stage
+    before = contents(engine_copy.parent)
 
     def run_wrong(*given: Any) -> list[Any]:
         return [value + np.float32(wrong) for value in original(*given)]

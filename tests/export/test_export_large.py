@@ -16,7 +16,8 @@ from eesd.export.onnx_graph import ExportOptions, make_graph
 from eesd.export.weights import layout_weights
 from eesd.model.checkpoint import Checkpoint
 
-GB, MB = 10**9, 10**6
+GB = 10**9
+MB = 10**6
 
 # The kernel reports the peak of this process alone; getrusage would include the process that
 # started it.
@@ -141,7 +142,8 @@ def test_writing_changed_weights_takes_the_memory_of_one_tensor(
 
 def assert_weights(path: Path, checkpoint: Checkpoint) -> None:
     """Some weights of the file are those of the checkpoint."""
-    head, options = untrained_head(checkpoint, 1), ExportOptions("float16", 4096, 32, 8)
+    head = untrained_head(checkpoint, 1)
+    options = ExportOptions("float16", 4096, 32, 8)
     graph = make_graph("verify", checkpoint.geometry, head.config, options)
     layout = layout_weights(
         [make_graph("draft", checkpoint.geometry, head.config, options).weights, graph.weights]

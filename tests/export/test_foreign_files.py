@@ -100,7 +100,8 @@ class World:
     """A directory with files of EESD and of somebody else, and what the latter are."""
 
     def __init__(self, root: Path, engine: Path, random: Random) -> None:
-        self.root, self.random = root, random
+        self.root = root
+        self.random = random
         self.foreign: dict[Path, bytes | str] = {}
         root.mkdir()
         if random.random() < 0.7:
@@ -230,7 +231,8 @@ def at_claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[Path], 
     """Functions in this list are called with the path that a command begins to write, or is about
     to move aside."""
     called: list[Callable[[Path], None]] = []
-    claim, rename = files._new_claim, Path.rename
+    claim = files._new_claim
+    rename = Path.rename
 
     def claiming(target: Path) -> tuple[files.Claim, int]:
         made = claim(target)
@@ -258,7 +260,8 @@ def test_nothing_foreign_is_lost(
     for case in range(CASES):
         random = Random(case)
         world = World(tmp_path / str(case), engine, random)
-        command, path = random.choice(commands), world.any_path()
+        command = random.choice(commands)
+        path = world.any_path()
         at_claim[:] = [partial(world.intrude_once, [random.randrange(1, 6)])]
         result = command(path)
         at_claim.clear()
@@ -352,7 +355,8 @@ def test_only_names_of_the_manifest_are_replaced(text_model: Path, engine_copy: 
     for name in names:
         (engine_copy / name).parent.mkdir(exist_ok=True)
         (engine_copy / name).write_text("mine")
-        before, top = contents(engine_copy), name.split("/")[0]
+        before = contents(engine_copy)
+        top = name.split("/")[0]
         result = run(export_main, "--model", text_model, "-o", engine_copy, *AS_IS)
         assert_refused(result, "also holds", top, "another --output")
         assert contents(engine_copy) == before

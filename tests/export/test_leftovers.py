@@ -77,7 +77,9 @@ def test_killed_at_any_line(
     replaces: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    target, moments, moved_aside = tmp_path / "plans", 0, 0
+    target = tmp_path / "plans"
+    moments = 0
+    moved_aside = 0
     while True:
         files._delete(target)
         if replaces and write is write_file:
@@ -162,7 +164,8 @@ def test_in_doubt_it_is_named_and_kept(
     """Locks may not reach other machines or not exist; a lock may be deleted, or of another
     program."""
     kill_writer(tmp_path / "plans")
-    (new,), (lock,) = tmp_path.glob(".*.new"), tmp_path.glob(".*.lock")
+    (new,) = tmp_path.glob(".*.new")
+    (lock,) = tmp_path.glob(".*.lock")
     if doubt == "machine":
         forget_the_machine(lock)
     elif doubt == "no lock":

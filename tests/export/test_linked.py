@@ -79,7 +79,8 @@ def flip(path: Path) -> None:
 def test_linked_export_copies_only_the_rotary_tables(
     pair: tuple[Path, Path], family_dir: FamilyDir
 ) -> None:
-    directory, model = pair[1], family_dir(SHARDED)
+    directory = pair[1]
+    model = family_dir(SHARDED)
     manifest = load_manifest(directory)
     assert len(manifest.linked) > 2
     for name, info in manifest.linked.items():
@@ -127,7 +128,8 @@ def test_a_draft_of_all_layers_is_copied_beside_linked_weights(
     directory = export_engine(
         family_dir(SHARDED), tmp_path / "plans", "--exit-head", "quantized", "--link-weights"
     )
-    files, found = locations(directory, "draft.onnx"), locations(directory)
+    files = locations(directory, "draft.onnx")
+    found = locations(directory)
     assert {name for name, file in found.items() if file == WEIGHTS_FILE} == {"cos", "sin"}
     copies = {name for name in files if name.startswith("draft.")}
     assert len(copies) > 30 and {files[name] for name in copies} == {WEIGHTS_FILE}
@@ -194,10 +196,8 @@ def test_unaligned_tensors_are_copied(
 
 def test_symbolic_links_of_a_hub_cache_are_followed(family_dir: FamilyDir, tmp_path: Path) -> None:
     """Snapshots in the cache hold symbolic links to files with other names."""
-    snapshot, blobs = (
-        tmp_path / "snapshot",
-        shutil.copytree(family_dir(SHARDED), tmp_path / "blobs"),
-    )
+    snapshot = tmp_path / "snapshot"
+    blobs = shutil.copytree(family_dir(SHARDED), tmp_path / "blobs")
     snapshot.mkdir()
     for number, path in enumerate(sorted(blobs.iterdir())):
         blob = path.rename(blobs / str(number))

@@ -79,7 +79,8 @@ def test_a_draft_step_reads_weights_and_caches_once_where_they_are(
     built: Callable[..., Built], kind: str
 ) -> None:
     manifest, plans = built(kind)
-    layers, size = plans["draft.onnx"], cache_bytes(manifest)
+    layers = plans["draft.onnx"]
+    size = cache_bytes(manifest)
     assert {layer.profile for layer in layers} == {0}
     assert copies(layers, size) == parts(layers) == []
     assert traffic(layers, manifest.gpu_slots) == pytest.approx(
@@ -94,7 +95,8 @@ def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(
     """TensorRT-RTX's attention for several nodes needs the keys of a slot beside each other
     (docs/decisions/0068)."""
     manifest, plans = built(slots=slots)
-    size, weights = cache_bytes(manifest), weights_read(manifest, manifest.verify[0])
+    size = cache_bytes(manifest)
+    weights = weights_read(manifest, manifest.verify[0])
     for number in (0, 1):
         layers = profile(plans["verify.onnx"], number)
         assert (
@@ -110,7 +112,8 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
 ) -> None:
     """There is no attention for one node that reads it where it is."""
     manifest, plans = built(slots=2 * LONG_CACHE)
-    layers, size = plans["draft.onnx"], cache_bytes(manifest)
+    layers = plans["draft.onnx"]
+    size = cache_bytes(manifest)
     assert copies(layers, size) == [] and [cache.nbytes for cache in parts(layers)] == [size] * 4
     assert sum(layer.is_attention for layer in layers) == 2
 
@@ -127,7 +130,8 @@ def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
     )
     export_engine(model, tmp_path / "plans", "--dtype", "float16", "--max-seq-len", slots)
     manifest, plans = build_layers(tmp_path / "plans")
-    graph, nodes = manifest.verify[0], manifest.max_tree_nodes + 1
+    graph = manifest.verify[0]
+    nodes = manifest.max_tree_nodes + 1
     for text in (1000, 3000):
         seen = next(some for some in attended_slots(manifest, graph) if some >= text + nodes)
         least = (

@@ -67,10 +67,8 @@ def test_the_constants_give_the_times_that_the_h200_measured() -> None:
     lines = {
         line["step"]: line["found"] for line in map(json.loads, LEASE.read_text().splitlines())
     }
-    measured, manifest = (
-        lines["passes of 4096 slots"]["graphs"],
-        shaped(replace(LLAMA_3_8B, num_layers=8)),
-    )
+    measured = lines["passes of 4096 slots"]["graphs"]
+    manifest = shaped(replace(LLAMA_3_8B, num_layers=8))
     found = predict.predict(manifest, GPUS["h200"], manifest.gpu_slots)
     calls = {"draft": found.draft} | {
         f"verify {nodes}": found.verify[nodes - 1] for nodes in (1, 2, 8, 33)
@@ -101,7 +99,8 @@ def test_cost_models_of_gpus_are_predictions() -> None:
         found = predict.predict(
             shaped(geometry, quantization=Quantizations(draft=draft)), GPUS["h200"], 4096
         )
-        costs, plain = COST_MODELS[name], found.verify[0]
+        costs = COST_MODELS[name]
+        plain = found.verify[0]
         given = [costs.plain_seconds, costs.calls.draft_cost(1), costs.calls.verify_cost(33)]
         assert given == pytest.approx(
             [plain, found.draft / plain, found.verify[32] / plain], rel=2e-3
@@ -119,7 +118,8 @@ def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     manifest = load_manifest(
         export_engine(model, tmp_path / "plans", "--exit-head", head, "--quantize-draft", draft)
     )
-    geometry, weights = manifest.geometry, weights_of(manifest, manifest.draft)
+    geometry = manifest.geometry
+    weights = weights_of(manifest, manifest.draft)
     stored = sum(weight.nbytes for name, weight in weights.items() if name not in ROTARY_TABLES)
     table = geometry.vocab_size * geometry.hidden_size * 4
     assert bytes_of_pass(manifest, manifest.draft, 0) == stored - (own or draft == "int4") * table
@@ -127,8 +127,10 @@ def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
 
 def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Path) -> None:
     manifest = load_manifest(engine)
-    graph, layers = manifest.verify[0], manifest.geometry.num_layers
-    nbytes, operations = bytes_of_pass(manifest, graph, 20), operations_of_node(manifest, graph)
+    graph = manifest.verify[0]
+    layers = manifest.geometry.num_layers
+    nbytes = bytes_of_pass(manifest, graph, 20)
+    operations = operations_of_node(manifest, graph)
     others = (13 * layers + 27) * 1e-3 + 2 * layers * 0.5
     assert call_seconds(manifest, (graph,), SIMPLE, 20, 3) == pytest.approx(
         10 + nbytes / 0.5e9 + others
@@ -147,8 +149,11 @@ def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Pa
 def test_operations_are_two_for_each_weight_of_a_product(engine: Path) -> None:
     """In the draft: its blocks and the LM head, not the embedding table."""
     manifest = load_manifest(engine)
-    geometry, blocks = manifest.geometry, manifest.exit_head.layer + manifest.exit_head.blocks
-    hidden, heads, kv_heads = geometry.hidden_size, geometry.num_heads, geometry.num_kv_heads
+    geometry = manifest.geometry
+    blocks = manifest.exit_head.layer + manifest.exit_head.blocks
+    hidden = geometry.hidden_size
+    heads = geometry.num_heads
+    kv_heads = geometry.num_kv_heads
     block = (
         hidden * (2 * heads + 2 * kv_heads) * geometry.head_dim
         + 3 * hidden * geometry.intermediate_size
@@ -207,7 +212,8 @@ def test_a_model_is_predicted_before_its_export(
 ) -> None:
     """From config.json alone, with the draft that the export would choose: all layers in 4 bits, or
     the head of the model."""
-    model, plans = family_dir("qwen2"), tmp_path / "plans"
+    model = family_dir("qwen2")
+    plans = tmp_path / "plans"
     succeed(export_main, "--model", model, "--no-check", "-o", plans)
     (tmp_path / "config").mkdir()
     shutil.copy(model / "config.json", tmp_path / "config")
@@ -280,7 +286,9 @@ def test_a_model_that_does_not_fit_is_predicted_with_a_notice(
 
 def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
     manifest = load_manifest(engine)
-    graph, geometry, slots = manifest.verify[0], manifest.geometry, 20
+    graph = manifest.verify[0]
+    geometry = manifest.geometry
+    slots = 20
     block = (
         geometry.hidden_size
         * (2 * geometry.num_heads + 2 * geometry.num_kv_heads)

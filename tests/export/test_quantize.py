@@ -100,7 +100,8 @@ def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: str) -> None
     """The number of outputs is odd."""
     weight = random_weight(37, 7 * BLOCK, dtype)
     quantized = quantize(weight, kind, dtype)
-    scales, minimums = quantized.scales, quantized.minimums
+    scales = quantized.scales
+    minimums = quantized.minimums
     assert (
         scales.dtype == ("float16" if kind == "uint4" else dtype)
         and scales.shape == (7, 37)
@@ -123,10 +124,17 @@ def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, 
     weight = random_weight(64, 8 * BLOCK, dtype)[20:]
     found = by_definition(quantize(weight, kind, dtype), kind).T.reshape(-1, BLOCK)
     blocks = to_float32(weight).reshape(-1, BLOCK)
-    low, high = blocks.min(1, keepdims=True), blocks.max(1, keepdims=True)
-    scale, minimum, least, most = (high - low) / 15, low, 0, 15
+    low = blocks.min(1, keepdims=True)
+    high = blocks.max(1, keepdims=True)
+    scale = (high - low) / 15
+    minimum = low
+    least = 0
+    most = 15
     if kind == "int4":
-        scale, minimum, least, most = np.maximum(high, -low) / 7, np.zeros_like(low), -8, 7
+        scale = np.maximum(high, -low) / 7
+        minimum = np.zeros_like(low)
+        least = -8
+        most = 7
     plain = np.clip(np.round((blocks - minimum) / scale), least, most) * scale + minimum
     searched, whole = (np.square((x - blocks) / scale).sum(1) for x in (found, plain))
     assert (searched <= whole * 1.1).all() and float(searched.sum()) < {
@@ -143,7 +151,9 @@ def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> N
     values = random.normal(
         random.normal(0, 0.3, (64, 1)), np.logspace(-3, 1, 64)[:, None], (64, 8 * BLOCK)
     ).astype(np.float32)
-    values[3], values[4], values[5, :BLOCK] = 0, 0.5, np.linspace(1, 2, BLOCK)
+    values[3] = 0
+    values[4] = 0.5
+    values[5, :BLOCK] = np.linspace(1, 2, BLOCK)
     kind = gguf.GGMLQuantizationType.Q4_1
     weight = gguf.dequantize(gguf.quantize(values, kind), kind)
     np.testing.assert_array_equal(
@@ -256,10 +266,8 @@ def test_logits_are_those_of_the_dequantized_model(
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     for name in [name for name in found if name + SCALES in found and parts_of(name)[0] in tensors]:
-        levels, scales = (
-            found[name].astype(np.float32),
-            np.repeat(found[name + SCALES].astype(np.float32), BLOCK, 0),
-        )
+        levels = found[name].astype(np.float32)
+        scales = np.repeat(found[name + SCALES].astype(np.float32), BLOCK, 0)
         minimums = (
             np.repeat(found[name + MINIMUMS].astype(np.float32), BLOCK, 0) if kind == "int4" else 0
         )
@@ -538,7 +546,8 @@ def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
     def divergence(found: torch.Tensor) -> float:
         return float((expected.exp() * (expected - found)).sum(-1).mean())
 
-    plain, rounded = export("plain"), export("rounded", "--round-on", text, "--check")
+    plain = export("plain")
+    rounded = export("rounded", "--round-on", text, "--check")
     exact, drafting = (eesd.load(plans, activations="float32") for plans in (plain, rounded))
     expected = logs(exact.engines.verify)
     assert exact.engines.draft is not None and drafting.engines.draft is not None

@@ -39,7 +39,8 @@ from eesd.model.loading import load_exit_head
 from eesd.runtime.cli import main, read_prompts
 from eesd.runtime.llm import LLM
 
-FEW, MANY = 150, int(os.environ.get("FUZZ_CASES", "1500"))
+FEW = 150
+MANY = int(os.environ.get("FUZZ_CASES", "1500"))
 """Cases of each kind. FUZZ_CASES=15000 takes most of an hour."""
 SLOW = settings(max_examples=MANY, deadline=None, suppress_health_check=list(HealthCheck))
 QUICK = settings(max_examples=FEW, deadline=None, suppress_health_check=list(HealthCheck))
@@ -123,7 +124,8 @@ def test_shard_index(family_dir: Callable[[str], Path], tmp_path: Path, limits: 
 @both
 def test_exit_head(text_model: Path, tmp_path: Path, limits: settings) -> None:
     directory = trained_head(text_model, tmp_path / "head", blocks=1, own_lm_head=False)
-    checkpoint, path = Checkpoint(text_model), directory / "exit_head.json"
+    checkpoint = Checkpoint(text_model)
+    path = directory / "exit_head.json"
     document = json.loads(path.read_text())
     document["calibration"] = {"accept": [0.1] * 5, "following": [0.2] * 5}
     document["calibration"] |= dict.fromkeys(("shift", "slope", "request", "wander", "drift"), 0.3)
@@ -138,7 +140,8 @@ def test_exit_head(text_model: Path, tmp_path: Path, limits: settings) -> None:
 @both
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_eagle_head(text_model: Path, tmp_path: Path, limits: settings, layout: str) -> None:
-    checkpoint, directory = Checkpoint(text_model), tmp_path / "head"
+    checkpoint = Checkpoint(text_model)
+    directory = tmp_path / "head"
     write_head(
         directory, json.loads((text_model / "config.json").read_text()), layout, draft_vocab=20
     )
@@ -200,7 +203,8 @@ PROMPTS: list[Any] = [
 
 @both
 def test_prompt_file(engine: Path, tmp_path: Path, limits: settings) -> None:
-    llm, path = eesd.load(engine), tmp_path / "prompts.jsonl"
+    llm = eesd.load(engine)
+    path = tmp_path / "prompts.jsonl"
 
     def use(case: tuple[str, str, bool]) -> None:
         path.write_text(case[0] + case[2] * "\n" + case[1], errors="surrogatepass", newline="")
@@ -234,7 +238,8 @@ def test_benchmark_files(tmp_path: Path, limits: settings) -> None:
         "turns": ["d"],
         "messages": [{"content": "e"}],
     }
-    path, result = tmp_path / "rows.jsonl", tmp_path / "result.json"
+    path = tmp_path / "rows.jsonl"
+    result = tmp_path / "result.json"
 
     def use(text: str) -> None:
         path.write_text(text, errors="surrogatepass")

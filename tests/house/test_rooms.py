@@ -108,7 +108,8 @@ def test_the_order_of_the_rooms_has_no_cycle() -> None:
 
 def test_modules_inside_a_room_have_no_cycle() -> None:
     """No module imports itself through others, in functions neither."""
-    edges, done = graph(), set[str]()
+    edges = graph()
+    done = set[str]()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, f"a cycle: {' -> '.join((*path, name))}"

@@ -83,7 +83,8 @@ def test_inspect_shows_names_as_they_are(engine: Path, tmp_path: Path) -> None:
 
 
 def test_an_export_shows_names_as_they_are(text_model: Path, tmp_path: Path) -> None:
-    model, output = shutil.copytree(text_model, tmp_path / "[red]model"), tmp_path / NAME
+    model = shutil.copytree(text_model, tmp_path / "[red]model")
+    output = tmp_path / NAME
     result = succeed(export_main, "--model", model, "--exit-layer", 1, "-o", output, "--no-check")
     assert NAME in result.stdout and output.is_dir()
 

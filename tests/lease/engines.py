@@ -110,10 +110,8 @@ def random_engines(
     dtype: torch.dtype = getattr(torch, manifest.dtype)
     (stream,) = device_streams(1, device)
     with torch.device("meta"):
-        decoder, head = (
-            Decoder(manifest.geometry).to(dtype),
-            ExitHead(manifest.geometry, manifest.exit_head).to(dtype),
-        )
+        decoder = Decoder(manifest.geometry).to(dtype)
+        head = ExitHead(manifest.geometry, manifest.exit_head).to(dtype)
     for module in (decoder, head):
         module.to_empty(device=stream.device).requires_grad_(False)
     if head.draft_vocab is not None:
@@ -122,14 +120,16 @@ def random_engines(
     drafting = deepcopy(decoder) if levels == "draft" else decoder
     if levels:
         _quantize(drafting)
-    of_verify, of_draft = Verify(decoder, head), Draft(drafting, head, TOP_K)
+    of_verify = Verify(decoder, head)
+    of_draft = Draft(drafting, head, TOP_K)
     if fused is None:
         fused = has_kernels(manifest, stream.device)
     if fused:
         from eesd.runtime.engines.torch_fused import fuse
 
         fuse(of_verify, of_draft)
-    on_gpu, positions = stream.on_gpu, manifest.gpu_slots
+    on_gpu = stream.on_gpu
+    positions = manifest.gpu_slots
     tables = tuple(
         table.to(stream.device, dtype)
         for table in map(torch.tensor, rotary_tables(manifest.geometry, positions))
@@ -177,11 +177,9 @@ def _quantize(decoder: Decoder) -> None:
 
 
 def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
-    weight, inputs, outputs = (
-        layers[0].weight,
-        layers[0].in_features,
-        sum(layer.out_features for layer in layers),
-    )
+    weight = layers[0].weight
+    inputs = layers[0].in_features
+    outputs = sum(layer.out_features for layer in layers)
     shape = -(-outputs // PANEL), -(-inputs // (8 * WORDS)), PANEL, WORDS
     levels = torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=weight.device)
     scales = torch.full(

@@ -148,7 +148,9 @@ def compared(
     llm = eesd.load(
         directory, backend, speculation=Speculation("fixed:k=4", guard=False, **options)
     )
-    differ, rounds, gap = 0, 0, 0.0
+    differ = 0
+    rounds = 0
+    gap = 0.0
     for prompt in prompts:
         plain = llm.generate(prompt, sampling, max_new_tokens=tokens, draft=False, ignore_eos=True)
         drafted = llm.generate(prompt, sampling, max_new_tokens=tokens, ignore_eos=True)
@@ -187,7 +189,8 @@ def families(lease: Lease) -> dict[str, Any]:
             export(
                 checkpoint, untrained_head(checkpoint, 1), ExportOptions(dtype, 96, 8, 4), directory
             )
-        manifest, prompts = load_manifest(directory), ([5, 9, 3, 17], [40, 2, 2, 8, 31, 30, 12])
+        manifest = load_manifest(directory)
+        prompts = ([5, 9, 3, 17], [40, 2, 2, 8, 31, 30, 12])
         here, there = (
             logits_of(open_torch(directory, manifest, 2, False, device)[0])
             for device in ("cpu", lease.device)

@@ -35,7 +35,9 @@ from lease.engines import made_up, random_engines
 from lease.machine import SERVING, seconds_of
 from lease.passes import exit_head, shape
 
-LAYERS, SLOTS, PROMPT = 32, 4096, 64
+LAYERS = 32
+SLOTS = 4096
+PROMPT = 64
 RATES = (0.5, 0.7, 0.9)
 CLIENTS = (1, 8, 32)
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
@@ -66,10 +68,13 @@ class Script:
 
     def __init__(self, verify: DeviceEngine, draft: DeviceEngine) -> None:
         """Both engines say the script from now on."""
-        random, self._vocabulary = np.random.default_rng(0), verify.manifest.geometry.vocab_size
+        random = np.random.default_rng(0)
+        self._vocabulary = verify.manifest.geometry.vocab_size
         self._tokens = random.integers(self._vocabulary, size=SLOTS + 1)
         self._chances = random.random(SLOTS + 1)
-        verify_calls, draft_calls, chain = verify.forward, draft.forward, draft.draft_chain
+        verify_calls = verify.forward
+        draft_calls = draft.forward
+        chain = draft.draft_chain
 
         def verified(calls: Sequence[Call]) -> list[StepOutputs]:
             found = verify_calls(calls)
@@ -91,7 +96,8 @@ class Script:
     def _guessed(self, positions: Sequence[int], outputs: StepOutputs) -> StepOutputs:
         """Of the candidates at most the first one is right."""
         assert outputs.topk_ids is not None and outputs.topk_logprobs is not None
-        place, others = np.asarray(positions) + 1, outputs.topk_ids.shape[1] - 1
+        place = np.asarray(positions) + 1
+        others = outputs.topk_ids.shape[1] - 1
         first = self._tokens[place] + (self._chances[place] >= self.rate)
         outputs.topk_ids = (first[:, None] + 2 * np.arange(others + 1)) % self._vocabulary
         outputs.topk_logprobs = np.full_like(
@@ -134,7 +140,8 @@ def variant(name: str, lease: Lease) -> dict[str, Any]:
     if options.get("levels") and not lease.on_gpu:
         return {"skipped": "4-bit products need a GPU"}
     llm, script = scripted(lease, **options)
-    count, found = 256 if lease.on_gpu else 16, dict[str, Any]()
+    count = 256 if lease.on_gpu else 16
+    found = dict[str, Any]()
     llm.generate([1] * PROMPT, max_new_tokens=count, ignore_eos=True)  # captures
     for rate in (None, *RATES):
         script.rate = rate or 1.0
@@ -161,7 +168,8 @@ def split(lease: Lease) -> dict[str, Any]:
     """Milliseconds of a verify call and a draft call of one node: Python, launch, wait for the
     device; and kernels alone."""
     llm, _ = scripted(lease, 7, exact=False)
-    verify, draft = llm.engines.verify, llm.engines.draft
+    verify = llm.engines.verify
+    draft = llm.engines.draft
     assert isinstance(verify, DeviceEngine) and isinstance(draft, DeviceEngine)
     [kv_cache] = verify.new_kv_caches()
     kv_cache.reserve(verify.manifest.max_seq_len)
@@ -231,7 +239,9 @@ def served(clients: int, lease: Lease) -> dict[str, Any]:
     from eesd.serve.http.options import ServeOptions
 
     llm, script = scripted(lease, 7, exact=True, slots=1024)
-    script.rate, count, found = 0.7, 128 if lease.on_gpu else 8, dict[str, Any]()
+    script.rate = 0.7
+    count = 128 if lease.on_gpu else 8
+    found = dict[str, Any]()
     service = Service(llm, BatchOptions(max_rows=clients, kv_memory=64 << 30, prefix_memory=0))
     with listening(service, ServeOptions()) as (address, _):
         for name, draft in [("plain", False), ("drafting", True)] * 2:  # the first two warm up
@@ -243,7 +253,8 @@ def served(clients: int, lease: Lease) -> dict[str, Any]:
 
 def choices(lease: Lease) -> dict[str, Any]:
     """Milliseconds in which a device chooses the tokens behind the nodes of a round."""
-    size, found = 128256 if lease.on_gpu else 512, dict[str, Any]()
+    size = 128256 if lease.on_gpu else 512
+    found = dict[str, Any]()
     for name, options in SAMPLINGS.items():
         for count in (1, 9, 33):
             logits = torch.randn(count, size, device=lease.device)

@@ -28,7 +28,8 @@ from eesd.model.safetensors_file import read_header
 
 SUPPORTED = tuple(family.architecture for family in SUPPORTED_FAMILIES.values())
 FamilyDir = Callable[[str], Path]
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
@@ -114,10 +115,8 @@ def test_unused_sliding_window_does_not_limit_the_positions(
     family_dir: FamilyDir, tmp_path: Path
 ) -> None:
     shutil.copy(family_dir("qwen2") / "config.json", tmp_path)
-    full, sliding = (
-        ["full_attention"] * 3,
-        ["full_attention", "full_attention", "sliding_attention"],
-    )
+    full = ["full_attention"] * 3
+    sliding = ["full_attention", "full_attention", "sliding_attention"]
     for on, types, first, limit in (
         (False, ..., 0, 256),
         (True, ..., 2, 32),

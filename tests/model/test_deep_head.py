@@ -45,7 +45,8 @@ def fixed_roots(age: int) -> torch.Tensor:
 
 def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> NDArray[np.float32]:
     """The head's logits [T, V] behind each token of the text, each drafted behind its root."""
-    decoder, layers = load_decoder(checkpoint), (head.exit_config.layer, *head.exit_config.deep)
+    decoder = load_decoder(checkpoint)
+    layers = (head.exit_config.layer, *head.exit_config.deep)
     ids = torch.tensor([TEXT])
     states, _ = Teacher(decoder, layers, 1, "float32")(ids)
     inputs, caches = full_sequence_inputs(
@@ -69,7 +70,8 @@ def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, ND
     assert isinstance(engines.draft, CpuEngine) == (backend == "ort" and not operators.missing())
     cache = engines.verify.new_kv_caches()[0]
     cache.reserve(SLOTS)
-    verify, draft = OnCache(engines.verify, cache), OnCache(engines.draft, cache)
+    verify = OnCache(engines.verify, cache)
+    draft = OnCache(engines.draft, cache)
     verify.prefill(TEXT[: ROUNDS[0][0]], 0)
     for root, committed in ROUNDS:
         for age in range(min(committed + 2, len(TEXT) - root)):  # and two that are rejected
@@ -87,7 +89,8 @@ def exported(
     request: pytest.FixtureRequest, family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     family, blocks = request.param
-    path, model = tmp_path_factory.mktemp("deep"), family_dir(family)
+    path = tmp_path_factory.mktemp("deep")
+    model = family_dir(family)
     deep_head(Checkpoint(model), path / "head", blocks)
     command = (
         "--model",
@@ -150,7 +153,8 @@ def test_mixed_ages_in_one_pass_are_those_of_passes_of_one_age(
 
 def test_an_untrained_deep_head_is_the_plain_one(family_dir: FamilyDir) -> None:
     checkpoint = Checkpoint(family_dir("qwen3-bias"))
-    decoder, ids = load_decoder(checkpoint), torch.tensor([TEXT])
+    decoder = load_decoder(checkpoint)
+    ids = torch.tensor([TEXT])
     states, _ = Teacher(decoder, (1, 2, 3), 1, "float32")(ids)
     inputs, caches = full_sequence_inputs(
         checkpoint.geometry, 1, len(TEXT), 1, torch.float32, ids.device

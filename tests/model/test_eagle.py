@@ -85,10 +85,8 @@ def exported(request: pytest.FixtureRequest, model: Path) -> Path:
 def reference(exported: Path, model: Path) -> tuple[Reference, list[torch.Tensor], torch.Tensor]:
     """The head's reference, the model's states of the text as transformers has them, and the token
     of each column."""
-    tensors, config = (
-        load_file(exported / "head" / "model.safetensors"),
-        config_of(exported / "head"),
-    )
+    tensors = load_file(exported / "head" / "model.safetensors")
+    config = config_of(exported / "head")
     decoder: Any = AutoModelForCausalLM.from_pretrained(
         model, dtype=torch.float32, attn_implementation="eager"
     )
@@ -185,7 +183,9 @@ def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) ->
         tensors, config_of(head), decoder.model.embed_tokens.weight.detach(), LAYERS["specforge"]
     )
     columns = torch.arange(60) + tensors["d2t"]
-    accepted, expected, drafts = 0, 0, 0
+    accepted = 0
+    expected = 0
+    drafts = 0
     for prompt in ([5, 9, 3], [60, 2, 31, 7]):
         found = llm.generate(prompt, max_new_tokens=30, ignore_eos=True)
         assert (
@@ -194,7 +194,8 @@ def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) ->
             .generate(prompt, max_new_tokens=30, ignore_eos=True)
             .tokens
         )
-        accepted, drafts = accepted + found.stats.accepted_tokens, drafts + found.stats.draft_tokens
+        accepted = accepted + found.stats.accepted_tokens
+        drafts = drafts + found.stats.draft_tokens
         text = [*prompt, *found.tokens]
         with torch.no_grad():
             states = [
@@ -214,7 +215,8 @@ def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) ->
                 (i for i, token in enumerate(drafted[1:]) if token != text[root + 1 + i]),
                 len(drafted) - 1,
             )
-            expected, root = expected + right, root + right + 1
+            expected = expected + right
+            root = root + right + 1
     assert accepted > 5 and abs(accepted - expected) <= 0.02 * drafts
 
 
@@ -312,7 +314,8 @@ def test_a_linked_model_gets_a_copy_of_the_head(
 
 def edited(head: Path, directory: Path, **changes: Any) -> Path:
     """A copy of a head with other fields, or with tensors renamed, given or left out."""
-    tensors, config = load_file(head / "model.safetensors"), config_of(head)
+    tensors = load_file(head / "model.safetensors")
+    config = config_of(head)
     for name, value in changes.items():
         if isinstance(value, torch.Tensor):
             tensors[name] = value

@@ -110,7 +110,8 @@ def test_head_of_another_base_model_is_refused(family_dir: FamilyDir, tmp_path: 
 def stored(
     family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Checkpoint, Path]:
-    checkpoint, directory = Checkpoint(family_dir("qwen2")), tmp_path_factory.mktemp("head")
+    checkpoint = Checkpoint(family_dir("qwen2"))
+    directory = tmp_path_factory.mktemp("head")
     save_exit_head(make_head(checkpoint), directory)
     return checkpoint, directory
 

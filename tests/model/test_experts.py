@@ -90,11 +90,9 @@ def change_config(model: Path, **changed: Any) -> None:
 
 def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path) -> None:
     """As transformers has them in memory, and so reads them."""
-    fused, tensors, experts = (
-        Path(shutil.copytree(model, tmp_path / "fused")),
-        dict[str, Tensor](),
-        SIZES["num_local_experts"],
-    )
+    fused = Path(shutil.copytree(model, tmp_path / "fused"))
+    tensors = dict[str, Tensor]()
+    experts = SIZES["num_local_experts"]
     names = {
         "w1": "gate",
         "w2": "down",
@@ -208,7 +206,8 @@ def check_modules(model: Path) -> None:
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
     )
     decoder = load_decoder(checkpoint)
-    o, block = decoder.operations(), Model(checkpoint.geometry, NO_HEAD).layer(2)
+    o = decoder.operations()
+    block = Model(checkpoint.geometry, NO_HEAD).layer(2)
     mixture = mixture_of(block)
     x = torch.randn(2, 9, 32, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -254,10 +253,8 @@ def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
     checkpoint = Checkpoint(model)
     head: Any = make_initial_head(checkpoint, ExitConfig(1))
     mlp: Any = head.blocks[0].mlp
-    x, is_mixtral = (
-        torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0)),
-        "mixtral" in model.name,
-    )
+    x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(0))
+    is_mixtral = "mixtral" in model.name
     assert not hasattr(mlp, "experts") and mlp.up_proj.out_features == (64 if is_mixtral else 32)
     decoder: Any = load_decoder(checkpoint)
     last = decoder.model.layers[2]
@@ -286,7 +283,8 @@ def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:
 def check_tokens_and_bits(plans: Path, backend: str) -> None:
     """Drafting changes no token, and a token has the same bits beside others, which use other
     experts."""
-    prompt, manifest = [1, 17, 5, 40, 3], load_manifest(plans)
+    prompt = [1, 17, 5, 40, 3]
+    manifest = load_manifest(plans)
     found = [
         eesd.load(plans, speculation=speculation, backend=backend)
         .generate(prompt, max_new_tokens=24, ignore_eos=True)

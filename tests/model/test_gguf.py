@@ -69,7 +69,8 @@ def save(reference: Any, directory: Path) -> Path:
 
 
 def logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
-    geometry, count = checkpoint.geometry, len(tokens)
+    geometry = checkpoint.geometry
+    count = len(tokens)
     caches = empty_caches(geometry, 1, count)
     with torch.no_grad():
         inputs = causal_inputs(geometry, 1, count, count)
@@ -79,7 +80,8 @@ def logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
 
 def assert_same_as_transformers(path: Path) -> None:
     """Every weight is the same in every bit, and the logits show that so are the options."""
-    checkpoint, reference = Checkpoint(path), transformers_reads(path)
+    checkpoint = Checkpoint(path)
+    reference = transformers_reads(path)
     expected = reference.state_dict()
     for name, parameter in load_decoder(checkpoint).named_parameters():
         assert torch.equal(parameter, expected[name]), name
@@ -147,12 +149,11 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
             },
         }.items()
     }
-    state, parts = {}, dict[str, Any]()
+    state = {}
+    parts = dict[str, Any]()
     for tensor in gguf.GGUFReader(path).tensors:
-        module, values = (
-            tensor.name.removesuffix(".weight"),
-            gguf.dequantize(tensor.data, tensor.tensor_type),
-        )
+        module = tensor.name.removesuffix(".weight")
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
         if module.endswith(("attn_q", "attn_k")):
             values = values.reshape(-1, 32, 2, HIDDEN).swapaxes(1, 2).reshape(-1, HIDDEN)
         if module in names:
@@ -263,7 +264,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 def llama3_divisors(factor: float, head_dim: int, theta: float) -> Any:
     """What llama.cpp's converter writes."""
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
-    waves, divisors = 2 * np.pi / frequencies, []
+    waves = 2 * np.pi / frequencies
+    divisors = []
     for wave in waves:
         smooth = (8192 / wave - 1.0) / (4.0 - 1.0)
         between = 1 / ((1 - smooth) / factor + smooth)
@@ -312,10 +314,8 @@ def test_rope_scaling_is_that_of_the_file(
         reference.config.rope_parameters = scaling | {
             "rope_theta": reference.config.rope_parameters["rope_theta"]
         }
-    ours, expected = (
-        Checkpoint(path).config,
-        Checkpoint(save(reference, tmp_path / "directory")).config,
-    )
+    ours = Checkpoint(path).config
+    expected = Checkpoint(save(reference, tmp_path / "directory")).config
     assert ours.geometry == expected.geometry and ours.max_positions == expected.max_positions
     assert (ours.geometry.rope_scaling is None) == (scaling is None)
 
@@ -385,10 +385,12 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
     plain = export_engine(
         path, tmp_path / "plain", *SIZES, "--quantize", "none", "--quantize-draft", "none"
     )
-    checkpoint, manifest = Checkpoint(path), load_manifest(directory)
+    checkpoint = Checkpoint(path)
+    manifest = load_manifest(directory)
     assert_weights_match_manifest(directory)
     assert manifest.quantization.tensors == checkpoint.own_levels
-    weights, seen = stored_weights(directory), set()
+    weights = stored_weights(directory)
+    seen = set()
     assert (
         not any(weight.startswith(DRAFT) and DRAFT + EXIT_HEAD not in weight for weight in weights)
         or "mixed" in name
@@ -425,7 +427,8 @@ def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
         gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3)
     )
     for name, own in checkpoint.own_levels.items():
-        tensor, transposed = checkpoint.tensors[name], name != EMBEDDINGS
+        tensor = checkpoint.tensors[name]
+        transposed = name != EMBEDDINGS
         assert isinstance(tensor, GgufTensor)
         levels = tensor.levels(own, transposed)
         assert levels is not None

@@ -55,7 +55,8 @@ def ends_of(path: Path, metadata: dict[str, Any]) -> set[str]:
 
 @pytest.mark.parametrize("family", TABLE, ids=lambda family: family["name"])
 def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path, family: dict[str, Any]) -> None:
-    control, given = family["control"], {family["eos"], *family.get("given", {}).values()}
+    control = family["control"]
+    given = {family["eos"], *family.get("given", {}).values()}
     right = {token for token in family["llama_cpp"] if token in control or token in given}
     assert ends_of(tmp_path, vocabulary(family)) == right | MORE.intersection(control)
 
@@ -86,7 +87,8 @@ def test_a_token_that_the_file_calls_text_is_text(tmp_path: Path, kind: int, nam
     tokenizer, _ = gguf_tokenizer(read_gguf(path))
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     codec = TextCodec(tmp_path)
-    ids, last = codec.encode(f"the {name} <|x|>!"), tokens.index(name)
+    ids = codec.encode(f"the {name} <|x|>!")
+    last = tokens.index(name)
     assert last in ids and codec.decode(ids) == f"the {name} !"
     stream = TextStream(codec, [], ())
     assert "".join(map(stream.push, ids)) == f"the {name} !"
@@ -97,8 +99,10 @@ def test_an_export_shows_all_ends_and_its_texts_stop_there(tmp_path: Path) -> No
     path = gguf_files.write(tmp_path / "first.gguf", Spec())
     plain = eesd.load(export_engine(path, tmp_path / "first")).generate([40, 77], max_new_tokens=6)
     end = next(token for token in plain.tokens if token >= len(SPECIAL))
-    tokens, types = list(VOCABULARY), [3] * len(SPECIAL) + [1] * len(VOCABULARY)
-    tokens[end], types[end] = "<|fim_pad|>", 3
+    tokens = list(VOCABULARY)
+    types = [3] * len(SPECIAL) + [1] * len(VOCABULARY)
+    tokens[end] = "<|fim_pad|>"
+    types[end] = 3
     metadata = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.token_type": types}
     metadata |= {"tokenizer.ggml.merges": ["t h"]}
     engine = export_engine(

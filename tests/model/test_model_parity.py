@@ -126,8 +126,10 @@ def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
 
 def test_every_path_of_a_token_tree_has_the_logits_of_its_chain(pair: Pair) -> None:
     """The prompts of the batch have different lengths, so their trees have different slots."""
-    starts, slots = [5, 8], 24
-    prompts, tree = random_tokens(2, max(starts)), random_tokens(2, len(PARENTS), seed=2)
+    starts = [5, 8]
+    slots = 24
+    prompts = random_tokens(2, max(starts))
+    tree = random_tokens(2, len(PARENTS), seed=2)
     _, caches = prompt_pass(pair.decoder, prompts, slots)
     logits, _ = pair.decoder(tree, tree_inputs(pair.decoder, starts, slots), caches)
     for leaf in set(range(len(PARENTS))) - set(PARENTS):
@@ -150,7 +152,8 @@ def test_sliding_window_equals_full_attention_up_to_the_limit(
 
 
 def made_head(decoder: Decoder, config: ExitConfig) -> ExitHead:
-    parameters, head = decoder.state_dict(), ExitHead(decoder.geometry, config)
+    parameters = decoder.state_dict()
+    head = ExitHead(decoder.geometry, config)
     for name, parameter in head.named_parameters():
         parts = [
             parameters[source].numpy() for source in initial_names(decoder.geometry, config)[name]
@@ -219,7 +222,8 @@ def test_verify_computes_the_logits_and_caches_of_the_decoder(graphs: Graphs) ->
 def test_verify_fills_the_draft_caches_as_draft_steps_do(graphs: Graphs) -> None:
     """The draft runs token by token and verify in one pass, on a prompt and on its continuation."""
     tokens = random_tokens(2, 11)
-    verified, drafted = graphs.caches(), graphs.draft_part(graphs.caches())
+    verified = graphs.caches()
+    drafted = graphs.draft_part(graphs.caches())
     for begin, end in ((0, 6), (6, 11)):
         chunk = tokens[:, begin:end]
         _, verified = graphs.verify(chunk, graphs.inputs(chunk, begin), verified)
@@ -230,7 +234,8 @@ def test_verify_fills_the_draft_caches_as_draft_steps_do(graphs: Graphs) -> None
 
 
 def test_verify_writes_a_tree_into_the_draft_caches_as_the_draft_does(graphs: Graphs) -> None:
-    prompt, tree = random_tokens(2, 6), random_tokens(2, len(PARENTS), seed=2)
+    prompt = random_tokens(2, 6)
+    tree = random_tokens(2, len(PARENTS), seed=2)
     _, caches = graphs.verify(prompt, graphs.inputs(prompt, 0), graphs.caches())
     inputs = tree_inputs(graphs.decoder, [6, 4], graphs.slots)
     drafted = graphs.draft(
@@ -274,7 +279,8 @@ def test_untrained_draft_computes_the_model_without_its_middle_layers(
     family_dir: Callable[[str], Path], blocks: int, own_lm_head: bool
 ) -> None:
     pair = load_pair(family_dir("llama-head-dim"))
-    tokens, geometry = random_tokens(2, 9), pair.geometry
+    tokens = random_tokens(2, 9)
+    geometry = pair.geometry
     head = made_head(
         pair.decoder, ExitConfig(layer=1, blocks=blocks, own_lm_head=own_lm_head)
     ).eval()

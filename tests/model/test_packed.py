@@ -92,7 +92,8 @@ def integers(
 ) -> tuple[Stored, NDArray[np.int64], NDArray[np.int64], torch.Tensor, NDArray[np.int64]]:
     """A weight of integers without tensors; its unsigned levels, zero points and scales
     [groups, out]; the groups of inputs."""
-    middle, most = 1 << (bits - 1), 1 << bits
+    middle = 1 << (bits - 1)
+    most = 1 << bits
     group = inputs if group == -1 else group
     levels = random.integers(0, most, (inputs, outputs))
     zeros = random.integers(1, most, (inputs // group, outputs))
@@ -117,7 +118,8 @@ def gptq(minus: int, ordered: bool = True) -> Store:
     def store(
         config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int
     ) -> Stored:
-        bits, symmetric = config["bits"], config["sym"]
+        bits = config["bits"]
+        symmetric = config["sym"]
         found = integers(random, outputs, inputs, bits, config["group_size"], symmetric, ordered)
         stored, levels, zeros, scales, index = found
         tensors = {
@@ -150,11 +152,9 @@ def compressed_integers(
     config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int
 ) -> Stored:
     weights = config["config_groups"]["group_0"]["weights"]
-    bits, symmetric, group = (
-        weights["num_bits"],
-        weights["symmetric"],
-        weights.get("group_size") or -1,
-    )
+    bits = weights["num_bits"]
+    symmetric = weights["symmetric"]
+    group = weights.get("group_size") or -1
     ordered = weights.get("actorder") != "group"
     stored, levels, zeros, scales, index = integers(
         random, outputs, inputs, bits, group, symmetric, ordered
@@ -191,7 +191,8 @@ def floats(
         bits = random.integers(0, 127, (outputs, inputs)).astype(np.uint8) | (
             random.integers(0, 2, (outputs, inputs)) << 7
         ).astype(np.uint8)
-        high, wide = rows or outputs, columns or inputs
+        high = rows or outputs
+        wide = columns or inputs
         scales = torch.from_numpy(
             random.uniform(1, 2, (-(-outputs // high), -(-inputs // wide))) * 2e-4
         ).float()
@@ -380,10 +381,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 def pair_of(plain: Path, parent: Path, scheme: Scheme) -> Pair:
     random = np.random.default_rng(0)
     values = load_file(plain / "model.safetensors")
-    packed, found = dict(values), {}
+    packed = dict(values)
+    found = {}
     for name in [name for name in values if name.endswith("_proj.weight")]:
         stored = scheme.store(scheme.config, random, *values[name].shape)
-        values[name], found[name] = stored.values, stored.levels
+        values[name] = stored.values
+        found[name] = stored.levels
         del packed[name]
         packed |= {
             f"{name.removesuffix('weight')}{part}": tensor
@@ -431,7 +434,8 @@ def test_levels_are_stored_as_they_are_or_dequantized(
     """LM head and exit head keep the element type."""
     packed, values, levels = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--no-check")
-    manifest, kind = load_manifest(directory), SCHEMES[name].kept
+    manifest = load_manifest(directory)
+    kind = SCHEMES[name].kept
     found = {t.name: t for t in load(directory / "verify.onnx").graph.initializer}
     assert manifest.quantization.head is None and (manifest.quantization.layers is None) == (
         kind is None
@@ -478,7 +482,8 @@ def test_export_computes_with_the_levels(
             for path in (directory, reference)
         )
         with quantized.session(PROMPT) as one, exact.session(PROMPT) as other:
-            found_logits, expected_logits = one.peek(), other.peek()
+            found_logits = one.peek()
+            expected_logits = other.peek()
         # By default ort rounds activations to int8.
         rounds = backend == "ort" and activations is None
         tolerance = 0.05 * np.abs(expected_logits).max() if rounds else 1e-4
@@ -662,7 +667,8 @@ def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
         "g_idx": None,
         "weight": torch.ones(64, 64),
     }
-    model, mixed = copy_of(pairs, tmp_path / "order"), copy_of(pairs, tmp_path / "mixed")
+    model = copy_of(pairs, tmp_path / "order")
+    mixed = copy_of(pairs, tmp_path / "mixed")
     edit_tensors(mixed, **plain)
     edit_config(
         mixed, quantization_config=GPTQ | {"dynamic": {"-:.*layers.0.self_attn.q_proj": {}}}
@@ -684,10 +690,8 @@ def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
         )
         assert not result.exit_code and "dequantized" in result.stderr
     name = "model.layers.0.self_attn.q_proj.weight"
-    whole, packed = (
-        load_file(pairs("gptq")[1] / "model.safetensors")[name],
-        load_file(model / "model.safetensors"),
-    )
+    whole = load_file(pairs("gptq")[1] / "model.safetensors")[name]
+    packed = load_file(model / "model.safetensors")
     scales = packed[name.replace("weight", "scales")].float().t()
     centred = whole / scales.repeat_interleave(32, 1)
     torch.testing.assert_close(
@@ -715,7 +719,8 @@ def test_fused_layers_and_turned_rows_keep_their_levels(tmp_path: Path) -> None:
     plain = build(family, tmp_path / "plain")
     for name in ("ct-int4-asymmetric", "ct-fp8-channel", "ct-nvfp4"):
         packed, values, _ = pair_of(plain, tmp_path / name, SCHEMES[name])
-        checkpoint, exact = Checkpoint(packed), Checkpoint(values)
+        checkpoint = Checkpoint(packed)
+        exact = Checkpoint(values)
         for weight, tensor in exact.tensors.items():
             np.testing.assert_array_equal(checkpoint.tensors[weight].read(), tensor.read(), weight)
         assert (checkpoint.quantization is None) == (SCHEMES[name].kept is None)

@@ -147,13 +147,12 @@ def narrowed(name: str) -> dict[str, Any]:
     """The config with few layers and small sizes. Everything else is as it was published, and so is
     the way it is written."""
     config = unquantized(name)
-    heads, kv_heads, layers = (
-        config["num_attention_heads"],
-        config["num_key_value_heads"],
-        min(config["num_hidden_layers"], 7),
-    )
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
+    layers = min(config["num_hidden_layers"], 7)
     whole = config.get("head_dim") or config["hidden_size"] // heads
-    size, narrow = 16, min(heads, 4)
+    size = 16
+    narrow = min(heads, 4)
     config |= {
         "num_attention_heads": narrow,
         "num_key_value_heads": max(1, narrow * kv_heads // heads),
@@ -228,7 +227,8 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
 
 
 def logits_of(checkpoint: Checkpoint, ids: torch.Tensor) -> torch.Tensor:
-    geometry, count = checkpoint.geometry, ids.shape[1]
+    geometry = checkpoint.geometry
+    count = ids.shape[1]
     caches = empty_caches(geometry, 1, count)
     found: torch.Tensor = load_decoder(checkpoint)(
         ids, causal_inputs(geometry, 1, count, count), caches

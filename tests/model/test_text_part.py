@@ -73,7 +73,8 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
     defaults."""
     model = write(tmp_path, name, tied)
     path = tmp_path / "config.json"
-    stored, config = load_file(tmp_path / "model.safetensors"), json.loads(path.read_text())
+    stored = load_file(tmp_path / "model.safetensors")
+    config = json.loads(path.read_text())
     if name == "gemma3":
         del config["text_config"]["model_type"]
     path.write_text(json.dumps(config))

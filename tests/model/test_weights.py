@@ -62,7 +62,8 @@ def test_exit_head_shapes_are_the_parameters_of_the_exit_head(
     geometry: Geometry, layer: int, blocks: int, own_lm_head: bool
 ) -> None:
     config = ExitConfig(layer, blocks, own_lm_head)
-    shapes, model = exit_head_shapes(geometry, config), model_shapes(geometry)
+    shapes = exit_head_shapes(geometry, config)
+    model = model_shapes(geometry)
     assert shapes == shapes_of(ExitHead(geometry, config))
     if geometry.experts is None:
         assert {
@@ -97,7 +98,8 @@ def test_packed_weights_have_the_rows_of_their_parts() -> None:
     assert sorted(part for name in packed for part in parts_of(name)) == sorted(apart)
 
 
-INT8, INT4 = Quantization("int8", 32), Quantization("int4", 32)
+INT8 = Quantization("int8", 32)
+INT4 = Quantization("int4", 32)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,8 @@ def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:
     """A tied LM head is the table, which the draft has no copy of. Biases stay apart with their
     layers."""
     geometry = replace(LLAMA, qkv_bias=True, tied_embeddings=True)
-    layer, own = "model.layers.0", {EMBEDDINGS: replace(INT8, scales="float16")}
+    layer = "model.layers.0"
+    own = {EMBEDDINGS: replace(INT8, scales="float16")}
     own |= {f"{layer}.self_attn.{part}_proj.weight": INT4 for part in "qk"}
     own |= {
         f"{layer}.mlp.{part}_proj.weight": replace(INT4, minimums=True, scales="float32")

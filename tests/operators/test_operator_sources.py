@@ -165,7 +165,8 @@ def arm_check(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         )
     scratch = tmp_path_factory.mktemp("arm")
     build_for("linux", "aarch64", ARM_COMPILER, scratch)
-    built, driver = sorted(map(str, scratch.glob("kernels_*.o"))), str(CHECKS / "check_kernels.cpp")
+    built = sorted(map(str, scratch.glob("kernels_*.o")))
+    driver = str(CHECKS / "check_kernels.cpp")
     common = [*FLAGS, "-O1", f"-I{SOURCES}", driver, "-o"]
     objects = {name: str(scratch / f"own_{name}.o") for name in KERNELS}
     compile_all(
@@ -266,7 +267,8 @@ def check_chunks(path: Path) -> None:
 def check_top(path: Path) -> None:
     """Logits with equal ones."""
     logits = np.rint(np.random.default_rng(0).normal(0, 3, (4, 500))).astype(np.float32)
-    logits[0, 3], logits[1, -1] = np.nan, 30
+    logits[0, 3] = np.nan
+    logits[1, -1] = 30
     columns, logprobs = specification.top_k(logits, 6)
     found = top(path, 6, kernels="scalar").run(None, {"logits": logits})
     assert_same(found[0].astype(np.float32), columns.astype(np.float32), "columns")

@@ -18,7 +18,9 @@ from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
 from eesd.runtime.engines.operators import make_session
 
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
-SLOTS, LAYERS, LAYER = 48, 3, 1
+SLOTS = 48
+LAYERS = 3
+LAYER = 1
 SHAPES = [(1, 16), (3, 20), (2, 64), (3, 2)]
 
 
@@ -102,7 +104,8 @@ def test_states_are_written_and_carried(
 @pytest.mark.parametrize("size", [7, 32, 64, 90])
 def test_states_of_any_size_are_those_of_the_token_before(tmp_path: Path, size: int) -> None:
     """Over several layers, of chains and of trees; the first token of a text follows none."""
-    kv_heads, head_dim = 2, 8
+    kv_heads = 2
+    head_dim = 8
     write = session(tmp_path / "write", "WriteState", kv_heads, head_dim, size=size)
     inputs = [("tokens", TensorProto.INT64), ("paths", TensorProto.INT32)]
     sizes: dict[str, Any] = {
@@ -144,7 +147,9 @@ def test_convolutions_follow_the_path_of_each_token(
 ) -> None:
     """The same bits in one call and token by token, in a chain and in a tree, beside another
     sequence, on several threads."""
-    kv_heads, head_dim, random = 2, 8, np.random.default_rng(size)
+    kv_heads = 2
+    head_dim = 8
+    random = np.random.default_rng(size)
     weights = random.standard_normal((size, 1, taps)).astype(np.float32)
     inputs = [("x", TensorProto.FLOAT), ("tokens", TensorProto.INT64), ("paths", TensorProto.INT32)]
     sizes: dict[str, Any] = {"kv_heads": kv_heads, "head_dim": head_dim, "slots": SLOTS}
@@ -175,7 +180,9 @@ def test_convolutions_follow_the_path_of_each_token(
             total = total + weights[:, 0, taps - 1 - distance] * state
         return total * x[path[-1], size : 2 * size]
 
-    whole, pieces, other = cache(), cache(), cache()
+    whole = cache()
+    pieces = cache()
+    other = cache()
     chain = [(of.address, slot, slot, slot + 1, 0) for of in (whole, other) for slot in range(5)]
     found = call([*range(5)] * 2, chain, [[]] * 10)
     for number, path in enumerate([*texts, *texts]):
@@ -216,7 +223,8 @@ def rounded(state: NDArray[np.float32], head_dim: int, dtype: str) -> NDArray[np
 def test_bad_calls_are_refused_and_write_nothing(tmp_path: Path) -> None:
     write, carry = (session(tmp_path / kind, kind, 2, 16) for kind in ("WriteState", "CarryState"))
     cache = Cache(LAYERS, 2, SLOTS, 16)
-    good, states = tokens((cache, 3), (cache, 4)), np.ones((2, 64), np.float32)
+    good = tokens((cache, 3), (cache, 4))
+    states = np.ones((2, 64), np.float32)
     for column, value in ((0, 0), (0, cache.address + 4), (2, -1), (2, SLOTS)):
         bad = good.copy()
         bad[1, column] = value
@@ -235,6 +243,7 @@ def test_bad_calls_are_refused_and_write_nothing(tmp_path: Path) -> None:
 )
 def test_bad_attributes_are_refused(tmp_path: Path, changes: dict[str, int]) -> None:
     sizes = {"kv_heads": 2, "head_dim": 16} | changes
-    kv_heads, head_dim = sizes.pop("kv_heads"), sizes.pop("head_dim")
+    kv_heads = sizes.pop("kv_heads")
+    head_dim = sizes.pop("head_dim")
     with pytest.raises(EESDError, match="cannot load"):
         session(tmp_path / "model", "CarryState", kv_heads, head_dim, "float32", **sizes)

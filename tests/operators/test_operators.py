@@ -167,7 +167,8 @@ def test_two_planes_have_the_bits_and_bytes_of_one(
 ) -> None:
     inputs, outputs = (512, 33) if kind == SPLIT else (160, 49)
     weight = random_weight(seeded(kind), "bits8", inputs, outputs, False, kind, False)
-    whole, planes = Product([weight]), Product([replace(weight, form="planes")])
+    whole = Product([weight])
+    planes = Product([replace(weight, form="planes")])
     assert pack(whole.parts[0]).data.nbytes == pack(planes.parts[0]).data.nbytes
     whole.write(tmp_path / "whole")
     planes.write(tmp_path / "planes")
@@ -185,7 +186,8 @@ def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: b
         weight,
         levels=weight.levels - weight.levels % 16 + seeded("lower").integers(0, 16, (96, 49)),
     )
-    packed, changed = pack(weight).data, pack(other).data
+    packed = pack(weight).data
+    changed = pack(other).data
     lower = 4 * 3 * 256
     assert (packed[:-lower] == changed[:-lower]).all() and (
         packed[-lower:] != changed[-lower:]
@@ -200,7 +202,8 @@ def test_the_upper_plane_is_read_alone(tmp_path: Path, names: list[str], int8: b
 
 def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weight]]:
     """Gate, up and down of so many experts, in these formats."""
-    random, sizes = seeded(count, forms), ((hidden, inner), (hidden, inner), (inner, hidden))
+    random = seeded(count, forms)
+    sizes = ((hidden, inner), (hidden, inner), (inner, hidden))
     return [
         [
             random_weight(random, form, *size, i % 2 == 1, NARROW, i % 2 == 0)
@@ -245,7 +248,8 @@ def test_mixtures(
 
 def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
     own = experts(3, 32, 16, *["float32"] * 3)
-    mixture, path = Mixture(own, 2, residual=True), tmp_path / "model"
+    mixture = Mixture(own, 2, residual=True)
+    path = tmp_path / "model"
     numbers = [number for expert in own for weight in expert for number in pack(weight).numbers]
     wrong: dict[str, tuple[Any, ...]] = {
         "used": (0, -1, 4, 1 << 40, None),
@@ -290,7 +294,8 @@ def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
     ):
         refused(session, "width|size|data type", **(call | change))
     assert run(session, **{name: values[:0] for name, values in call.items()}).shape == (0, 32)
-    call["x"][1, 3], call["logits"][1] = np.nan, np.nan
+    call["x"][1, 3] = np.nan
+    call["logits"][1] = np.nan
     found = run(session, **call)
     assert np.isnan(found[1]).all()
     assert_same(found[[0, 2]], mixture.specified(True)[[0, 2]])
@@ -320,7 +325,8 @@ def random_logits(random: np.random.Generator, rows: int, columns: int) -> speci
 def test_top_k(tmp_path: Path, names: list[str], columns: int, k: int) -> None:
     random = seeded("top", columns, k)
     logits = random_logits(random, 9, columns)
-    logits[3], logits[4, columns // 2 + 1 :] = 1, -np.inf
+    logits[3] = 1
+    logits[4, columns // 2 + 1 :] = -np.inf
     ids = random.permutation(10 * columns)[:columns]
     expected, logprobs = specification.top_k(logits, k)
     exact = logits.astype(np.float64) - np.logaddexp.reduce(logits.astype(np.float64), 1)[:, None]
@@ -344,7 +350,10 @@ def test_top_k_of_values_that_are_not_finite(
     """Columns are those of the specification, and so never out of range; without infinity so are
     the log-probabilities."""
     logits = random_logits(seeded("finite"), 5, 300)
-    logits[0], logits[1, ::2], logits[2, 17:220], logits[3, 299] = value, value, value, value
+    logits[0] = value
+    logits[1, ::2] = value
+    logits[2, 17:220] = value
+    logits[3, 299] = value
     expected, logprobs = specification.top_k(logits, 8)
     for name in names:
         found = top(tmp_path / "model", 8, kernels=name).run(None, {"logits": logits})
@@ -386,11 +395,10 @@ def factor_of(values: Any) -> tuple[float, list[int]]:
 def packed_by_hand(weight: Weight, scales: int) -> bytes:
     """The bytes of a weight's panels, value by value as SPECIFICATION.md lists them."""
     inputs, outputs = weight.shape
-    found, lower = bytearray(), bytearray()
-    halves, shared = (
-        2 if weight.fine else 1,
-        [part for part in (weight.scales, weight.minimums) if part is not None],
-    )
+    found = bytearray()
+    lower = bytearray()
+    halves = 2 if weight.fine else 1
+    shared = [part for part in (weight.scales, weight.minimums) if part is not None]
 
     def level(k: int, column: int) -> int:
         return int(weight.levels[k, column]) if column < outputs else 0
@@ -499,7 +507,8 @@ LAYERS = {
 @pytest.mark.parametrize("kind", LAYERS)
 def test_attention_over_chains(tmp_path: Path, names: list[str], kind: str) -> None:
     layer = LAYERS[kind]
-    path, text = layer.write(tmp_path / "model"), layer.text(300)
+    path = layer.write(tmp_path / "model")
+    text = layer.text(300)
     some = [length - 1 for length in BORDERS]
     expected = layer.specified(text, some)
     tolerances = {"float32": 2e-5, "float16": 2e-2, "int8": 6e-2}
@@ -547,7 +556,8 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(
     tmp_path: Path, names: list[str], kind: str, context: int
 ) -> None:
     layer = LAYERS[kind]
-    path, random = layer.write(tmp_path / "model"), np.random.default_rng(context)
+    path = layer.write(tmp_path / "model")
+    random = np.random.default_rng(context)
     nodes = 24
     text = layer.text(context, random_tree(random, context, nodes))
     session = layer.session(path, 1, names[0])
@@ -564,10 +574,8 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(
     for node in range(context, context + nodes):  # as a chain in other slots than the tree's
         own = text.paths[node][context:]
         as_chain = layer.text(0)
-        as_chain.qkv, as_chain.cache = (
-            np.concatenate([text.qkv[:context], text.qkv[own]]),
-            text.cache,
-        )
+        as_chain.qkv = np.concatenate([text.qkv[:context], text.qkv[own]])
+        as_chain.cache = text.cache
         as_chain.paths = [list(range(i + 1)) for i in range(context + len(own))]
         assert_same(
             attend(session, chain(as_chain, context, context + len(own)))[0][-1],
@@ -579,7 +587,8 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path(
 @pytest.mark.parametrize("kind", ["grouped", "float16", "int8"])
 def test_several_sequences_in_a_call(tmp_path: Path, names: list[str], kind: str) -> None:
     layer = LAYERS[kind]
-    path, random = layer.write(tmp_path / "model"), np.random.default_rng(0)
+    path = layer.write(tmp_path / "model")
+    random = np.random.default_rng(0)
     lengths = (5, 130, 64, 17)
     texts = [layer.text(length, random_tree(random, length, 6)) for length in lengths]
     session = layer.session(path, 1, names[0])
@@ -636,7 +645,8 @@ def test_caches_of_float16_hold_the_nearest_numbers(tmp_path: Path, names: list[
 def test_of_no_tokens_attention_gives_none(tmp_path: Path) -> None:
     layer = LAYERS["grouped"]
     session = layer.session(layer.write(tmp_path / "model"), 2)
-    tokens, paths = np.zeros((0, 5), np.int64), np.zeros((0, 3), np.int32)
+    tokens = np.zeros((0, 5), np.int64)
+    paths = np.zeros((0, 3), np.int32)
     assert run(session, qkv=np.zeros((0, 128), np.float32), tokens=tokens, paths=paths).shape == (
         0,
         64,
@@ -651,9 +661,11 @@ def refused(session: Any, message: str, **given: Any) -> None:
 
 def test_bad_calls_of_attention_are_refused(tmp_path: Path) -> None:
     layer = LAYERS["grouped"]
-    session, text = layer.session(layer.write(tmp_path / "model"), 2), layer.text(3)
+    session = layer.session(layer.write(tmp_path / "model"), 2)
+    text = layer.text(3)
     address = text.cache.address
-    qkv, paths = text.qkv[:1], np.zeros((1, 4), np.int32)
+    qkv = text.qkv[:1]
+    paths = np.zeros((1, 4), np.int32)
     tokens = np.array([[address, 2, 2, 1, 2]], np.int64)
     for column, values, message in (
         (0, (0, address + 4, address + 32), "aligned"),
@@ -710,8 +722,10 @@ def unloadable(
 
 
 def test_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
-    layer, path = LAYERS["grouped"], tmp_path / "model"
-    inputs, attributes = layer.inputs(), layer.attributes()
+    layer = LAYERS["grouped"]
+    path = tmp_path / "model"
+    inputs = layer.inputs()
+    attributes = layer.attributes()
     wrong: dict[str, tuple[Any, ...]] = {
         "heads": (-1, 3, 1 << 40, 2.5, None),
         "kv_heads": (0, -2),
@@ -745,7 +759,8 @@ def test_attention_that_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_products_that_cannot_be_are_refused(tmp_path: Path) -> None:
     """Inputs are missing, gate and up do not fit each other, or two planes have finer scales or
     minimums."""
-    path, random = tmp_path / "model", seeded("gate")
+    path = tmp_path / "model"
+    random = seeded("gate")
     product = Product(parts(seeded(), 64, "bits4"))
     for count in range(1, 5):
         unloadable(path, "Product", product.inputs()[:count], **product.attributes())
@@ -780,7 +795,8 @@ def test_products_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_bad_calls_of_products_are_refused(tmp_path: Path) -> None:
     product = Product(parts(seeded(), 64, "bits4"), residual=True)
     session = make_session(product.write(tmp_path / "model"), 2, True)
-    x, residual = product.x[:3], product.added[:3]
+    x = product.x[:3]
+    residual = product.added[:3]
     for change in (
         {"x": x[:, :32]},
         {"x": x.astype(np.float64)},
@@ -811,7 +827,8 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     say."""
     random = np.random.default_rng(5)
     product = Product(parts(seeded(), 64, "bits4"))
-    packed, others = pack(product.parts[0]), product.inputs()[:-1]
+    packed = pack(product.parts[0])
+    others = product.inputs()[:-1]
     taken = 0
     for attempt in range(300):
         numbers = list(packed.numbers) * int(random.choice([1, 1, 1, 2]))
@@ -890,7 +907,8 @@ def test_two_sessions_at_once(tmp_path: Path) -> None:
         session = make_session(product.write(tmp_path / f"model{number}"), 2, True)
         expected = product.specified(True)
         own = layer.text(0)
-        own.qkv, own.paths = text.qkv, text.paths
+        own.qkv = text.qkv
+        own.paths = text.paths
         for _ in range(50):
             try:
                 assert_same(product.run(session), expected)

@@ -139,7 +139,8 @@ def test_without_a_compiler_the_wheel_is_for_every_platform(
 def test_building_in_place_leaves_nothing_stale(checkout: Path, tmp_path: Path) -> None:
     """What ``make operators`` and editable installations do: without a compiler an old library
     goes, too. The compiler only writes its output: a real one takes a minute."""
-    library, touch = checkout / "runtime" / "engines" / "libeesd_operators.so", tmp_path / "c++"
+    library = checkout / "runtime" / "engines" / "libeesd_operators.so"
+    touch = tmp_path / "c++"
     touch.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\necho made > "$2"\n')
     touch.chmod(0o755)
     for compiler in (str(touch), "false"):
@@ -187,7 +188,8 @@ def test_without_the_library_tokens_are_equal_and_the_log_says_why(
     engine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = ("--engine-dir", engine, "-p", "hello", "-n", 8, "--no-stats")
-    own, said = tokens_of(engine), succeed(main, *options)
+    own = tokens_of(engine)
+    said = succeed(main, *options)
     assert not caplog.messages
     with without_operators():
         assert isinstance(eesd.load(engine, threads=1).engines.verify, OrtEngine)

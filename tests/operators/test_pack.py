@@ -189,7 +189,8 @@ def test_levels_that_do_not_fit_are_refused(name: str) -> None:
 
 
 def test_blocks_that_do_not_fit_are_refused() -> None:
-    blocks, shape = random_blocks("Q4_K", 3, 512), (3, 512)
+    blocks = random_blocks("Q4_K", 3, 512)
+    shape = (3, 512)
     for wrong in ((2, 512), (3, 256), (3, 500), (0, 512), (-3, -512), (3 << 40, 512)):
         with pytest.raises(ValueError, match=r"size|block|inputs"):
             pack_gguf(blocks, "Q4_K", wrong)

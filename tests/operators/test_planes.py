@@ -35,7 +35,8 @@ from eesd.runtime.engines.cpu_engine import CpuEngine
 pytestmark = pytest.mark.skipif(operators._library() is None, reason="the operators are not built")
 
 INT8 = ("--dtype", "float32", "--quantize", "int8")
-WHOLE, LAYER = ("--exit-head", "quantized"), ("--exit-layer", 1)
+WHOLE = ("--exit-head", "quantized")
+LAYER = ("--exit-layer", 1)
 KINDS: dict[str, tuple[Any, ...]] = {
     "int8": ("llama-bias", *INT8),
     "int8, tied": ("qwen3", *INT8),
@@ -52,7 +53,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Directory:
 
     @cache
     def model(kind: str) -> Path:
-        of, base = KINDS[kind][0], tmp_path_factory.mktemp("model")
+        of = KINDS[kind][0]
+        base = tmp_path_factory.mktemp("model")
         return (
             build(FAMILIES[of], base)
             if isinstance(of, str)
@@ -87,7 +89,9 @@ def logits(
     directory: Path, counts: tuple[int, ...], *of: Any, **options: Any
 ) -> NDArray[np.float32]:
     """Those of tokens in calls of so many."""
-    engine, found, at = on_cache(directory, *of, **options), [], 0
+    engine = on_cache(directory, *of, **options)
+    found = []
+    at = 0
     for count in counts:
         found.append(
             engine.forward(TOKENS[at : at + count], range(at, at + count), at).logits.copy()
@@ -143,7 +147,8 @@ def test_the_draft_reads_the_upper_plane_of_the_bytes_of_verify(
     directory: Directory, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans = directory(kind, *WHOLE)
-    draft, verify = formats(plans, "draft.onnx"), formats(plans, "verify.onnx")
+    draft = formats(plans, "draft.onnx")
+    verify = formats(plans, "verify.onnx")
     for name in ("Product", "Mixture"):
         assert {form for form, _ in draft.get(name, [(UPPER, 0)])} == {UPPER}
         assert {(PLANES, at) for _, at in draft.get(name, [])} == verify.get(name, set())

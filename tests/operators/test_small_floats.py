@@ -64,7 +64,8 @@ def test_levels_are_the_nearest_ones(kind: str, dtype: str) -> None:
     """As another library decodes them, with the scales that were found."""
     levels, numbers, count = LEVELS[kind]
     stored = rounded(random_weight(37, 96), dtype)
-    weight, found = to_float32(stored), quantize(stored, levels, dtype)
+    weight = to_float32(stored)
+    found = quantize(stored, levels, dtype)
     bits = np.arange(count, dtype=np.uint8).view(numbers).astype(np.float32)
     grid = np.sort(bits[np.isfinite(bits)])
     scales = found.whole_scales.T.repeat(96 // len(found.scales), 1)[:, :, None]

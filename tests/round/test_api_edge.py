@@ -292,7 +292,8 @@ def test_an_exception_of_ones_own_signal_handler_stays_what_it_is(
     def ring(*_: object) -> None:
         raise raises("late")
 
-    text, before = "to be or not " * 100_000, signal.signal(signal.SIGALRM, ring)
+    text = "to be or not " * 100_000
+    before = signal.signal(signal.SIGALRM, ring)
     codec = TextCodec(llm.directory)  # without a limit
     message: Any = [{"role": "user", "content": "a"}]
     template = ChatTemplate(

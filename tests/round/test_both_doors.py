@@ -24,7 +24,8 @@ from eesd import (
 )
 from eesd.runtime.llm import LLM, Speculation, load
 
-GREEDY, COUPLED = Sampling(), Sampling(temperature=0.9, seed=3)
+GREEDY = Sampling()
+COUPLED = Sampling(temperature=0.9, seed=3)
 REJECTION = Sampling(temperature=0.8, seed=4, method="rejection")
 PROMPT = "one, two, one, two, one, "
 SHAPES = {
@@ -107,7 +108,8 @@ def endings(llm: LLM) -> Iterator[tuple[str, list[int] | str, dict[str, Any]]]:
 
 def check_counts(updates: Sequence[Update], prompt: Sequence[int]) -> list[int]:
     """The statistics count the tokens that were reported, and no others. Returns the tokens."""
-    outputs, stats = [output for update in updates for output in update.tokens], updates[-1].stats
+    outputs = [output for update in updates for output in update.tokens]
+    stats = updates[-1].stats
     drafted = [output.source for output in outputs if output.source != "verify"]
     assert (stats.prompt_tokens, stats.new_tokens) == (len(prompt), len(outputs))
     assert (
@@ -153,7 +155,8 @@ def test_what_is_counted_is_what_came_before_a_text_was_ended(
 ) -> None:
     llm, service = doors
     updates: list[Update] = []
-    ended, begun = Event(), Event()
+    ended = Event()
+    begun = Event()
 
     def see(update: Update) -> None:
         updates.append(update)

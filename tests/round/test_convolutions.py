@@ -90,7 +90,8 @@ def test_drafting_gives_the_tokens_of_plain_decoding(
     accepted = judged = 0
     for prompt in PROMPTS:
         stats = check_same_tokens(harness, prompt, SAMPLINGS[name], controller, width)
-        accepted, judged = accepted + stats.accepted_tokens, judged + sum(stats.verified_at_depth)
+        accepted = accepted + stats.accepted_tokens
+        judged = judged + sum(stats.verified_at_depth)
     assert 0 < accepted < judged, "acceptance and rejection must both occur"
     check_cache(harness, PROMPTS[2], SAMPLINGS[name], controller, width)
     if width > 1:
@@ -142,7 +143,8 @@ def test_a_teacher_computes_the_model(
     made = partial(full_sequence_inputs, whole=whole)
     monkeypatch.setattr(teacher, "full_sequence_inputs", made)
     checkpoint = Checkpoint(place / "model")
-    decoder, ids = load_decoder(checkpoint), torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
+    decoder = load_decoder(checkpoint)
+    ids = torch.tensor([PROMPTS[2], PROMPTS[2][::-1]])
     hidden, _ = teacher.Teacher(decoder, range(1, 6), 4, "float32")(ids)
     reference: Any = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float32)
     mask = torch.ones_like(ids)
@@ -159,7 +161,8 @@ def test_rounded_states_are_the_same_in_drafts_and_without(place: Path, kind: st
     for tree in (1, 2):
         speculation = Speculation("fixed:k=4", tree=tree, guard=False)
         load = partial(eesd.load, place / "plans", threads=1, kv_cache_dtype=kind)
-        drafts, plain = load(speculation=speculation), load(speculation=None)
+        drafts = load(speculation=speculation)
+        plain = load(speculation=None)
         found = drafts.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True)
         assert found.tokens == plain.generate(PROMPTS[2], max_new_tokens=50, ignore_eos=True).tokens
         assert found.stats.accepted_tokens

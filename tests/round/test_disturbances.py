@@ -24,7 +24,8 @@ VERIFY = {1: 9.8e-3, 2: 11.7e-3, 3: 12.7e-3, 4: 14.0e-3, 5: 14.7e-3, 8: 17.7e-3,
 
 def texts(acceptance: float, tokens: int, count: int, seed: int) -> Trace:
     """Requests whose acceptance differs from text to text, and from token to token."""
-    random, found = np.random.default_rng(seed), list[TracedRequest]()
+    random = np.random.default_rng(seed)
+    found = list[TracedRequest]()
     for _ in range(count):
         mean = acceptance + 0.15 * random.standard_normal()
         levels = tuple(
@@ -99,7 +100,8 @@ def test_a_wrong_guard_is_noticed(
 
 
 def test_a_burst_while_drafting_pays_stops_it_for_a_moment_only() -> None:
-    trace, costs = GOOD.trace(128, 16, seed=3), BUNDLED.calls.scaled(BUNDLED.plain_seconds)
+    trace = GOOD.trace(128, 16, seed=3)
+    costs = BUNDLED.calls.scaled(BUNDLED.plain_seconds)
     found = [
         decode(
             trace,

@@ -135,7 +135,8 @@ def test_a_calibrated_exit_knows_how_often_it_is_right(
 ) -> None:
     """Replayed counts are the engines'; the draft vocabulary has the most used tokens."""
     (stored,) = reduced_head.glob("validation-*.safetensors")
-    validation, checkpoint = ValidationSet.load(stored), Checkpoint(early)
+    validation = ValidationSet.load(stored)
+    checkpoint = Checkpoint(early)
     head = load_exit_head(checkpoint, reduced_head)
     assert (
         head.exit_config.blocks == 0 and head.exit_config.trained and head.draft_vocab is not None
@@ -154,10 +155,8 @@ def test_a_calibrated_exit_knows_how_often_it_is_right(
         completion = llm.generate(
             tokens[:start].tolist(), max_new_tokens=int(end - start), ignore_eos=True
         )
-        accepted, rounds = (
-            accepted + completion.stats.accepted_tokens,
-            rounds + completion.stats.rounds,
-        )
+        accepted = accepted + completion.stats.accepted_tokens
+        rounds = rounds + completion.stats.rounds
     assert (accepted, rounds) == (sum(replayed.accepted), replayed.rounds) and accepted > 10
 
 

@@ -33,11 +33,9 @@ def test_contexts_compile_eagerly_and_share_their_kernels(
     model = tiny_models.build(tmp_path / "model", 97, layers=2, damping=0.3, seed=0)
     directory = tiny_models.export_tiny(model, tmp_path / "plans", slots=96)
     fake.write_plans(directory, "tensorrt-rtx")
-    manifest, trt, other = (
-        load_manifest(directory),
-        fake.module("tensorrt-rtx"),
-        fake.module("tensorrt"),
-    )
+    manifest = load_manifest(directory)
+    trt = fake.module("tensorrt-rtx")
+    other = fake.module("tensorrt")
     runtime = trt.Runtime(trt.ILogger())
     draft, verify = (
         service.load_engine(runtime, directory / manifest.plans[graph.file].file)

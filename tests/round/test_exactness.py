@@ -185,7 +185,8 @@ def test_the_kv_cache_is_chosen(exported: Export) -> None:
             eesd.load(exported("float32"), "ort", speculation=None, threads=1, **options)
         )
 
-    default, float32 = logits(None), logits("float32")
+    default = logits(None)
+    float32 = logits("float32")
     assert (default == float32).all()
     for rounded in (logits("float16"), logits("int8")):
         assert (rounded != float32).any()
@@ -220,7 +221,9 @@ def test_activations_are_chosen(exported: Export, kind: str) -> None:
             eesd.load(exported(kind), backend, speculation=None, threads=1, activations=activations)
         )
 
-    default, int8, float32 = logits("ort"), logits("ort", "int8"), logits("ort", "float32")
+    default = logits("ort")
+    int8 = logits("ort", "int8")
+    float32 = logits("ort", "float32")
     assert (default == int8).all() and (int8 != float32).any()
     np.testing.assert_allclose(float32, logits("torch"), rtol=0, atol=1e-4)
     np.testing.assert_allclose(int8, float32, rtol=0, atol=0.06 * np.abs(float32).max())
@@ -277,7 +280,8 @@ def test_bits_are_the_same_up_to_the_last_slot(exported: Export, backend: str) -
 def test_a_path_is_cut_at_its_first_node_in_another_slot() -> None:
     root = Node(1, index=0)
     first = Node(2, root, 1, index=1)
-    second, displaced = Node(3, first, 2, index=2), Node(4, first, 2, index=5)
+    second = Node(3, first, 2, index=2)
+    displaced = Node(4, first, 2, index=5)
     assert decoding_round.cut_displaced([first, second], 9) == ([first, second], 9)
     assert decoding_round.cut_displaced([first, displaced, Node(6, displaced, 3, index=6)], 9) == (
         [first],
@@ -425,7 +429,8 @@ def test_export_reports_bits(exported: Export, tmp_path: Path) -> None:
 def test_the_benchmark_compares_all_ways(
     exported: Export, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, report = tmp_path / "exactness.json", tmp_path / "results.md"
+    output = tmp_path / "exactness.json"
+    report = tmp_path / "results.md"
     done = succeed(bench_main, exported("int4"), "--new-tokens", 8, "-o", output)
     engines = len(combinations("ort"))
     texts = 2 * engines * (2 * 2 * (len([way for ways in WAYS.values() for way in ways]) + 2) + 8)

@@ -175,7 +175,8 @@ def test_statistics_add_up(harness: Harness, width: int) -> None:
     session = harness.session(
         PROMPTS[0], SAMPLINGS["T1"], controller("random"), width, new_tokens=60
     )
-    rounds, stats = finish(session), session.stats
+    rounds = finish(session)
+    stats = session.stats
     assert stats.prompt_tokens == len(PROMPTS[0])
     assert (
         stats.new_tokens
@@ -219,7 +220,8 @@ def accepted_token(session: Session) -> int:
 @pytest.mark.parametrize("width", [1, 3])
 @ENGINES
 def test_eos_inside_an_accepted_path_ends_the_text(either: Harness, name: str, width: int) -> None:
-    harness, sampling = either, SAMPLINGS[name]
+    harness = either
+    sampling = SAMPLINGS[name]
     eos = accepted_token(
         harness.session(PROMPTS[0], sampling, controller("fixed:k=6"), width, new_tokens=200)
     )
@@ -247,7 +249,8 @@ def test_eos_inside_an_accepted_path_ends_the_text(either: Harness, name: str, w
 def test_the_end_of_the_cache_ends_the_text(
     either: Harness, left: int, name: str, width: int
 ) -> None:
-    harness, slots = either, either.manifest.max_seq_len
+    harness = either
+    slots = either.manifest.max_seq_len
     prompt = np.random.default_rng(0).integers(0, 97, slots - left).tolist()
     plain = harness.session(prompt, SAMPLINGS[name], new_tokens=1000)
     drafting = harness.session(
@@ -337,7 +340,8 @@ def test_coupled_tree_accepts_at_least_what_its_chain_would(harness: Harness, se
         chain = harness.session(
             tree.tokens, sampling, controller("fixed:k=4"), workspace=harness.workspace()
         )
-        alone, result = chain.step(), tree.step()
+        alone = chain.step()
+        result = tree.step()
         if tree.finish_reason is None:  # the last round has less room
             assert result.tokens[: len(alone.tokens)] == alone.tokens
 

@@ -232,15 +232,14 @@ def test_trimming_by_the_drafted_token_is_wrong_with_rejection_alone(
 
 def test_trimming_shifts_the_distribution_as_computed_by_hand() -> None:
     """p = (.5, .5), q = (.9, .1), a drafted 1 is discarded: 0 comes with probability .55."""
-    p, q = (
-        np.log(np.array([[0.5, 0.5]] * 2, np.float32)),
-        np.log(np.array([[0.9, 0.1]], np.float32)),
-    )
+    p = np.log(np.array([[0.5, 0.5]] * 2, np.float32))
+    q = np.log(np.array([[0.9, 0.1]], np.float32))
     zeros = {True: 0, False: 0}
     draws = 4000
     for seed in range(draws):
         for trim in zeros:
-            sampler, tree = Rejection(replace(REJECTION, seed=seed)), DraftTree(0, max_nodes=1)
+            sampler = Rejection(replace(REJECTION, seed=seed))
+            tree = DraftTree(0, max_nodes=1)
             sampler.begin_round([0])
             proposals = sampler.propose(tree.root, StepOutputs(q), 0, 1)
             tree.grow([[] if trim and proposals[0].token == 1 else proposals])
@@ -307,10 +306,8 @@ def test_a_mistake_with_text_is_caught(
     behind: bool,
 ) -> None:
     mutate(monkeypatch, owner, name, old, new)
-    controller, text = (
-        make_controller("fixed:k=2") if behind else None,
-        SometimesCopies(share=0.0 if behind else 1.0),
-    )
+    controller = make_controller("fixed:k=2") if behind else None
+    text = SometimesCopies(share=0.0 if behind else 1.0)
     with caught():
         check_same_tokens(
             harness,
@@ -423,8 +420,10 @@ def test_a_penalty_that_forgets_the_draft_is_caught(
 def test_a_stale_exit_cache_is_caught(harness: Harness) -> None:
     """A verify pass that leaves the exit head's cache as it was: the tokens are right, the next
     drafts are not."""
-    workspace, exit_cache = harness.workspace(), harness.manifest.geometry.num_layers
-    kv_cache, kept = workspace.kv_cache, list[Any]()
+    workspace = harness.workspace()
+    exit_cache = harness.manifest.geometry.num_layers
+    kv_cache = workspace.kv_cache
+    kept = list[Any]()
     assert isinstance(kv_cache, HostKVCache)
 
     def before(_: Sequence[int], __: int) -> None:

@@ -43,10 +43,8 @@ KEY = {"exit_head": None, "exit_layer": 1, "dtype": None, "quantize": None, "max
 """The options of ``ASK`` that belong to the export."""
 
 
-RUN, EXPORT = (
-    "from eesd.runtime.cli import main; main()",
-    "from eesd.export.prepare import main; main()",
-)
+RUN = "from eesd.runtime.cli import main; main()"
+EXPORT = "from eesd.export.prepare import main; main()"
 
 
 @pytest.fixture(autouse=True)
@@ -116,7 +114,8 @@ def test_the_first_start_exports_and_later_ones_only_run(
     )
     assert re.fullmatch("model-[0-9a-f]{16}", place.name)
     assert (place / "tokenizer.json").read_bytes() == (plans / "tokenizer.json").read_bytes()
-    [packed], [built] = place.glob("cpu-*/weights.bin"), plans.glob("cpu-*/weights.bin")
+    [packed] = place.glob("cpu-*/weights.bin")
+    [built] = plans.glob("cpu-*/weights.bin")
     assert packed.read_bytes() == built.read_bytes()
     assert not (place / "weights.bin").exists()  # the cache holds a model once
     before = contents(cache)
@@ -200,7 +199,8 @@ def test_changed_weights_are_another_model(
 ) -> None:
     """Of a large file the samples miss most bytes; its time changes."""
     monkeypatch.setattr(caches, "_SMALL", small)
-    weights, before = model / "model.safetensors", place_of(model)
+    weights = model / "model.safetensors"
+    before = place_of(model)
     with weights.open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x7f")
@@ -476,7 +476,8 @@ def test_only_what_a_command_made_is_removed(place: Path, cache: Path, tmp_path:
 
 @pytest.mark.parametrize("kind", ["file", "directory", "link", "link to a directory"])
 def test_a_directory_with_something_else_is_kept(place: Path, tmp_path: Path, kind: str) -> None:
-    other, own = place / "other", tmp_path / "own"
+    other = place / "other"
+    own = tmp_path / "own"
     own.mkdir()
     (own / "file").write_text("mine")
     if kind == "file":

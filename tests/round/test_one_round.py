@@ -49,7 +49,8 @@ HEADS = [
     ("two_block_harness", 3),
 ]
 Damage = Callable[[dict[str, Any]], object]
-RUN, VERIFY = "plans 3 40 5", "verify.onnx"
+RUN = "plans 3 40 5"
+VERIFY = "verify.onnx"
 
 
 @pytest.mark.fast
@@ -77,7 +78,8 @@ def test_architecture_shows_the_round_of_the_example() -> None:
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_controller_in_another_loop_changes_the_seconds_and_not_the_tokens(name: str) -> None:
     """The seconds are the toy's own, not the machine's."""
-    toy, plain = run_path(str(LOOP)), [3]
+    toy = run_path(str(LOOP))
+    plain = [3]
     for position in range(3, 303):
         plain.append(int(toy["VERIFIER"][toy["row"](plain[-1], position)].argmax()))
     tokens, seconds = toy["generate"](make_controller(name), [1, 2, 3], 300)
@@ -105,11 +107,9 @@ class Gpu:
     computed when the program waits."""
 
     def __init__(self) -> None:
-        self._trt, self._errors, self._work = (
-            fake.module("tensorrt"),
-            list[str](),
-            list[Callable[[], None]](),
-        )
+        self._trt = fake.module("tensorrt")
+        self._errors = list[str]()
+        self._work = list[Callable[[], None]]()
         self._objects: list[Any] = [self._trt.Runtime(make_logger(self._trt, self._errors))]
 
     def run(self, program: Path, *arguments: object) -> tuple[int, str, str]:
@@ -117,7 +117,8 @@ class Gpu:
         errors."""
         self._memory = np.memmap(program.with_name("device"), np.uint8, "w+", shape=1 << 28)
         ours, theirs = socket.socketpair()
-        command, fd = [str(program), *map(str, arguments)], theirs.fileno()
+        command = [str(program), *map(str, arguments)]
+        fd = theirs.fileno()
         with (
             Popen(command, stdin=fd, text=True, stdout=PIPE, stderr=PIPE) as process,
             ours,
@@ -194,10 +195,8 @@ def test_the_program_in_c_has_the_tokens_of_plain_decoding_and_the_rounds_of_a_f
 
 
 def test_the_program_in_c_fills_a_cache_of_16_bits(program: Path, tmp_path: Path) -> None:
-    model, prompt = (
-        tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0),
-        PROMPTS[1],
-    )
+    model = tiny_models.build(tmp_path / "model", 97, layers=3, damping=0.3, seed=0)
+    prompt = PROMPTS[1]
     plans = tiny_models.export_tiny(
         model, tmp_path / "plans", slots=len(prompt) + 40, dtype="float16"
     )
@@ -261,7 +260,8 @@ def test_the_program_in_c_fills_a_cache_of_16_bits(program: Path, tmp_path: Path
 def test_the_program_refuses_in_a_sentence(
     plans: Path, program: Path, arguments: str, damage: Damage, words: str
 ) -> None:
-    path, (directory, *more) = plans / MANIFEST_FILE, arguments.split()
+    path = plans / MANIFEST_FILE
+    (directory, *more) = arguments.split()
     manifest = json.loads(path.read_text())
     damage(manifest)
     path.write_text(json.dumps(manifest))
@@ -274,7 +274,9 @@ def test_the_program_refuses_in_a_sentence(
 def test_the_program_survives_damaged_manifests(plans: Path, program: Path) -> None:
     """Pieces that are missing, doubled or exchanged end in a sentence, or change nothing that the
     program reads."""
-    path, random, gpu = plans / MANIFEST_FILE, Random(0), Gpu()
+    path = plans / MANIFEST_FILE
+    random = Random(0)
+    gpu = Gpu()
     whole = path.read_text()
     for _ in range(60):
         first, last = sorted(random.randrange(len(whole)) for _ in range(2))

@@ -34,11 +34,10 @@ from eesd.model.loading import load_decoder
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.llm import Speculation
 
-TOLERANCE, PROMPT_TOKENS = 2e-4, 4
-TABLES, THETAS = (
-    [name for name in ROPES if name not in ("dynamic", "longrope")],
-    (10000.0, 5e5, 1e6),
-)
+TOLERANCE = 2e-4
+PROMPT_TOKENS = 4
+TABLES = [name for name in ROPES if name not in ("dynamic", "longrope")]
+THETAS = (10000.0, 5e5, 1e6)
 ROTARY = [*product(TABLES, THETAS)]
 
 
@@ -114,7 +113,8 @@ def expected(directory: Path, tokens: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def ours(checkpoint: Checkpoint, tokens: Tensor) -> Tensor:
-    geometry, count = checkpoint.geometry, tokens.shape[1]
+    geometry = checkpoint.geometry
+    count = tokens.shape[1]
     caches = empty_caches(geometry, 1, count)
     logits: Tensor = load_decoder(checkpoint)(
         tokens, causal_inputs(geometry, 1, count, count), caches
@@ -153,7 +153,9 @@ def judge(case: Case | FamilyCase, directory: Path) -> tuple[str, int]:
 
 def check(cases: Iterable[Case | FamilyCase], directory: Path) -> Counter[str]:
     """Judge checkpoints; none may differ. Returns how many are exact and refused."""
-    results, tokens, different = Counter[str](), 0, list[str]()
+    results = Counter[str]()
+    tokens = 0
+    different = list[str]()
     for number, case in enumerate(cases):
         result, compared = judge(case, directory / str(number))
         results[result] += 1
@@ -308,7 +310,8 @@ def test_a_head_is_distilled_for_a_family(tmp_path: Path, model_type: str) -> No
     case = FamilyCase(model_type, case.options | {"vocab_size": 97}, case.seed)
     model = case.write(tmp_path / "model")
     add_tokenizer(model)
-    checkpoint, rows = Checkpoint(model), tmp_path / "rows.npy"
+    checkpoint = Checkpoint(model)
+    rows = tmp_path / "rows.npy"
     ids = torch.randint(3, 97, (16, 25), generator=torch.Generator().manual_seed(0))
     np.save(rows, ids.numpy().astype(np.uint16))
     layers = tuple(range(1, checkpoint.geometry.num_layers + 1))

@@ -21,7 +21,8 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM, Speculation
 from eesd.runtime.request import Request
 
-PROMPT, COUNT = [1, 17, 5, 40, 3, 88, 61], 40
+PROMPT = [1, 17, 5, 40, 3, 88, 61]
+COUNT = 40
 OPTIONS: dict[str, dict[str, Any]] = {
     "presence": {"presence_penalty": 1.5},
     "frequency": {"frequency_penalty": 0.7},
@@ -78,7 +79,8 @@ def definition(engine: Path) -> Callable[[str], list[int]]:
 def test_tokens_are_those_of_the_definition_with_and_without_drafting(
     plain: LLM, engine: Path, name: str, definition: Callable[[str], list[int]]
 ) -> None:
-    expected, sampling = definition(name), Sampling(**OPTIONS[name])
+    expected = definition(name)
+    sampling = Sampling(**OPTIONS[name])
     assert (
         plain.generate(PROMPT, sampling, max_new_tokens=COUNT, ignore_eos=True).tokens == expected
     )

@@ -31,7 +31,9 @@ def verify_logits(
     harness: Harness, tokens: Sequence[int], rows: Sequence[int]
 ) -> NDArray[np.float32]:
     """The logits [R, V] of the verify graph itself for these rows."""
-    (graph,), count, slots = harness.manifest.verify, len(tokens), 64
+    (graph,) = harness.manifest.verify
+    count = len(tokens)
+    slots = 64
     session = ort.InferenceSession(
         harness.directory / graph.file, providers=["CPUExecutionProvider"]
     )
@@ -69,7 +71,8 @@ def test_a_prefill_leaves_the_cache_and_the_next_logits_of_calls_with_logits(
         verify = open_engines(
             harness.directory, harness.manifest, EngineOptions(backend, 1, draft=False)
         ).verify
-        kv_cache, start = verify.new_kv_caches()[0], 0
+        kv_cache = verify.new_kv_caches()[0]
+        start = 0
         kv_cache.reserve(64)
         binding = OnCache(verify, kv_cache)
         for chunk in chunks:
@@ -97,7 +100,8 @@ def test_a_chunk_of_a_prompt_has_logits_for_one_token_at_most(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     rows: list[int] = []
-    bound_for, prepare = CpuEngine._bound_for, TorchStageRunner.prepare
+    bound_for = CpuEngine._bound_for
+    prepare = TorchStageRunner.prepare
 
     def count_of_ort(engine: Any, tokens: int, path: int, logit_rows: int) -> Any:
         rows.append(logit_rows)

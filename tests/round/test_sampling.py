@@ -41,7 +41,8 @@ def distribution(
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(options=OPTIONS, seed=st.integers(0, 1000))
 def test_distribution_is_the_defined_one(options: Sampling, seed: int) -> None:
-    logits, seen = random_logits(seed), [3, 5, 5, 96]
+    logits = random_logits(seed)
+    seen = [3, 5, 5, 96]
     actual = distribution(logits, options, seen)
     np.testing.assert_allclose(
         actual, reference_probabilities(logits, options, seen), rtol=1e-4, atol=1e-6
@@ -51,7 +52,8 @@ def test_distribution_is_the_defined_one(options: Sampling, seed: int) -> None:
 
 @pytest.mark.parametrize("top_p", [0.1, 0.9, 0.999])
 def test_the_nucleus_of_a_large_vocabulary_is_exact(top_p: float) -> None:
-    logits, options = random_logits(1, size=32000), Sampling(temperature=1.0, top_p=top_p)
+    logits = random_logits(1, size=32000)
+    options = Sampling(temperature=1.0, top_p=top_p)
     np.testing.assert_allclose(
         distribution(logits, options), reference_probabilities(logits, options), atol=1e-9
     )
@@ -144,7 +146,8 @@ def test_the_best_tokens_are_those_of_all_scores_plus_noise(
     options: Sampling, seed: int, size: int, count: int
 ) -> None:
     """Noise is made for few tokens, and none of the best is missed."""
-    scores, noise = warp(random_logits(seed, size), options), GumbelNoise(seed, size)
+    scores = warp(random_logits(seed, size), options)
+    noise = GumbelNoise(seed, size)
     tokens, noisy = noise.best(scores, seed, count)
     expected = scores + noise.at(seed)
     np.testing.assert_array_equal(noisy, expected[tokens])

@@ -78,10 +78,8 @@ def test_drafting_writes_the_tokens_of_transformers(tmp_path: Path) -> None:
     reference: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=model.name, dtype=torch.float32
     )
-    plain, exact = (
-        load(plans, speculation=None),
-        load(plans, speculation=None, activations="float32"),
-    )
+    plain = load(plans, speculation=None)
+    exact = load(plans, speculation=None, activations="float32")
     drafting = [
         load(plans, speculation=Speculation(drafter=drafter, guard=False))
         for drafter in ("exit", "text", "both")

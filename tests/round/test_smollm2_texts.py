@@ -26,7 +26,8 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def test_pages_are_words_and_tests_are_left_out(tmp_path: Path) -> None:
-    packages, checkouts = tmp_path / "packages", tmp_path / "checkouts"
+    packages = tmp_path / "packages"
+    checkouts = tmp_path / "checkouts"
     body = "".join(f"<p>{number}. {SENTENCE * 6}</p>" for number in range(12))
     page = (
         f"<html><head><title>no</title></head><nav>Next</nav><body>{body}<script>var "
@@ -81,7 +82,8 @@ def test_pages_are_words_and_tests_are_left_out(tmp_path: Path) -> None:
 
 
 def test_manuals_are_words_and_are_asked_about(tmp_path: Path) -> None:
-    packages, checkouts = tmp_path / "packages", tmp_path / "checkouts"
+    packages = tmp_path / "packages"
+    checkouts = tmp_path / "checkouts"
     manual = (
         f'.\\" no\n.TH no 1\n.SH NAME\n{SENTENCE * 5}\n.PP\n.BR two " words"\n\\fIthree\\fP '
         "well\\-known \\(lqquotes\\(rq.\n"
@@ -98,7 +100,8 @@ def test_manuals_are_words_and_are_asked_about(tmp_path: Path) -> None:
     write(packages / "dict-gcide/gcide.index", "alder\tA\tB\n00-database\tA\tB\n")
     write(packages / "dict-foldoc/foldoc.index", "kernel\tA\tB\n")
     write(checkouts / "grade-school-math/grade_school_math/data/train.jsonl", "")
-    output, asked = tmp_path / "out", tmp_path / "asked.jsonl"
+    output = tmp_path / "out"
+    asked = tmp_path / "asked.jsonl"
     command = (
         sys.executable,
         EXAMPLE / "texts.py",
@@ -174,7 +177,8 @@ def test_prompts_have_turns_and_no_tests(tmp_path: Path) -> None:
     )
     write(tmp_path / "test.jsonl", json.dumps({"turns": [SECRET]}) + "\n")
     output = tmp_path / "prompts.jsonl"
-    without, held_out = ("--without", tmp_path / "test.jsonl"), tmp_path / "held-out.jsonl"
+    without = ("--without", tmp_path / "test.jsonl")
+    held_out = tmp_path / "held-out.jsonl"
     command = (
         sys.executable,
         EXAMPLE / "prompts.py",

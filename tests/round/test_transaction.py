@@ -122,11 +122,9 @@ def test_a_budget_learns_nothing_from_a_failing_round(
 ) -> None:
     expected = generated(harness.session(PROMPT, sampling, new_tokens=NEW_TOKENS))
     for at in (1, 3, 5):
-        workspace, budget, failed = (
-            broken(harness.workspace(), place, Failure(at, KeyboardInterrupt)),
-            TreeBudget(),
-            False,
-        )
+        workspace = broken(harness.workspace(), place, Failure(at, KeyboardInterrupt))
+        budget = TreeBudget()
+        failed = False
         controller = make_controller("fixed:k=3")
         session = harness.session(
             PROMPT,
@@ -167,7 +165,8 @@ class BrokenController(RandomStop):
         self, asked: Callable[[DraftStep], None] | None, told: Callable[[RoundOutcome], None] | None
     ) -> None:
         super().__init__(seed=0, chance=1.0)
-        self._asked, self._told = asked, told
+        self._asked = asked
+        self._told = told
 
     def keep_drafting(self, step: DraftStep) -> bool:
         if self._asked:

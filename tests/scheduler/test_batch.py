@@ -141,7 +141,8 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
 
 def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A small piece reads all weights for few tokens."""
-    sizes, add_piece = [], Session.add_piece
+    sizes = []
+    add_piece = Session.add_piece
 
     def note(session: Session, piece: Call, outputs: StepOutputs, seconds: float) -> None:
         sizes.append(len(piece.tokens))
@@ -415,7 +416,8 @@ def test_a_mistake_with_caches_is_caught(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, mistake: Callable[..., None]
 ) -> None:
     """Keys and values that are not copied whole, or that two requests write, show in the tokens."""
-    scheduler, given = Scheduler(llm, OPTIONS), list(requests(12))
+    scheduler = Scheduler(llm, OPTIONS)
+    given = list(requests(12))
     expected = [alone(llm, request) for request in given]
     monkeypatch.setattr(owner, name, mistake)
     found = [record.tokens for record in run(scheduler, given)]
@@ -453,7 +455,8 @@ def test_a_service_takes_requests_from_many_threads(llm: LLM, service: Service) 
 
 def test_a_full_queue_and_a_closed_service_refuse(service: Service) -> None:
     endless = Request(tokens=[1], max_new_tokens=370, ignore_eos=True)
-    hold, entered = threading.Event(), threading.Event()
+    hold = threading.Event()
+    entered = threading.Event()
 
     def on_update(_: Update) -> None:
         entered.set()
@@ -514,7 +517,8 @@ def test_a_callback_that_raises_ends_its_request_alone(
 
 
 def test_deadlines_and_cancelling_end_a_request(service: Service) -> None:
-    late, cancelled = Record(), Record()
+    late = Record()
+    cancelled = Record()
     request = Request(tokens=[1], max_new_tokens=370, ignore_eos=True)
     service.submit(replace(request, seconds=1e-6), late)
     service.submit(request, cancelled).cancel()
@@ -525,7 +529,8 @@ def test_deadlines_and_cancelling_end_a_request(service: Service) -> None:
 
 def test_closing_drains_or_cancels(llm: LLM) -> None:
     for drain, reason in ((30.0, "length"), (0.0, "cancelled")):
-        service, record = Service(llm, OPTIONS), Record()
+        service = Service(llm, OPTIONS)
+        record = Record()
         service.submit(Request(tokens=[1], max_new_tokens=300, ignore_eos=True), record)
         service.close(drain)
         assert record.reason == reason and not service.alive
@@ -581,7 +586,8 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
     """The youngest one, and go on later with the tokens and log-probabilities that they get alone.
     Nothing is refused."""
-    slot, nodes = llm.engines.verify.new_kv_caches()[0].slot_bytes, llm.manifest.max_tree_nodes
+    slot = llm.engines.verify.new_kv_caches()[0].slot_bytes
+    nodes = llm.manifest.max_tree_nodes
     options = replace(OPTIONS, kv_memory=(260 + nodes) * slot, prefix_memory=0)
     given = [
         Request(
@@ -594,7 +600,8 @@ def test_requests_pause_where_memory_runs_out(llm: LLM) -> None:
         )
         for number in range(12)
     ]
-    scheduler, most = Scheduler(llm, options), 0.0
+    scheduler = Scheduler(llm, options)
+    most = 0.0
     records = [Record() for _ in given]
     for request, record in zip(given, records, strict=True):
         generation = Generation(request, record)

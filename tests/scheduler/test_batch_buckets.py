@@ -36,7 +36,8 @@ from eesd.serve.cli import main as serve_main
 
 BUCKETS = (1, 2, 4, 13)
 """Of calls of several rows, where rounds have up to 13 nodes."""
-CHAINS, TREES = Speculation(), Speculation(tree=3)
+CHAINS = Speculation()
+TREES = Speculation(tree=3)
 
 
 @dataclass
@@ -64,12 +65,10 @@ class Steps:
 @contextmanager
 def noted(slots: Sequence[int]) -> Iterator[Steps]:
     """Note what engines run. ``slots``: how many attention may read."""
-    steps, step, run_calls, capture = (
-        Steps(),
-        DeviceEngine._step,
-        DeviceEngine._run,
-        CapturedGraph.capture,
-    )
+    steps = Steps()
+    step = DeviceEngine._step
+    run_calls = DeviceEngine._run
+    capture = CapturedGraph.capture
 
     def noted_step(
         self: DeviceEngine, memory: DeviceMemory, first: int, rows: int, count: int, *others: Any
@@ -130,7 +129,8 @@ def planned(shared: Shared) -> Path:
 def late_batch(planned: Path, setting: Setting, levels: int) -> tuple[Steps, Scheduler]:
     """What a batch on a GPU whose work is late runs after it was prepared. The tokens are those of
     plain decoding."""
-    given, plain = few(7), load(planned, "ort", threads=1)
+    given = few(7)
+    plain = load(planned, "ort", threads=1)
     with late_llm(planned, setting, seed=0) as (machine, llm), noted((16, 48, 112)) as steps:
         scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=levels))
         assert steps.captures > 0
@@ -275,7 +275,8 @@ def test_within_a_bucket_a_row_has_the_same_bits_whatever_is_beside_it(harness: 
 def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
     """All rows, and the bucket of the longest; so three nodes cost what four do."""
     with padded_device(harness.directory) as llm:
-        verify, rule = llm.engines.verify, Scheduler(llm, OPTIONS).rule
+        verify = llm.engines.verify
+        rule = Scheduler(llm, OPTIONS).rule
         kv_caches = verify.new_kv_caches(5)
         assert verify.work([call(llm, kv_caches[0], 60, 3), call(llm, kv_caches[1], 20, 1)]) == (
             5 * 4,
@@ -357,7 +358,8 @@ def test_a_mistake_is_noticed(
             ]
 
     def alone_in_memory() -> list[Any]:
-        llm, found = load(harness.directory, "torch", threads=1), []
+        llm = load(harness.directory, "torch", threads=1)
+        found = []
         for length, count, mask in ((3, 2, None), (93, 3, tree), (3, 2, None), (47, 1, None)):
             [kv_cache] = llm.engines.verify.new_kv_caches()
             kv_cache.reserve(200)

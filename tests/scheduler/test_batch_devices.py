@@ -74,7 +74,8 @@ def test_tokens_are_those_of_onnx_runtime(harness: Harness, llm: LLM) -> None:
 def test_stages_with_a_shard_each_and_drafts_of_all_layers_run_rows(
     name: str, request: pytest.FixtureRequest
 ) -> None:
-    given, other = list(requests(8, seed=3)), request.getfixturevalue(name)
+    given = list(requests(8, seed=3))
+    other = request.getfixturevalue(name)
     # The second time with prefixes.
     records = run(Scheduler(other, replace(OPTIONS, levels=3)), [*given, *given], every=2)
     # Rejection sampling depends on what is drafted.
@@ -97,7 +98,8 @@ def test_logprobs_are_equal_in_every_bit(llm: LLM) -> None:
 @pytest.mark.parametrize("name", ["llm", "whole"])
 def test_a_service_runs_rows_in_its_thread(name: str, request: pytest.FixtureRequest) -> None:
     llm: LLM = request.getfixturevalue(name)
-    given, service = list(requests(4, seed=7)), Service(llm, OPTIONS)
+    given = list(requests(4, seed=7))
+    service = Service(llm, OPTIONS)
     try:
         assert [service.generate(request).tokens for request in given] == [
             alone(llm, request) for request in given
@@ -145,9 +147,11 @@ def test_rows_that_change_each_other_are_refused(llm: LLM, monkeypatch: pytest.M
 def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
     """Out of a cache, into a row and another one, through memory that grows. A row that begins anew
     has nothing of before."""
-    manifest, streams = replace(harness.manifest, dtype=dtype), device_streams(1, "cpu")
+    manifest = replace(harness.manifest, dtype=dtype)
+    streams = device_streams(1, "cpu")
     first, second = (DeviceMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
-    [cache], rows = first.caches(), second.caches()
+    [cache] = first.caches()
+    rows = second.caches()
     first.shards[0].normal_()
     second.shards[0].fill_(torch.inf)
     rows[1].reset()
@@ -173,7 +177,8 @@ def test_trees_of_several_rows_are_those_of_a_row_alone(llm: LLM) -> None:
     """Batches draft chains, but rows take trees, too."""
     engine = llm.engines.verify
     seen = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], np.bool_)
-    caches, calls = engine.new_kv_caches(3), []
+    caches = engine.new_kv_caches(3)
+    calls = []
     for row, length in ((0, 9), (2, 20)):
         kv_cache = caches[row]
         kv_cache.reserve(40)
@@ -250,7 +255,8 @@ def test_rows_on_a_gpu_whose_work_is_late(
     """With plans, every call has all rows and one node count, is captured once, and keeps the rules
     of CUDA and TensorRT."""
     planned = request.getfixturevalue(name)
-    given, plain = few(6), load(planned, "ort", threads=1)
+    given = few(6)
+    plain = load(planned, "ort", threads=1)
     setting = Setting(1, 1, Speculation(), cuda_graphs=cuda_graphs)
     with late_llm(planned, setting, seed=0) as (machine, llm):
         scheduler = Scheduler(llm, replace(OPTIONS, max_rows=3, levels=3))
@@ -294,7 +300,8 @@ def leave_prompts_where_they_ran(patch: pytest.MonkeyPatch, _: Machine) -> None:
 def test_a_mistake_on_a_gpu_is_noticed(
     planned: Path, mutate: Callable[[pytest.MonkeyPatch, Machine], None]
 ) -> None:
-    given, plain = few(6), load(planned, "ort", threads=1)
+    given = few(6)
+    plain = load(planned, "ort", threads=1)
     with (
         late_llm(planned, Setting(1, 1, Speculation()), seed=0) as (machine, llm),
         pytest.MonkeyPatch.context() as patch,

@@ -62,7 +62,8 @@ class Texts:
     """Texts in caches; what calls of their own give is the truth."""
 
     def __init__(self, llm: LLM) -> None:
-        self.engine, self.size = llm.engines.verify, llm.manifest.geometry.vocab_size
+        self.engine = llm.engines.verify
+        self.size = llm.manifest.geometry.vocab_size
         self.random = np.random.default_rng(0)
         self.caches = self.engine.new_kv_caches(len(TEXTS))
         for cache, length in zip(self.caches, TEXTS, strict=True):
@@ -94,7 +95,8 @@ class Texts:
     def own(self, call: Call) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
         """The bits of a call of the text alone, and what it wrote, which is then forgotten."""
         [outputs] = self.engine.forward([call])
-        found, written = bits(outputs), self.written(call)
+        found = bits(outputs)
+        written = self.written(call)
         call.kv_cache.fill(call.slot, np.zeros(written.shape, np.float32))
         assert not self.written(call).any()
         return found, written
@@ -139,7 +141,8 @@ def plans(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         )
     if kind == "int4":
         return export_engine(model, directory / "plans", "--quantize", "int4", "--max-seq-len", 384)
-    stages, dtype = (3 if kind == "stages" else 1), (kind if kind == "bfloat16" else "float32")
+    stages = 3 if kind == "stages" else 1
+    dtype = kind if kind == "bfloat16" else "float32"
     return tiny_models.export_tiny(
         model, directory / "plans", slots=384, stages=stages, dtype=dtype
     )
@@ -226,7 +229,8 @@ def test_a_call_that_fails_ends_its_rows_and_the_prompt_goes_on(
     """Nobody knows what a failed call has written behind the prompt's known tokens, so the piece is
     run again."""
     scheduler = Scheduler(llm, OPTIONS)
-    good, failing = engine.forward, [0]
+    good = engine.forward
+    failing = [0]
 
     def fail(self: Any, calls: Sequence[Call]) -> Any:
         found = good(self, calls)
@@ -274,7 +278,8 @@ def test_a_mistake_with_pieces_is_caught(
     llm: LLM, noted: Noted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens of a prompt that are left out show in what follows."""
-    random, scheduler = np.random.default_rng(0), Scheduler(llm, OPTIONS)
+    random = np.random.default_rng(0)
+    scheduler = Scheduler(llm, OPTIONS)
     given = [
         Request(
             tokens=random.integers(0, 97, n).tolist(),

@@ -101,8 +101,10 @@ def test_kv_cache_has_the_size_of_the_runtimes_cache(staged: Path) -> None:
 
 
 def test_buffers_hold_mask_hidden_state_and_logits(staged: Path) -> None:
-    manifest, (first, second) = load_manifest(staged), estimated(staged)["devices"]
-    nodes, vocab_size = manifest.max_tree_nodes + 1, manifest.geometry.vocab_size
+    manifest = load_manifest(staged)
+    (first, second) = estimated(staged)["devices"]
+    nodes = manifest.max_tree_nodes + 1
+    vocab_size = manifest.geometry.vocab_size
     for key, tokens, rows in (
         ("round_buffers", nodes, nodes),
         ("prefill_buffers", manifest.gpu_prefill_chunk, 1),

@@ -180,7 +180,9 @@ def test_paths_may_come_in_any_order(llm: LLM) -> None:
         "properties": {"a": WORD, "b": {"type": "integer"}},
         "required": ["a"],
     }
-    made, draw, committed = constraint("json", schema, llm), random.Random(0), list[int]()
+    made = constraint("json", schema, llm)
+    draw = random.Random(0)
+    committed = list[int]()
     for _ in range(40):
         # Paths that are not committed, some of which are not allowed.
         for _ in range(draw.randrange(4)):
@@ -211,7 +213,8 @@ def test_forced_tokens_are_what_must_follow(llm: LLM) -> None:
         "required": ["name"],
         "additionalProperties": False,
     }
-    made, tokens = constraint("json", schema, llm), list[int]()
+    made = constraint("json", schema, llm)
+    tokens = list[int]()
     eos = llm.manifest.eos_token_ids[0]
     while eos not in tokens:
         forced = made.forced(tokens, 3)
@@ -530,7 +533,9 @@ class Words:
     """EOS and tokens of one to thirty letters, as real vocabularies have them, in the form that
     llguidance asks for."""
 
-    eos_token_id, bos_token_id, special_token_ids = 0, None, (0,)
+    eos_token_id = 0
+    bos_token_id = None
+    special_token_ids = (0,)
     tokens = (b"</s>", *(b"a" * count for count in range(1, 31)))
 
     def __call__(self, text: str) -> list[int]:
@@ -559,7 +564,9 @@ def test_a_large_schema_is_no_error(llm: LLM) -> None:
 def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> None:
     """While a mask is computed or while tokens are read. A failed matcher calls itself stopped,
     which must not end the text."""
-    made, draw, tokens = constraint("regex", TOO_MUCH, llm), random.Random(0), list[int]()
+    made = constraint("regex", TOO_MUCH, llm)
+    draw = random.Random(0)
+    tokens = list[int]()
     with pytest.raises(ConstraintError, match="takes too much"):
         while len(tokens) < 2000:
             tokens.append(draw.choice(allowed(made, tokens)))
@@ -577,7 +584,9 @@ def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> N
 def test_a_long_text_is_read_once(llm: LLM) -> None:
     """Each question goes on where the last one ended, so the time of a text does not grow with its
     square."""
-    made, tokens, reads = constraint("regex", "(ab)*", llm), list[int](), list[int]()
+    made = constraint("regex", "(ab)*", llm)
+    tokens = list[int]()
+    reads = list[int]()
     matcher = made._matcher
 
     class Counting:

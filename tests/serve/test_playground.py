@@ -78,7 +78,8 @@ def test_the_events_are_what_the_batch_did(server: Served) -> None:
         tokens = [token for event in found for token in event["tokens"]]
         assert [token["id"] for token in tokens] == expected.tokens
         assert "".join(token["text"] for token in tokens) + found[-1]["held"] == expected.text
-        stats, sources = found[-1]["stats"], [token["source"] for token in tokens]
+        stats = found[-1]["stats"]
+        sources = [token["source"] for token in tokens]
         assert (
             stats["new_tokens"] == len(tokens)
             and found[-1]["finish_reason"] == expected.finish_reason
@@ -143,7 +144,8 @@ def test_rejected_drafts_are_shown_to_pointer_and_keyboard(page: Page) -> None:
     )
     ask(page, "a")
     expect(page.locator("#status")).to_contain_text("tokens in")
-    tip, marks = page.locator("#tip"), page.locator("#output .mark")
+    tip = page.locator("#tip")
+    marks = page.locator("#output .mark")
     expect(marks).to_have_count(2)
     marks.first.hover()
     expect(tip).to_have_text("Rejected ␣bad⏎Verifier ␣good")

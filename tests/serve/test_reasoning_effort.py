@@ -32,7 +32,8 @@ def test_the_templates_variable_is_set_as_in_transformers(tmp_path: Path) -> Non
     Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "a": 2}, [])).save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATES["qwen3"]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    reference, codec = AutoTokenizer.from_pretrained(tmp_path), TextCodec(tmp_path)
+    reference = AutoTokenizer.from_pretrained(tmp_path)
+    codec = TextCodec(tmp_path)
     texts = set()
     for value in (True, False):
         expected = reference.apply_chat_template(
@@ -151,10 +152,8 @@ def test_thoughts_are_told_apart_wherever_the_text_is_cut(
     text: str, begun: bool, wanted: tuple[str, str]
 ) -> None:
     for size in (1, 2, 3, 7, 100):
-        parser, pieces = (
-            ThinkParser(begun),
-            [text[at : at + size] for at in range(0, len(text), size)],
-        )
+        parser = ThinkParser(begun)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
         found = [parser.push(piece, last=False) for piece in pieces] + [parser.push("", last=True)]
         assert (
             "".join(thought for thought, _ in found),

@@ -73,7 +73,8 @@ def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
             0
         ]["text"]
 
-    whole, bias = text(), str(server.llm.encode("a")[0])
+    whole = text()
+    bias = str(server.llm.encode("a")[0])
     assert text(stop="") == text(stop=[""]) == text(stop=["", "\x01"]) == whole
     assert (
         text(max_tokens=None, n_predict=COUNT)
@@ -112,7 +113,8 @@ def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> Non
         return server.complete(PROMPT, **options, **more)["choices"][0]["text"]
 
     free = text()
-    letter, pair = free[5], free[10:12]
+    letter = free[5]
+    pair = free[10:12]
     assert letter not in text(bad_words=[letter]) and pair not in text(bad_words=[pair])
     assert pair[0] in text(bad_words=[pair])
     ids = server.llm.encode("abc")
@@ -369,7 +371,8 @@ def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
     leave."""
 
     def one(number: int) -> None:
-        prompt, most = PROMPT[: 3 + number % 12], 10 + 17 * (number % 5)
+        prompt = PROMPT[: 3 + number % 12]
+        most = 10 + 17 * (number % 5)
         sampling = Sampling(temperature=0.7 * (number % 3), seed=number)
         body = {
             "prompt": prompt,

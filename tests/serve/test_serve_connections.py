@@ -18,7 +18,8 @@ from eesd.serve.http import streaming
 from eesd.serve.http.options import ServeOptions
 from eesd.serve.openai import params
 
-BODY_TIMEOUT, MOST = 1.0, 100_000
+BODY_TIMEOUT = 1.0
+MOST = 100_000
 LONG = {"prompt": "abc", "max_tokens": 400, "ignore_eos": True}
 
 

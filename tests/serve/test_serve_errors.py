@@ -18,7 +18,8 @@ from eesd.serve.openai import params
 from eesd.serve.openai.schemas import CompletionBody
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")

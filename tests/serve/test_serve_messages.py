@@ -44,7 +44,8 @@ def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
             assert event["index"] == len(answer["content"])
             answer["content"].append(event["content_block"] | {"json": ""})
         elif event["type"] == "content_block_delta":
-            block, delta = answer["content"][event["index"]], event["delta"]
+            block = answer["content"][event["index"]]
+            delta = event["delta"]
             block["text"] = block.get("text", "") + delta.get("text", "")
             block["json"] += delta.get("partial_json", "")
         else:

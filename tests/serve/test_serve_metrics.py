@@ -39,10 +39,8 @@ def test_counters_agree_with_answers(server: Served) -> None:
         server.metric("vllm:request_generation_tokens_sum") - lengths == found["generation_tokens"]
     )
     for answer in answers:
-        one, new = (
-            answer["metrics"]["speculative_decoding"],
-            [len(choice["token_ids"]) for choice in answer["choices"]],
-        )
+        one = answer["metrics"]["speculative_decoding"]
+        new = [len(choice["token_ids"]) for choice in answer["choices"]]
         assert one["num_accepted_draft_tokens"] <= sum(new) == answer["usage"]["completion_tokens"]
     spec = [answer["metrics"]["speculative_decoding"] for answer in answers]
     assert found == {

@@ -37,7 +37,8 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "serving"
 @pytest.fixture(scope="module")
 def server(engine: Path) -> Iterator[Served]:
     """With keys, open metrics, two hosts, two names of the model, and pages of one origin."""
-    hosts, origins = ("127.0.0.1", "Api.Example.com"), ("https://chat.example.com",)
+    hosts = ("127.0.0.1", "Api.Example.com")
+    origins = ("https://chat.example.com",)
     options = ServeOptions(
         api_keys=KEYS,
         metrics_open=True,
@@ -450,7 +451,8 @@ def test_queue_prefill_and_lengths_are_measured(server: Served) -> None:
     def found(kind: str) -> list[float]:
         return [server.metric(f"vllm:request_{name}_{kind}") for name in names]
 
-    counts, sums = found("count"), found("sum")
+    counts = found("count")
+    sums = found("sum")
     body = {"prompt": list(range(1, 12)), "max_tokens": 5, "ignore_eos": True}
     assert server.post("/v1/completions", body, headers=bearer()).status_code == 200
     eventually(lambda: found("count") == [count + 1 for count in counts])
@@ -509,7 +511,8 @@ def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(
     monkeypatch.setattr(
         TextCodec, "tokenizer", property(lambda _: pytest.fail("it is tokenized")), raising=False
     )
-    most, longest = server.llm.manifest.max_seq_len, server.llm.codec._longest
+    most = server.llm.manifest.max_seq_len
+    longest = server.llm.codec._longest
     text = "a" * (longest * (most + 1))
     for path, body in (("/v1/completions", {"prompt": text}), ("/tokenize", {"prompt": text})):
         response = server.post(path, body, headers=bearer())

@@ -203,7 +203,8 @@ def test_opentelemetry_instruments_the_command_unchanged(
 ) -> None:
     """One span a request, below the client's, whatever is streamed; none for probes."""
     instrument = "from opentelemetry.instrumentation.auto_instrumentation import run; run()"
-    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    parent = "b7ad6b7169203331"
     headers = {"traceparent": f"00-{trace}-{parent}-01", "X-Request-Id": "mine"}
     body = {"prompt": "abc", "max_tokens": 20, "ignore_eos": True, "stream": True}
     Collector.spans = []

@@ -417,7 +417,8 @@ def test_a_failure_is_an_error_or_the_end_of_the_stream(lined: Served, client: O
         client.responses.create(model="", input="Who?", extra_body=failing)
     events = raw_events(lined, {"input": "Who?", **failing})
     assert kinds(events)[-2:] == ["error", "failed"] and "output_text.delta" in kinds(events)
-    error, last = events[-2], events[-1]["response"]
+    error = events[-2]
+    last = events[-1]["response"]
     assert error["code"] == "constraint_failed" and "takes too much" in error["message"]
     assert (
         last["status"] == "failed"

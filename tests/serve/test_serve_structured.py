@@ -57,7 +57,8 @@ SAMPLINGS = [
 def test_drafting_changes_no_token_of_a_constrained_text(
     lined: Served, schema: dict[str, Any], sampling: Sampling
 ) -> None:
-    llm, service = lined.serving.service.llm, lined.serving.service
+    llm = lined.serving.service.llm
+    service = lined.serving.service
     tokens = llm.encode("Say: ")
 
     def text(draft: bool) -> list[int]:
@@ -74,8 +75,11 @@ def test_drafting_changes_no_token_of_a_constrained_text(
 
 
 def test_one_constraint_serves_several_requests_at_once(lined: Served) -> None:
-    llm, service, found = lined.llm, lined.serving.service, dict[int, list[int]]()
-    shared, done = constraint("json", SCHEMA, llm), threading.Semaphore(0)
+    llm = lined.llm
+    service = lined.serving.service
+    found = dict[int, list[int]]()
+    shared = constraint("json", SCHEMA, llm)
+    done = threading.Semaphore(0)
 
     def request(seed: int, made: Constraint) -> Request:
         sampling = Sampling(temperature=1.0, seed=seed)
@@ -151,7 +155,10 @@ def test_a_required_call_reaches_the_client(lined: Served, choice: Any, stream: 
         "seed": 4,
     }
     if stream:
-        name, arguments, content, reason = "", "", "", None
+        name = ""
+        arguments = ""
+        content = ""
+        reason = None
         for chunk in create(model="", messages=USER, stream=True, **options):
             delta = chunk.choices[0].delta
             content += delta.content or ""
@@ -164,12 +171,10 @@ def test_a_required_call_reaches_the_client(lined: Served, choice: Any, stream: 
         found = create(model="", messages=USER, **options).choices[0]
         assert found.message.tool_calls and len(found.message.tool_calls) == 1
         call_made: Any = found.message.tool_calls[0]
-        name, arguments, content, reason = (
-            call_made.function.name,
-            call_made.function.arguments,
-            found.message.content or "",
-            found.finish_reason,
-        )
+        name = call_made.function.name
+        arguments = call_made.function.arguments
+        content = found.message.content or ""
+        reason = found.finish_reason
         answer: Any = {"role": "tool", "tool_call_id": call_made.id, "content": "20"}
         assert create(
             model="", messages=[*USER, found.message, answer], max_tokens=4, tools=TOOLS
@@ -243,7 +248,8 @@ def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
 @pytest.mark.parametrize("choice", ["auto", "required", "none"])
 def test_with_tools_and_a_schema_an_answer_is_calls_or_fits(lined: Served, choice: str) -> None:
     """In each API. ``required`` means calls only, and ``none`` the schema only."""
-    kinds, (mark,) = set[bool](), lined.llm.encode("<")
+    kinds = set[bool]()
+    (mark,) = lined.llm.encode("<")
     for seed in range(4):
         for path, body in bodies(choice).items():
             asked = {**body, "temperature": 1.4, "seed": seed, "parallel_tool_calls": False}
@@ -364,8 +370,10 @@ def test_a_stream_whose_constraint_takes_too_much_ends_with_the_error(
 def test_the_others_go_on_where_a_constraint_fails(
     lined: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    llm, service = lined.serving.service.llm, lined.serving.service
-    failed, other = list[Update](), list[Update]()
+    llm = lined.serving.service.llm
+    service = lined.serving.service
+    failed = list[Update]()
+    other = list[Update]()
     done = threading.Barrier(3)
 
     def submit(updates: list[Update], request: Request) -> None:

@@ -88,7 +88,8 @@ def codec_of(directory: Path, template: str, special: Sequence[str] = ()) -> Tex
     return TextCodec(directory)
 
 
-NAMED, FLAT = {"type": "function", "function": {"name": "g"}}, {"type": "function", "name": "h"}
+NAMED = {"type": "function", "function": {"name": "g"}}
+FLAT = {"type": "function", "name": "h"}
 
 
 def answer(parser: ToolParser, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
@@ -98,7 +99,8 @@ def answer(parser: ToolParser, pieces: Sequence[str]) -> tuple[str, list[tuple[s
 
 
 def put_together(deltas: Sequence[ToolDelta]) -> tuple[str, list[tuple[str, str]]]:
-    content, calls = "", list[dict[str, Any]]()
+    content = ""
+    calls = list[dict[str, Any]]()
     for delta in (delta.to_dict() for delta in deltas):
         content += delta.get("content", "")
         for call in delta.get("tool_calls", []):
@@ -233,7 +235,8 @@ def test_messages_without_tools_are_encoded_as_ever(llm: LLM) -> None:
 def test_required_calls_fit_their_parameters(
     llm: LLM, format: ToolFormat, choice: str, names: set[str]
 ) -> None:
-    tools, called = Tools(tuple(TOOLS), choice, True, format), set()
+    tools = Tools(tuple(TOOLS), choice, True, format)
+    called = set()
     for seed in range(12):
         made = tools.constraint(llm)
         assert made is not None

@@ -299,7 +299,9 @@ GUIDES: dict[str, tuple[str, Any]] = {
 def test_penalties_log_probabilities_and_guides_are_those_of_generate(
     triton_python: Path, server: TritonServer, llm: LLM
 ) -> None:
-    prompt, requests, expected = "import os\n", [], []
+    prompt = "import os\n"
+    requests = []
+    expected = []
     for number, (kind, (own, value)) in enumerate([*GUIDES.items(), ("", ("", ""))]):
         sampling = Sampling(
             temperature=0.7 * (number % 2),

@@ -46,7 +46,9 @@ def _is_elsewhere(machine: Machine, call: Call) -> bool:
 
 def _out_of_order(log: Sequence[Call]) -> list[str]:
     """Contexts that are captured before they ran, or changed after they were captured."""
-    found, ran, captured = [], set(), set()
+    found = []
+    ran = set()
+    captured = set()
     for call in log:
         if call.name == "execute" and call.capturing:
             captured.add(call.subject)

@@ -15,8 +15,12 @@ from torch import Tensor
 
 from eesd.model.families import FAMILIES
 
-LAYERS, HIDDEN, INNER, VOCABULARY = 3, 32, 40, 61
-POSITIONS, ORIGINAL = 96, 24
+LAYERS = 3
+HIDDEN = 32
+INNER = 40
+VOCABULARY = 61
+POSITIONS = 96
+ORIGINAL = 24
 """The scaled configurations go beyond their original positions."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LONG_FACTORS = [1.0 + i for i in range(8)]
@@ -174,10 +178,8 @@ class Case:
             return mean + 0.3 * torch.randn(size, generator=generator)
 
         config = self.config
-        heads, size = (
-            config["num_attention_heads"],
-            config.get("head_dim") or HIDDEN // config["num_attention_heads"],
-        )
+        heads = config["num_attention_heads"]
+        size = config.get("head_dim") or HIDDEN // config["num_attention_heads"]
         kv = config.get("num_key_value_heads") or heads
         tensors = {
             "model.embed_tokens.weight": matrix(VOCABULARY, HIDDEN),
@@ -237,7 +239,8 @@ def cases(count: int, seed: int) -> Iterator[Case]:
 
 
 def _case(rng: random.Random, seed: int) -> Case:
-    family, tie = rng.choice(("llama", "mistral", "qwen2", "qwen3")), rng.choice(TIES)
+    family = rng.choice(("llama", "mistral", "qwen2", "qwen3"))
+    tie = rng.choice(TIES)
     heads, kv, size = rng.choice(
         ((4, 4, None), (4, 2, None), (4, 1, None), (2, 2, 16), (4, 2, 12), (4, 2, 8), (1, 1, None))
     )
@@ -262,11 +265,13 @@ def _case(rng: random.Random, seed: int) -> Case:
         config["num_key_value_heads"] = None
     if family == "mistral":
         config["sliding_window"] = rng.choice((None, None, 16))
-    rope, place = rng.choice(list(ROPES)), rng.choice(ROPE_PLACES)
+    rope = rng.choice(list(ROPES))
+    place = rng.choice(ROPE_PLACES)
     config |= _rope(rng, rope, place)
     flags = rng.sample(list(FLAGS), rng.choice((0, 0, 1, 2, 3)))
     config |= {name: rng.choice(FLAGS[name]) for name in flags}
-    files, odd = rng.choice(FILES), rng.random() < 0.2
+    files = rng.choice(FILES)
+    odd = rng.random() < 0.2
     described = (
         f"{seed}: {family} {heads}/{kv}/{size} rope={rope}@{place} tie={tie} {files} odd={odd} "
         f"{sorted(flags)}"
@@ -275,7 +280,8 @@ def _case(rng: random.Random, seed: int) -> Case:
 
 
 def _rope(rng: random.Random, name: str, place: str) -> dict[str, Any]:
-    rope, theta = ROPES[name], rng.choice((None, 500.0, 1e6))
+    rope = ROPES[name]
+    theta = rng.choice((None, 500.0, 1e6))
     values = rope | ({"rope_theta": theta} if theta and rng.random() < 0.5 else {})
     top = {"rope_theta": theta} if theta and "rope_theta" not in values else {}
     if place == "conflict":

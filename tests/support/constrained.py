@@ -113,7 +113,9 @@ def with_new_lines(engine: Path, directory: Path, template: str | None = None) -
 
 def random_text(constraint: Constraint, llm: LLM, seed: int, most: int = 2000) -> str:
     """A text of random allowed tokens, until EOS is drawn."""
-    (eos,), draw, tokens = llm.manifest.eos_token_ids, random.Random(seed), list[int]()
+    (eos,) = llm.manifest.eos_token_ids
+    draw = random.Random(seed)
+    tokens = list[int]()
     while len(tokens) < most:
         token = draw.choice(allowed(constraint, tokens))
         if token == eos:

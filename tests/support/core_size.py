@@ -32,11 +32,11 @@ CPU = tuple(
 them."""
 TESTS = Path(__file__).parent.parent
 BUDGETS = {
-    "core": (4352, 44),
-    "CPU backend": (2566, 32),
-    "core with all devices": (8226, 76),
-    "Python outside tests": (24435, 287),
-    "tests": (23234, 200),
+    "core": (4538, 44),
+    "CPU backend": (2594, 32),
+    "core with all devices": (8578, 76),
+    "Python outside tests": (25250, 287),
+    "tests": (23862, 200),
 }
 """Most statements and files."""
 NOT_CODE = re.compile(
@@ -48,7 +48,8 @@ NOT_CODE = re.compile(
 
 def sizes(package: Path = PACKAGE) -> dict[str, tuple[int, int]]:
     """Statements and files of each part."""
-    edges, files = graph(package), dict(modules(package))
+    edges = graph(package)
+    files = dict(modules(package))
 
     def reached(without: tuple[str, ...]) -> list[Path]:
         found = set[str]().union(*(closure(edges, start, without) for start in STARTS))

@@ -46,7 +46,9 @@ class DeviceTensor(Tensor):
             dtype=inner.dtype,
             device=torch.device("cpu"),
         )
-        made.memory, made.block, made._index = inner, block, index
+        made.memory = inner
+        made.block = block
+        made._index = index
         return made
 
     @property
@@ -115,7 +117,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.machine.pin(result) if pinned else result
 
     def _on_device(self, func: Any, args: Any, kwargs: Any, index: int) -> Any:
-        stream, (inner, options) = self.machine.own.current[index], tree_map(_inner, (args, kwargs))
+        stream = self.machine.own.current[index]
+        (inner, options) = tree_map(_inner, (args, kwargs))
         if "device" in options:
             options = {**options, "device": torch.device("cpu"), "pin_memory": False}
         returned = func._schema.returns[0].alias_info
@@ -166,7 +169,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
             self._copy_between(target, source)
         elif isinstance(target, DeviceTensor):
-            stream, out = machine.own.current[target._index], target.memory
+            stream = machine.own.current[target._index]
+            out = target.memory
             host = self._host(
                 stream, source if machine.is_pinned(source) or stream.graph else source.clone()
             )
@@ -174,7 +178,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._wait(stream, non_blocking)
         else:
             assert isinstance(source, DeviceTensor)
-            stream, values = machine.own.current[source._index], source.memory
+            stream = machine.own.current[source._index]
+            values = source.memory
             host = self._host(stream, target)
             machine.enqueue(stream, lambda: host.copy_(values), host=host)
             self._wait(stream, non_blocking and machine.is_pinned(target))
@@ -183,8 +188,11 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _copy_between(self, target: DeviceTensor, source: DeviceTensor) -> None:
         """The copy runs in the current stream of the source's device. It waits for the target's,
         which waits for the copy."""
-        machine, out, values = self.machine, target.memory, source.memory
-        ours, theirs = machine.own.current[source._index], machine.own.current[target._index]
+        machine = self.machine
+        out = target.memory
+        values = source.memory
+        ours = machine.own.current[source._index]
+        theirs = machine.own.current[target._index]
         machine.join(ours, theirs)
         machine.enqueue(ours, lambda: out.copy_(values))
         machine.join(theirs, ours)

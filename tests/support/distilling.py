@@ -48,7 +48,8 @@ def build(directory: Path) -> tuple[Path, Path]:
     model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
-    writer, temperatures = TorchWriter(load_decoder(Checkpoint(model))), [0, 0.7] * 128
+    writer = TorchWriter(load_decoder(Checkpoint(model)))
+    temperatures = [0, 0.7] * 128
     texts = continue_prompts(
         writer, Writing(prompts, [LENGTH + 1] * 256, temperatures, np.random.default_rng, (2,))
     )

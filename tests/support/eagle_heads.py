@@ -30,7 +30,8 @@ def write_head(
 ) -> Path:
     """Write a random head for a model with this ``config.json``; ``changes`` are fields of the
     block's sizes."""
-    hidden, vocab = model["hidden_size"], model["vocab_size"]
+    hidden = model["hidden_size"]
+    vocab = model["vocab_size"]
     speculators = layout in LAYOUTS[2:]
     sizes: dict[str, Any] = {
         name: model[name] for name in ("hidden_size", "vocab_size", "num_attention_heads")
@@ -48,11 +49,9 @@ def write_head(
     }
     sizes |= {"model_type": "llama", "rope_theta": 5000.0, "attention_bias": False} | changes
     columns = draft_vocab or vocab
-    heads, kv, size = (
-        sizes["num_attention_heads"] * sizes["head_dim"],
-        sizes["num_key_value_heads"] * sizes["head_dim"],
-        80,
-    )
+    heads = sizes["num_attention_heads"] * sizes["head_dim"]
+    kv = sizes["num_key_value_heads"] * sizes["head_dim"]
+    size = 80
     random = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, inputs: int) -> Tensor:
@@ -139,11 +138,9 @@ class Reference:
         self.weights = {
             name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()
         }
-        self.sizes, self.embeddings, self.layers = (
-            config.get("transformer_layer_config", config),
-            embeddings,
-            layers,
-        )
+        self.sizes = config.get("transformer_layer_config", config)
+        self.embeddings = embeddings
+        self.layers = layers
         self.normed_residual = bool(config.get("norm_before_residual"))
         self.fuse_norms = sorted(
             name[:-7] for name in tensors if name.startswith(("input_norm", "fc_norm"))
@@ -177,16 +174,13 @@ class Reference:
             )
 
     def _block(self, tokens: Tensor, features: Tensor) -> Tensor:
-        sizes, count = self.sizes, len(tokens)
-        heads, kv, width = (
-            sizes["num_attention_heads"],
-            sizes["num_key_value_heads"],
-            sizes["head_dim"],
-        )
-        embedded, normed = (
-            self._norm(self.embeddings[tokens], "midlayer.input_layernorm"),
-            self._norm(features, "midlayer.hidden_norm"),
-        )
+        sizes = self.sizes
+        count = len(tokens)
+        heads = sizes["num_attention_heads"]
+        kv = sizes["num_key_value_heads"]
+        width = sizes["head_dim"]
+        embedded = self._norm(self.embeddings[tokens], "midlayer.input_layernorm")
+        normed = self._norm(features, "midlayer.hidden_norm")
         read = torch.cat([embedded, normed], -1)
         q, k, v = (
             read @ self.weights[f"midlayer.self_attn.{name}_proj.weight"].T for name in "qkv"
@@ -197,10 +191,13 @@ class Reference:
 
         def turned(x: Tensor, number: int) -> Tensor:
             first, second = x.view(count, number, width).chunk(2, -1)
-            cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+            cos = angles.cos()[:, None]
+            sin = angles.sin()[:, None]
             return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
-        q, k, v = turned(q, heads), turned(k, kv), v.view(count, kv, width)
+        q = turned(q, heads)
+        k = turned(k, kv)
+        v = v.view(count, kv, width)
         attended = []
         for head in range(heads):
             own = head * kv // heads
@@ -243,12 +240,14 @@ def train(
         length: Tokens of a text, of which the first three are random.
     """
     file = directory / "model.safetensors"
-    tensors, config = load_file(file), json.loads((directory / "config.json").read_text())
+    tensors = load_file(file)
+    config = json.loads((directory / "config.json").read_text())
     trained = {
         name: value.requires_grad_() for name, value in tensors.items() if value.is_floating_point()
     }
     made = Reference(tensors, config, model.model.embed_tokens.weight.detach(), layers)
-    adam, random = torch.optim.Adam(list(trained.values()), 4e-3), torch.Generator().manual_seed(0)
+    adam = torch.optim.Adam(list(trained.values()), 4e-3)
+    random = torch.Generator().manual_seed(0)
     columns = torch.arange(len(tensors["lm_head.weight"])) + tensors.get("d2t", 0)
     column_of = torch.full(
         (config.get("vocab_size") or config["transformer_layer_config"]["vocab_size"],), -100
@@ -265,7 +264,8 @@ def train(
         fused = (
             torch.cat([found.hidden_states[layer] for layer in layers], -1) @ tensors["fc.weight"].T
         )
-        wanted, loss = column_of[found.logits.argmax(-1)], torch.zeros(())
+        wanted = column_of[found.logits.argmax(-1)]
+        loss = torch.zeros(())
         for text, features, targets in zip(texts[4 * step :], fused, wanted, strict=False):
             first = made._block(text[1:], features[:-1])
             second = made._block(text[1:], torch.cat([features[:1], first[:-1]]))

@@ -90,7 +90,8 @@ def logits_of(
     )
     assert engines.draft is not None
     kv_cache = engines.verify.new_kv_caches()[0]
-    verify, draft = OnCache(engines.verify, kv_cache), OnCache(engines.draft, kv_cache)
+    verify = OnCache(engines.verify, kv_cache)
+    draft = OnCache(engines.draft, kv_cache)
     calls = ((verify, PROMPT, 0), (verify, [7], len(PROMPT)), (draft, [9], len(PROMPT) + 1))
     return [
         binding.forward(tokens, range(w, w + len(tokens)), w).logits.copy()

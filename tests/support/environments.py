@@ -30,7 +30,8 @@ def make(name: str) -> Path:
     """
     packages = ROOT / "tests" / "environments" / f"{name}.txt"
     directory = ROOT / "build" / "environments" / name
-    python, done = directory / "bin" / "python", directory / "packages.txt"
+    python = directory / "bin" / "python"
+    done = directory / "packages.txt"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{directory}.lock"):
         if done.exists() and done.read_text() == packages.read_text():
@@ -65,10 +66,8 @@ def make_npm(name: str) -> Path:
     directory = ROOT / "build" / "environments" / f"{name}-npm"
     directory.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{directory}.lock"):
-        done, wanted = (
-            directory / "node_modules" / ".done",
-            (lists / "package-lock.json").read_text(),
-        )
+        done = directory / "node_modules" / ".done"
+        wanted = (lists / "package-lock.json").read_text()
         if done.exists() and done.read_text() == wanted:
             return directory
         shutil.copytree(lists, directory, dirs_exist_ok=True)

@@ -92,7 +92,9 @@ class Stream:
     """A ``torch.cuda.Stream``."""
 
     def __init__(self, machine: "Machine", device: int, handle: int) -> None:
-        self.machine, self.device_index, self.cuda_stream = machine, device, handle
+        self.machine = machine
+        self.device_index = device
+        self.cuda_stream = handle
         self.device = torch.device("cuda", device)
         self.queue: deque[Item] = deque()
         self.graph: Graph | None = None
@@ -139,7 +141,10 @@ class Block:
     in queues."""
 
     def __init__(self, machine: "Machine", offset: int, size: int, owner: Any) -> None:
-        self.machine, self.offset, self.size, self.owner = machine, offset, size, owner
+        self.machine = machine
+        self.offset = offset
+        self.size = size
+        self.owner = owner
 
     def __del__(self) -> None:
         self.machine.release(self)
@@ -180,7 +185,8 @@ class _Thread(threading.local):
     captures."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
-        self.device, self.current = 0, [*streams]
+        self.device = 0
+        self.current = [*streams]
         self.capturing: tuple[Stream, Any] | None = None
 
 
@@ -199,13 +205,16 @@ class Machine:
     """
 
     def __init__(self, devices: int = 1, seed: int = 0, size: int = 128 << 20) -> None:
-        self.devices, self.captures = devices, 0
+        self.devices = devices
+        self.captures = 0
         self.turns: Turns | None = None
-        self._handles, self._numbers = count(1000), count(1)
+        self._handles = count(1000)
+        self._numbers = count(1)
         self.own = _Thread([Stream(self, device, next(self._handles)) for device in range(devices)])
         self.streams = {stream.cuda_stream: stream for stream in self.own.current}
         self.log: list[Call] = []
-        self.memory, self.pinned = Arena(size), Arena(size // 4)
+        self.memory = Arena(size)
+        self.pinned = Arena(size // 4)
         self.joins = True
         self.loyalty = 0.0
         self.breaking: int | None = None
@@ -250,7 +259,8 @@ class Machine:
     def activate(self, stream: Stream) -> Iterator[None]:
         """Make a stream and its device the current ones, as ``torch.cuda.stream`` does."""
         before = self.own.device, self.own.current[stream.device_index]
-        self.own.device, self.own.current[stream.device_index] = stream.device_index, stream
+        self.own.device = stream.device_index
+        self.own.current[stream.device_index] = stream
         try:
             yield
         finally:
@@ -321,11 +331,9 @@ class Machine:
         for other in self.streams.values():
             self.finish(other)
         with self.activate(stream):
-            self.own.capturing, stream.graph, graph.device = (
-                (stream, pool),
-                graph,
-                stream.device_index,
-            )
+            self.own.capturing = (stream, pool)
+            stream.graph = graph
+            graph.device = stream.device_index
             self.captures += 1
             self.write("capture", stream.cuda_stream, graph.number)
             try:
@@ -337,7 +345,8 @@ class Machine:
                     "CUDA error: operation failed due to a previous error during capture"
                 ) from error
             finally:
-                self.own.capturing, stream.graph = None, None
+                self.own.capturing = None
+                stream.graph = None
                 self.captures -= 1
 
     # Memory
@@ -356,7 +365,8 @@ class Machine:
         self.memory.give(block.offset, block.size, block.owner)
         # Never captured: what the next owner writes is no part of a graph.
         if isinstance(block.owner, Stream):
-            address, size = self.memory.bytes.data_ptr() + block.offset, block.size
+            address = self.memory.bytes.data_ptr() + block.offset
+            size = block.size
             block.owner.queue.append(Item(lambda: memset(address, GARBAGE, size)))
 
     def pin(self, tensor: Tensor) -> Tensor:

@@ -55,7 +55,8 @@ def write_plans(
     are for GPUs of these compute ``capabilities``; empty: any. With ``stripped`` they have no
     weights, and their graphs beside them.
     """
-    manifest, plans = load_manifest(directory), {}
+    manifest = load_manifest(directory)
+    plans = {}
     for graph in manifest.graphs:
         decoding = ((1, 4, manifest.max_tree_nodes + 1), (1, chunk, chunk))
         profiles = ((1, 1, 1),) if graph == manifest.draft else decoding
@@ -74,7 +75,8 @@ def write_plans(
             plan["stripped"] = True
             graph_read(path).write_bytes(plan_graph(directory, manifest, graph, batch, True))
         path.write_text(json.dumps(plan))
-        size, fused = path.stat().st_size, len(graph.caches)
+        size = path.stat().st_size
+        fused = len(graph.caches)
         refit = refit_digest(graph_read(path), manifest) if stripped else ""
         plans[graph.file] = PlanInfo(
             path.name,
@@ -188,14 +190,13 @@ class ICudaEngine(Fake):
         stripped: bool = False,
     ) -> None:
         self._read(path)
-        self._refittable, self._has_weights = stripped, not stripped
-        self._profiles, self._graph, self._slots, self._least, self._batch = (
-            profiles,
-            name,
-            slots,
-            least,
-            batch,
-        )
+        self._refittable = stripped
+        self._has_weights = not stripped
+        self._profiles = profiles
+        self._graph = name
+        self._slots = slots
+        self._least = least
+        self._batch = batch
         self._inputs = {tensor.name: tensor for tensor in self._session.get_inputs()}
         self._outputs = {tensor.name: tensor for tensor in self._session.get_outputs()}
         self._names: list[str] = [*self._inputs, *self._outputs]
@@ -256,7 +257,8 @@ class ICudaEngine(Fake):
 
 class IExecutionContext(Fake):
     def __init__(self, engine: ICudaEngine, config: "IRuntimeConfig | None") -> None:
-        self._engine, self._config = engine, config
+        self._engine = engine
+        self._config = config
         self._profile: int | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
@@ -314,7 +316,8 @@ class IExecutionContext(Fake):
 
     def set_device_memory(self, memory: int, size: int) -> None:
         self._write("memory")
-        self._scratch, self._scratch_size = memory, size
+        self._scratch = memory
+        self._scratch_size = size
 
     def is_stream_capturable(self, stream: int) -> bool:
         return stream != 0  # the default stream cannot be captured
@@ -343,7 +346,9 @@ class IExecutionContext(Fake):
     def _work(self) -> Callable[[], None]:
         """What a call does with the shapes and addresses that the context has now. Results and
         scratch memory lose what they held."""
-        engine, addresses, shapes = self._engine, dict(self._addresses), dict(self._shapes)
+        engine = self._engine
+        addresses = dict(self._addresses)
+        shapes = dict(self._shapes)
         sizes = {
             "n": self._count,
             "B": shapes["position_ids"][0],
@@ -354,11 +359,9 @@ class IExecutionContext(Fake):
             name: [sizes.get(dim, dim) for dim in tensor.shape]
             for name, tensor in engine._outputs.items()
         }
-        scratch, size, caches = (
-            self._scratch,
-            engine.device_memory_size_v2,
-            {f"{name}_out" for name in self._caches()},
-        )
+        scratch = self._scratch
+        size = engine.device_memory_size_v2
+        caches = {f"{name}_out" for name in self._caches()}
 
         def work() -> None:
             memset(scratch, GARBAGE, size)
@@ -398,7 +401,8 @@ class IRuntimeCache(Fake):
         gpu, kernels = json.loads(blob)
         if gpu != self._gpu:
             return False
-        self._kernels, self._loaded = set(kernels), True
+        self._kernels = set(kernels)
+        self._loaded = True
         return True
 
     def serialize(self) -> "IHostMemory":
@@ -447,7 +451,8 @@ class Refitter(Fake):
         self._api.check_call("Refitter", "__init__", (engine, logger), {})
         if not engine._refittable:
             raise TypeError("pybind11::init(): factory function returned nullptr")
-        self._engine, self._given = engine, ""
+        self._engine = engine
+        self._given = ""
 
     def refit_cuda_engine(self) -> bool:
         if self._given:
@@ -475,19 +480,16 @@ NAMES = {cls.__name__ for cls in CLASSES}
 
 def host_of(directory: Path, stream: Any = None) -> Host:
     """A service with its own engines and scratch memory. On the CPU there is no stream."""
-    manifest, trt = load_manifest(directory), module("tensorrt")
-    runtime, strategy = (
-        trt.Runtime(trt.ILogger()),
-        trt.ExecutionContextAllocationStrategy.USER_MANAGED,
-    )
+    manifest = load_manifest(directory)
+    trt = module("tensorrt")
+    runtime = trt.Runtime(trt.ILogger())
+    strategy = trt.ExecutionContextAllocationStrategy.USER_MANAGED
     plans = {file: (directory / plan.file).read_bytes() for file, plan in manifest.plans.items()}
     engines = {
         graph.file: runtime.deserialize_cuda_engine(plans[graph.file]) for graph in manifest.graphs
     }
-    verify, scratch = (
-        [engines[stage.file] for stage in manifest.verify],
-        torch.zeros(5000, dtype=torch.uint8),
-    )
+    verify = [engines[stage.file] for stage in manifest.verify]
+    scratch = torch.zeros(5000, dtype=torch.uint8)
     contexts = lambda engine: engine.create_execution_context(strategy)  # noqa: E731
     return Host(verify, engines[manifest.draft.file], contexts, stream, scratch=scratch)
 

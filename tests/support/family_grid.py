@@ -12,7 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.tiny_checkpoints import randomise
 
-VOCABULARY, POSITIONS, ORIGINAL = 61, 96, 40
+VOCABULARY = 61
+POSITIONS = 96
+ORIGINAL = 40
 Options = dict[str, Any]
 SMALL: Options = {
     "vocab_size": VOCABULARY,
@@ -209,7 +211,8 @@ def _mixtral(rng: random.Random, _: Options) -> Options:
 
 
 def _qwen3_moe(rng: random.Random, sizes: Options) -> Options:
-    (count, used), layers = _experts(rng), sizes["num_hidden_layers"]
+    (count, used) = _experts(rng)
+    layers = sizes["num_hidden_layers"]
     window = rng.choice((None, 50))
     return (
         _rope(rng)
@@ -241,7 +244,8 @@ def _hunyuan(rng: random.Random, sizes: Options) -> Options:
 
 
 def _as_llama(rng: random.Random, sizes: Options) -> Options:
-    bias, size = rng.random() < 0.5, sizes["hidden_size"] // sizes["num_attention_heads"]
+    bias = rng.random() < 0.5
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
     return _rope(rng) | {"attention_bias": bias, "mlp_bias": bias, "head_dim": size}
 
 

@@ -13,7 +13,13 @@ from tokenizers import pre_tokenizers
 
 from support.command import TEMPLATE
 
-HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, EXPERTS, EXPERT = 256, 512, 4, 2, 3, 3, 768
+HIDDEN = 256
+INNER = 512
+HEADS = 4
+KV_HEADS = 2
+LAYERS = 3
+EXPERTS = 3
+EXPERT = 768
 """Sizes whose products consist of whole blocks of 256. transformers reads experts of no other
 size."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
@@ -149,7 +155,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
     """Shapes [out, in] of all tensors by their names in the file."""
-    queries, keys = HEADS * spec.head_dim, KV_HEADS * spec.head_dim
+    queries = HEADS * spec.head_dim
+    keys = KV_HEADS * spec.head_dim
     block: dict[str, tuple[int, ...]] = {
         "attn_norm.weight": (HIDDEN,),
         "attn_q.weight": (queries, HIDDEN),

@@ -70,11 +70,9 @@ class Harness:
         else:
             engines = open_engines(directory, self.manifest, EngineOptions("ort", threads=1))
             assert engines.draft is not None
-            self._verify, self._draft, self.exact_trees = (
-                engines.verify,
-                engines.draft,
-                engines.exact_trees,
-            )
+            self._verify = engines.verify
+            self._draft = engines.draft
+            self.exact_trees = engines.exact_trees
         self.columns = DraftColumns(load_draft_vocab(directory, self.manifest))
         self._shared = self.workspace(self.manifest.max_seq_len)
 
@@ -103,7 +101,8 @@ class Harness:
     ) -> Session:
         """A session that drafts with the exit head if there is a controller, and from the text if
         there is a ``text``."""
-        parts, sampling = workspace or self._shared, sampling or Sampling()
+        parts = workspace or self._shared
+        sampling = sampling or Sampling()
         drafter = (
             Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         )
@@ -170,7 +169,8 @@ class SometimesCopies(TextRule):
 
     def __init__(self, seed: int = 0, share: float = 1.0) -> None:
         super().__init__()
-        self._random, self._share = np.random.default_rng(seed), share
+        self._random = np.random.default_rng(seed)
+        self._share = share
 
     def chance(self, step: TextStep) -> float:
         return max(super().chance(step), 0.8)
@@ -187,7 +187,8 @@ class PauseUntil(Guard):
 
     def __init__(self, round: int, drafter: str = EXIT_HEAD) -> None:
         super().__init__()
-        self._left, self._drafter = round, drafter
+        self._left = round
+        self._drafter = drafter
 
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         return drafter != self._drafter or self._left <= 0
@@ -200,7 +201,8 @@ class Wrapped:
     """An engine with something done before and after each of its calls. After a prefill there are
     logits that nobody reads."""
 
-    chooses, draft_chain = False, None
+    chooses = False
+    draft_chain = None
 
     def __init__(
         self,
@@ -210,8 +212,11 @@ class Wrapped:
             None
         ),
     ) -> None:
-        self._inner, self._before, self._after = inner, before, after
-        self.manifest, self.prefill_chunk = inner.manifest, inner.prefill_chunk
+        self._inner = inner
+        self._before = before
+        self._after = after
+        self.manifest = inner.manifest
+        self.prefill_chunk = inner.prefill_chunk
 
     def new_kv_caches(self, count: int = 1) -> Sequence[KVCache]:
         return self._inner.new_kv_caches(count)

@@ -55,7 +55,8 @@ def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
 def closure(edges: dict[str, set[str]], start: str, without: Sequence[str] = ()) -> set[str]:
     """A module and everything that it imports, directly or through others, but not through modules
     ``without``."""
-    found, waiting = set[str](), [start]
+    found = set[str]()
+    waiting = [start]
     while waiting:
         name = waiting.pop()
         if name not in found and name not in without:

@@ -34,12 +34,14 @@ torch_fused.MOST_NODES = 8  # the interpreter is slow
 def engines(directory: Path) -> dict[str, Any]:
     """Logits with kernels against those with torch's operators, and which weights are kept and
     shared."""
-    logits, kept = [], []
+    logits = []
+    kept = []
     for kernels in (False, True):
         found = open_torch(directory, load_manifest(directory), 1, True, "cpu", kernels=kernels)
         logits.append(logits_of(*found))
         kept.append([levels_of(engine.stages[0]) for engine in found if engine is not None])
-    (verify, draft), pairs = kept[1], list(zip(*logits, strict=True))
+    (verify, draft) = kept[1]
+    pairs = list(zip(*logits, strict=True))
     return {
         "difference": [float(abs(one - other).max()) for one, other in pairs],
         "deviation": [float(one.std()) for one, _ in pairs],
@@ -56,7 +58,8 @@ def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]
     """Of both engines: of a prompt that torch's attention reads, and of a chain, a tree and a token
     in two rows behind it."""
     assert draft is not None
-    caches, found = verify.new_kv_caches(2), list[NDArray[np.float32]]()
+    caches = verify.new_kv_caches(2)
+    found = list[NDArray[np.float32]]()
     for row, kv_cache in enumerate(caches):
         prompt = Call(kv_cache, LONG[row:], range(len(LONG) - row), 0)
         found += [engine.forward([prompt])[0].logits.copy() for engine in (verify, draft)]
@@ -87,14 +90,17 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
     order = logits.float().sort(dim=-1, descending=True, stable=True).indices[..., : max(count, 1)]
     names = torch.arange(size) * 3 if count else torch.arange(size)
     found = torch_fused.find_best(logits, count, names if count else None)
-    ids, logprobs = found[: rows[0]].long(), found[rows[0] :]
+    ids = found[: rows[0]].long()
+    logprobs = found[rows[0] :]
     expected = logits.double().log_softmax(-1).gather(-1, order)[: len(logprobs)]
     return float("inf") if (ids != names[order]).any() else float(abs(logprobs - expected).sum())
 
 
 def all_best() -> list[float]:
     """Of one and of many parts, full and not, one row and many."""
-    narrow, wide, part = torch.bfloat16, torch.float32, torch_fused.PART
+    narrow = torch.bfloat16
+    wide = torch.float32
+    part = torch_fused.PART
     some = [
         best(narrow, (1, 1), 97, 4),
         best(wide, (2, 3), 2 * part + 1, 5),

@@ -158,7 +158,8 @@ def wrong(directory: Path, machine: Machine, llm: LLM, seeds: range) -> list[int
     found = []
     for seed in seeds:
         machine.reseed(seed)
-        number, rule = seed % len(PROMPTS), seed % len(SAMPLINGS)
+        number = seed % len(PROMPTS)
+        rule = seed % len(SAMPLINGS)
         made = llm.generate(
             PROMPTS[number], SAMPLINGS[rule], max_new_tokens=TOKENS, ignore_eos=True
         )

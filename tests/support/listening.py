@@ -29,7 +29,8 @@ def listening(service: "Service", options: "ServeOptions") -> Iterator[tuple[str
     from eesd.serve.app import make_app
     from eesd.serve.http.run import address_of, bind, serve
 
-    app, bound = make_app(service, options), bind("127.0.0.1", 0)
+    app = make_app(service, options)
+    bound = bind("127.0.0.1", 0)
     bound.listen()  # so that clients wait, and are not refused, while the server starts
     thread = threading.Thread(target=serve, args=(app, bound))
     thread.start()
@@ -55,7 +56,9 @@ def _ask(
     address: str, body: dict[str, Any], together: threading.Barrier
 ) -> tuple[float, float, float, list[int]]:
     """When a request began, brought its first token, and ended; and its tokens."""
-    connection, tokens, first = HTTPConnection(address, timeout=120), list[int](), 0.0
+    connection = HTTPConnection(address, timeout=120)
+    tokens = list[int]()
+    first = 0.0
     connection.connect()
     together.wait()
     began = time.perf_counter()

@@ -86,7 +86,8 @@ def reference_probabilities(
     weights /= weights.sum()
     before = 0.0
     for token in order:
-        share, weights[token] = weights[token], weights[token] if before < sampling.top_p else 0
+        share = weights[token]
+        weights[token] = weights[token] if before < sampling.top_p else 0
         before += share
     weights[weights < sampling.min_p * weights.max()] = 0
     total: Vector = weights / weights.sum()
@@ -208,7 +209,8 @@ def check_sampler(
 ) -> None:
     """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint
     distribution."""
-    made_up, random = MadeUp(vocab_size, width, draft_vocab), np.random.default_rng(0)
+    made_up = MadeUp(vocab_size, width, draft_vocab)
+    random = np.random.default_rng(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
         tokens = tuple(made_up.round(seed, width))
@@ -226,7 +228,9 @@ DRAFT_VOCAB = np.array([token for token in range(97) if token % 5])
 def check_reduced_proposals(sampling: Sampling, count: int) -> None:
     """A draft vocabulary proposes what the whole vocabulary does where the logits of all other
     tokens are -inf."""
-    random, seen, node = np.random.default_rng(0), [5, 9, 3, 60, 61, 62, 63], Node(3)
+    random = np.random.default_rng(0)
+    seen = [5, 9, 3, 60, 61, 62, 63]
+    node = Node(3)
     samplers = [
         make_sampler(sampling, 97, columns) for columns in (DraftColumns(DRAFT_VOCAB), WHOLE)
     ]
@@ -377,10 +381,8 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
     """Call ``step`` and interrupt it at the line-th line that session.py and round.py run; whether
     it got so far."""
-    left, files = (
-        line,
-        {part.__code__.co_filename for part in (Session.step, Round.commit, run_round)},
-    )
+    left = line
+    files = {part.__code__.co_filename for part in (Session.step, Round.commit, run_round)}
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
@@ -406,7 +408,8 @@ def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
 def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
     """A step may be interrupted at every line: the session still counts its tokens right and ends
     with the same ones."""
-    expected, line = generated(make()), 1
+    expected = generated(make())
+    line = 1
     while True:
         session = make()
         for _ in range(rounds):
@@ -447,7 +450,8 @@ def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> i
         Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)
     ]
     options: Options = {"max_new_tokens": 12, "ignore_eos": True}
-    first, drafts = alone.generate(text, **options).tokens, 0
+    first = alone.generate(text, **options).tokens
+    drafts = 0
     others = [[*text[:BLOCK], 3 + token, *text[:2]] for token in range(3)]
     for prompt in (text, text, *others, [*text, *first[:-1]], [*text, *first[:4], 7, 8]):
         request = alone.request(prompt, **options)

@@ -13,7 +13,8 @@ from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs
 
 class OnCache:
     def __init__(self, engine: Engine, kv_cache: KVCache) -> None:
-        self._engine, self._kv_cache = engine, kv_cache
+        self._engine = engine
+        self._kv_cache = kv_cache
 
     def forward(
         self,

@@ -44,7 +44,8 @@ def one_node(
     **attributes: Any,
 ) -> Path:
     """Write a model of one node. Outputs are types."""
-    given, constants = [], []
+    given = []
+    constants = []
     for name, value in inputs:
         if isinstance(value, np.ndarray):
             constants.append(numpy_helper.from_array(value, name))
@@ -104,14 +105,18 @@ def random_weight(
         fine = minimums = False
     size = 1 << BITS[form]
     levels = random.integers(0, size, (inputs, outputs))
-    levels[0, 0], levels[-1, -1] = 0, size - 1
+    levels[0, 0] = 0
+    levels[-1, -1] = size - 1
     shape = inputs // (16 if fine else 32), outputs
-    scales, found = random.uniform(0.3, 1, shape) / size, -random.uniform(0.2, 0.6, shape)
+    scales = random.uniform(0.3, 1, shape) / size
+    found = -random.uniform(0.2, 0.6, shape)
     if kind == SPLIT:
         rows = 256 // (16 if fine else 32)
-        scales, found = split(random, scales, rows), split(random, found, rows)
+        scales = split(random, scales, rows)
+        found = split(random, found, rows)
     if kind == NARROW:
-        scales, found = scales.astype(np.float16), found.astype(np.float16)
+        scales = scales.astype(np.float16)
+        found = found.astype(np.float16)
     zero = size // 2 if signed and not minimums else 0
     return Weight(
         form,
@@ -128,7 +133,8 @@ def split(random: np.random.Generator, values: Array, rows: int) -> Array:
     of about these values."""
     most = int(random.choice([63, 127]))
     integers = random.integers(-most, most + 1, values.shape)
-    integers[::rows], integers[1::rows] = most, most - 1
+    integers[::rows] = most
+    integers[1::rows] = most - 1
     factors = (values[::rows] / most).astype(np.float16).astype(np.float64)
     found: Array = integers * np.repeat(factors, rows, 0)
     return found
@@ -167,14 +173,13 @@ class Product:
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(self.seed)
-        inputs, outputs = (
-            self.parts[0].shape[0],
-            sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1),
-        )
+        inputs = self.parts[0].shape[0]
+        outputs = sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1)
         # Blocks differ in size, so that a scale of another block is noticed; one is 0, one far
         # below all others.
         sizes = random.uniform(0.05, 3, (MOST, inputs // BLOCK + 1, 1))
-        sizes[3, 0], sizes[4, -2:] = 0, 1e-38
+        sizes[3, 0] = 0
+        sizes[4, -2:] = 1e-38
         self.x = (
             (random.normal(0, 1, (MOST, inputs // BLOCK + 1, BLOCK)) * sizes)
             .reshape(MOST, -1)[:, :inputs]
@@ -230,12 +235,14 @@ class Product:
             y += self.bias
             size += np.abs(self.bias)
         if self.gating:
-            (gate, up), (g, u) = np.split(y, 2, 1), np.split(size, 2, 1)
+            (gate, up) = np.split(y, 2, 1)
+            (g, u) = np.split(size, 2, 1)
             inner = (
                 gate if self.gating == 1 else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
             )
             with np.errstate(over="ignore"):
-                y, size = gate / (1 + np.exp(-inner)) * up, g * u + g + u
+                y = gate / (1 + np.exp(-inner)) * up
+                size = g * u + g + u
         return (y + self.added, size + np.abs(self.added)) if self.residual else (y, size)
 
 
@@ -342,7 +349,8 @@ class Mixture:
         )
 
     def in_float64(self) -> NDArray[np.float64]:
-        x, logits = self.x.astype(np.float64), self.logits.astype(np.float64)
+        x = self.x.astype(np.float64)
+        logits = self.logits.astype(np.float64)
         if self.norm is not None:
             x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
         shares = np.exp(logits - np.logaddexp.reduce(logits, 1)[:, None])
@@ -407,7 +415,8 @@ class Cache:
         self.values = self.array.reshape(layers, 2, kv_heads, slots, self.width)[:, 1]
         # What is beside a head's values is multiplied but not used, so it must not be a NaN's
         # neighbour.
-        self.keys[..., head_dim:, :], self.values[..., head_dim:] = 0, 0
+        self.keys[..., head_dim:, :] = 0
+        self.values[..., head_dim:] = 0
 
     @property
     def address(self) -> int:
@@ -415,16 +424,15 @@ class Cache:
 
     def rows(self, layer: int, slot: int, head_dim: int) -> tuple[Floats, Floats]:
         """Keys and values [KV, D] of a slot, as float32."""
-        tile, row = slot // 16, slot % 16
+        tile = slot // 16
+        row = slot % 16
         if self.array.dtype == np.int8:
             keys = self.keys[layer, :, tile, :, row].reshape(-1, self.width)[:, :head_dim]
             values = self.values[layer, :, tile, row // 2, :head_dim, row % 2]
             scales = self.scales[layer, :, :, tile, row, None]
             return keys * scales[0], values * scales[1]
-        keys, values = (
-            self.keys[layer, :, tile, :head_dim, row],
-            self.values[layer, :, slot, :head_dim],
-        )
+        keys = self.keys[layer, :, tile, :head_dim, row]
+        values = self.values[layer, :, slot, :head_dim]
         return keys.astype(np.float32), values.astype(np.float32)
 
 
@@ -573,7 +581,8 @@ class Attention:
             query = turned(q[node], len(path) - 1, self.spec.q_norm).reshape(
                 self.kv_heads, -1, self.head_dim
             )
-            keys, path = keys[:, -self.window :], path[-self.window :]
+            keys = keys[:, -self.window :]
+            path = path[-self.window :]
             scores = np.einsum("ghd,gsd->ghs", query, keys) * self.spec.scale
             scores = self.cap * np.tanh(scores / self.cap) if self.cap else scores
             if self.hides_first and len(path) > 1:
@@ -616,21 +625,22 @@ def attend(session: Any, *calls: tuple[Floats, Array, list[list[int]]]) -> list[
         for path in call[2]:
             paths[row, : len(path)] = path
             row += 1
-    qkv, tokens = (
-        np.concatenate([call[0] for call in calls]),
-        np.concatenate([call[1] for call in calls]),
-    )
+    qkv = np.concatenate([call[0] for call in calls])
+    tokens = np.concatenate([call[1] for call in calls])
     y = run(session, qkv=qkv, tokens=tokens, paths=paths)
     return np.split(y, np.cumsum([len(call[0]) for call in calls])[:-1])
 
 
 def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 30,)) -> Floats:
     """Run the first ``count`` tokens in pieces of these sizes, in turn."""
-    found, at, number = [], 0, 0
+    found = []
+    at = 0
+    number = 0
     while at < count:
         stop = min(count, at + pieces[number % len(pieces)])
         found += attend(session, chain(text, at, stop))
-        at, number = stop, number + 1
+        at = stop
+        number = number + 1
     return np.concatenate(found)
 
 
@@ -667,7 +677,8 @@ def check_float16(path: Path, names: Sequence[str]) -> None:
     )
     values = numbers[: len(numbers) // 64 * 64].reshape(-1, 64)
     layer = Attention(heads=0, kv_heads=1, head_dim=64, layers=1, layer=0, dtype="float16")
-    text, count = layer.text(len(values)), len(values)
+    text = layer.text(len(values))
+    count = len(values)
     qkv, tokens, _ = chain(text, 0, count)
     qkv[:, 64:] = values
     for name in names:

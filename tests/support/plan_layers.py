@@ -95,7 +95,8 @@ def build_layers(directory: Path, *options: object) -> tuple[Manifest, dict[str,
             if record.getMessage().startswith("Layers:"):
                 lists.append(record.getMessage())
 
-    logger, recorder = logging.getLogger("eesd.tensorrt"), Recorder()
+    logger = logging.getLogger("eesd.tensorrt")
+    recorder = Recorder()
     before = logger.level, logger.propagate
     logger.addHandler(recorder)
     logger.setLevel(logging.DEBUG)

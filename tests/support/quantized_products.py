@@ -46,8 +46,10 @@ multiple of a panel."""
 
 def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: str) -> Quantized:
     """A weight with any levels, of about the size that keeps the size of what it multiplies."""
-    kind, shape = quantization.weights, (inputs // quantization.block, outputs)
-    size, random = 2.0 ** (1 - BITS[kind]) * inputs**-0.5, np.random.default_rng(0)
+    kind = quantization.weights
+    shape = (inputs // quantization.block, outputs)
+    size = 2.0 ** (1 - BITS[kind]) * inputs**-0.5
+    random = np.random.default_rng(0)
     scales = rounded(size * (0.5 + random.random(shape)), quantization.scales or dtype)
     zeros = (
         random.integers(256, size=(scales.size + 1) // 2, dtype=np.uint8)
@@ -78,13 +80,12 @@ def checked(case: Case, of: str, device: str) -> dict[str, Any]:
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, of)
     stored = random_weight(case.quantization, case.inputs, case.outputs, of)
-    weight, x = (
-        arranged(stored, case.quantization, torch.device(device)),
-        torch.randn(ROWS[-1], case.inputs).to(dtype),
-    )
+    weight = arranged(stored, case.quantization, torch.device(device))
+    x = torch.randn(ROWS[-1], case.inputs).to(dtype)
     found = {rows: product(x[:rows].to(device), weight).cpu() for rows in ROWS}
     factors = as_torch(dequantize(stored, case.quantization.weights)).to(dtype).double()
-    exact, every = x.double() @ factors, found[ROWS[-1]]
+    exact = x.double() @ factors
+    every = found[ROWS[-1]]
     allowed = torch.finfo(dtype).eps / 2 * exact.abs() + 1e-5 * (x.double().abs() @ factors.abs())
     return {
         "error": float(((every.double() - exact).abs() / allowed).max()),

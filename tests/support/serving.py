@@ -21,7 +21,8 @@ from eesd.runtime.llm import LLM
 from eesd.serve.http.options import ServeOptions, Serving
 from support.listening import listening
 
-OPTIONS, BATCH = ServeOptions(), BatchOptions()
+OPTIONS = ServeOptions()
+BATCH = BatchOptions()
 
 
 @dataclass(frozen=True)
@@ -105,11 +106,13 @@ def served(
 
 def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
     """Wait until something is so, or fail."""
-    spent, last = 0.0, monotonic()
+    spent = 0.0
+    last = monotonic()
     while not condition():
         now = monotonic()
         # For a process that was stopped for long no more time has passed.
-        spent, last = spent + min(now - last, 1.0), now
+        spent = spent + min(now - last, 1.0)
+        last = now
         assert spent < seconds, "it did not happen"
         sleep(0.01)
 
@@ -130,7 +133,8 @@ class Held:
     released."""
 
     def __init__(self, after: int = 1) -> None:
-        self._after, self._released = after, threading.Event()
+        self._after = after
+        self._released = threading.Event()
         self.reached = threading.Event()
 
     def release(self) -> None:

@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float32]
-BLOCK, CHUNK = 32, 128
+BLOCK = 32
+CHUNK = 128
 BITS = {"bits4": 4, "bits5": 5, "bits6": 6, "bits8": 8, "planes": 8, "upper": 8}
 
 
@@ -189,7 +190,8 @@ def multiply(x: Floats, weight: Weight, int8: bool) -> Floats:
     rounded = round_blocks(x)
     for part in range(x.shape[1] // size):
         inputs = slice(part * size, part * size + size)
-        levels, scale = weight.read[inputs] - np.float32(weight.zero), weight.scales[part]
+        levels = weight.read[inputs] - np.float32(weight.zero)
+        scale = weight.scales[part]
         if int8:
             own = rounded.scales[:, part * size // BLOCK, None]
             sums = rounded.levels[:, inputs] @ levels.astype(np.float64)
@@ -311,25 +313,31 @@ class Heads:
             x = normalize(x, norm, self.epsilon)
         if self.rotates:
             half = self.head_dim // 2
-            cos, sin = self.cos[position], self.sin[position]
-            first, second = x[..., :half], x[..., half:]
+            cos = self.cos[position]
+            sin = self.sin[position]
+            first = x[..., :half]
+            second = x[..., half:]
             x = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
         return x if norm is None or not self.norms_last else normalize(x, norm, self.epsilon)
 
     def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
         """A token's rotated queries [heads, D] over keys and values [KV, positions, D] in the order
         of positions."""
-        group, seen = self.heads // self.kv_heads, keys.shape[1]
-        keys, values = np.repeat(keys, group, 0), np.repeat(values, group, 0)
+        group = self.heads // self.kv_heads
+        seen = keys.shape[1]
+        keys = np.repeat(keys, group, 0)
+        values = np.repeat(values, group, 0)
         scores: Floats = np.zeros((self.heads, seen), np.float32)
         scale = np.float32(self.scale)
         if self.dtype == "int8":
-            (levels, scales), (own, factor) = round_rows(keys, 127), round_rows(query, 32767)
+            (levels, scales) = round_rows(keys, 127)
+            (own, factor) = round_rows(query, 32767)
             scores = np.einsum("hsd,hd->hs", levels, own).astype(np.float32) * (
                 scales * (factor * scale)[:, None]
             )
         else:
-            keys, values = self.cached(keys), self.cached(values)
+            keys = self.cached(keys)
+            values = self.cached(values)
             for d in range(self.head_dim):
                 scores = fma(keys[:, :, d], query[:, d, None], scores)
             scores = scores * scale
@@ -373,7 +381,8 @@ def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floa
 
 def _merge(total: list[Floats], part: list[Floats]) -> list[Floats]:
     most = np.maximum(total[0], part[0])
-    old, new = exponential(total[0] - most), exponential(part[0] - most)
+    old = exponential(total[0] - most)
+    new = exponential(part[0] - most)
     return [
         most,
         fma(total[1], old, part[1] * new),

@@ -55,9 +55,11 @@ def _split(shapes: Shapes, shards: int) -> Iterator[Shapes]:
 
 
 def _write_shard(file: BinaryIO, shapes: Shapes, sparse: bool) -> None:
-    header, end = {}, 0
+    header = {}
+    end = 0
     for name, shape in shapes.items():
-        start, end = end, end + prod(shape) * BYTES
+        start = end
+        end = end + prod(shape) * BYTES
         header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [start, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # aligns the tensors, as safetensors does

@@ -78,7 +78,8 @@ def export_tiny(
 
     ``whole``: the draft is the whole model in 4 bits, instead of a head.
     """
-    checkpoint, quantization = Checkpoint(model), UNQUANTIZED
+    checkpoint = Checkpoint(model)
+    quantization = UNQUANTIZED
     if whole:
         head = whole_model(checkpoint)
         quantization = Quantizations(

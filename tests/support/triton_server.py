@@ -63,10 +63,8 @@ def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[Tri
     """Start a server, wait until it is ready, and leave nothing of it behind: no stub, no shared
     memory."""
     packages = site_packages(python)
-    found, version = (
-        packages / "pytriton" / "tritonserver",
-        packages.parent.name.removeprefix("python"),
-    )
+    found = packages / "pytriton" / "tritonserver"
+    version = packages.parent.name.removeprefix("python")
     # The backend looks for its stub and its helper beside itself, and for its libraries beside its
     # real file: links, no copies.
     backend = scratch / "backends" / "python"

@@ -80,7 +80,8 @@ def _parameter(text: str) -> Parameter:
 
 def _split(text: str) -> list[str]:
     """Split at the commas outside of brackets."""
-    parts, depth = [""], 0
+    parts = [""]
+    depth = 0
     for letter in text:
         depth += (letter in "[(<") - (letter in "])>")
         if letter == "," and depth == 0:

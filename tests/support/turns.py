@@ -10,7 +10,8 @@ class Turns:
     may choose another."""
 
     def __init__(self, seed: int) -> None:
-        self._random, self._changed = random.Random(seed), threading.Condition()
+        self._random = random.Random(seed)
+        self._changed = threading.Condition()
         self._waiting: list[int] = []
         self._now = -1
         self._errors: list[BaseException] = []
@@ -59,7 +60,8 @@ class TurnLock:
     """A lock that a thread waits for by passing on."""
 
     def __init__(self, turns: Turns) -> None:
-        self._turns, self._held = turns, False
+        self._turns = turns
+        self._held = False
 
     def __enter__(self) -> None:
         while self._held:

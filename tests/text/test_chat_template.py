@@ -89,7 +89,8 @@ def test_prompts_and_tools_are_those_of_transformers(
         **tokens,
     }
     directory = write_tokenizer(tmp_path, config)
-    reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
+    reference = AutoTokenizer.from_pretrained(directory)
+    codec = TextCodec(directory)
     cases = [(messages, None) for messages in CONVERSATIONS.values()]
     for messages, tools in (
         *cases,
@@ -133,7 +134,8 @@ def test_the_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) ->
     directory = write_tokenizer(
         tmp_path, {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": named}
     )
-    reference, codec = AutoTokenizer.from_pretrained(directory), TextCodec(directory)
+    reference = AutoTokenizer.from_pretrained(directory)
+    codec = TextCodec(directory)
     # Of several templates, two are used.
     for tools, text in ((TOOLS, "2 tools"), (None, "default")):
         assert (

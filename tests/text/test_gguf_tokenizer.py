@@ -67,7 +67,8 @@ def test_every_rule_is_compared() -> None:
 
 def test_digits_and_empty_lines_of_an_export(tmp_path: Path) -> None:
     """transformers does not know ``smollm``, and takes another rule in silence."""
-    tokens, merges = [*VOCABULARY[:-1], "ĊĊ"], [*MERGES[:-1], "Ċ Ċ"]
+    tokens = [*VOCABULARY[:-1], "ĊĊ"]
+    merges = [*MERGES[:-1], "Ċ Ċ"]
     metadata = {PRE: "smollm", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
     directory = export_engine(
         gguf_files.write(tmp_path / "model.gguf", Spec(metadata=metadata)), tmp_path / "plans"

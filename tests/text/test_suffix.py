@@ -70,7 +70,8 @@ def test_continuations_are_those_of_a_search() -> None:
 
 
 def test_another_texts_end_is_found() -> None:
-    random, found = np.random.default_rng(1), set()
+    random = np.random.default_rng(1)
+    found = set()
     for text in texts():
         query = tuple(random.integers(4, size=9).tolist())
         expected = max(n for n in range(10) if not n or ends(text, query[-n:]))

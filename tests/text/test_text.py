@@ -75,7 +75,9 @@ def test_text_ends_before_a_stop_string(
     text without one."""
     at = data.draw(st.integers(0, len(text)))
     text = text[:at] + data.draw(st.sampled_from(["", *stops])) + text[at:]
-    tokens, stream, shown = raw(codec, text), TextStream(codec, [], stops), ""
+    tokens = raw(codec, text)
+    stream = TextStream(codec, [], stops)
+    shown = ""
     for count, token in enumerate(tokens, 1):
         shown += stream.push(token)
         so_far = codec.decode(tokens[:count]).rstrip(HALF)

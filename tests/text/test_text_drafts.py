@@ -65,10 +65,8 @@ def test_the_tokens_are_those_of_plain_decoding(
     plain = generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=40))
     monkeypatch.setattr(TextIndex, "propose", knowing([*REPEATING, *plain]))
     share = 1.0 if drafter == "text" else 0.5
-    chosen, text = (
-        TreeBudget() if budget and drafter == "both" else None,
-        SometimesCopies(share=share),
-    )
+    chosen = TreeBudget() if budget and drafter == "both" else None
+    text = SometimesCopies(share=share)
     stats = check_same_tokens(
         harness,
         REPEATING,
@@ -92,7 +90,8 @@ def knowing(text: Sequence[int]) -> Callable[..., TextProposal]:
             text[at] if at % 7 else (text[at] + 1) % 97
             for at in range(start, min(start + min(most, 5), len(text)))
         ]
-        steps, chances = [TextStep(3, 1, 1)] * len(found), [0.8] * len(found)
+        steps = [TextStep(3, 1, 1)] * len(found)
+        chances = [0.8] * len(found)
         return TextProposal(
             found, steps, chances, [0.8**level for level in range(1, len(found) + 1)]
         )
@@ -149,7 +148,8 @@ def test_a_verified_node_follows_its_parent() -> None:
 
 @pytest.mark.parametrize("budget", [False, True])
 def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, budget: bool) -> None:
-    controller, chosen = make_controller("fixed:k=3"), TreeBudget() if budget else None
+    controller = make_controller("fixed:k=3")
+    chosen = TreeBudget() if budget else None
     check_cache(
         harness, REPEATING, SAMPLINGS["greedy"], controller, 1, chosen, SometimesCopies(share=0.5)
     )
@@ -220,7 +220,8 @@ def test_nothing_is_verified_where_nothing_repeats(harness: Harness) -> None:
 
 
 def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
-    workspace, controller = following(harness.workspace(), LINE), make_controller("fixed:k=2")
+    workspace = following(harness.workspace(), LINE)
+    controller = make_controller("fixed:k=2")
     session = harness.session(
         [*range(40), 1],
         controller=controller,
@@ -236,8 +237,10 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
 def test_the_text_goes_on_behind_a_draft(harness: Harness, budget: bool) -> None:
     """Also one that the text alone would not have proposed: here the end of the text has not
     occurred before."""
-    workspace, controller = following(harness.workspace(), LINE), make_controller("fixed:k=2")
-    chosen, text = Everything() if budget else None, SometimesCopies(share=0.0)
+    workspace = following(harness.workspace(), LINE)
+    controller = make_controller("fixed:k=2")
+    chosen = Everything() if budget else None
+    text = SometimesCopies(share=0.0)
     text.count_behind = lambda values, nodes: len(values)  # type: ignore[method-assign]
     # Greedy drafts are the engine's top tokens, whatever its logits are.
     sampling = Sampling(temperature=0.5)
@@ -249,7 +252,8 @@ def test_the_text_goes_on_behind_a_draft(harness: Harness, budget: bool) -> None
 
 
 def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> None:
-    rule, workspace = SometimesCopies(), following(harness.workspace(), CYCLE)
+    rule = SometimesCopies()
+    workspace = following(harness.workspace(), CYCLE)
     session = harness.session(
         [0], new_tokens=40, text=rule, guard=PauseUntil(20, TEXT), workspace=workspace
     )
@@ -263,7 +267,8 @@ def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> Non
 
 def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
     """Each drafter has its own account, and a round counts in one of them."""
-    guard, text = PauseUntil(100, TEXT), SometimesCopies()
+    guard = PauseUntil(100, TEXT)
+    text = SometimesCopies()
     session = harness.session(
         REPEATING, controller=make_controller("fixed:k=2"), guard=guard, text=text
     )
@@ -275,7 +280,8 @@ def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
 def test_both_drafters_wait_while_plain_decoding_is_measured(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    guard, text = Guard(), SometimesCopies()
+    guard = Guard()
+    text = SometimesCopies()
     workspace = timed(monkeypatch, harness.workspace(), node=0.05)
     controller = make_controller("fixed:k=2")
     session = harness.session(
@@ -307,7 +313,8 @@ def test_an_interrupted_index_is_made_anew(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     expected = generated(harness.session(REPEATING, new_tokens=30))
-    left, count = [calls], SuffixAutomaton._count_occurrence
+    left = [calls]
+    count = SuffixAutomaton._count_occurrence
 
     def breaking(self: SuffixAutomaton, state: int) -> None:
         left[0] -= 1

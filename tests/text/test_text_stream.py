@@ -54,7 +54,8 @@ PIECES: dict[str, list[str]] = {
     ],
 }
 PIECES["byte-level-in-sequence"] = PIECES["byte-level"]
-REPLACE, FALLBACK = decoders.Replace("▁", " "), decoders.ByteFallback()
+REPLACE = decoders.Replace("▁", " ")
+FALLBACK = decoders.ByteFallback()
 DECODERS: dict[str, Callable[[], Any]] = {
     "llama": lambda: decoders.Sequence(
         [REPLACE, FALLBACK, decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -75,7 +76,8 @@ class Kind:
     """A tokenizer with one kind of decoder, and what its tokens stand for."""
 
     def __init__(self, name: str, codec: TextCodec) -> None:
-        self.name, self.codec = name, codec
+        self.name = name
+        self.codec = codec
         self.of_bytes = (
             [self.id(BYTE_LEVEL[byte]) for byte in range(256)]
             if name.startswith("byte-level")
@@ -111,7 +113,8 @@ class Kind:
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         """The bytes at the end of byte-level tokens."""
-        signs, data = {sign: byte for byte, sign in BYTE_LEVEL.items()}, b""
+        signs = {sign: byte for byte, sign in BYTE_LEVEL.items()}
+        data = b""
         for name in (self.codec.tokenizer.id_to_token(token) for token in tokens):
             if name not in (None, "<s>", "</s>"):
                 data += name.encode() if " " in name else bytes(signs[sign] for sign in name)
@@ -189,7 +192,8 @@ def test_a_cut_anywhere_changes_no_text(kind: Kind, data: st.DataObject) -> None
     tokens and spaces included."""
     tokens = data.draw(kind.tokens)
     cut = data.draw(st.integers(0, len(tokens)))
-    stream, shown = TextStream(kind.codec, tokens[:cut], []), kind.text(tokens[:cut])
+    stream = TextStream(kind.codec, tokens[:cut], [])
+    shown = kind.text(tokens[:cut])
     for count, token in enumerate(tokens[cut:], cut + 1):
         shown += stream.push(token)
         assert shown == kind.text(tokens[:count])
@@ -203,7 +207,8 @@ def test_text_without_broken_bytes_is_what_the_decoder_writes(
 ) -> None:
     tokens = data.draw(kind.tokens)
     stream = TextStream(kind.codec, [], [])
-    shown, whole = "".join(stream.push(token) for token in tokens), kind.codec.decode(tokens)
+    shown = "".join(stream.push(token) for token in tokens)
+    whole = kind.codec.decode(tokens)
     if not kind.fallback or HALF not in whole:
         # The end of a text may be half a character, which is not shown.
         assert whole in (shown, shown + HALF)
@@ -212,7 +217,8 @@ def test_text_without_broken_bytes_is_what_the_decoder_writes(
 def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither with the prompt nor with the tokens since, whatever they are: a token is decoded with
     the one before."""
-    sizes, decode = [0], kind.codec.decode
+    sizes = [0]
+    decode = kind.codec.decode
 
     def counted(tokens: Sequence[int]) -> str:
         sizes.append(len(tokens))
@@ -249,7 +255,8 @@ def test_halves_of_surrogates_are_broken_bytes(kind: Kind) -> None:
 def test_a_space_between_prompt_and_text_is_kept(kind: Kind) -> None:
     """Decoders strip one space at the beginning of a text, which special tokens do not end."""
     if "▁a" in PIECES[kind.name]:
-        word, special = kind.id("▁a"), kind.id("<s>")
+        word = kind.id("▁a")
+        special = kind.id("<s>")
         first = " a" if kind.name == "gemma" else "a"
         for prompt, shown in (
             ([], first),

@@ -268,11 +268,13 @@ def test_the_rules_write_the_files_of_transformers(
 ) -> None:
     """Random directories of every family: a directory goes to transformers, or its files are the
     same in every byte."""
-    backends, found = [*BACKENDS.values(), *map(with_gaps, BACKENDS.values())], Counter[str]()
+    backends = [*BACKENDS.values(), *map(with_gaps, BACKENDS.values())]
+    found = Counter[str]()
     unknown = Mock(side_effect=tokenizer_files._ForTransformers)
     for case in range(int(os.environ.get("TOKENIZER_CASES", "300"))):
         chance = random.Random(case)
-        config, name = random_config(chance), chance.choice([*CLASSES, "GemmaTokenizerFast"])
+        config = random_config(chance)
+        name = chance.choice([*CLASSES, "GemmaTokenizerFast"])
         config |= {"tokenizer_class": name} if name else {}
         kind = chance.choice([*tokenizer_files.CLASS_OF_TYPE])
         model = write_model(tmp_path / str(case), chance.choice(backends), config, kind)

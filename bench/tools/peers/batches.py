@@ -86,7 +86,8 @@ def measure(
         seconds: Longest time of one measurement.
         report: Called with a line for each measurement.
     """
-    who, count = entries(contestants), options.new_tokens
+    who = entries(contestants)
+    count = options.new_tokens
     settings = {
         "threads": options.threads,
         "rows": ROWS,
@@ -94,7 +95,8 @@ def measure(
         "levels": options.levels,
     }
     samples: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    skipped, packages = dict[str, str](), dict[str, str]()
+    skipped = dict[str, str]()
+    packages = dict[str, str]()
     counts = [
         options.shortest + 37 * number % (count + 1 - options.shortest)
         for number in range(len(prompts))
@@ -126,10 +128,8 @@ def measure(
                 skipped[name] = str(error)
                 report(f"{name}: {error}")
             else:
-                processes[name], samples[name] = (
-                    process,
-                    {clients: [] for clients in options.concurrency},
-                )
+                processes[name] = process
+                samples[name] = {clients: [] for clients in options.concurrency}
         for clients, (name, process) in product(
             options.concurrency * options.rounds, processes.items()
         ):
@@ -226,7 +226,8 @@ def _agreement(samples: dict[str, dict[int, list[dict[str, Any]]]]) -> dict[str,
 def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
     """Lines: tokens a second, and times to the first token and between tokens, by contestant and
     number of clients."""
-    by, options = results["results"], results["options"]
+    by = results["results"]
+    options = results["options"]
     counts = list(next(iter(by.values())))
     rows = []
     for name, found in by.items():
@@ -263,5 +264,6 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
 
 
 def _cell(one: dict[str, Any]) -> str:
-    first, between = one["first_token_seconds"]["p50"], one["token_seconds"]["p50"]
+    first = one["first_token_seconds"]["p50"]
+    between = one["token_seconds"]["p50"]
     return f"{one['tokens_per_second']:.0f} ({first:.2f} s, {between * 1e3:.0f} ms)"

@@ -93,7 +93,8 @@ def convert_command(
                 f"{output} is of {found.model} with an exit after layer {found.exit_layer}; "
                 "give another --output."
             )
-        work.made, work.skipped = found.made, found.skipped
+        work.made = found.made
+        work.skipped = found.skipped
     work.save(output)
     convert(
         work,
@@ -159,7 +160,8 @@ def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -
     prompts = choose_prompts(encoded_texts(given["prompts"], encoder), lengths, given["prompts"])
     if not prompts and given["quality_text"] is None:
         raise EESDError("There is nothing to measure; give --short, --long or --quality-text.")
-    text, window = given["quality_text"], given["window"]
+    text = given["quality_text"]
+    window = given["window"]
     windows = (
         read_windows(text, encoder, given["quality_tokens"], window) if text is not None else []
     )
@@ -291,8 +293,10 @@ def batches_command(
     own = next((c for c in members if c.peer == EESD), None)
     if own is None:
         raise EESDError(f"{work} has no EESD {group}; convert it, or give --eesd.")
-    most, threads = given["max_new_tokens"], given["threads"] or cores()
-    shortest, rounds = min(given["shortest"] or most, most), given["rounds"]
+    most = given["max_new_tokens"]
+    threads = given["threads"] or cores()
+    shortest = min(given["shortest"] or most, most)
+    rounds = given["rounds"]
     options = batches.Options(
         given["concurrency"],
         most,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from eesd.common.errors import EESDError
 
-F32, GGUF = "F32", "gguf"
+F32 = "F32"
+GGUF = "gguf"
 TYPES = (
     "Q4_0",
     "Q4_1",
@@ -28,7 +29,9 @@ GROUPS = (GGUF, *TYPES, F32)
 """Forms of a model, each a file; ``gguf`` is the file that was given. Contestants of a group read
 one file, or the nearest form of it. They run side by side, and are compared with EESD's plain
 decoding in that group."""
-EESD, LLAMA_CPP, IK_LLAMA_CPP = "EESD", "llama.cpp", "ik_llama.cpp"
+EESD = "EESD"
+LLAMA_CPP = "llama.cpp"
+IK_LLAMA_CPP = "ik_llama.cpp"
 WORKERS = Path(__file__).parent / "workers"
 
 
@@ -114,7 +117,8 @@ def chosen(names: Iterable[str], patterns: Iterable[str]) -> set[str]:
     Raises:
         EESDError: A pattern matches nothing.
     """
-    names, patterns = [*names], [*patterns]
+    names = [*names]
+    patterns = [*patterns]
     if unknown := next(
         (pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in names)),
         None,

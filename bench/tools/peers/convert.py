@@ -204,14 +204,14 @@ def _export(
     """
     output = variant_dir(directory, EESD, variant)
     if variant == F32:
-        source, options = work.model, [*head, "--dtype", "float32", "--quantize", "none"]
+        source = work.model
+        options = [*head, "--dtype", "float32", "--quantize", "none"]
     elif variant == GGUF:
-        source, options = work.model, head
+        source = work.model
+        options = head
     else:
-        source, options = (
-            str(file_of(work, directory, variant)),
-            ["--exit-layer", str(work.exit_layer)],
-        )
+        source = str(file_of(work, directory, variant))
+        options = ["--exit-layer", str(work.exit_layer)]
     # The export of a whole model is checked, those of its quantizations are not: that takes as long
     # again.
     if group_of(variant) not in (F32, GGUF):

@@ -200,7 +200,8 @@ class Comparison:
                 self._skip(name, str(error))
                 del running[name]
                 continue
-            first, last = answer["seconds"][0], answer["seconds"][-1]
+            first = answer["seconds"][0]
+            last = answer["seconds"][-1]
             found.append(Run(name, process, prompt.id, first, last - first, answer["tokens"]))
         self.result.runs = [
             r
@@ -215,7 +216,8 @@ class Comparison:
         members = [c for c in self.result.contestants if c.name not in self.result.skipped]
         reference = reference_of([*members, *others])
         if self.result.quality_reference != reference.name:
-            self.result.quality_reference, self.result.qualities = reference.name, []
+            self.result.quality_reference = reference.name
+            self.result.qualities = []
 
         def note(name: str, found: Quality | str) -> None:
             if isinstance(found, str):

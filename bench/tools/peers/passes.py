@@ -214,7 +214,8 @@ def _passes(
     def passes(name: str, count: int, behind: int) -> list[float]:
         return [*running[name].ask("passes", rows=count, behind=behind, count=TURN)["seconds"]]
 
-    prompt, rows = options["prompt"], options["rows"]
+    prompt = options["prompt"]
+    rows = options["rows"]
     if prompt:
         calls = {(name, prompt): partial(prefill, name, 0, prompt) for name in running}
         for (name, count), seconds in _in_turn(calls, PROMPT_TURNS).items():

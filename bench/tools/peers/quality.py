@@ -33,7 +33,8 @@ def compare(reference: Logits, other: Logits) -> tuple[float, int]:
         raise PeerError(
             f"logits: shape {other.shape} with finite values is needed as {reference.shape}."
         )
-    p, q = _log_softmax(reference), _log_softmax(other)
+    p = _log_softmax(reference)
+    q = _log_softmax(other)
     return float((np.exp(p) * (p - q)).sum(dtype=np.float64)), int(
         (reference.argmax(1) == other.argmax(1)).sum()
     )
@@ -58,11 +59,13 @@ def _judged(
 ) -> Quality:
     """Compare one contestant with the reference, whose logits of each window are in files. ``file``
     is for its own."""
-    divergence, same = 0.0, 0
+    divergence = 0.0
+    same = 0
     for window, reference in zip(windows, expected, strict=True):
         _write_logits(process, window, file)
         window_divergence, window_same = compare(np.load(reference), np.load(file))
-        divergence, same = divergence + window_divergence, same + window_same
+        divergence = divergence + window_divergence
+        same = same + window_same
     positions = sum(map(len, windows))
     # Rounding can make the divergence of equal distributions negative.
     return Quality(name, positions, max(0.0, divergence / positions), same / positions)

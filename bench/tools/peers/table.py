@@ -126,7 +126,8 @@ def same_tokens(result: Result, contestant: Contestant) -> str:
         )
     if anchor is None or anchor == contestant:
         return ""
-    wanted, found = _runs(result, anchor), _runs(result, contestant)
+    wanted = _runs(result, anchor)
+    found = _runs(result, contestant)
     pairs = [(found[key].tokens, wanted[key].tokens) for key in found if key in wanted]
     return (
         f"{statistics.median(_common(*pair) for pair in pairs):.0f} of {len(pairs[0][1])}"

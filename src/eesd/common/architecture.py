@@ -53,11 +53,14 @@ from eesd.common.quantization import EXIT_HEAD
 
 X = TypeVar("X")
 """A value: what a table of operations computes with."""
-EMBEDDING, FINAL_NORM, LM_HEAD = "model.embed_tokens", "model.norm", "lm_head"
+EMBEDDING = "model.embed_tokens"
+FINAL_NORM = "model.norm"
+LM_HEAD = "lm_head"
 """Modules at the ends of the base model. A weight is called like its module, and ``.weight``."""
 ROUTER = "mlp.gate"
 """Name in a block of the product that chooses its experts."""
-FUSE, FUSE_NORM = "fuse_proj", "fuse_norm"
+FUSE = "fuse_proj"
+FUSE_NORM = "fuse_norm"
 """Names in an EAGLE-3 head of the product that fuses the states of layers, and its norms."""
 TAPS = "conv.conv"
 """Name in a block of the convolution, whose weight is [hidden, 1, taps], the last one of the token
@@ -236,13 +239,16 @@ class Model(NamedTuple):
     def layer(self, index: int) -> Block:
         """The block of a base layer."""
         geometry = self.geometry
-        kind, cache = geometry.kind(index), geometry.caches_of(index).start
+        kind = geometry.kind(index)
+        cache = geometry.caches_of(index).start
         return Block(geometry.of_layer(index), f"model.layers.{index}.", cache, kind)
 
     def exit_block(self, index: int) -> Block:
         """A block of the exit head."""
-        geometry, eagle = self.geometry, self.head.eagle
-        prefix, cache = f"{EXIT_HEAD}blocks.{index}.", exit_caches(geometry, self.head)[index]
+        geometry = self.geometry
+        eagle = self.head.eagle
+        prefix = f"{EXIT_HEAD}blocks.{index}."
+        cache = exit_caches(geometry, self.head)[index]
         if eagle is not None:
             return Block(eagle.block, prefix, cache, FULL, eagle)
         layer = geometry.head_layers(self.head.blocks)[index]
@@ -348,7 +354,8 @@ def block(o: Operations[X], of: Block, x: X) -> X:
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
     """The first half of a block: ``residual`` and what attention or a convolution adds."""
-    name, hidden = f"{of.prefix}attended", of.geometry.hidden_size
+    name = f"{of.prefix}attended"
+    hidden = of.geometry.hidden_size
     if of.kind == CONVOLUTION:
         gated = [Linear(f"{of.prefix}conv.in_proj", 3 * hidden)]
         given = o.product(x, gated, f"{of.prefix}gates", of.norm("input_layernorm"))
@@ -365,7 +372,8 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
     """The second half of a block, for each token alone: x and what the MLP or a mixture adds."""
-    geometry, prefix = of.geometry, of.prefix
+    geometry = of.geometry
+    prefix = of.prefix
     norm = of.norm("post_attention_layernorm") if geometry.norm_before else None
     behind = geometry.norm_behind
     name = f"{prefix}down" if behind else f"{prefix}out"
@@ -402,7 +410,8 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
 
     Without ``attends``, keys and values of x are written, and nothing else.
     """
-    geometry, prefix = of.geometry, of.prefix
+    geometry = of.geometry
+    prefix = of.prefix
     heads = {"q": geometry.num_heads, "k": geometry.num_kv_heads, "v": geometry.num_kv_heads}
     if not attends:
         del heads["q"]
@@ -452,7 +461,8 @@ def _write_eagle(o: Operations[X], model: Model, embedded: X, states: Sequence[X
     eagle = model.head.eagle
     assert eagle is not None
     norms = [model.head_norm(f"{FUSE_NORM}.{index}") for index in range(eagle.fuse_norms)]
-    parts, norm = list(states), None
+    parts = list(states)
+    norm = None
     if len(norms) > 1:
         parts = [o.norm(part, one) for part, one in zip(parts, norms, strict=True)]
     elif norms:

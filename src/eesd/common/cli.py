@@ -85,7 +85,8 @@ class _Bytes(click.types.StringParamType):
         return int(float(number) * (1024 if binary else 1000) ** power) if unit else int(number)
 
 
-PATH, OUTPUT = _Path(path_type=Path), _Output(path_type=Path)
+PATH = _Path(path_type=Path)
+OUTPUT = _Output(path_type=Path)
 NAME = _Name()
 BYTES = _Bytes()
 SEED = click.IntRange(0, 2**32 - 1)

@@ -306,7 +306,8 @@ def _delete(path: Path) -> bool:
 def user_cache() -> Path | None:
     """Where EESD keeps what it can make again, as the user or the system says. None for a user
     without a home."""
-    given, xdg = os.environ.get("EESD_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    given = os.environ.get("EESD_CACHE_DIR")
+    xdg = os.environ.get("XDG_CACHE_HOME")
     of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(
         sys.platform
     )

@@ -42,13 +42,19 @@ class RopeScaling:
     divisors: tuple[float, ...] = ()
 
 
-FULL, SLIDING, UNROTATED, CONVOLUTION = "full", "sliding", "unrotated", "convolution"
+FULL = "full"
+SLIDING = "sliding"
+UNROTATED = "unrotated"
+CONVOLUTION = "convolution"
 """Kinds of layers: with the rotary embedding and all tokens before a token; with those in a window,
 and the local rotary base if there is one; without a rotary embedding; with a short convolution in
 the place of attention."""
 ACTIVATIONS = ("silu", "gelu_tanh")
 """What gates the MLP."""
-MOST_LAYERS, WIDEST, LARGEST_SIZE, MOST_TAPS = 4096, 512, 1 << 24, 16
+MOST_LAYERS = 4096
+WIDEST = 512
+LARGEST_SIZE = 1 << 24
+MOST_TAPS = 16
 """Bounds for what a file may say about a model, so that a damaged one cannot take all memory."""
 
 
@@ -286,10 +292,8 @@ class Geometry:
     def on_rank(self, ranks: int) -> "Geometry":
         """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot
         have equal parts."""
-        experts, parts = (
-            self.experts,
-            {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size},
-        )
+        experts = self.experts
+        parts = {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size}
         if experts is not None:
             parts["columns of an expert"] = experts.size
         for what, size in parts.items():
@@ -390,7 +394,8 @@ class ExitConfig:
 
 def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
     """Why a model cannot have a head that reads these layers; None: it can."""
-    deep, eagle = exit_config.deep, exit_config.eagle
+    deep = exit_config.deep
+    eagle = exit_config.eagle
     if list(deep) != sorted(set(deep)) or not all(
         exit_config.layer < layer <= geometry.num_layers for layer in deep
     ):
@@ -403,7 +408,8 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
     if eagle is None:
         return None
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
-        own, models = getattr(eagle.block, name), getattr(geometry, name)
+        own = getattr(eagle.block, name)
+        models = getattr(geometry, name)
         if own != models:
             return f"its {name} is {own}, and the model's is {models}"
     layers = eagle.layers
@@ -439,7 +445,8 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
     """Indices of the exit head's caches, behind those of the base layers: those of its E blocks,
     then those of states."""
-    first, states = geometry.num_caches, state_caches(geometry, exit_config)
+    first = geometry.num_caches
+    states = state_caches(geometry, exit_config)
     return range(first, first + exit_config.blocks + states)
 
 

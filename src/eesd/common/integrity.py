@@ -8,7 +8,8 @@ from typing import Any, BinaryIO
 from eesd.common.errors import EESDError
 from eesd.common.manifest import MANIFEST_FILE, FileInfo, LinkInfo, Manifest
 
-_SAMPLES, _SAMPLE_BYTES = 256, 4096
+_SAMPLES = 256
+_SAMPLE_BYTES = 4096
 """Pieces of a large file that are hashed: one megabyte in all. Weights of two models differ in
 every piece."""
 
@@ -32,7 +33,8 @@ class HashedFile:
     """A file that is hashed while it is written."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest = file, hashlib.sha256()
+        self._file = file
+        self._digest = hashlib.sha256()
 
     def write(self, data: Any) -> int:
         """Write bytes at the end, and return their number."""

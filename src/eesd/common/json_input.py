@@ -150,7 +150,8 @@ def from_json(kind: type[T], value: Any) -> T:
 
 
 def _converted(kind: Any, value: Any, where: str) -> Any:
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is UnionType:
         return value if type(value) in arguments else _converted(arguments[0], value, where)
     if is_dataclass(kind) and type(value) is dict:

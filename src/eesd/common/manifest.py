@@ -52,10 +52,14 @@ SPECIAL_TOKENS = (
     "mask_token",
 )
 """The special tokens that chat templates may use, by their names in tokenizer_config.json."""
-DEFAULT_SLOTS, DEFAULT_TREE_NODES, DEFAULT_TOP_K = 4096, 32, 8
+DEFAULT_SLOTS = 4096
+DEFAULT_TREE_NODES = 32
+DEFAULT_TOP_K = 8
 """Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer),
 ``max_tree_nodes`` and ``draft_top_k``."""
-MAX_SLOTS, MAX_TREE_NODES, MAX_TOP_K = 1 << 24, 512, 64
+MAX_SLOTS = 1 << 24
+MAX_TREE_NODES = 512
+MAX_TOP_K = 64
 """Largest ``max_seq_len``, ``max_tree_nodes`` and ``draft_top_k``."""
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call on the CPU."""
@@ -410,7 +414,8 @@ def load_manifest(directory: Path) -> Manifest:
 def _parse(raw: Mapping[str, Any]) -> Manifest:
     """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
     manifest = from_json(Manifest, raw)
-    exit_head, num_layers = manifest.exit_head, manifest.geometry.num_layers
+    exit_head = manifest.exit_head
+    num_layers = manifest.geometry.num_layers
     for name, most in (
         ("max_seq_len", MAX_SLOTS),
         ("max_tree_nodes", MAX_TREE_NODES),
@@ -454,7 +459,8 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
 def _draft_vocab_fits(manifest: Manifest) -> bool:
     """Whether the directory has no draft vocabulary, or the file of one with enough tokens for the
     candidates of a node."""
-    head, listed = manifest.exit_head, DRAFT_VOCAB_FILE in manifest.files
+    head = manifest.exit_head
+    listed = DRAFT_VOCAB_FILE in manifest.files
     if not head.draft_vocab:
         return not listed
     fits = manifest.draft_top_k <= head.draft_vocab <= manifest.geometry.vocab_size
@@ -483,12 +489,15 @@ def _check_quantization(quantization: Quantizations) -> None:
 def _check_stages(manifest: Manifest) -> None:
     """Check that each stage begins where the previous one ends, and that the first has every cache
     of the draft."""
-    geometry, end, last = manifest.geometry, 0, len(manifest.verify) - 1
+    geometry = manifest.geometry
+    end = 0
+    last = len(manifest.verify) - 1
     for number, stage in enumerate(manifest.verify):
         layers = manifest.base_layers(stage)
         if layers.start != end or layers.stop < max(end + 1, manifest.exit_head.layer):
             raise ValueError("stages")
-        caches, end = [cache for one in layers for cache in geometry.caches_of(one)], layers.stop
+        caches = [cache for one in layers for cache in geometry.caches_of(one)]
+        end = layers.stop
         if number == 0:
             caches += exit_caches(geometry, manifest.exit_head)
         _check_graph(stage, caches, manifest, first=number == 0, last=number == last)
@@ -505,7 +514,8 @@ def _check_graph(
     The first stage takes token ids and the last returns logits. Between stages a hidden state is
     passed on.
     """
-    geometry, dtype = manifest.geometry, manifest.dtype
+    geometry = manifest.geometry
+    dtype = manifest.dtype
     shape = ("B", geometry.num_kv_heads, "S", geometry.head_dim)
     names = [f"{part}_{index}" for index in caches for part in ("key", "value")]
     hidden = (("B", "n", geometry.hidden_size), dtype)

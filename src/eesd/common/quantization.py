@@ -7,7 +7,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 """Element types of engines."""
 QUANTIZED = ("int8", "int4", "fp8", "nvfp4")
 """What linear weights can be quantized to."""
-FP8, FP4 = "float8e4m3fn", "float4e2m1"
+FP8 = "float8e4m3fn"
+FP4 = "float4e2m1"
 """Small floating-point numbers, by their names in ONNX: of 8 bits, from -448 to 448, and of 4, from
 -6 to 6."""
 LEVELS = ("int8", "int4", "uint4", FP8, FP4)
@@ -172,7 +173,8 @@ class Quantizations:
         draft's copy."""
         if not is_linear(name) or name.startswith(EXIT_HEAD) or self._own(name) is not None:
             return name
-        own, copy = self.of(name, shape), self.of(DRAFT + name, shape)
+        own = self.of(name, shape)
+        copy = self.of(DRAFT + name, shape)
         bits = BITS[dtype if own is None else own.weights]
         return DRAFT + name if copy is not None and BITS[copy.weights] < bits else name
 

@@ -52,7 +52,8 @@ HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
 DEEP = f"{EXIT_HEAD}deep"
 """Prefix of the weights that make deep states and read them."""
 
-OUTPUTS, INPUTS = 0, 1
+OUTPUTS = 0
+INPUTS = 1
 """The sides of a weight [out, in] at which ranks that share a model split it."""
 _SPLIT = {
     OUTPUTS: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "state_proj"),
@@ -115,7 +116,8 @@ class StoredWeight:
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
-        bits, blocks = BITS[self.quantization.weights], prod(self.scales_shape)
+        bits = BITS[self.quantization.weights]
+        blocks = prod(self.scales_shape)
         scales = blocks * BITS[self.scales_dtype] // 8
         tensors = {self.name: count * bits // 8, self.name + SCALES: scales}
         if self.quantization.minimums:
@@ -213,7 +215,8 @@ def can_be_packed(
 
 def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> dict[str, Shape]:
     """The shapes with packed layers in the place of their parts."""
-    left, apart = dict(shapes), set[str]()
+    left = dict(shapes)
+    apart = set[str]()
     for packed, modules in PACKED.items():
         for name in [name for name in left if modules[0] in name]:
             whole = name.replace(modules[0], packed)
@@ -353,8 +356,12 @@ def weights_of(manifest: Manifest, graph: GraphInfo) -> dict[str, StoredWeight]:
             blocks.
     """
     _check_tensors(manifest)
-    layers, dtype, quantization = manifest.base_layers(graph), manifest.dtype, manifest.quantization
-    geometry, draft, packed = manifest.geometry, graph == manifest.draft, not manifest.linked
+    layers = manifest.base_layers(graph)
+    dtype = manifest.dtype
+    quantization = manifest.quantization
+    geometry = manifest.geometry
+    draft = graph == manifest.draft
+    packed = not manifest.linked
     shapes = graph_shapes(
         geometry,
         manifest.exit_head,

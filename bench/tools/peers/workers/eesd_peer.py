@@ -17,7 +17,8 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
     import eesd
     from eesd.runtime.llm import Speculation
 
-    mode, threads = options["mode"], options["threads"]
+    mode = options["mode"]
+    threads = options["threads"]
     if "rows" in options:
         from eesd.runtime.batch.scheduler import BatchOptions
         from eesd.runtime.batch.service import Service
@@ -54,7 +55,8 @@ class Contestant:
         seconds."""
         from eesd.runtime.engines.base import Call
 
-        verify, stop = self.llm.engines.verify, start + len(tokens)
+        verify = self.llm.engines.verify
+        stop = start + len(tokens)
         if start == 0:
             [self.cache] = verify.new_kv_caches()
         started = time.perf_counter()
@@ -111,7 +113,9 @@ class Batch:
     ) -> list[dict[str, Any]]:
         from eesd.runtime.request import Request
 
-        waiting, lock, done = list(enumerate(prompts)), threading.Lock(), threading.Semaphore(0)
+        waiting = list(enumerate(prompts))
+        lock = threading.Lock()
+        done = threading.Semaphore(0)
         found: list[dict[str, Any]] = [{"tokens": [], "times": []} for _ in prompts]
 
         def begin() -> None:

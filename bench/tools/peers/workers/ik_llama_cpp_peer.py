@@ -39,7 +39,8 @@ def version(_: str) -> str:
 
 def convert(model: str, output: str, _: str) -> None:
     """Link to the file, and compile what calls its library, with its headers."""
-    directory, root = Path(output), home()
+    directory = Path(output)
+    root = home()
     directory.mkdir(parents=True, exist_ok=True)
     (directory / FILE).symlink_to(model)
     libraries = [root / "build" / "src", root / "build" / "ggml" / "src"]
@@ -74,14 +75,16 @@ class Contestant:
         self.lib.peer_open.restype = ctypes.c_void_p
         self.lib.peer_pass.restype = ctypes.c_double
         self.lookup = options["mode"] == "lookup"
-        file, repack = str(directory / FILE).encode(), options["mode"] == "rtr"
+        file = str(directory / FILE).encode()
+        repack = options["mode"] == "rtr"
         found = self.lib.peer_open(file, options["slots"], options["threads"], repack)
         if not found:
             raise RuntimeError(f"ik_llama.cpp cannot load {directory / FILE}")
         self.model = ctypes.c_void_p(found)
 
     def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-        tokens, seconds = (ctypes.c_int32 * count)(), (ctypes.c_double * count)()
+        tokens = (ctypes.c_int32 * count)()
+        seconds = (ctypes.c_double * count)()
         if not self.lib.peer_generate(
             self.model, _ids(prompt), len(prompt), count, self.lookup, tokens, seconds
         ):

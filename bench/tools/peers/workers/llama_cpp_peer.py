@@ -33,7 +33,8 @@ def convert(model: str, output: str, variant: str) -> None:
         if variant == "F32"
         else getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{variant}")
     )
-    params.allow_requantize, params.nthread = True, 2
+    params.allow_requantize = True
+    params.nthread = 2
     if llama_cpp.llama_model_quantize(model.encode(), str(file).encode(), ctypes.byref(params)):
         raise RuntimeError("llama_model_quantize failed")
 
@@ -109,7 +110,8 @@ class Plain:
 
     def slot_bytes(self) -> int:
         """Bytes of keys and values of a token; llama.cpp keeps them in float16."""
-        lib, model = self.lib, self.model
+        lib = self.lib
+        model = self.model
         width = (
             lib.llama_model_n_embd(model)
             // lib.llama_model_n_head(model)
@@ -122,8 +124,11 @@ class Plain:
         batch = self.lib.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for index, token in enumerate(tokens):
-            batch.token[index], batch.pos[index], batch.logits[index] = token, start + index, 1
-            batch.n_seq_id[index], batch.seq_id[index][0] = 1, 0
+            batch.token[index] = token
+            batch.pos[index] = start + index
+            batch.logits[index] = 1
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = 0
         return batch
 
     def logits(self, tokens: list[int]) -> Any:
@@ -151,7 +156,8 @@ class Lookup:
         from llama_cpp import Llama
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-        threads, slots = options["threads"], options["slots"]
+        threads = options["threads"]
+        slots = options["slots"]
         self.llama = Llama(
             file,
             n_ctx=slots,

@@ -46,7 +46,8 @@ class Contestant:
             self.server.handle_completions(json.dumps({"prompt": prompt, **wanted}), on_chunk)
             # A chunk may hold several tokens, where a character has several: the times between the
             # first and the last are even.
-            first, last = times[0], times[-1]
+            first = times[0]
+            last = times[-1]
             return {
                 "tokens": None,
                 "times": [first + (last - first) * i / max(count - 1, 1) for i in range(count)],

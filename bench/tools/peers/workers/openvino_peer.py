@@ -11,7 +11,8 @@ from typing import Any
 PACKAGE = "openvino-genai"
 FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
 FLOATS = ("F32", "F16", "BF16")
-LOOKUP_TOKENS, LOOKUP_NGRAM = 5, 3
+LOOKUP_TOKENS = 5
+LOOKUP_NGRAM = 3
 """Of the example in its documentation."""
 
 
@@ -39,11 +40,9 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
     }
     if "rows" in options:
         scheduler = genai.SchedulerConfig()
-        scheduler.max_num_seqs, scheduler.cache_size, scheduler.enable_prefix_caching = (
-            options["rows"],
-            2,
-            False,
-        )
+        scheduler.max_num_seqs = options["rows"]
+        scheduler.cache_size = 2
+        scheduler.enable_prefix_caching = False
         return Batch(genai.ContinuousBatchingPipeline(path, scheduler, "CPU", properties))
     lookup = {"prompt_lookup": True} if options["mode"] == "lookup" else {}
     return Contestant(
@@ -78,9 +77,12 @@ class Contestant:
                 """Nothing is held back."""
 
         config = genai.GenerationConfig()
-        config.max_new_tokens, config.ignore_eos, config.do_sample = count, True, False
+        config.max_new_tokens = count
+        config.ignore_eos = True
+        config.do_sample = False
         if self.mode == "lookup":
-            config.num_assistant_tokens, config.max_ngram_size = LOOKUP_TOKENS, LOOKUP_NGRAM
+            config.num_assistant_tokens = LOOKUP_TOKENS
+            config.max_ngram_size = LOOKUP_NGRAM
         started = time.perf_counter()
         ids = np.array([prompt], dtype=np.int64)
         inputs = genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
@@ -124,13 +126,16 @@ class Batch:
         import openvino_genai as genai
 
         config = genai.GenerationConfig()
-        config.ignore_eos, config.do_sample = True, False
+        config.ignore_eos = True
+        config.do_sample = False
         found: list[dict[str, Any]] = [{"tokens": [], "times": []} for _ in prompts]
-        waiting, running = list(range(len(prompts))), dict[int, tuple[Any, float]]()
+        waiting = list(range(len(prompts)))
+        running = dict[int, tuple[Any, float]]()
         while waiting or running:
             while waiting and len(running) < concurrency:
                 number = waiting.pop(0)
-                self._last, config.max_new_tokens = self._last + 1, counts[number]
+                self._last = self._last + 1
+                config.max_new_tokens = counts[number]
                 ids = ov.Tensor(np.array([prompts[number]], np.int64))
                 running[number] = (
                     self.pipeline.add_request(self._last, ids, config),

@@ -28,7 +28,8 @@ def convert(model: str, output: str, variant: str) -> None:
         if variant == "gguf-int8":
             if precision != "int4":
                 raise RuntimeError("the file has 8 bits or more itself: gguf is the same")
-            precision, extra = "int8", INT8
+            precision = "int8"
+            extra = INT8
         source = dequantized(Path(model), Path(cache) / "checkpoint")
         builder = [
             "-m",
@@ -84,7 +85,8 @@ def dequantized(file: Path, output: Path) -> str:
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
     # Otherwise it is taken for quantized, and not saved.
-    model.hf_quantizer, model.config.quantization_config = None, None
+    model.hf_quantizer = None
+    model.config.quantization_config = None
     del model.config.quantization_config
     model.save_pretrained(output)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(output)
