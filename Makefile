@@ -65,7 +65,7 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/support/core_size.py
 	$(BIN)/python docs/check.py
-	$(BIN)/mypy src/eesd tests
+	$(BIN)/mypy src/eesd tests lab
 
 bench: build/pycode/manifest.json operators $(VENV)/installed-dev
 	$(BIN)/eesd-bench --engine-dir build/pycode --output bench-results --overwrite

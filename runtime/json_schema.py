@@ -1,7 +1,7 @@
 """JSON schemas as llguidance reads them: without what changes nothing, and refused with the place
 of what cannot be followed.
 
-JSON Schema 2020-12 (https://json-schema.org/draft/2020-12). ``python -m eesd.bench.tools.schemas``
+JSON Schema 2020-12 (https://json-schema.org/draft/2020-12). ``python -m lab.schemas``
 runs its test suite.
 """
 

@@ -15,21 +15,21 @@ import pytest
 from support import gguf_files
 from support.command import assert_refused, listing, run, succeed
 
-from eesd.bench.tools.peers.batches import entries
-from eesd.bench.tools.peers.cli import main
-from eesd.bench.tools.peers.contestants import PEERS, WORKERS, Contestant, Peer, chosen, of_variant
-from eesd.bench.tools.peers.convert import Work
-from eesd.bench.tools.peers.measure import Comparison, Options
-from eesd.bench.tools.peers.passes import Passes
-from eesd.bench.tools.peers.process import PeerError, Process, busy_threads
-from eesd.bench.tools.peers.quality import compare
-from eesd.bench.tools.peers.results import Load, Prompt, Quality, Result, Run
-from eesd.bench.tools.peers.table import markdown
-from eesd.bench.tools.peers.texts import choose_prompts
-from eesd.bench.tools.peers.workers.ort_genai_peer import nearest
-from eesd.bench.tools.results import main as draw
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import load
+from lab.peers.batches import entries
+from lab.peers.cli import main
+from lab.peers.contestants import PEERS, WORKERS, Contestant, Peer, chosen, of_variant
+from lab.peers.convert import Work
+from lab.peers.measure import Comparison, Options
+from lab.peers.passes import Passes
+from lab.peers.process import PeerError, Process, busy_threads
+from lab.peers.quality import compare
+from lab.peers.results import Load, Prompt, Quality, Result, Run
+from lab.peers.table import markdown
+from lab.peers.texts import choose_prompts
+from lab.peers.workers.ort_genai_peer import nearest
+from lab.results import main as draw
 
 FEW = (
     "--short",
@@ -122,7 +122,7 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Contesta
     says."""
     file = tmp_path / "fake.py"
     file.write_text(FAKE)
-    monkeypatch.setattr("eesd.bench.tools.peers.measure.REST_SECONDS", 0)
+    monkeypatch.setattr("lab.peers.measure.REST_SECONDS", 0)
     monkeypatch.setitem(PEERS, "fake", Peer(str(file), ()))
     names = ("sound", "broken", "dies", "hangs", "stops", "crowds")
     return {name: Contestant("fake", name, "plain", "Q4_0", str(tmp_path)) for name in names}

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from support.command import assert_refused, run, succeed
 
-from eesd.bench.tools.shapes import main
 from eesd.common.manifest import load_manifest
+from lab.shapes import main
 
-TOOLS = Path(__file__).parent.parent.parent / "bench/tools"
+ROOT = Path(__file__).parent.parent.parent
 NO_TOOLS = ("__init__", "spec_bench_table")
 
 
@@ -35,19 +35,18 @@ def test_calls_of_a_directory_are_timed(engine: Path, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["peers", *(path.stem for path in TOOLS.glob("*.py") if path.stem not in NO_TOOLS)]
+    "name",
+    ["peers", *(path.stem for path in (ROOT / "lab").glob("*.py") if path.stem not in NO_TOOLS)],
 )
 def test_every_tool_starts_in_one_way(name: str) -> None:
-    command = [sys.executable, "-m", f"eesd.bench.tools.{name}", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", f"lab.{name}", "--help"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (
         result.returncode == 0
         and "Usage: " in result.stdout
         and result.stdout.count("Options:") == 1
     ), result.stderr
-    assert f"python -m eesd.bench.tools.{name} " in (
-        TOOLS.parent.parent / "docs/bench.md"
-    ).read_text("utf-8")
+    assert f"python -m lab.{name} " in (ROOT / "docs/bench.md").read_text("utf-8")
 
 
 def test_lists_of_numbers_are_checked(engine: Path) -> None:

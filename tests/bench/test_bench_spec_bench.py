@@ -11,11 +11,11 @@ from support import tiny_models
 from support.command import add_tokenizer, assert_refused, export_engine, run, succeed
 
 from eesd.bench.replay.costs import COST_MODELS
-from eesd.bench.tools.results import main as draw
-from eesd.bench.tools.spec_bench import choose, main, read_questions
-from eesd.bench.tools.spec_bench_table import PLAIN, Answer, Result, speedup
 from eesd.runtime.engines import operators
 from eesd.runtime.engines.cpu_engine import CpuEngine
+from lab.results import main as draw
+from lab.spec_bench import choose, main, read_questions
+from lab.spec_bench_table import PLAIN, Answer, Result, speedup
 
 ROWS: list[dict[str, Any]] = [
     {"question_id": 81, "category": "writing", "turns": ["abc abc abc", "and def"]},

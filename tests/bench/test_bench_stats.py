@@ -21,8 +21,8 @@ from eesd.bench.measure.results import (
 from eesd.bench.measure.stats import bootstrap
 from eesd.bench.replay.costs import CallCosts, mean_call_costs
 from eesd.bench.report.stats import best_fixed_lengths, predicted_seconds, summarize
-from eesd.bench.tools.results import main as draw
 from eesd.common.errors import EESDError
+from lab.results import main as draw
 
 EXAMPLE = Path(__file__).parent.parent / "data/bench_result.json"
 """A small result of the bundled model, written by eesd-bench."""

@@ -15,8 +15,8 @@ from click.testing import Result
 from support.command import assert_refused, run, succeed
 
 import eesd
-from eesd.bench.tools import shapes
 from eesd.common import cli
+from lab import shapes
 
 pytestmark = pytest.mark.fast
 

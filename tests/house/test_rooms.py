@@ -37,7 +37,6 @@ MAY_IMPORT_INSIDE = {
     "bench.measure": set(),
     "bench.replay": {"bench.measure"},
     "bench.report": {"bench.measure", "bench.replay"},
-    "bench.tools.peers": {"bench.measure", "bench.tools.exactness", "bench.tools.shapes"},
 }
 """Parts of a room that may import only these other parts of it."""
 TORCH_FREE = {"common", "controllers", "runtime"}
@@ -136,11 +135,10 @@ def test_parts_of_a_room_import_one_way(part: str) -> None:
                 )
 
 
-def test_what_wheels_have_needs_no_tools() -> None:
-    for name, imported in graph().items():
-        assert name.startswith("bench.tools") or not any(
-            other.startswith("bench.tools") for other in imported
-        ), name
+def test_the_package_does_not_import_the_lab() -> None:
+    assert not any(
+        f"{imported}.".startswith("lab.") for _, path in modules() for imported, _ in imports(path)
+    )
 
 
 def test_torch_is_imported_where_it_belongs() -> None:

@@ -26,9 +26,6 @@ from support.harness import Wrapped
 from support.without_operators import needs_operators, without_operators
 
 import eesd
-from eesd.bench.tools.exactness import WAYS, Row, combinations, open_with
-from eesd.bench.tools.exactness import main as bench_main
-from eesd.bench.tools.results import main as report_main
 from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
 from eesd.export.cli import main as export_main
@@ -44,6 +41,9 @@ from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import Engine, StepOutputs
 from eesd.runtime.engines.exactness import Differences, Exactness
 from eesd.runtime.llm import LLM, Speculation
+from lab.exactness import WAYS, Row, combinations, open_with
+from lab.exactness import main as bench_main
+from lab.results import main as report_main
 
 KINDS = {
     "float32": (),
@@ -446,8 +446,6 @@ def test_the_benchmark_compares_all_ways(
     succeed(report_main, output, "-o", report)
     assert f"| texts that differ | **0 of {texts}**" in report.read_text()
 
-    monkeypatch.setattr(
-        "eesd.bench.tools.exactness.open_with", lambda *given: inexact(open_with(*given))
-    )
+    monkeypatch.setattr("lab.exactness.open_with", lambda *given: inexact(open_with(*given)))
     broken = succeed(bench_main, exported("float32"), "--new-tokens", 8)
     assert f"{texts // 2} texts compared, 0 differ" not in broken.stdout

@@ -15,6 +15,7 @@ import eesd
 from eesd.common.errors import EESDError
 from eesd.export.make import _rounded_on
 
+ROOT = Path(__file__).parent.parent.parent
 IMPORT = """
 import json
 import eesd
@@ -27,7 +28,7 @@ USE = """
 from pathlib import Path
 from click.testing import CliRunner
 import eesd
-import eesd.bench.cli, eesd.bench.tools.shapes, eesd.export.inspect
+import eesd.bench.cli, lab.shapes, eesd.export.inspect
 import eesd.runtime.cli, eesd.runtime.doctor
 
 directory = sys.argv[1]
@@ -65,7 +66,7 @@ main()
 
 def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", BLOCK + code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_importing_costs_nothing() -> None:

@@ -1,4 +1,4 @@
-"""``examples/smollm2/texts.py`` and ``prompts.py``: what they make of packages and checkouts,
+"""``lab/smollm2/texts.py`` and ``prompts.py``: what they make of packages and checkouts,
 without texts of tests."""
 
 import gzip
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-EXAMPLE = Path(__file__).parent.parent.parent / "examples/smollm2"
+ROOT = Path(__file__).parent.parent.parent
 SENTENCE = (
     "Every paragraph of this page says something that the page before it did not say at all. "
 )
@@ -49,7 +49,8 @@ def test_pages_are_words_and_tests_are_left_out(tmp_path: Path) -> None:
     write(tmp_path / "test.jsonl", json.dumps({"turns": [f"Say {SECRET}?"]}) + "\n")
     command = (
         sys.executable,
-        EXAMPLE / "texts.py",
+        "-m",
+        "lab.smollm2.texts",
         packages,
         checkouts,
         "-o",
@@ -57,7 +58,7 @@ def test_pages_are_words_and_tests_are_left_out(tmp_path: Path) -> None:
         "--without",
         tmp_path / "test.jsonl",
     )
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 
     essays = lines(tmp_path / "out/essays.jsonl")
     assert {tuple(sorted(entry)) for entry in essays} == {("kind", "text"), ("kind", "messages")}
@@ -104,7 +105,8 @@ def test_manuals_are_words_and_are_asked_about(tmp_path: Path) -> None:
     asked = tmp_path / "asked.jsonl"
     command = (
         sys.executable,
-        EXAMPLE / "texts.py",
+        "-m",
+        "lab.smollm2.texts",
         packages,
         checkouts,
         "-o",
@@ -112,7 +114,7 @@ def test_manuals_are_words_and_are_asked_about(tmp_path: Path) -> None:
         "--asked",
         asked,
     )
-    subprocess.run(command, capture_output=True, check=True)
+    subprocess.run(command, cwd=ROOT, capture_output=True, check=True)
 
     whole = [
         entry["text"]
@@ -181,7 +183,8 @@ def test_prompts_have_turns_and_no_tests(tmp_path: Path) -> None:
     held_out = tmp_path / "held-out.jsonl"
     command = (
         sys.executable,
-        EXAMPLE / "prompts.py",
+        "-m",
+        "lab.smollm2.prompts",
         checkouts,
         "-o",
         output,
@@ -189,13 +192,15 @@ def test_prompts_have_turns_and_no_tests(tmp_path: Path) -> None:
         held_out,
         *without,
     )
-    every = subprocess.run([*command, "--every"], capture_output=True, text=True, check=True)
+    every = subprocess.run(
+        [*command, "--every"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert "'quarel': 444" in every.stdout, "all but those held out"
     held = {entry["messages"][0]["content"] for entry in lines(held_out)}
     assert len(held) == 256 and held.isdisjoint(
         entry["messages"][0]["content"] for entry in lines(output)
     )
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
 
     found = lines(output)
     assert "'quarel': 350" in done.stdout and "'left out: like a test': 1" in done.stdout

@@ -23,8 +23,6 @@ from support.constrained import (
 )
 from tokenizers import Tokenizer, decoders, models
 
-from eesd.bench.tools.schemas import EOS, JSON_TOKENS
-from eesd.bench.tools.schemas import random_text as random_bytes
 from eesd.common.errors import EESDError
 from eesd.runtime.constraint import GrammarConstraint, _Tokens
 from eesd.runtime.constraint import make_constraint as constraint
@@ -34,6 +32,8 @@ from eesd.runtime.request import ConstraintError
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.fields import constraint_of
 from eesd.serve.grammar.token_filter import TokenFilter
+from lab.schemas import EOS, JSON_TOKENS
+from lab.schemas import random_text as random_bytes
 
 LOOK_AHEAD = "^(?!.*b)[a-c]{1,3}$"
 WORD = {"type": "string", "maxLength": 4}

@@ -1,2 +1,0 @@
-"""Tools of this repository's maintainers. They run from a checkout
-(``python -m eesd.bench.tools.NAME``); wheels lack them."""

@@ -1,0 +1,2 @@
+"""Benchmarks and training recipes for the maintainers. They run from the root of a checkout, as
+``python -m lab.NAME``. Wheels lack them."""

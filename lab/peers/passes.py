@@ -1,0 +1,334 @@
+"""Single passes side by side: one or several tokens after a filled cache, whole prompts, and the
+peaks of the same run."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+from eesd.bench.measure.results import Saved, describe_machine, shown_machine
+from eesd.bench.measure.run import rotated
+from eesd.bench.measure.stats import bootstrap
+from eesd.common.errors import EESDError
+from eesd.common.markdown import table
+from eesd.common.outputs import scratch_directory
+from lab.peers.contestants import EESD, IK_LLAMA_CPP, LLAMA_CPP, Contestant, grouped
+from lab.peers.process import Process
+
+TAKERS = (EESD, LLAMA_CPP, IK_LLAMA_CPP)
+"""Peers that can be asked for a pass over several tokens."""
+WAYS = ("plain", "rtr")
+"""Modes whose passes differ: all others are those of plain decoding."""
+PEAKS = Path(__file__).with_name("peaks.cpp")
+MEMORY = "memory"
+"""Stands for reading alone, which is measured in turn with the passes."""
+READ_BYTES = 1 << 28
+TURN = 4
+"""Passes of a contestant in its turn, and reads; one more pass before them warms up."""
+PROMPT_TURNS = 3
+REST_SECONDS = 0.05
+"""Pause before a turn: threads of the contestant before may still spin."""
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Passes of one contestant.
+
+    Attributes:
+        contestant, group: Its name and group; the name is :data:`MEMORY` for reading alone.
+        threads: CPU threads.
+        behind: Tokens in the cache.
+        rows: Tokens of a pass, each with its logits; after none, the tokens of a prompt, the last
+            of which has logits.
+        seconds: Of each pass.
+        bytes: Weights, keys and values that a pass reads.
+    """
+
+    contestant: str
+    group: str
+    threads: int
+    behind: int
+    rows: int
+    seconds: list[float]
+    bytes: int
+
+
+@dataclass
+class Passes(Saved):
+    """Everything that one run measured.
+
+    Attributes:
+        model: Name of the model.
+        options: What was measured.
+        sizes: What :func:`tensor_sizes` gave of each group's file.
+        machine, packages: Where, and with what.
+        peaks: By number of threads and kernels, products of 8-bit integers in a second: the most of
+            a run.
+        passes: The measurements.
+    """
+
+    model: str
+    options: dict[str, Any]
+    sizes: dict[str, list[int]]
+    machine: dict[str, str] = field(default_factory=describe_machine)
+    packages: dict[str, str] = field(default_factory=dict)
+    peaks: dict[str, dict[str, float]] = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+    schema: int = 2
+
+    WHAT: ClassVar = "a file of passes; measure them again"
+    ROWS: ClassVar[dict[str, type]] = {"passes": Pass}
+
+
+def tensor_sizes(file: Path) -> list[int]:
+    """Of a GGUF file, the bytes of the tensors that a pass reads, and the elements of the layers'
+    matrices.
+
+    An embedding table is read only if it is the LM head as well.
+    """
+    from eesd.model.gguf_file import read_gguf
+
+    tensors = dict(read_gguf(file).tensors)
+    if "output.weight" in tensors:
+        tensors.pop("token_embd.weight")
+    matrices = (
+        tensor
+        for name, tensor in tensors.items()
+        if name.startswith("blk.") and len(tensor.shape) == 2
+    )
+    return [
+        sum(tensor.nbytes for tensor in tensors.values()),
+        sum(prod(tensor.shape) for tensor in matrices),
+    ]
+
+
+def takers(contestants: Iterable[Contestant], kernels: Sequence[str]) -> list[Contestant]:
+    """Those whose passes can be timed: EESD once for each of these kernels, or with the fastest
+    ones."""
+    able = [one for one in contestants if one.peer in TAKERS and one.mode in WAYS]
+    return [
+        replace(one, mode=mode)
+        for one in able
+        for mode in (kernels if one.peer == EESD and kernels else [one.mode])
+    ]
+
+
+def measure(
+    result: Passes,
+    members: Sequence[Contestant],
+    pythons: dict[str, str],
+    seconds: float,
+    path: Path,
+    report: Callable[[str], None],
+) -> None:
+    """Measure all groups of what :func:`takers` gave, and save after each context.
+
+    ``pythons`` are interpreters by peer, ``seconds`` is the longest time of one answer, and each
+    measurement is a line for ``report``.
+    """
+    slots = (
+        max(*result.options["behind"], result.options["prompt"]) + max(result.options["rows"]) + 1
+    )
+    with scratch_directory("eesd-peaks") as scratch:
+        program = _compiled(scratch)
+        for threads, (group, everybody) in product(
+            result.options["threads"], grouped(members).items()
+        ):
+            with ExitStack() as stack:
+                running: dict[str, Process] = {}
+                for one in everybody:
+                    process = stack.enter_context(
+                        closing(Process(pythons[one.peer], one.worker, threads, seconds))
+                    )
+                    result.packages[one.peer] = process.package()
+                    settings = {
+                        "mode": one.mode,
+                        "threads": threads,
+                        "slots": slots,
+                        "variant": one.variant,
+                    }
+                    process.ask("load", path=one.path, options=settings)
+                    running[one.name] = process
+                read = partial(_read, program, threads, result.peaks.setdefault(str(threads), {}))
+                for found in _passes(
+                    running, group, threads, result.sizes[group][0], result.options, read
+                ):
+                    result.passes.append(found)
+                    shown = (
+                        f"{found.rows} after {found.behind}: "
+                        f"{bootstrap(found.seconds).median * 1e3:.2f} ms"
+                    )
+                    report(f"{found.contestant}, {threads} threads, {shown}")
+                    result.save(path)
+
+
+def _compiled(directory: Path) -> Path:
+    """The program that measures peaks. Raises :class:`EESDError` if there is no compiler."""
+    program = directory / "peaks"
+    try:
+        subprocess.run(
+            ["c++", "-O3", "-pthread", "-o", program, PEAKS], check=True, capture_output=True
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise EESDError(
+            f"{PEAKS} cannot be compiled ({error}); install a C++ compiler as c++."
+        ) from None
+    return program
+
+
+def _read(program: Path, threads: int, most: dict[str, float]) -> list[float]:
+    """Seconds of reads of :data:`READ_BYTES` with this number of threads. ``most`` gets the largest
+    product rates."""
+    found = json.loads(
+        subprocess.run([program, str(threads)], check=True, capture_output=True).stdout
+    )
+    most |= {
+        kernels: max(most.get(kernels, 0.0), products)
+        for kernels, products in found["products"].items()
+    }
+    return [*found["reads"]]
+
+
+def _passes(
+    running: Mapping[str, Process],
+    group: str,
+    threads: int,
+    weights: int,
+    options: Mapping[str, Any],
+    read: Callable[[], list[float]],
+) -> Iterator[Pass]:
+    """Measure the contestants of a group: a prompt, then passes after each context. ``read`` gives
+    the seconds of reading."""
+
+    def prefill(name: str, start: int, stop: int) -> list[float]:
+        tokens = [(7 * position) % 251 + 3 for position in range(start, stop)]
+        return [running[name].ask("prefill", tokens=tokens, start=start)["seconds"]]
+
+    def passes(name: str, count: int, behind: int) -> list[float]:
+        return [*running[name].ask("passes", rows=count, behind=behind, count=TURN)["seconds"]]
+
+    prompt = options["prompt"]
+    rows = options["rows"]
+    if prompt:
+        calls = {(name, prompt): partial(prefill, name, 0, prompt) for name in running}
+        for (name, count), seconds in _in_turn(calls, PROMPT_TURNS).items():
+            yield Pass(name, group, threads, 0, count, seconds, weights)
+    for start, behind in zip([0, *options["behind"]], options["behind"], strict=False):
+        sizes = {MEMORY: READ_BYTES}
+        for name, process in running.items():
+            prefill(name, start, behind)
+            sizes[name] = weights + process.ask("slot_bytes")["bytes"] * behind
+        timed = {
+            (name, count): partial(passes, name, count, behind)
+            for count in rows
+            for name in running
+        }
+        for (name, count), seconds in _in_turn(
+            {**timed, (MEMORY, 0): read}, -(-options["repeats"] // TURN)
+        ).items():
+            yield Pass(name, group, threads, behind, count, seconds, sizes[name])
+
+
+def _in_turn(
+    calls: Mapping[tuple[str, int], Callable[[], list[float]]], turns: int
+) -> dict[tuple[str, int], list[float]]:
+    """The seconds that calls give, in an order that rotates."""
+    found: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+    for turn in range(turns):
+        for key in rotated([*calls], turn):
+            time.sleep(REST_SECONDS)
+            found[key] += calls[key]()
+    return found
+
+
+def markdown(result: Passes, level: str = "#") -> list[str]:
+    """Lines: a table for each group and number of threads, and what is needed to read it."""
+    by: dict[tuple[str, int], list[Pass]] = {}
+    for one in result.passes:
+        by.setdefault((one.group, one.threads), []).append(one)
+    settings = {
+        "machine": shown_machine(result.machine),
+        "versions": ", ".join(result.packages.values()),
+        "repeats": result.options["repeats"],
+    }
+    lines = [
+        f"{level} Single passes: {result.model}",
+        "",
+        *table(["setting", ""], settings.items()),
+        "Medians of passes in turn. Ratio: over the first contestant, pass by pass, with its "
+        "95 % bootstrap interval. A pass "
+        "gives the logits of all its rows. Its time includes the call from Python. Share: the "
+        "bytes of weights, keys and "
+        "values over the time, as a part of the bandwidth. The bandwidth is that of as many "
+        "threads that read memory in turn "
+        "with the passes. Several rows: over one.",
+        "",
+    ]
+    for (group, threads), found in by.items():
+        lines += [f"{level}# {group}, {threads} thread{'s' * (threads > 1)}", "", *_table(found)]
+        lines += _prompts(found, result.sizes[group][1], result.peaks.get(str(threads), {}))
+    return lines
+
+
+def _table(found: Sequence[Pass]) -> list[str]:
+    """A row for each context and contestant."""
+    rows: list[list[str]] = []
+    several = sorted({one.rows for one in found if one.behind and one.rows > 1})
+    for behind in dict.fromkeys(one.behind for one in found if one.behind):
+        by = {(one.contestant, one.rows): one for one in found if one.behind == behind}
+        memory = by.pop((MEMORY, 0))
+        per_second = memory.bytes / bootstrap(memory.seconds).median
+        first = next(one.seconds for (_, count), one in by.items() if count == 1)
+        for name in dict.fromkeys(name for name, _ in by):
+            one = by[name, 1]
+            median = bootstrap(one.seconds).median
+            read = [
+                f"{one.bytes / 1e6:.0f}",
+                f"{per_second / 1e9:.1f}",
+                f"{one.bytes / median / per_second:.0%}",
+            ]
+            more = [
+                f"{bootstrap(by[name, n].seconds).median / median:.2f}" if (name, n) in by else ""
+                for n in several
+            ]
+            rows.append(
+                [str(behind), name, f"{median * 1e3:.2f}", _ratio(one.seconds, first), *read, *more]
+            )
+    columns = ["after", "", "ms", "ratio", "MB", "GB/s", "share", *(f"{n} rows" for n in several)]
+    return table(columns, rows) if rows else []
+
+
+def _prompts(found: Sequence[Pass], products: int, peaks: Mapping[str, float]) -> list[str]:
+    """A row for each contestant, with the share of each peak that the products with the layers'
+    matrices reach."""
+    prompts = [one for one in found if not one.behind]
+    rows = []
+    for one in prompts:
+        median = bootstrap(one.seconds).median
+        shares = [f"{one.rows * products / median / peak:.0%}" for peak in peaks.values()]
+        rows.append(
+            [
+                one.contestant,
+                f"{median * 1e3:.0f}",
+                _ratio(one.seconds, prompts[0].seconds),
+                *shares,
+            ]
+        )
+    if not rows:
+        return []
+    shown = [f"share of {kernels}, {peak / 1e9:.0f} G/s" for kernels, peak in peaks.items()]
+    return table([f"prompt of {prompts[0].rows}", "ms", "ratio", *shown], rows)
+
+
+def _ratio(seconds: Sequence[float], first: Sequence[float]) -> str:
+    """Empty for the first one itself."""
+    if seconds is first:
+        return ""
+    return bootstrap([one / other for one, other in zip(seconds, first, strict=True)]).shown()
