@@ -11,7 +11,7 @@ from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.load_policy import LoadPolicy
-from eesd.runtime.decoding.round import ALONE, Policy, PromptPiece, Round, run_round
+from eesd.runtime.decoding.round import ALONE, Drafting, Policy, PromptPiece, Round, run_round
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.row_check import check_rows
 from eesd.runtime.llm import LLM
@@ -74,7 +74,9 @@ class Scheduler:
     work.
 
     Attributes:
-        rule: What decides how far to draft, and what it learned.
+        rule: Decides how far a batch drafts.
+        alone: How the row of the last round drafted, if it had the engines to itself; None: by
+            ``rule``.
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
@@ -104,6 +106,7 @@ class Scheduler:
         self._free = [*reversed(self._kv_caches)]
         check_rows(self._engine, self._kv_caches)
         self.drafted = 0
+        self.alone: Drafting | None = None
         self._last_alone: Session | None = None
         self._policy = LoadPolicy(self.rule, self._engine, llm.engines.draft)
         self._policy.measure(self._kv_caches, 1 + llm.manifest.max_tree_nodes, MEASURING_SECONDS)
@@ -314,10 +317,12 @@ class Scheduler:
         """A row alone drafts as it does without a batch; a batch, or a row whose call a prompt
         ``shared``, by the load."""
         if len(self._active) != 1 or shared or self._options.levels is not None:
+            self.alone = None
             return self._policy
         if (row := self._active[0]) is not self._last_alone:
             self._last_alone = row
             row.drafting.begin_request()
+        self.alone = row.drafting
         return ALONE
 
     def _round(self, pieces: list[PromptPiece]) -> None:

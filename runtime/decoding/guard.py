@@ -167,6 +167,11 @@ class Guard:
         """Plain rounds that the probe still needs."""
         self._behind_draft = True
 
+    @property
+    def plain_seconds(self) -> float:
+        """Seconds of a plain round; 0 while unknown."""
+        return self._plain_step
+
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the
         bonus token, as far as is known without drafting. While plain decoding is measured, nothing

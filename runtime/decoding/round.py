@@ -42,6 +42,7 @@ class RoundResult:
         finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None:
             call ``step`` again.
         from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
+        judged_text: The same for each judged token: the accepted ones, and the first rejected one.
         rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
         outcome: What was judged, also behind the end of the text: the observers of the round get
             it.
@@ -56,6 +57,7 @@ class RoundResult:
     from_text: Sequence[bool]
     rejected: Sequence[int]
     outcome: RoundOutcome = field(compare=False)
+    judged_text: Sequence[bool] = field(compare=False)
     levels: int = field(compare=False)
     drafting: bool = field(compare=False)
     draft_seconds: float = field(compare=False)
@@ -419,13 +421,16 @@ class Round:
             tokens = tokens[:count]
             reason = "stop"
         accepted = path[: len(tokens)]
+        last = path[-1] if path else self.nodes[0]
+        judged = [*accepted, *last.children[:1]][: len(tokens)]
         return RoundResult(
             tokens,
             len(accepted),
             reason,
             [node.from_text for node in accepted],
-            [] if reason else _rejected(path[-1] if path else self.nodes[0]),
+            [] if reason else _rejected(last),
             outcome,
+            judged_text=[node.from_text for node in judged],
             levels=max([node.depth for node in self.nodes]),
             drafting=self.drafter is not None or len(self.nodes) > 1,
             draft_seconds=self.draft_seconds,

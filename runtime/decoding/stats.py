@@ -23,6 +23,7 @@ class Stats:
         verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all
             before was accepted).
         accepted_at_depth: Of these, the rounds whose token at that depth was accepted.
+        text_verified_at_depth, text_accepted_at_depth: The same for tokens that the text proposed.
         guard_pauses: Times that the guard paused drafting.
         exact: Whether a check found, when the engines were loaded, that logits do not depend on a
             call's number of rows; None: not checked.
@@ -41,6 +42,8 @@ class Stats:
     accepted_text_tokens: int = 0
     verified_at_depth: list[int] = field(default_factory=list)
     accepted_at_depth: list[int] = field(default_factory=list)
+    text_verified_at_depth: list[int] = field(default_factory=list)
+    text_accepted_at_depth: list[int] = field(default_factory=list)
     guard_pauses: int = 0
     exact: bool | None = None
     prefill_seconds: float = 0.0
@@ -89,10 +92,16 @@ class Stats:
         more = [0] * (result.levels - len(self.verified_at_depth))
         stats.verified_at_depth = [*self.verified_at_depth, *more]
         stats.accepted_at_depth = [*self.accepted_at_depth, *more]
+        stats.text_verified_at_depth = [*self.text_verified_at_depth, *more]
+        stats.text_accepted_at_depth = [*self.text_accepted_at_depth, *more]
         # The bonus token says that a draft token is wrong.
         for level in range(min(result.levels, len(result.tokens))):
             stats.verified_at_depth[level] += 1
             stats.accepted_at_depth[level] += level < result.num_accepted
+        for level, from_text in enumerate(result.judged_text):
+            if from_text:
+                stats.text_verified_at_depth[level] += 1
+                stats.text_accepted_at_depth[level] += level < result.num_accepted
         return stats
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-// One text with its tokens, coloured by who proposed them, and marks where drafts were rejected.
+// One text with its tokens, coloured by their source, and marks where drafts were rejected.
 
-const WHO = { exit: "exit head", text: "text", verify: "verifier" };
+const SOURCES = { exit: "exit head", text: "from the text", verify: "verifier" };
+const details = new WeakMap(); // from the element of a token or mark to what its tip shows
 
 export class Answer {
-  constructor(output, title) {
+  constructor(parent, title) {
     this.tokens = [];
-    this.element = document.createElement("div");
-    this.element.className = "answer";
-    if (title) this.element.append(heading(title));
-    this.body = document.createElement("span");
-    this.body.className = "tokens";
+    this.rounds = [];
+    this.element = make("div", "answer");
+    if (title) this.element.append(make("h3", "", title));
+    this.body = make("span", "tokens");
     this.element.append(this.body);
-    output.append(this.element);
+    parent.append(this.element);
   }
 
   get text() {
@@ -19,92 +19,117 @@ export class Answer {
   }
 
   add(event) {
+    const counts = { exit: 0, text: 0, verify: 0 };
     event.tokens.forEach((token, at) => {
-      // The verifier's token took the place of what was rejected.
+      // The verifier's token replaces the rejected ones.
       if (token.source === "verify" && at === event.tokens.length - 1) this.#mark(event.rejected, token.text);
       this.tokens.push(token.id);
-      const span = document.createElement("span");
-      span.className = token.source;
-      span.textContent = token.text;
+      counts[token.source] += 1;
+      const span = make("span", token.source, token.text);
+      details.set(span, tokenTip(token));
       this.body.append(span);
     });
+    if (event.tokens.length) this.rounds.push(counts);
     if (event.held) this.body.append(event.held);
   }
 
   #mark(rejected, instead) {
     if (!rejected.length) return;
-    const mark = document.createElement("button");
+    const mark = make("button", "mark");
     mark.type = "button";
-    mark.className = "mark";
     mark.tabIndex = document.querySelector("#output .mark") ? -1 : 0;
     const drafted = rejected.map(visible).join("");
-    mark.setAttribute("aria-label", `Rejected: ${drafted}. The ${WHO.verify} wrote: ${visible(instead) || "nothing that shows yet"}.`);
-    mark.dataset.drafted = drafted;
-    mark.dataset.instead = visible(instead);
+    mark.setAttribute("aria-label", `Rejected: ${drafted}. The verifier wrote: ${visible(instead) || "nothing visible yet"}.`);
+    details.set(mark, [
+      ["Rejected", drafted],
+      ["Verifier", visible(instead) || "…"],
+    ]);
     this.body.append(mark);
   }
 }
 
-export function question(output, text) {
-  const element = document.createElement("div");
-  element.className = "question";
-  element.append(heading("You"), document.createTextNode(text));
-  output.append(element);
+export function question(parent, text) {
+  const element = make("div", "question");
+  element.append(make("h3", "", "You"), document.createTextNode(text));
+  parent.append(element);
 }
 
-// The prompt in front of what continues it.
+// Puts the prompt in front of the text that continues it.
 export function prefix(answer, text) {
-  const span = document.createElement("span");
-  span.className = "prompt";
-  span.textContent = text;
-  answer.element.insertBefore(span, answer.body);
+  answer.element.insertBefore(make("span", "prompt", text), answer.body);
 }
 
-// Shows what was rejected, at the mark that the pointer or the focus is on. One mark is in the order of Tab; arrow keys go on.
-export function watchMarks(output, tip) {
-  const show = (mark) => {
-    tip.replaceChildren(part("Rejected", mark.dataset.drafted, "drafted"), part("Verifier", mark.dataset.instead || "…", "instead"));
+export function make(tag, kind = "", text = "") {
+  const element = document.createElement(tag);
+  if (kind) element.className = kind;
+  element.textContent = text;
+  return element;
+}
+
+// Rows of a token's tip: its source, then the likeliest tokens, with the chosen one marked.
+function tokenTip({ text, source, logprob, top = [] }) {
+  if (!top.length) return [[SOURCES[source], visible(text) || "…"]];
+  const chosen = top.findIndex((other) => other[1] === logprob);
+  const rows = top.map(([name, value], at) => [percent(value), visible(name), at === chosen]);
+  if (chosen < 0) rows.push([percent(logprob), visible(text) || "…", true]);
+  return [[`Source: ${SOURCES[source]}`], ...rows];
+}
+
+// Shows the tip of the token or mark under the pointer, or at the focus. One mark is in the order of Tab, and arrow keys go to
+// the next one; where the focus is on the whole text, arrow keys go from token to token.
+export function watchTips(output, tip) {
+  let current = null;
+  const show = (element) => {
+    tip.replaceChildren(...details.get(element).map(tipRow));
     tip.hidden = false;
-    const place = mark.getBoundingClientRect();
+    const place = element.getClientRects()[0] ?? element.getBoundingClientRect();
     const room = document.documentElement.clientWidth - tip.offsetWidth - 8;
     const above = place.top - tip.offsetHeight - 6;
     tip.style.left = `${Math.max(8, Math.min(place.left - 12, room))}px`;
     tip.style.top = `${above > 8 ? above : place.bottom + 6}px`;
   };
   const hide = () => (tip.hidden = true);
-  const on = (event) => event.target.classList.contains("mark") && show(event.target);
-  const follow = () => (document.activeElement?.matches("#output .mark:focus-visible") ? show(document.activeElement) : hide());
+  const select = (token) => {
+    current?.classList.remove("current");
+    current = token;
+    if (!token) return hide();
+    token.classList.add("current");
+    token.scrollIntoView({ block: "nearest" });
+    return show(token);
+  };
+  const on = (event) => details.has(event.target) && show(event.target);
+  const follow = () => {
+    const focused = document.activeElement;
+    if (focused?.matches("#output .mark:focus-visible")) show(focused);
+    else if (current && focused === output) show(current);
+    else hide();
+  };
   output.addEventListener("pointerover", on);
   output.addEventListener("focusin", on);
   output.addEventListener("click", on);
   output.addEventListener("pointerout", hide);
-  output.addEventListener("focusout", hide);
+  output.addEventListener("focusout", () => select(null));
+  document.addEventListener("pointerdown", () => select(null));
   document.addEventListener("scroll", follow, true);
   output.addEventListener("keydown", (event) => {
-    const marks = [...output.querySelectorAll(".mark")];
-    const at = marks.indexOf(event.target);
-    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: marks.length - 1 }[event.key];
-    if (at < 0 || to === undefined || !marks[to]) return;
+    const onMark = event.target !== output;
+    const places = [...output.querySelectorAll(onMark ? ".mark" : ".tokens > span")];
+    const at = places.indexOf(onMark ? event.target : current);
+    const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: places.length - 1 }[event.key];
+    if ((onMark && at < 0) || to === undefined || !places[to]) return;
     event.preventDefault();
-    marks[at].tabIndex = -1;
-    marks[to].tabIndex = 0;
-    marks[to].focus();
+    if (!onMark) return select(places[to]);
+    places[at].tabIndex = -1;
+    places[to].tabIndex = 0;
+    return places[to].focus();
   });
 }
 
-function heading(text) {
-  const title = document.createElement("h3");
-  title.textContent = text;
-  return title;
+function tipRow([name, text, chosen]) {
+  const row = make("span", chosen ? "chosen" : "", text === undefined ? name : `${name} `);
+  if (text !== undefined) row.append(make("code", "", text));
+  return row;
 }
 
-function part(name, text, kind) {
-  const span = document.createElement("span");
-  const code = document.createElement("code");
-  code.className = kind;
-  code.textContent = text;
-  span.append(`${name} `, code);
-  return span;
-}
-
+const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
 const visible = (text) => text.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll(" ", "␣");

@@ -1,20 +1,22 @@
-// The form, the runs that it starts, and what they come to.
+// The form, the runs that it starts, and their results.
 
-import { Answer, prefix, question, watchMarks } from "./answer.js";
-import { showAcceptance, showBelief, showSpeed } from "./figures.js";
+import { Answer, make, prefix, question, watchTips } from "./answer.js";
+import { showAcceptance, showEstimate, showRounds, showSpeed } from "./figures.js";
 import { Refused, generate, jsonHeaders, refusal } from "./stream.js";
 
 const $ = (id) => document.getElementById(id);
-const REASONS = { stop: "The model ended the text", length: "The text is as long as asked for", deadline: "The server's time for a request was over" };
+const REASONS = { stop: "The model ended the text", length: "Max tokens reached", deadline: "The server's time limit was reached" };
 const EXAMPLES = { chat: "Write a Python function that adds the numbers from 1 to n.", completion: "def fibonacci(n):\n" };
+const ALTERNATIVES = 4;
+const NO_RUNS = { about: "", drafting: null, plain: null, plainSeconds: null };
 const history = [];
 let running = null;
-let runs = { about: "", drafting: null, plain: null };
+let runs = { ...NO_RUNS };
 
 const mode = () => document.querySelector("input[name=mode]:checked").value;
 
 async function start() {
-  watchMarks($("output"), $("tip"));
+  watchTips($("output"), $("tip"));
   showFigures();
   for (const input of document.querySelectorAll("input[name=mode]")) input.addEventListener("change", showMode);
   $("ask").addEventListener("submit", (event) => {
@@ -23,11 +25,10 @@ async function start() {
   });
   $("stop").addEventListener("click", () => running?.abort());
   $("clear").addEventListener("click", clear);
-  $("key").addEventListener("change", learnAbout);
+  $("key").addEventListener("change", readAbout);
   $("prompt").addEventListener("input", showExample);
   $("example").addEventListener("click", () => {
-    $("prompt").value = EXAMPLES[mode()];
-    showExample();
+    setPrompt(EXAMPLES[mode()]);
     $("ask").requestSubmit();
   });
   $("more").addEventListener("invalid", () => ($("more").open = true), true); // else the browser has nowhere to say so
@@ -35,10 +36,10 @@ async function start() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && !running) $("ask").requestSubmit();
     if (event.key === "Escape") running?.abort();
   });
-  await learnAbout();
+  await readAbout();
 }
 
-async function learnAbout() {
+async function readAbout() {
   try {
     const response = await fetch("/playground/about", { headers: jsonHeaders($("key").value) });
     if (!response.ok) throw await refusal(response);
@@ -63,7 +64,12 @@ function showMode() {
   $("system-row").hidden = mode() !== "chat";
 }
 
-// The example takes the place of no text.
+function setPrompt(text) {
+  $("prompt").value = text;
+  showExample();
+}
+
+// The example never replaces a text.
 function showExample() {
   $("example").hidden = $("prompt").value !== "";
 }
@@ -73,7 +79,7 @@ function clear() {
   history.length = 0;
   $("output").replaceChildren();
   $("status").textContent = "";
-  runs = { about: "", drafting: null, plain: null };
+  runs = { ...NO_RUNS };
   alertWith("");
   showFigures();
   $("prompt").focus();
@@ -95,7 +101,8 @@ function request() {
   if (!text.trim()) throw new Error("The prompt is empty; write something.");
   const [maxTokens, temperature, seed, topP] = ["max-tokens", "temperature", "seed", "top-p"].map((id) => $(id).valueAsNumber);
   const stop = $("stops").value.split("\n").filter(Boolean).map((line) => line.replaceAll("\\n", "\n"));
-  const options = { max_tokens: maxTokens, temperature, seed, top_p: topP, stop };
+  const logprobs = $("probabilities").checked ? ALTERNATIVES : null;
+  const options = { max_tokens: maxTokens, temperature, seed, top_p: topP, stop, logprobs };
   if (mode() === "completion") return { ...options, prompt: text };
   const system = $("system").value.trim() ? [{ role: "system", content: $("system").value }] : [];
   return { ...options, messages: [...system, ...history, { role: "user", content: text }] };
@@ -106,42 +113,58 @@ async function run() {
   alertWith("");
   running = new AbortController();
   setRunning(true);
+  const exchange = make("div", "exchange");
   try {
     const body = request();
     const comparing = $("compare").checked && !$("compare").disabled;
     const about = JSON.stringify(body);
-    if (runs.about !== about) runs = { about, drafting: null, plain: null };
-    if (body.messages) question($("output"), $("prompt").value);
-    if ($("text").getBoundingClientRect().top > window.innerHeight / 2) $("text").scrollIntoView();
-    const first = await answer(body, comparing || $("draft").checked, comparing);
-    if (comparing && !running.signal.aborted) await answer(body, false, true);
+    if (runs.about !== about) runs = { ...NO_RUNS, about };
+    begin(exchange, body);
+    const first = await answer(exchange, body, comparing || $("draft").checked, comparing);
+    if (comparing && !running.signal.aborted) await answer(exchange, body, false, true);
     if (body.messages) remember(body, first);
+    addTools(exchange, body, first);
   } catch (error) {
+    // A message that the server refused is no part of the conversation; its text is still in the form.
+    if (exchange.querySelector(".tokens > span")) exchange.classList.add("broken");
+    else exchange.remove();
     failed(error);
   }
   running = null;
   setRunning(false);
 }
 
+// Adds an exchange to the output, and brings its first line into view. Only the last message can be taken back.
+function begin(exchange, body) {
+  for (const button of $("output").querySelectorAll(".take-back")) button.remove();
+  if (body.messages) question(exchange, body.messages.at(-1).content);
+  $("output").append(exchange);
+  const { top } = exchange.getBoundingClientRect();
+  if (top > window.innerHeight / 2 || top < $("text-head").offsetHeight) exchange.scrollIntoView();
+}
+
 // Runs one request and shows it. Returns its text.
-async function answer(body, draft, titled) {
+async function answer(exchange, body, draft, titled) {
   const kind = draft ? "drafting" : "plain";
-  const shown = new Answer($("output"), titled ? (draft ? "With drafting" : "Plain decoding") : body.messages ? "Model" : "");
+  const comparison = draft ? "With drafting" : "Plain decoding";
+  const shown = new Answer(exchange, titled ? comparison : body.messages ? "Model" : "");
   if (body.prompt !== undefined) prefix(shown, body.prompt);
-  runs[kind] = { tokens: shown.tokens, stats: null, done: false };
+  const started = performance.now();
+  const result = { tokens: shown.tokens, rounds: shown.rounds, stats: null, done: false, first: null };
+  runs[kind] = result;
   $("status").textContent = `Generating${titled ? (draft ? " with drafting" : " without drafting") : ""} …`;
   try {
     for await (const event of generate({ ...body, draft }, $("key").value, running.signal)) {
-      const follow = nearEnd();
       shown.add(event);
-      if (follow) $("output").scrollTop = $("output").scrollHeight;
-      runs[kind].stats = event.stats;
+      if (event.tokens.length) result.first ??= (performance.now() - started) / 1000;
+      result.stats = event.stats;
+      if (draft && event.learned) runs.plainSeconds = event.learned.plain_seconds ?? null;
       showFigures(event, draft);
-      if (event.finish_reason) ended(runs[kind], event);
+      if (event.finish_reason) ended(result, event);
     }
   } catch (error) {
-    shown.element.classList.add("broken");
     if (!running.signal.aborted) throw error;
+    shown.element.classList.add("broken");
     $("status").textContent = `You stopped it after ${shown.tokens.length} tokens.`;
     showFigures();
   }
@@ -151,21 +174,54 @@ async function answer(body, draft, titled) {
 function ended(result, event) {
   result.done = true;
   const { new_tokens: count, decode_seconds: seconds } = event.stats;
-  $("status").textContent = `${REASONS[event.finish_reason] ?? event.finish_reason}: ${count} tokens in ${seconds.toFixed(2)} s.`;
-  if (event.finish_reason === "deadline") alertWith("The text is not complete: the server's time for a request was over.");
+  const first = result.first === null ? "" : `, the first after ${result.first.toFixed(2)} s`;
+  $("status").textContent = `${REASONS[event.finish_reason] ?? event.finish_reason}: ${count} tokens in ${seconds.toFixed(2)} s${first}.`;
+  if (event.finish_reason === "deadline") alertWith("The text is not complete: the server's time limit for a request was reached.");
   const at = difference();
-  if (at >= 0) alertWith(`The tokens of the two ways differ at token ${at + 1}. Drafting must not change them: please report this.`);
+  if (at >= 0) alertWith(`The tokens differ at token ${at + 1}. Drafting must not change them: please report this.`);
   showFigures(event);
 }
 
 function remember(body, text) {
   history.push(body.messages.at(-1), { role: "assistant", content: text });
-  $("prompt").value = "";
-  showExample();
+  setPrompt("");
   if (!matchMedia("(pointer: coarse)").matches) $("prompt").focus({ preventScroll: true }); // else the keyboard hides the text
 }
 
-// Where the two texts differ, of as much as there is of both; -1: nowhere.
+function addTools(exchange, body, text) {
+  const tools = make("div", "tools");
+  const add = (name, act, kind = "") => {
+    const button = make("button", kind, name);
+    button.type = "button";
+    button.addEventListener("click", () => running || act(button));
+    tools.append(button);
+  };
+  const takeBack = () => {
+    if (body.messages) history.length -= 2;
+    if (body.messages) exchange.remove();
+    const sort = body.messages ? "chat" : "completion";
+    document.querySelector(`input[value=${sort}]`).checked = true;
+    showMode();
+    setPrompt(body.prompt ?? body.messages.at(-1).content);
+  };
+  add("Copy", (button) => copy(text, exchange, button));
+  add("Retry", () => (takeBack(), $("ask").requestSubmit()), body.messages ? "take-back" : "");
+  add("Edit", () => (takeBack(), $("prompt").focus()), body.messages ? "take-back" : "");
+  exchange.append(tools);
+}
+
+async function copy(text, exchange, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    // Browsers have no clipboard for pages of other hosts without TLS, but copy what is selected.
+    getSelection().selectAllChildren(exchange.querySelector(".tokens"));
+    document.execCommand("copy");
+  }
+  button.textContent = "Copied";
+}
+
+// The first token at which the two texts differ, as far as both have come; -1 if none does.
 function difference() {
   const [first, second] = [runs.drafting, runs.plain].map((result) => result?.tokens ?? []);
   if (runs.drafting?.done && runs.plain?.done && first.length !== second.length) {
@@ -176,25 +232,31 @@ function difference() {
 }
 
 function verdict() {
-  const { drafting, plain } = runs;
-  if (!drafting?.done || !plain?.done) return "Compare to measure both with the same prompt.";
-  if (difference() >= 0) return "The tokens differ.";
-  const ratio = drafting.stats.tokens_per_second / plain.stats.tokens_per_second;
-  return `Drafting is ${ratio.toFixed(2)} times as fast. All ${plain.tokens.length} tokens are equal.`;
+  const { drafting, plain, plainSeconds } = runs;
+  if (drafting?.done && plain?.done) {
+    if (difference() >= 0) return "The tokens differ.";
+    const ratio = drafting.stats.tokens_per_second / plain.stats.tokens_per_second;
+    return `Drafting is ${ratio.toFixed(2)} times as fast. All ${plain.tokens.length} tokens are equal.`;
+  }
+  if (!drafting?.done || !plainSeconds) return "Compare to measure both with the same prompt.";
+  const ratio = drafting.stats.tokens_per_second * plainSeconds;
+  return `Estimate: ${ratio.toFixed(2)} times as fast as plain decoding, by the plain rounds among these. Compare to measure both.`;
 }
 
 function showFigures(event, draft = true) {
   showSpeed(runs.drafting?.stats, runs.plain?.stats, verdict());
-  if (draft || !runs.drafting) showAcceptance((runs.drafting ?? runs.plain)?.stats);
-  if (event?.learned) showBelief(event.learned);
-  else if (!event && !$("belief").querySelector("svg")) showBelief(null);
+  const shown = runs.drafting ?? runs.plain;
+  if (draft || !runs.drafting) {
+    showAcceptance(shown?.stats);
+    showRounds(shown?.rounds);
+  }
+  if (event?.learned?.accept || event?.learned?.text) showEstimate(event.learned);
+  else if (!event && !$("estimate").querySelector("svg")) showEstimate(null);
 }
-
-const nearEnd = () => $("output").scrollHeight - $("output").scrollTop - $("output").clientHeight < 40;
 
 function setRunning(on) {
   $("go").disabled = on;
-  $("stop").disabled = !on;
+  $("stop").hidden = !on;
   $("output").setAttribute("aria-busy", String(on));
 }
 

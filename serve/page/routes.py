@@ -1,8 +1,8 @@
-"""The playground: a page that shows who proposed each token, what was rejected, and what drafting
-is worth.
+"""Routes of the playground: a page that shows the source of each token, rejected drafts, and the
+speed-up.
 
-The page is six files without a build step. Nothing comes from elsewhere, and its
-Content-Security-Policy says so.
+The page is six files without a build step. It loads nothing from other hosts, and its
+Content-Security-Policy enforces that.
 """
 
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,38 +22,40 @@ from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
 from eesd.serve.http.streaming import Events, EventStream, event
 from eesd.serve.openai.generations import Generations
+from eesd.serve.openai.logprobs import TokenWriter
 from eesd.serve.openai.params import requests_of
-from eesd.serve.openai.schemas import GenerationBody, Message
+from eesd.serve.openai.schemas import GenerationBody, Logprobs, Message
 
 PAGE = Path(__file__).parent
 SCRIPTS = ("app.js", "answer.js", "figures.js", "stream.js", "style.css")
 FILES = {"/": "index.html"} | {f"/playground/{name}": name for name in SCRIPTS}
-"""Paths of the page, which need no API key: it has nothing to hide, and asks for the key itself."""
+"""Paths of the page. They need no API key: the page asks for the key, and its requests send it."""
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "connect-src 'self'; img-src "
-    "data:; "
+    "connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
 LEARNED_SECONDS = 0.25
-"""How often the page is told what was learned about drafting."""
+"""Least time between two events with the controller's estimates."""
 
 router = APIRouter(route_class=JSONRoute, include_in_schema=False)
 
 
 class PlayBody(GenerationBody):
-    """What the page asks for: an answer to ``messages``, or what follows ``prompt``."""
+    """Body of a request of the page: for an answer to ``messages``, or for the text that follows
+    ``prompt``."""
 
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
     max_tokens: Annotated[int, Field(ge=1)] = 256
+    logprobs: Logprobs | None = None
 
 
 class About(BaseModel):
-    """What the page shows of the server."""
+    """Facts about the server, for the page's header and form."""
 
     model: str
     version: str
@@ -64,14 +66,19 @@ class About(BaseModel):
 
 
 class PlayToken(BaseModel):
+    """A new token: with log-probabilities also its own, and the most likely tokens in its place,
+    best first."""
+
     id: int
     text: str
     source: str
+    logprob: float | None = None
+    top: list[tuple[str, float]] = []
 
 
 class PlayEvent(BaseModel):
-    """One update. ``tokens`` come in their order; ``rejected`` was drafted in the place of the last
-    one of the verifier."""
+    """One round. ``rejected``: draft tokens that the verifier's token, the last one of ``tokens``,
+    replaces."""
 
     tokens: list[PlayToken]
     rejected: list[str]
@@ -84,7 +91,7 @@ class PlayEvent(BaseModel):
 
 @router.get("/playground/about")
 async def about(serving: Shared) -> About:
-    """What the page shows of the server."""
+    """Describe the server."""
     llm = serving.service.llm
     codec = serving.codec
     sampling = llm.default_sampling
@@ -100,15 +107,16 @@ async def about(serving: Shared) -> About:
 
 @router.post("/playground/generate")
 async def generate(body: PlayBody, request: Request, serving: Shared) -> Response:
-    """Generate, and stream one event for each update."""
+    """Generate, and stream one event for each round."""
     if (body.prompt is None) == (body.messages is None):
-        raise APIError(400, "There is no prompt, or there are two; give prompt or messages.")
+        raise APIError(400, "Give either prompt or messages.")
     if body.choices > 1:
         raise APIError(400, "The playground shows one text; leave n out.", "n")
     tokens = await run_in_threadpool(_encode, body, serving)
-    generations = Generations(serving, requests_of(body, [tokens], serving, body.max_tokens, None))
+    requests = requests_of(body, [tokens], serving, body.max_tokens, body.logprobs)
+    generations = Generations(serving, requests)
     request.state.generations = generations
-    return EventStream(_events(generations, serving))
+    return EventStream(_events(generations, serving, TokenWriter(serving.codec, tokens)))
 
 
 def _encode(body: PlayBody, serving: Serving) -> list[int]:
@@ -121,7 +129,7 @@ def _encode(body: PlayBody, serving: Serving) -> list[int]:
     return tokens
 
 
-async def _events(generations: Generations, serving: Serving) -> Events:
+async def _events(generations: Generations, serving: Serving, writer: TokenWriter) -> Events:
     told = -LEARNED_SECONDS
     async with generations:
         async for index, update in generations:
@@ -130,15 +138,20 @@ async def _events(generations: Generations, serving: Serving) -> Events:
             if update.finish_reason or monotonic() - told >= LEARNED_SECONDS:
                 told = monotonic()
                 learned = serving.service.beliefs()
-            yield event(_event(update, learned, serving))
+            yield event(_event(update, learned, serving, writer))
 
 
-def _event(update: Update, learned: dict[str, Any] | None, serving: Serving) -> PlayEvent:
+def _event(
+    update: Update, learned: dict[str, Any] | None, serving: Serving, writer: TokenWriter
+) -> PlayEvent:
+    tokens = [
+        PlayToken(id=token.token, text=token.text, source=token.source) for token in update.tokens
+    ]
+    for token, found in zip(tokens, writer.chat(update.tokens).content, strict=False):
+        token.logprob = found.logprob
+        token.top = [(other.token, other.logprob) for other in found.top_logprobs]
     return PlayEvent(
-        tokens=[
-            PlayToken(id=token.token, text=token.text, source=token.source)
-            for token in update.tokens
-        ],
+        tokens=tokens,
         rejected=_texts(update.rejected, serving),
         held=update.held,
         finish_reason=update.finish_reason,
@@ -149,7 +162,7 @@ def _event(update: Update, learned: dict[str, Any] | None, serving: Serving) -> 
 
 
 def _texts(tokens: Sequence[int], serving: Serving) -> list[str]:
-    """Each token as text for people: its own name where it has none."""
+    """Each token as text; a special token as its name."""
     codec = serving.codec
     if codec is None:
         return [str(token) for token in tokens]
@@ -157,8 +170,7 @@ def _texts(tokens: Sequence[int], serving: Serving) -> list[str]:
 
 
 def mount_page(app: FastAPI) -> None:
-    """Serve the page at ``/``, and what it asks for, on an app of
-    :func:`~eesd.serve.app.make_app`."""
+    """Add the page, at ``/``, and its routes to an app of :func:`~eesd.serve.app.make_app`."""
     for path, name in FILES.items():
         app.add_api_route(path, _file(name), include_in_schema=False)
     app.include_router(router)

@@ -29,6 +29,7 @@ from support.without_operators import needs_operators
 
 from eesd.common.errors import EESDError
 from eesd.controllers import load_rule
+from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
@@ -543,11 +544,26 @@ def test_what_the_batch_believes_changes_with_what_it_sees(llm: LLM) -> None:
         service.generate(request)
     after = service.beliefs()
     service.close()
-    assert before.keys() == after.keys() == {"accept", "text"}
-    assert (
-        before["accept"]["mean"] == [0.0, 1.0, 0.0] != after["accept"]["mean"]
-        and len(after["accept"]["covariance"]) == 6
-    )
+    assert before.keys() == after.keys() == {"alone", "accept", "text"}
+    assert not after["alone"]
+    assert before["accept"]["mean"] == [0.0, 1.0, 0.0] != after["accept"]["mean"]
+    assert len(after["accept"]["covariance"]) == 6
+
+
+def test_a_lone_request_reports_the_controller_that_drafted_it(llm: LLM) -> None:
+    fresh = llm.with_speculation(Speculation())
+    service = Service(fresh, OPTIONS)
+    request = Request(tokens=[1, 2, 1, 2, 1], max_new_tokens=60, ignore_eos=True)
+    service.generate(request)
+    found = service.beliefs()
+    assert found["alone"] and found["plain_seconds"] > 0
+    controller = fresh.controller
+    assert isinstance(controller, CostAwareTS) and fresh.text is not None
+    assert found["accept"]["mean"] == controller.accept.mean != [0.0, 1.0, 0.0]
+    assert found["text"]["covariance"] == fresh.text.accept.covariance
+    service.generate(replace(request, draft=False))
+    assert service.beliefs() == {"alone": True}
+    service.close()
 
 
 @pytest.mark.parametrize(

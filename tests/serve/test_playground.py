@@ -1,7 +1,8 @@
-"""The playground in a browser: what it shows is what the batch did, and a mistake never looks like
+"""The playground in a browser: it shows what the batch did, and a failure never looks like
 success."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -91,7 +92,7 @@ def test_the_events_are_what_the_batch_did(server: Served) -> None:
         )
         assert stats["draft_tokens"] > 0 if draft else set(sources) == {"verify"}
         assert all(event["finish_reason"] is None for event in found[:-1])
-    assert set(found[-1]["learned"]) == {"accept", "text"}
+    assert set(found[-1]["learned"]) == {"alone", "accept", "text"}
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,153 @@ def test_tokens_show_who_wrote_them(page: Page, server: Served) -> None:
     assert "verify" in kinds and kinds <= {"exit", "text", "verify"}
     expect(page.locator("#speed .value").first).to_contain_text("a round")
     expect(page.locator("#acceptance .note")).to_contain_text("draft tokens were accepted")
-    expect(page.locator("#belief svg")).to_be_visible()
+    expect(page.locator("#rounds svg")).to_be_visible()
+    expect(page.locator("#estimate .note")).to_contain_text("for all requests of the batch")
+
+
+def test_log_probabilities_are_those_of_the_api(server: Served) -> None:
+    body = {"prompt": "ab ab", "max_tokens": 9, "temperature": 0, "logprobs": 3}
+    found = [token for event in stream(server, body) for token in event["tokens"]]
+    answer = server.complete(**body)["choices"][0]["logprobs"]
+    assert [token["logprob"] for token in found] == pytest.approx(
+        answer["token_logprobs"], abs=1e-3
+    )
+    assert [len(token["top"]) for token in found] == [3] * 9
+    for token in found:
+        values = [value for _, value in token["top"]]
+        assert values == sorted(values, reverse=True) and token["logprob"] == values[0]
+
+
+@needs_browser
+def test_each_token_has_its_probability_and_alternatives(page: Page) -> None:
+    ask(page, "ab ab ab ab")
+    expect(page.locator("#status")).to_contain_text("40 tokens in")
+    tip = page.locator("#tip")
+    page.locator("#output .tokens > span").nth(3).hover()
+    expect(tip.locator("span")).to_have_count(5)
+    expect(tip.locator(".chosen")).to_contain_text(" %")
+    expect(tip.locator("span").first).to_contain_text("Source: ")
+    page.mouse.move(0, 0)
+    page.locator("#output").focus()
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        page.keyboard.press(key)
+    expect(page.locator("#output .tokens > span").first).to_have_class(re.compile("current"))
+    expect(tip).to_be_visible()
+    page.locator("#more summary").click()
+    page.locator("#probabilities").uncheck()
+    page.locator("#go").click()
+    expect(page.locator("#output .exchange")).to_have_count(2)
+    expect(page.locator("#status")).to_contain_text("40 tokens in")
+    page.locator("#output .tokens").last.locator("span").first.hover()
+    expect(tip.locator("span")).to_have_count(1)
+
+
+@needs_browser
+def test_a_lone_user_sees_the_controller_learn_and_an_estimate(
+    browser: Browser, lined: Served
+) -> None:
+    with browser.new_context() as context:
+        page = context.new_page()
+        page.goto(lined.url)
+        expect(page.locator("#model")).to_contain_text("up to")
+        ask(page, "ab ab ab", tokens=60)
+        expect(page.locator("#status")).to_contain_text("tokens in")
+        note = page.locator("#estimate .note")
+        expect(note).to_contain_text("Estimates for this text")
+        expect(page.locator("#speed .note")).to_contain_text("times as fast as plain decoding")
+        first = note.text_content()
+        page.locator("#prompt").fill("cd cd cd cd")
+        page.locator("#go").click()
+        expect(page.locator("#output .tools")).to_have_count(2)
+        assert note.text_content() != first
+
+
+@needs_browser
+def test_acceptance_of_head_and_text_stands_apart_and_few_samples_are_hidden(page: Page) -> None:
+    counts = {"verified": [40, 20, 4], "accepted": [30, 6, 3], "text": [10, 2, 0]}
+    stats = {
+        "draft_tokens": 64,
+        "accepted_tokens": 39,
+        "accepted_text_tokens": 5,
+        "verified_at_depth": counts["verified"],
+        "accepted_at_depth": counts["accepted"],
+        "text_verified_at_depth": counts["text"],
+        "text_accepted_at_depth": [5, 0, 0],
+    }
+    event = made_event([("x", "exit"), ("y", "verify")], [], "length", **stats)
+    page.route("**/playground/generate", failing(event))
+    ask(page, "a")
+    bars = page.locator("#acceptance .bar")
+    expect(bars).to_have_text(["head 183 % of 30", "head 233 % of 18", "text 150 % of 10"])
+    assert bars.locator(".fill").evaluate_all("all => all.map(one => one.className)") == [
+        "fill exit",
+        "fill exit",
+        "fill text",
+    ]
+    expect(page.locator("#acceptance .note")).to_contain_text("fewer than 5 samples are hidden")
+
+
+@needs_browser
+def test_an_exchange_can_be_copied_retried_and_edited(page: Page) -> None:
+    asked: list[Any] = []
+    page.on(
+        "request",
+        lambda request: asked.append(request.post_data_json) if request.method == "POST" else None,
+    )
+    page.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text; }")
+    page.locator("input[value=chat]").check()
+    page.locator("#max-tokens").fill("8")
+    for count, text in enumerate(("Hi", "More"), start=1):
+        page.locator("#prompt").fill(text)
+        page.locator("#go").click()
+        expect(page.locator("#output .tools")).to_have_count(count)
+    page.get_by_text("Copy").last.click()
+    assert page.evaluate("window.copied") == generated(page)
+    expect(page.get_by_text("Retry")).to_have_count(1)  # for the last message alone
+    page.get_by_text("Retry").click()
+    expect(page.locator("#output .exchange")).to_have_count(2)
+    expect(page.locator("#output .tools")).to_have_count(2)
+    assert asked[2]["messages"] == asked[1]["messages"]
+    page.get_by_text("Edit").click()
+    expect(page.locator("#prompt")).to_have_value("More")
+    expect(page.locator("#output .exchange")).to_have_count(1)
+    page.locator("#prompt").fill("Other")
+    page.locator("#go").click()
+    expect(page.locator("#output .tools")).to_have_count(2)
+    contents = [message["content"] for message in asked[3]["messages"]]
+    assert contents[::2] == ["Hi", "Other"] and len(contents) == 3
+
+
+@needs_browser
+def test_a_refused_message_leaves_the_conversation(page: Page) -> None:
+    page.locator("input[value=chat]").check()
+    page.locator("#prompt").fill("a" * 600)
+    page.locator("#go").click()
+    expect(page.locator("#alert")).to_contain_text("give at most")
+    expect(page.locator("#output")).to_be_empty()
+    expect(page.locator("#prompt")).to_have_value("a" * 600)
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [390, 900, 1400])
+def test_the_head_of_a_long_answer_stays_in_view(
+    browser: Browser, server: Served, width: int
+) -> None:
+    with browser.new_context(viewport={"width": width, "height": 600}) as context:
+        page = context.new_page()
+        page.goto(server.url)
+        expect(page.locator("#model")).to_contain_text("up to")
+        page.locator("input[value=chat]").check()
+        page.locator("#max-tokens").fill("120")
+        for count, text in enumerate(("first", "second"), start=1):
+            page.locator("#prompt").fill(text)
+            page.locator("#go").click()
+            expect(page.locator("#output .tools")).to_have_count(count)
+            head = page.locator("#output .question").last.bounding_box()
+            bar = page.locator("#text-head").bounding_box()
+            assert head and bar and bar["y"] + bar["height"] <= head["y"] < 400
+        inside = page.locator("#output").evaluate("box => box.scrollHeight - box.clientHeight")
+        assert inside == 0
 
 
 @needs_browser
@@ -161,13 +308,14 @@ def test_rejected_drafts_are_shown_to_pointer_and_keyboard(page: Page) -> None:
 
 
 def made_event(
-    tokens: list[tuple[str, str]], rejected: list[str], reason: str | None = None
+    tokens: list[tuple[str, str]], rejected: list[str], reason: str | None = None, **more: Any
 ) -> str:
     stats = {
         "new_tokens": 2,
         "tokens_per_second": 9.0,
         "tokens_per_round": 1.0,
         "decode_seconds": 0.2,
+        **more,
     }
     listed = [{"id": 1, "text": text, "source": source} for text, source in tokens]
     event = {
@@ -317,7 +465,7 @@ def test_a_failure_is_shown_in_words(page: Page, answer: Any, words: str) -> Non
     expect(page.locator("#alert")).to_contain_text(words)
     expect(page.locator("#alert")).to_be_visible()
     expect(page.locator("#go")).to_be_enabled()
-    expect(page.locator("#status")).not_to_contain_text("asked for")
+    expect(page.locator("#status")).not_to_contain_text("Max tokens")
 
 
 @needs_browser
@@ -361,11 +509,12 @@ def test_it_fits_a_phone(browser: Browser, server: Served, scheme: Any) -> None:
     ) as context:
         page = context.new_page()
         page.goto(server.url)
+        expect(page.locator("#model")).to_contain_text("up to")
         ask(page, "ab ab ab " + "x" * 60, compare=True)
         # Generate was below the form.
         expect(page.locator("#output .tokens span").first).to_be_in_viewport()
         expect(page.locator("#speed .note")).to_contain_text("All 40 tokens are equal")
         assert page.locator("html").evaluate("page => page.scrollWidth") <= 320
-        for button in ("#go", "#stop", "#clear"):
+        for button in ("#go", "#clear"):
             box = page.locator(button).bounding_box()
             assert box and box["height"] >= 40
