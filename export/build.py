@@ -1,4 +1,4 @@
-"""``eesd-build``: build TensorRT plans, or what the CPU runs, from the graphs of an engine
+"""``eesd-build``: build TensorRT plans, or packed weights for the CPU, from the graphs of an engine
 directory."""
 
 import resource
@@ -64,13 +64,13 @@ FLOAT16 = (
 @click.option(
     "--strip-weights",
     is_flag=True,
-    help="Plans hold no weights; loading takes those of DIRECTORY. Needs a GPU.",
+    help="Leave weights out of the plans; loading takes those of DIRECTORY. Needs a GPU.",
 )
-@click.option("--force", is_flag=True, help="Also build what is up to date.")
+@click.option("--force", is_flag=True, help="Also rebuild what is up to date.")
 @click.option(
     "--check",
     is_flag=True,
-    help="Then run the plans, and compare them with torch and with their graphs. Needs a GPU.",
+    help="Run the plans afterwards, and compare them with torch and their graphs. Needs a GPU.",
 )
 def main(
     directory: Path,
@@ -156,13 +156,13 @@ def check_resources(
         directory: Engine directory.
         manifest: Its manifest.
         graph: Graph to build the plan from.
-        options: Of the build.
+        options: Options of the build.
 
     Returns:
         The estimated memory in bytes.
 
     Raises:
-        EESDError: Memory or disk are too small.
+        EESDError: There is too little memory or disk space.
     """
     weights = weight_bytes(manifest, graph)
     needed = build_memory(weights)
@@ -174,7 +174,9 @@ def check_resources(
             f"{available / 1e9:.0f} GB are available; "
             "build on a larger machine, or split the graph with eesd-export --stages."
         )
-    size = (0 if options.strip_weights else round(1.05 * weights)) + 100_000_000
+    size = 100_000_000
+    if not options.strip_weights:
+        size += round(1.05 * weights)
     free = shutil.disk_usage(directory).free
     if size > free:
         raise EESDError(
@@ -186,8 +188,8 @@ def check_resources(
 
 
 def _check(directory: Path, manifest: Manifest) -> None:
-    """Compare the plans with the torch backend on the same GPU, and with their graphs, and print
-    the cosines. Without a GPU or enough memory, only say so."""
+    """Compare the plans with the torch backend on the same GPU and with their graphs, and print
+    the cosines. Without a GPU or enough memory, only print a notice."""
     try:
         from eesd.export.parity import (
             LEAST_COSINE,
@@ -229,8 +231,8 @@ def _check(directory: Path, manifest: Manifest) -> None:
 
 
 def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
-    """Warn if some attentions or cache updates of the graph are not single kernels, which makes
-    decoding slow."""
+    """Warn if some attentions or cache updates of the graph are not single kernels: decoding is
+    slow then."""
     # The first stage writes the cache of the last exit block without an attention.
     without = graph == manifest.verify[0] and manifest.exit_head.blocks > 0
     attentions = len(needs_of(manifest, graph).attended) - without
@@ -247,7 +249,7 @@ def _warn_unfused(manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> None:
 
 
 def _monitor(bar: Progress, base: Any) -> Any:
-    """A progress monitor of the builder's class ``base`` that shows each phase as a bar."""
+    """A progress monitor that shows each phase as a bar. ``base`` is the builder's class."""
 
     class Monitor(base):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -1,9 +1,9 @@
-"""The cache of engine directories that commands make of models: how one is found, and what is in
-it.
+"""The cache of engine directories that commands make from models: finding an entry, and its
+content.
 
-Each is named after its model and a key of everything that it was made of. A mark file in it says
-so; its time is that of the last use. Only a directory with such a mark is ever removed, and only
-while it holds nothing else. Nothing here needs torch.
+An entry is named after its model and a key of everything that it was made from. A mark file in it
+records that; the file's time is that of the last use. Only a directory with a mark is ever removed,
+and only if it holds no foreign file. The module needs no torch.
 """
 
 import json
@@ -29,18 +29,18 @@ from eesd.model.gguf_parts import parts_beside
 
 MARK_FILE = "eesd-cache.json"
 _ADDED = (MARK_FILE, "timing.cache")
-"""Files that commands add to an engine directory, beside those named after its graphs."""
+"""Files that commands add to an engine directory, besides files named after its graphs."""
 _BUILD = r"cpu-[0-9a-f]{16}"
 _BUILT = r"weights\.bin|(files|sizes)\.json|(draft|verify|verify_[0-9]+|states)\.onnx"
-"""What a build for the CPU holds; older ones list their files in sizes.json. The last of the graphs
-is of a distillation."""
+"""Files of a build for the CPU. Older builds list their files in sizes.json; states.onnx is from a
+distillation."""
 _READ = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "additional_chat_templates/*")
-"""The files of a directory that an export may read."""
+"""Files of a directory that an export may read."""
 _SMALL = 1 << 26
-"""Bytes of the largest file that is hashed whole. That takes a moment, and models of gigabytes must
-start at once, too."""
+"""Size of the largest file that is hashed whole, which takes a moment. Models of gigabytes must
+also start at once."""
 _RULES = 1
-"""Raised when the same model is exported in another way, so that no older directory is found."""
+"""Version of the export of a model: raise it so that older directories are not found."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Entry:
     Attributes:
         path: The directory.
         model: The model as the user named it.
-        options: The options of the export that the user gave, such as ``--dtype float32``.
-        used: When it was last used, in seconds since 1970.
+        options: Options of the export that the user gave, such as ``--dtype float32``.
+        used: Time of the last use, in seconds since 1970.
         size: Bytes of its files.
     """
 
@@ -63,7 +63,7 @@ class Entry:
 
 
 def cache_directory(given: Path | None) -> Path:
-    """The directory of the cache: ``given``, or this user's. Raises :class:`EESDError` for a user
+    """The directory of the cache: ``given``, or the user's. Raises :class:`EESDError` for a user
     without a home."""
     found = given or user_cache()
     if found is None:
@@ -80,14 +80,14 @@ def cache_directory(given: Path | None) -> Path:
 def place_of(
     cache: Path, name: str, model: Path, options: Mapping[str, Any], head: Path | None
 ) -> Path:
-    """Where the engine directory of a model lies.
+    """The path of a model's engine directory.
 
     Args:
-        cache: The cache, as :func:`cache_directory` gives it.
+        cache: The cache, from :func:`cache_directory`.
         name: The model as the user named it.
         model: Its directory or GGUF file.
-        options: The options of its export.
-        head: Directory of the exit head, if it is not the model's own.
+        options: Options of the export.
+        head: Directory of the exit head, if it is not in the model's directory.
 
     Raises:
         OSError: A file cannot be read.
@@ -97,29 +97,28 @@ def place_of(
         *(options, _contents(model), head and _contents(head)),
     ]
     key = sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
-    # The hub's directories are called like hashes.
+    # The hub names its directories by hashes.
     named = model.resolve() if Path(name).expanduser().exists() else Path(name)
     readable = sub(r"[^A-Za-z0-9._-]+", "-", named.name.removesuffix(".gguf")).strip("-.")[:80]
     return cache / f"{readable or 'model'}-{key}"
 
 
 def _contents(path: Path) -> dict[str, Any]:
-    """What identifies the contents of a GGUF file and of the parts beside it, or of the files in a
-    directory, by name."""
+    """Fingerprints of a GGUF file and its other parts, or of the files in a directory, by name."""
     if path.is_file():
         others = [part for part in parts_beside(path) if part != path]
         return {"": _content(path)} | {part.name: _content(part) for part in others}
     if not any(path.glob("*config.json")) and not any(path.glob("exit_head.json")):
         # Neither a model nor a head, and perhaps a directory with very many files: the export will
-        # say what is wrong.
+        # report the problem.
         return {}
     found = {file for pattern in _READ for file in path.glob(pattern) if file.is_file()}
     return {file.relative_to(path).as_posix(): _content(file) for file in found}
 
 
 def _content(file: Path) -> str | tuple[int, int, str]:
-    """The SHA-256 of a small file. Of a large one size, time of the last change, and the SHA-256 of
-    samples: an edit that the samples miss changes the time."""
+    """The SHA-256 of a small file. For a large one: size, time of the last change, and SHA-256 of
+    samples. An edit that the samples miss changes the time."""
     if file.stat().st_size <= _SMALL:
         return sha256_of(file)
     info = link_info(file)
@@ -127,7 +126,7 @@ def _content(file: Path) -> str | tuple[int, int, str]:
 
 
 def mark(directory: Path, place: Path, model: str, options: Mapping[str, Any]) -> None:
-    """Write the mark into an engine directory that will be ``place``."""
+    """Write the mark into an engine directory that will be renamed to ``place``."""
     given = " ".join(
         f"--{name.replace('_', '-')} {value}"
         for name, value in options.items()
@@ -145,7 +144,7 @@ def mark(directory: Path, place: Path, model: str, options: Mapping[str, Any]) -
 
 
 def note_use(place: Path) -> None:
-    """Set the time of the last use to now, where the cache can be written."""
+    """Set the time of the last use to now, if the cache is writable."""
     with suppress(OSError):
         os.utime(place / MARK_FILE)
 
@@ -156,8 +155,8 @@ def is_marked(place: Path) -> bool:
 
 
 def entries(cache: Path) -> Iterator[Entry]:
-    """The engine directories that commands made in this cache, by name. All else in it is passed
-    over."""
+    """The engine directories that commands made in this cache, by name. Everything else is
+    ignored."""
     for path in sorted(cache.iterdir()) if cache.is_dir() else ():
         found = _mark_of(path, path.name)
         if found is not None:
@@ -202,19 +201,19 @@ def remove(place: Path) -> str:
 
 
 def discard(place: Path) -> str:
-    """Remove an engine directory of the cache. Nothing is removed if it holds anything that no
-    command of EESD wrote.
+    """Remove an engine directory of the cache. If it holds a file that no EESD command wrote,
+    nothing is removed.
 
     Returns:
-        Why it was kept; "" if it is gone.
+        The reason if it is kept, or "".
     """
     remove_leftovers(place)
     return remove_directory(place, partial(foreign, name=place.name))
 
 
 def foreign(path: Path, name: str) -> str:
-    """Why a directory of the cache with this name is not one to remove; "" if everything in it was
-    made by EESD."""
+    """The reason not to remove a directory of the cache with this name; "" if EESD made everything
+    in it."""
     found = _mark_of(path, name)
     if found is None:
         return "no command of EESD made it"
@@ -223,8 +222,8 @@ def foreign(path: Path, name: str) -> str:
 
 
 def other_file(directory: Path, made: Collection[str]) -> str:
-    """Why an engine directory is not one to remove; "" if all of it is ``made``, or added by builds
-    and the runtime."""
+    """The reason not to remove an engine directory; "" if all its files are in ``made``, or were
+    added by builds and the runtime."""
     graphs = [Path(name).stem for name in made if isinstance(name, str) and name.endswith(".onnx")]
     known = {
         *_ADDED,
@@ -241,7 +240,7 @@ def other_file(directory: Path, made: Collection[str]) -> str:
 
 
 def is_build(path: Path) -> bool:
-    """Whether a build for the CPU made this directory, and it holds no other files."""
+    """Whether this is a directory of a build for the CPU, without other files."""
     return (
         fullmatch(_BUILD, path.name) is not None
         and not path.is_symlink()
@@ -251,8 +250,8 @@ def is_build(path: Path) -> bool:
 
 
 def foreign_build(path: Path) -> str:
-    """Why a directory with the name of a build for the CPU may not be replaced; "" if it holds
-    nothing else."""
+    """The reason not to replace a directory with the name of a build for the CPU; "" if it holds
+    only such a build."""
     other = (
         file.name
         for file in path.iterdir()

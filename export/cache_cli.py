@@ -32,7 +32,7 @@ def main() -> None:
 @main.command("list")
 @_place
 def show(cache_dir: Path | None) -> None:
-    """Show each directory with its size, last use, model and options; the longest unused first."""
+    """Show each directory with its size, last use, model and options, the longest unused first."""
     cache = cache_directory(cache_dir)
     found = sorted(entries(cache), key=lambda entry: entry.used)
     width = max((len(entry.path.name) for entry in found), default=0)
@@ -62,7 +62,7 @@ def clean(
 ) -> None:
     """Remove the directories with these NAMES, as eesd-cache list shows them.
 
-    Only what --model made is removed. A directory that holds any other file is kept.
+    Only directories that --model made are removed. One that holds any other file is kept.
     """
     if bool(names) + everything + (older_than is not None) != 1:
         raise EESDError(
@@ -85,7 +85,7 @@ def clean(
 
 
 def _removed(entry: Entry) -> bool:
-    """Remove a directory, or say why it is kept."""
+    """Remove a directory, or print why it is kept."""
     kept = remove(entry.path)
     if kept:
         notice(f"{entry.path} is kept: {kept}.")

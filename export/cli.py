@@ -33,12 +33,10 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 @click.option(
     "--exit-head",
     type=NAME,
-    help="What drafts. A trained exit head or a published EAGLE-3 head: its directory or Hugging "
-    "Face id. quantized: the whole "
-    "model in fewer bits, which needs no training. own: the model's norm and LM head, for "
-    "models that were trained to exit "
-    "early. none: nothing but the text.  [default: the head in the model directory; own with "
-    "--exit-layer if the model's name "
+    help="Source of drafts. A trained exit head or a published EAGLE-3 head: its directory or "
+    "Hugging Face id. quantized: the whole model in fewer bits, without training. own: the "
+    "model's norm and LM head, for models trained to exit early. none: only repeated text.  "
+    "[default: the head in the model directory; own with --exit-layer if the model's name "
     "says LayerSkip; quantized for weights of 8 bits or more; else none]",
 )
 @click.option(
@@ -65,28 +63,28 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
 @click.option(
     "--quantize-draft",
     type=click.Choice(QUANTIZED_OR_NONE),
-    help="The same for what only the draft computes with; it never changes the output.  "
+    help="The same for weights that only the draft uses; it never changes the output.  "
     "[default: int4 for float32 engines and above 1 B weights, else as --quantize]",
 )
 @click.option(
     "--symmetric/--asymmetric",
     default=None,
     help=(
-        "4 bits without or with minimums, which are closer but TensorRT has none.  [default: "
-        "symmetric for 16-bit engines]"
+        "4 bits without or with minimums. Minimums are more accurate, but TensorRT has none.  "
+        "[default: symmetric for 16-bit engines]"
     ),
 )
 @click.option(
     "--round-on",
     type=PATH,
-    help="Text file as your users write. Weights of 4 bits are then rounded together, so that the "
-    "outputs of layers "
+    help="Text file like your users' texts. Weights of 4 bits are then rounded together, so that "
+    "the outputs of layers "
     "change little on it (GPTQ). This takes minutes.  [default: round each weight to nearest]",
 )
 @click.option(
     "--layers",
     type=click.IntRange(2, 10_000),
-    help="Export only the first layers of the model, for a trial.",
+    help="Export only the first layers of the model, as a trial.",
 )
 @click.option(
     "--max-seq-len",
@@ -103,7 +101,7 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "--draft-top-k",
     type=click.IntRange(1, MAX_TOP_K),
     default=DEFAULT_TOP_K,
-    help="Candidates that the draft reports per token (K).",
+    help="Candidates that the draft returns per token (K).",
 )
 @click.option(
     "--stages",
@@ -128,7 +126,7 @@ from eesd.export.make import KEEP, QUANTIZED_OR_NONE, Choices, make_engines
     "--pack/--no-pack",
     default=None,
     help=(
-        "Build for the CPU, too, as eesd-build --target cpu does.  [default: if there is no GPU, "
+        "Also build for the CPU, as eesd-build --target cpu does.  [default: if there is no GPU, "
         "and memory allows]"
     ),
 )

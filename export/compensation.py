@@ -1,5 +1,5 @@
-"""Quantization that knows the inputs of a layer: weights make up for the rounding of those before
-(GPTQ, arXiv 2210.17323)."""
+"""Quantization by a layer's inputs: weights compensate the rounding of those before them (GPTQ,
+arXiv 2210.17323)."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,27 +12,27 @@ from torch import Tensor
 from eesd.common.quantization import BITS, BLOCK
 from eesd.model.arrays import to_float32
 from eesd.model.as_torch import as_torch
-from eesd.model.quantize import TINY, quantize_blocks
+from eesd.model.quantize import RANGES, TINY, quantize_blocks
 from eesd.model.quantized import Quantized, pack
 
 _DAMPING = 0.01
-"""The damping of the inputs' squares, as a share of their mean: GPTQ's default."""
+"""Damping of the squares of the inputs, as a share of their mean: GPTQ's default."""
 
 
 def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quantized:
     """Quantize a weight to ``int4`` or ``uint4`` so that the layer's outputs change little.
 
-    Inputs are rounded one after another. The weights of later inputs make up for the error of each.
-    Scales and minimums of a block are searched when its turn comes.
+    Inputs are rounded one after another. The weights of later inputs compensate the error of each.
+    Scales and minimums of a block are searched just before its inputs are rounded.
 
     Args:
-        factor: What :func:`compensation` makes of the layer's inputs [in, in].
+        factor: Result of :func:`compensation` for the layer's inputs [in, in].
         weight: Weight [out, in]; ``in`` must be a multiple of a block.
         kind: ``int4`` or ``uint4``.
-        dtype: Element type of the scales; those of uint4 are float16.
+        dtype: Element type of the scales. Scales of uint4 are always float16.
     """
     values = weight.float().t().contiguous()
-    least, most = (0, 15) if kind == "uint4" else (-8, 7)
+    least, most = RANGES[kind]
     levels = torch.empty(values.shape, dtype=torch.int8)
     scales = []
     minimums = []
@@ -62,8 +62,8 @@ def quantize_for(factor: Tensor, weight: Tensor, kind: str, dtype: str) -> Quant
 
 
 def compensation(products: Tensor) -> Tensor:
-    """The upper triangular U [in, in] with U^T U = (products + damping)^-1: how inputs make up for
-    the error of one before.
+    """The upper triangular U [in, in] with U^T U = (products + damping)^-1, the factors by which
+    later inputs compensate an error.
 
     Args:
         products: Sum of x x^T over the inputs x of a layer [in, in], in float32. Inputs that are
@@ -81,8 +81,8 @@ def compensation(products: Tensor) -> Tensor:
 
 @contextmanager
 def one_thread_each() -> Iterator[ThreadPoolExecutor]:
-    """As many threads as torch has. Each runs torch alone: splitting every small operation costs
-    more than it gains."""
+    """A pool of as many threads as torch uses. In each, torch is single-threaded: splitting every
+    small operation costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -74,13 +74,13 @@ WHOLE_MODEL_PRIOR = CalibrationPrior((-0.35, 4.3, 0.22, 0.16, 0.03), (1.6, 0.37,
 """The prior of a draft that is the whole model in fewer bits: the mean of fits to three such drafts
 (docs/controllers.md)."""
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the current step or weight, the bytes just written, and the bytes to
-write in all (0: unknown)."""
+"""Called with the name of the current step or weight, the bytes just written, and the total bytes
+(0: unknown)."""
 
 
 class ComputedTensor:
-    """A tensor that is computed instead of read: a rotary table, or the rows of an LM head for a
-    draft vocabulary."""
+    """A tensor that is computed, not read: a rotary table, or an LM head's rows for a draft
+    vocabulary."""
 
     def __init__(self, compute: Callable[[], Array]) -> None:
         self.read = compute
@@ -91,9 +91,9 @@ class Head:
     """The exit head of an export.
 
     Attributes:
-        config: Its configuration. With a draft vocabulary it has an LM head of its own.
+        config: Its configuration. With a draft vocabulary, it has a separate LM head.
         sources: Its weights by their names in the head.
-        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending; None without one.
+        draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending. None: no draft vocabulary.
     """
 
     config: ExitConfig
@@ -125,13 +125,13 @@ def stored_head(checkpoint: Checkpoint, directory: Path) -> Head:
 
 
 def eagle_head(checkpoint: Checkpoint, directory: Path) -> Head:
-    """Open an EAGLE-3 head as others publish it.
+    """Open a published EAGLE-3 head.
 
     Raises:
-        EESDError: It is damaged, not supported, or of another model.
+        EESDError: It is damaged, not supported, or for another model.
     """
     config, tensors, ids = read_eagle(checkpoint, directory)
-    # Copied, never linked: the files of such heads are called like those of models.
+    # Copied, never linked: its files have the names of a model's files.
     return Head(
         config, {name: ComputedTensor(tensor.read) for name, tensor in tensors.items()}, ids
     )
@@ -144,45 +144,48 @@ def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
 
 
 def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
-    """The exit after ``layer`` layers of a model that was trained for it: its own final norm and LM
-    head, and no block."""
+    """The exit after ``layer`` layers of a model that was trained for it: the model's final norm
+    and LM head, without a block."""
     return _models_own(
         checkpoint, ExitConfig(layer=layer, blocks=0, base=checkpoint.fingerprint(), trained=True)
     )
 
 
 def whole_model(checkpoint: Checkpoint) -> Head:
-    """The whole model as the draft of itself: all layers, its own final norm and LM head, with
-    weights of fewer bits."""
+    """The whole model as its draft: all layers, final norm and LM head, with weights of fewer
+    bits."""
     return _models_own(
         checkpoint, untrained_draft(checkpoint.geometry, True, checkpoint.fingerprint())
     )
 
 
 def no_head(checkpoint: Checkpoint) -> Head:
-    """A place holder, which has no weights of its own: nothing drafts but the text."""
+    """A place holder without weights: only the text drafts."""
     return _models_own(
         checkpoint, untrained_draft(checkpoint.geometry, False, checkpoint.fingerprint())
     )
 
 
 def untrained_draft(geometry: Geometry, whole: bool, base: str = "") -> ExitConfig:
-    """The configuration of the ``whole`` model as the draft, or of the place holder where nothing
-    but the text drafts."""
-    layer, prior = (geometry.num_layers, WHOLE_MODEL_PRIOR) if whole else (1, None)
-    return ExitConfig(layer, blocks=0, base=base, trained=whole, calibration=prior)
+    """The configuration of a draft that is the whole model or, unless ``whole``, of the place
+    holder for drafts from the text alone."""
+    if whole:
+        return ExitConfig(
+            geometry.num_layers, blocks=0, base=base, trained=True, calibration=WHOLE_MODEL_PRIOR
+        )
+    return ExitConfig(1, blocks=0, base=base)
 
 
 def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
-    """A head with the model's own weights."""
+    """A head with weights of the model."""
     initial_head.check_exit(checkpoint.geometry, config)
     names = initial_head.initial_names(checkpoint.geometry, config)
     return Head(config, {name: _own_source(checkpoint, name, base) for name, base in names.items()})
 
 
 def _own_source(checkpoint: Checkpoint, name: str, base: Sequence[str]) -> TensorSource:
-    """A parameter of a head from some of the model's: the model's own tensor where it is one, which
-    can be linked."""
+    """The source of a head's parameter that is made of the model's tensors. A single tensor is
+    returned unchanged, so that it can be linked."""
     parts = [checkpoint.tensors[part] for part in base]
     geometry = checkpoint.geometry
     if len(parts) == 1 and geometry.experts is None:
@@ -205,25 +208,24 @@ def export(
     """Write an engine directory.
 
     Everything is written into a temporary directory beside ``output``, which is renamed at the end.
-    An engine directory that is already there is replaced.
+    An existing engine directory is replaced.
 
     Args:
         checkpoint: The base model.
         head: The exit head.
         options: Options of the export.
         output: The engine directory to write.
-        check: Called with the temporary directory and its manifest. If it raises, nothing is left
-            behind.
+        check: Called with the temporary directory and its manifest. If it raises, nothing is left.
         progress: Called when a step begins, and after each weight.
-        announce: Called before anything is written, with the manifest but for its files, and the
-            bytes of the weights.
+        announce: Called before anything is written, with the manifest without files, and the bytes
+            of the weights.
         packed: Whether to write the weights packed for the CPU, and not as ``weights.bin``. Only
             this project's operators can run such a directory.
 
     Raises:
         EESDError: The options do not fit the model, its tokenizer cannot be loaded, the disk is too
-            small, or ``output`` holds other files. If these came during the export, it is kept
-            beside ``output``, and the message says where.
+            small, or ``output`` holds other files. If they appeared during the export, the new
+            directory is kept beside ``output``, and the message says where.
     """
     output = resolved(output)
     check_output(output)
@@ -247,7 +249,7 @@ def export(
             f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file."
         ) from None
     progress("loading the tokenizer", 0, 0)
-    # First, because it refuses some models before the long work.
+    # Before the long work, because it refuses some models.
     texts = resolved_tokenizer(checkpoint.path)
     engines = prepared(checkpoint, head, options)
     layout = engines.layout
@@ -284,8 +286,8 @@ def export(
 
 
 def weight_sources(checkpoint: Checkpoint, head: Head, slots: int) -> dict[str, TensorSource]:
-    """The source of every tensor of checkpoint and exit head that graphs use, and of the rotary
-    tables, by name.
+    """The source of every tensor that graphs use, by name: tensors of checkpoint and exit head, and
+    rotary tables.
 
     Args:
         checkpoint: The base model.
@@ -317,8 +319,8 @@ def _table(geometry: Geometry, slots: int, index: int) -> Array:
 def stored_sources(
     weights: Iterable[StoredWeight], sources: Mapping[str, TensorSource], geometry: Geometry
 ) -> dict[str, TensorSource]:
-    """The source of each weight of the graphs, by its name there; ``sources`` has the names of
-    checkpoint and exit head."""
+    """The source of each weight of the graphs, by its name there. The names of ``sources`` are
+    those of checkpoint and exit head."""
     names = {weight.name: checkpoint_names(weight.name, geometry) for weight in weights}
     return {name: joined([sources[part] for part in parts]) for name, parts in names.items()}
 
@@ -329,9 +331,9 @@ class Prepared:
 
     Attributes:
         graphs: The standard graphs by name.
-        layout: Where weights will lie in ``weights.bin``.
+        layout: Locations of the weights in ``weights.bin``.
         linked: Weights that stay in the checkpoint's files, by name.
-        sources: Where each weight of the graphs comes from, by its name there.
+        sources: Source of each weight of the graphs, by its name there.
         manifest: The manifest, without files.
     """
 
@@ -343,12 +345,12 @@ class Prepared:
 
     @property
     def packed_size(self) -> int:
-        """Bytes of the build for the CPU, nearly: blocks of GGUF files keep their size."""
+        """Approximate bytes of the build for the CPU: blocks of GGUF files keep their size."""
         weights = {one.name: one for graph in self.graphs.values() for one in graph.weights}
         return sum(_packed_bytes(self.sources[name], weights[name]) for name in weights)
 
     def pack(self, place: Path, progress: Callable[[str, int], None] = lambda *_: None) -> None:
-        """Write the build for the CPU straight from the checkpoint, into a directory."""
+        """Write the build for the CPU directly from the checkpoint into ``place``."""
         write_build(self.manifest, place, self._reader, progress)
 
     def _reader(self, graph: GraphInfo) -> SourceReader:
@@ -363,16 +365,17 @@ class Prepared:
 
 def _packed_bytes(source: TensorSource, weight: StoredWeight) -> int:
     parts = source.parts if isinstance(source, JointTensor) else [source]
-    if weight.quantization is None or not all(isinstance(one, GgufTensor) for one in parts):
+    blocks = [one.nbytes for one in parts if isinstance(one, GgufTensor)]
+    if weight.quantization is None or len(blocks) < len(parts):
         return weight.nbytes
-    return sum(one.nbytes for one in parts if isinstance(one, GgufTensor))
+    return sum(blocks)
 
 
 def prepared(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prepared:
-    """The graphs of a model, and what its weights are made of. No weight is read.
+    """The graphs of a model, and the sources of its weights. No weight is read.
 
     Raises:
-        EESDError: The model cannot be split into as many stages, or has no weights to link.
+        EESDError: The model cannot be split into this many stages, or has no weights to link.
     """
     geometry = checkpoint.geometry
     config = head.config
@@ -393,7 +396,7 @@ def prepared(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> Prep
 def _write_texts(
     directory: Path, engines: Prepared, texts: Mapping[str, bytes]
 ) -> dict[str, FileInfo]:
-    """Write graphs, and the files of the tokenizer."""
+    """Write the graphs and the files of the tokenizer."""
     names = engines.write_graphs(directory)
     files = {name: file_info(directory / name) for name in names}
     for name, content in texts.items():
@@ -433,18 +436,17 @@ def _manifest(
 
 def _tools() -> dict[str, str]:
     tools = {"eesd": eesd.__version__, "onnx": onnx.__version__}
-    for name in ("transformers",):
-        with contextlib.suppress(PackageNotFoundError):
-            tools[name] = version(name)
+    with contextlib.suppress(PackageNotFoundError):
+        tools["transformers"] = version("transformers")
     return tools
 
 
 def check_output(output: Path) -> None:
-    """Check that an export may write to ``output``, and remove what killed runs left beside it and
-    in it.
+    """Check that an export may write to ``output``. Also removes leftovers of killed runs beside it
+    and in it.
 
-    A directory that exists must be empty, or an engine directory without other files. Packed
-    weights are part of it.
+    An existing directory must be empty, or an engine directory without other files. Packed weights
+    belong to it.
 
     Args:
         output: The directory, without links and "..".
@@ -470,8 +472,8 @@ def check_output(output: Path) -> None:
 
 
 def _foreign(output: Path) -> str:
-    """Why a directory may not be replaced; "" if it is empty, or an engine directory without other
-    files."""
+    """The reason not to replace a directory; "" if it is empty, or an engine directory without
+    other files."""
     manifest = _any_manifest(output)
     if manifest is None:
         return "it is not an engine directory" * any(output.iterdir())
@@ -483,13 +485,9 @@ def _foreign(output: Path) -> str:
 
 def _any_manifest(directory: Path) -> dict[str, Any] | None:
     """Read an EESD manifest of any format version. Returns None for anything else: other programs
-    have a manifest.json too."""
-    try:
+    also write a manifest.json."""
+    with contextlib.suppress(EESDError):
         raw = read_json(directory / MANIFEST_FILE, "")
-    except EESDError:
-        return None
-    return (
-        raw
-        if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"}
-        else None
-    )
+        if isinstance(raw, dict) and raw.keys() >= {"format_version", "draft", "verify"}:
+            return raw
+    return None

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from eesd.common.checks import first_fault
 from eesd.common.cli import NAME, PATH, command
 from eesd.common.errors import EESDError
 from eesd.common.integrity import verify_files, verify_hashes
@@ -29,9 +30,8 @@ from eesd.runtime.engines.exactness import Exactness
 @click.option(
     "--model",
     type=NAME,
-    help="With --predict and --memory, instead of DIRECTORY: a model as eesd-export takes it, "
-    "which need not be exported. Of "
-    "its files config.json is read.",
+    help="With --predict and --memory, instead of DIRECTORY: a model as eesd-export takes it. It "
+    "need not be exported; only its config.json is read.",
 )
 @click.option("--verify", is_flag=True, help="Hash every file and compare with the manifest.")
 @click.option(
@@ -43,22 +43,22 @@ from eesd.runtime.engines.exactness import Exactness
     "--backend",
     type=click.Choice(BACKENDS),
     default="auto",
-    help="With --exact: what runs the calls.",
+    help="With --exact: the backend to check.",
 )
 @click.option(
     "--threads",
     type=click.IntRange(1, 1024),
-    help="With --exact: CPU threads.  [default: 1, and as many as eesd-run takes]",
+    help="With --exact: CPU threads.  [default: 1, and the number that eesd-run uses]",
 )
 @click.option(
     "--memory",
     is_flag=True,
-    help="Show only an estimate of the memory that running takes, by device.",
+    help="Show only an estimate of the memory for running, by device.",
 )
 @click.option(
     "--predict",
     type=click.Choice(list(GPUS)),
-    help="Show only how long calls take on a GPU, and the speed-up: predicted.",
+    help="Show only a prediction of the time of calls on a GPU, and of the speed-up.",
 )
 @click.option(
     "--max-seq-len",
@@ -68,7 +68,7 @@ from eesd.runtime.engines.exactness import Exactness
 @click.option(
     "--text-tokens",
     type=click.IntRange(1, 2**31 - 1),
-    help="With --predict: tokens of the text.  [default: they fill the cache]",
+    help="With --predict: tokens of the text.  [default: a full cache]",
 )
 @click.option(
     "--parallel",
@@ -104,29 +104,33 @@ def main(
     batch: int | None,
     as_json: bool,
 ) -> None:
-    """Show the content of an engine directory, or predict that of a model's export with default
-    options."""
-    if (directory is None) == (model is None):
-        raise EESDError("Give either an engine directory or --model.")
-    if model is not None and (verify or exact or not (memory or predict)):
-        raise EESDError("--model is for --predict and --memory; export the model to inspect more.")
+    """Show the content of an engine directory, or predict the content for a model exported with
+    default options."""
+    fault = first_fault(
+        {
+            "Give either an engine directory or --model.": (directory is None) == (model is None),
+            "--model is for --predict and --memory; export the model to inspect more.": (
+                model is not None and (verify or exact or not (memory or predict))
+            ),
+            "--max-seq-len and --batch only apply to the memory estimate; add --memory.": (
+                (batch and not memory) or (max_seq_len and not memory and not predict)
+            ),
+            "--parallel only applies to the estimate and the prediction; add --memory or "
+            "--predict.": parallel and not memory and not predict,
+            "--memory and --predict each show one estimate; give one of them.": memory and predict,
+            "--backend and --threads are for --exact; add it, or leave them out.": (
+                not exact and (backend != "auto" or threads is not None)
+            ),
+            "--text-tokens only applies to the prediction; add --predict.": (
+                text_tokens and not predict
+            ),
+        }
+    )
+    if fault:
+        raise EESDError(fault)
     manifest = load_manifest(directory) if directory is not None else _outlined(str(model))
     directory = directory or Path(manifest.model)
-    if (batch and not memory) or (max_seq_len and not memory and not predict):
-        raise EESDError(
-            "--max-seq-len and --batch only apply to the memory estimate; add --memory."
-        )
-    if parallel and not memory and not predict:
-        raise EESDError(
-            "--parallel only applies to the estimate and the prediction; add --memory or --predict."
-        )
     ranks = parallel or 1
-    if memory and predict:
-        raise EESDError("--memory and --predict each show one estimate; give one of them.")
-    if not exact and (backend != "auto" or threads is not None):
-        raise EESDError("--backend and --threads are for --exact; add it, or leave them out.")
-    if text_tokens and not predict:
-        raise EESDError("--text-tokens only applies to the prediction; add --predict.")
     console = Console()
     if predict:
         _predict(
@@ -170,7 +174,7 @@ def main(
 
 
 def _outlined(model: str) -> Manifest:
-    """The manifest of an export that is not made."""
+    """The manifest of an export with default options, which is not made."""
     try:
         find_model(model, weights=False)  # before seconds of imports
         from eesd.export.outline import outlined
@@ -182,7 +186,8 @@ def _outlined(model: str) -> Manifest:
 def verify_all(
     directory: Path, manifest: Manifest, progress: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Hash every file that a backend reads: of the export, of the build for the CPU, and plans.
+    """Hash every file that a backend reads: those of the export and the build for the CPU, and
+    plans.
 
     Raises:
         EESDError: A file is missing or was changed.
@@ -198,8 +203,8 @@ def verify_all(
 def check_exactness(
     directory: Path, manifest: Manifest, backend: str, threads: Sequence[int | None]
 ) -> Exactness:
-    """Compare the bits of logits in about M + 45 calls, most of them short, for each number of
-    threads (None: the default)."""
+    """Compare the bits of logits in about M + 45 mostly short calls, for each number of threads
+    (None: the default)."""
     exactness = Exactness(manifest)
     with progress_bar("comparing bits", exactness.layouts * len(threads)) as advance:
         for count in threads:
@@ -238,7 +243,7 @@ def _predict(
     ranks: int,
     as_json: bool,
 ) -> None:
-    manifest.on_rank(ranks)  # refuses what cannot be split
+    manifest.on_rank(ranks)  # refuses models that cannot be split
     text = min(text or slots, slots)
     sized = replace(manifest, max_seq_len=slots)
     hardware = GPUS[gpu]
@@ -248,7 +253,9 @@ def _predict(
         click.echo(json.dumps({"gpu": gpu, "slots": slots, "ranks": ranks} | predicted.to_dict()))
         return
     devices = estimate_memory(manifest, 1, ranks)
-    needed = max(device.total + (device.shared_weights if ranks == 1 else 0) for device in devices)
+    needed = max(device.total for device in devices)
+    if ranks == 1:
+        needed = max(device.total + device.shared_weights for device in devices)
     if needed > hardware.memory:
         notice(
             f"A device needs {format_bytes(needed)}, and {hardware.name} has "
@@ -267,28 +274,19 @@ def _predict(
 
 
 def prediction_tables(predicted: Prediction) -> list[Table]:
-    """The times of calls, and the best chain for each acceptance. Without a draft: of tokens that
-    the text proposes."""
+    """The times of calls, and the best chain for each acceptance (without a draft: the acceptance
+    of tokens that the text proposes)."""
+    plain = predicted.verify[0]
     calls = Table("call", "ms", box=None, pad_edge=False)
     if predicted.draft:
-        calls.add_row(
-            "draft step",
-            (
-                f"{predicted.draft * 1e3:.2f} ({predicted.draft / predicted.verify[0]:.0%} of "
-                "verify 1)"
-            ),
-        )
+        share = f"{predicted.draft / plain:.0%} of verify 1"
+        calls.add_row("draft step", f"{predicted.draft * 1e3:.2f} ({share})")
     most = len(predicted.verify)
     for nodes in sorted({1, 2, most, *(count for count in (3, 5, 9, 17, 33, 65) if count < most)}):
-        words = f" ({1 / predicted.verify[0]:.0f} tokens/s without drafts)" if nodes == 1 else ""
+        words = f" ({1 / plain:.0f} tokens/s without drafts)" if nodes == 1 else ""
         calls.add_row(f"verify {nodes}", f"{predicted.verify[nodes - 1] * 1e3:.2f}{words}")
-    best = Table(
-        "acceptance" if predicted.draft else "of the text",
-        "drafted",
-        "speed-up",
-        box=None,
-        pad_edge=False,
-    )
+    of = "acceptance" if predicted.draft else "of the text"
+    best = Table(of, "drafted", "speed-up", box=None, pad_edge=False)
     for acceptance in ACCEPTANCES:
         drafted = predicted.best_length(acceptance)
         best.add_row(
@@ -305,25 +303,30 @@ def memory_table(
     Args:
         manifest: Manifest of the engine directory.
         devices: The estimate.
-        batch: The number of sequences that it is for.
-        ranks: The number of ranks that it is for.
+        batch: Number of sequences of the estimate.
+        ranks: Number of ranks of the estimate.
     """
-    slots = f"{manifest.max_seq_len} slots" + (f" x {batch} sequences" if batch > 1 else "")
+    slots = f"{manifest.max_seq_len} slots"
+    if batch > 1:
+        slots += f" x {batch} sequences"
+    sizes = {
+        "draft weights": [device.draft_weights for device in devices],
+        "verify weights": [device.verify_weights for device in devices],
+        "shared by both (once)": [-device.shared_weights for device in devices],
+        f"KV cache, {slots}": [device.kv_cache for device in devices],
+        f"buffers, {manifest.max_tree_nodes + 1} nodes": [
+            device.round_buffers for device in devices
+        ],
+        f"or prefill of {manifest.gpu_prefill_chunk} tokens": [
+            device.prefill_buffers for device in devices
+        ],
+        "total": [device.total for device in devices],
+    }
     rows = {
         "graphs": ["\n".join(device.graphs) for device in devices],
         "layers": [f"{first} to {last}" for first, last in (device.layers for device in devices)],
-        "draft weights": [format_bytes(device.draft_weights) for device in devices],
-        "verify weights": [format_bytes(device.verify_weights) for device in devices],
-        "shared by both (once)": [format_bytes(-device.shared_weights) for device in devices],
-        f"KV cache, {slots}": [format_bytes(device.kv_cache) for device in devices],
-        f"buffers, {manifest.max_tree_nodes + 1} nodes": [
-            format_bytes(device.round_buffers) for device in devices
-        ],
-        f"or prefill of {manifest.gpu_prefill_chunk} tokens": [
-            format_bytes(device.prefill_buffers) for device in devices
-        ],
-        "total": [format_bytes(device.total) for device in devices],
-    }
+    } | {name: [*map(format_bytes, column)] for name, column in sizes.items()}
+    names = [f"each of {ranks} ranks"]
     if ranks == 1:
         rows["total without sharing"] = [
             format_bytes(device.total + device.shared_weights) for device in devices
@@ -331,11 +334,7 @@ def memory_table(
         rows["host memory to build plan"] = [
             f"~ {format_bytes(device.build_host_memory)}" for device in devices
         ]
-    names = (
-        [f"device {number}" for number in range(len(devices))]
-        if ranks == 1
-        else [f"each of {ranks} ranks"]
-    )
+        names = [f"device {number}" for number in range(len(devices))]
     table = Table("", *names, box=None, pad_edge=False)
     for column in table.columns[1:]:
         column.justify = "right"
@@ -386,7 +385,7 @@ def _summary(directory: Path, manifest: Manifest) -> Table:
 
 
 def _head(manifest: Manifest) -> str:
-    """What drafts."""
+    """The source of drafts, in words."""
     head = manifest.exit_head
     if not head.can_draft:
         return "none: drafts come from the text alone"
@@ -401,14 +400,14 @@ def _head(manifest: Manifest) -> str:
 
 
 def _draft_vocab(manifest: Manifest) -> str:
-    """Which tokens the draft can predict."""
+    """The tokens that the draft can predict, in words."""
     size = manifest.exit_head.draft_vocab
     whole = manifest.geometry.vocab_size
     return f"{size} of {whole} tokens" if size else f"all {whole} tokens"
 
 
 def _linear_weights(manifest: Manifest) -> str:
-    """How the linear weights of layers, LM head and draft are stored."""
+    """The storage of the linear weights of layers, LM head and draft, in words."""
     quantization = manifest.quantization
     places = quantization.places.items()
     if quantization.tensors:
@@ -436,18 +435,17 @@ def _files(manifest: Manifest) -> Table:
 def _plans(manifest: Manifest) -> Table:
     table = Table("plan", "description")
     for plan in manifest.plans.values():
-        gpus = ", ".join(plan.compute_capabilities)
+        gpus = "any supported GPU"
+        if plan.compute_capabilities:
+            gpus = f"compute capability {', '.join(plan.compute_capabilities)}"
         (_, _, most), *prefill = plan.profiles
-        nodes = (
-            f"up to {most} nodes a call, {prefill[0][2]} in prefill"
-            if prefill
-            else "one node a call"
-        )
+        nodes = "one node a call"
+        if prefill:
+            nodes = f"up to {most} nodes a call, {prefill[0][2]} in prefill"
         table.add_row(
             plan.file,
             f"{plan.size:,} bytes{' without weights' if plan.refit else ''} by {plan.flavour} "
-            f"{plan.version} for "
-            f"{f'compute capability {gpus}' if gpus else 'any supported GPU'}\n"
+            f"{plan.version} for {gpus}\n"
             f"{nodes}, batch {plan.max_batch}\n"
             f"{plan.fused_attentions} attentions and {plan.fused_cache_updates} cache updates "
             "as single kernels\n"

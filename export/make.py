@@ -1,4 +1,4 @@
-"""Make an engine directory of a model as a user asks: choose the exit head and the types of
+"""Make an engine directory from a model and a user's choices: choose the exit head and the types of
 weights, export, check, report."""
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 from shutil import disk_usage
 from typing import TYPE_CHECKING
 
+from eesd.common.checks import first_fault
 from eesd.common.errors import EESDError
 from eesd.common.geometry import draft_columns
 from eesd.common.machine import available_memory, pip_install, torch_sees_gpu
@@ -39,11 +40,11 @@ OWN_HEAD = "own"
 WHOLE_MODEL = "quantized"
 NO_HEAD = "none"
 NOT_STORED = (OWN_HEAD, WHOLE_MODEL, NO_HEAD)
-"""What ``--exit-head`` takes beside a head's place."""
+"""Values of ``--exit-head`` other than the place of a head."""
 EARLY_EXIT = "layerskip"
-"""In the names of models that were trained to exit early (arXiv 2404.16710)."""
+"""Part of the names of models that were trained to exit early (arXiv 2404.16710)."""
 LARGE_MODEL = 1_000_000_000
-"""Weights of a model whose draft has 4 bits unless the options say otherwise."""
+"""Number of weights above which the default draft has 4 bits."""
 
 if TYPE_CHECKING:  # --help must not load torch
     from eesd.common.geometry import Geometry
@@ -56,12 +57,12 @@ if TYPE_CHECKING:  # --help must not load torch
 
 @dataclass(frozen=True)
 class Choices:
-    """What a user asks of an export, as ``eesd-export --help`` explains it. None: the default.
+    """The options of an export, as ``eesd-export --help`` explains them. None: the default.
 
     Attributes:
         model: Directory, GGUF file, Hugging Face id or short name.
-        plans: Whether plans may be built of 16-bit engines, so that a 4-bit draft has no minimums,
-            which TensorRT cannot read.
+        plans: Whether plans may be built from 16-bit engines. A 4-bit draft then has no minimums,
+            because TensorRT cannot read them.
         packed: Whether weights are written packed for the CPU alone.
     """
 
@@ -87,7 +88,7 @@ class Choices:
 
 
 def lacks(work: str, error: ImportError) -> EESDError:
-    """The error of work that needs a package which is not installed."""
+    """An error that names a missing package, and how to install it."""
     extra = "torch" if error.name == "torch" else "export"
     return EESDError(f"{work} needs {error.name}; install it with: {pip_install(extra)}.")
 
@@ -102,12 +103,12 @@ def make_engines(
     """Export a model to an engine directory.
 
     Args:
-        choices: What the user asks for.
+        choices: The user's options.
         output: The engine directory to write.
         say: Called with each line for the user, before and after the long work.
-        log: Called with the name of each step where no progress bar can be shown.
-        finish: Called with the directory when it is complete, just before it gets its name. If it
-            raises, nothing is left.
+        log: Called with the name of each step if no progress bar can be shown.
+        finish: Called with the complete directory, just before it is renamed. If it raises, nothing
+            is left.
 
     Raises:
         EESDError: A package is missing, the choices do not fit the model, the model is not
@@ -129,9 +130,9 @@ def make_engines(
         if choices.layers is not None:
             checkpoint = checkpoint.first_layers(choices.layers)
         head, options = _choose(choices, checkpoint)
-        unquantized = (
-            [] if options.quantization.layers is None else _unquantized_widths(checkpoint, options)
-        )
+        unquantized: list[int] = []
+        if options.quantization.layers is not None:
+            unquantized = _unquantized_widths(checkpoint, options)
         report: list[str] = []
 
         def check(directory: Path, manifest: Manifest) -> None:
@@ -196,7 +197,7 @@ def _rounded_on(
     output: Path,
     say: Callable[[int, int], None],
 ) -> AbstractContextManager[Checkpoint]:
-    """See :func:`~eesd.export.rounding.rounded_on`, which needs torch."""
+    """Call :func:`~eesd.export.rounding.rounded_on` if there is a text. It needs torch."""
     if text is None:
         return nullcontext(checkpoint)
     try:
@@ -209,8 +210,8 @@ def _rounded_on(
 
 
 def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
-    """The model, and what its engines take: ``size`` bytes of weights, and ``free`` bytes of the
-    disk."""
+    """Lines that describe the model and its needs: ``size`` bytes of weights, of ``free`` bytes of
+    the disk."""
     geometry = manifest.geometry
     slots = manifest.max_seq_len * slot_bytes(manifest, manifest.num_caches)
     weights = sum(map(prod, model_shapes(geometry).values()))
@@ -225,8 +226,7 @@ def _forecast(manifest: Manifest, size: int, free: int) -> list[str]:
 
 
 def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptions]:
-    """The exit head, and the options of the export, that the choices and the defaults for this
-    model give."""
+    """The exit head and the options of the export, from the choices and this model's defaults."""
     from eesd.export.onnx_graph import ExportOptions
 
     config = checkpoint.config
@@ -260,7 +260,7 @@ def _choose(choices: Choices, checkpoint: Checkpoint) -> tuple[Head, ExportOptio
 
 
 def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool) -> str:
-    """What was exported, in a line."""
+    """One line about the export."""
     head = manifest.exit_head
     geometry = manifest.geometry
     read = ", ".join(map(str, head.read_layers))
@@ -276,13 +276,13 @@ def _summary(output: Path, manifest: Manifest, options: ExportOptions, own: bool
 
 
 def _keeps_levels(checkpoint: Checkpoint, quantization: Quantizations) -> bool:
-    """Whether the layers have the levels of a checkpoint that says in ``config.json`` how it is
-    quantized."""
+    """Whether the layers keep the levels of a checkpoint whose ``config.json`` describes its
+    quantization."""
     return quantization.layers is not None and quantization.layers == checkpoint.quantization
 
 
 def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) -> None:
-    """What the user should know of the checkpoint, the choices and the head."""
+    """Print notices about the checkpoint, the choices and the head."""
     from tokenizers import Tokenizer
 
     for text in filter(None, (*checkpoint.config.notices, checkpoint.config.sampling.notice)):
@@ -298,15 +298,14 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
             f"The tokenizer has ids up to {largest}, and the model ids below {size}; prompts "
             "with the others are refused."
         )
-    if {choices.quantize, choices.quantize_head} & set(QUANTIZED) and checkpoint.own_levels:
+    rounds_again = bool({choices.quantize, choices.quantize_head} & set(QUANTIZED))
+    if rounds_again and checkpoint.own_levels:
         notice(
             "The file's weights are quantized, and --quantize rounds them a second time; "
             "--quantize keep does not."
         )
     if checkpoint.config.packing is not None and checkpoint.quantization is None:
-        again = (
-            " --quantize rounds them a second time." if set(QUANTIZED) & {choices.quantize} else ""
-        )
+        again = " --quantize rounds them a second time." if choices.quantize in QUANTIZED else ""
         notice(
             "The checkpoint's quantized weights are dequantized, because engines do not have "
             f"their levels.{again}"
@@ -324,21 +323,18 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
 
 
 def _check_options(options: ExportOptions, max_positions: int) -> None:
-    if options.max_seq_len > max_positions:
-        raise EESDError(
+    fault = first_fault(
+        {
             f"--max-seq-len {options.max_seq_len} is more than the model's {max_positions} "
-            "positions."
-        )
-    if options.max_tree_nodes >= options.max_seq_len:
-        raise EESDError(
+            "positions.": options.max_seq_len > max_positions,
             f"--max-tree-nodes {options.max_tree_nodes} does not fit a cache of "
-            f"{options.max_seq_len} slots."
-        )
-    if options.dtype not in DTYPES:
-        raise EESDError(
+            f"{options.max_seq_len} slots.": options.max_tree_nodes >= options.max_seq_len,
             f"The checkpoint's type {options.dtype} cannot be exported; give --dtype "
-            f"{'|'.join(DTYPES)}."
-        )
+            f"{'|'.join(DTYPES)}.": options.dtype not in DTYPES,
+        }
+    )
+    if fault:
+        raise EESDError(fault)
 
 
 def choose_quantization(
@@ -352,11 +348,19 @@ def choose_quantization(
     whole: bool,
     plans: bool = True,
 ) -> Quantizations:
-    """What the options mean together. A checkpoint's own levels stay as they are.
+    """Resolve the options for quantization together. A checkpoint's quantized weights keep their
+    levels.
 
     Args:
+        checkpoint: The model.
+        dtype: Element type of the engines.
+        layers: ``--quantize``.
+        head: ``--quantize-head``.
+        draft: ``--quantize-draft``.
+        symmetric: ``--symmetric`` or ``--asymmetric``.
+        link_weights: ``--link-weights``.
         whole: Whether the draft is the whole model.
-        plans: Whether plans may be built of 16-bit engines.
+        plans: Whether plans may be built from 16-bit engines.
     """
     own = checkpoint.quantization
     tensors = checkpoint.own_levels
@@ -392,9 +396,9 @@ def choose_quantization(
         # The CPU reads the upper half of 8 bits.
         draft = None if eight_bits and dtype == "float32" else "int4"
     elif draft is None:
-        draft = (
-            "int4" if (dtype == "float32" or _is_large(checkpoint)) and not link_weights else layers
-        )
+        draft = layers
+        if (dtype == "float32" or _is_large(checkpoint)) and not link_weights:
+            draft = "int4"
     if dtype == "float32" and {layers, head, draft} & {"fp8", "nvfp4"}:
         raise EESDError(
             "fp8 and nvfp4 weights are for engines of 16 bits; give --dtype float16 or "
@@ -418,7 +422,7 @@ def choose_quantization(
 
 
 def _is_large(checkpoint: Checkpoint | Outline) -> bool:
-    """Whether reading the draft's weights takes so long that 4 bits are worth a copy of them."""
+    """Whether reading the draft's weights takes so long that a copy with 4 bits pays."""
     return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
 
 
@@ -426,32 +430,25 @@ def _check_keep(
     checkpoint: Checkpoint | Outline, dtype: str, head: str | None, link_weights: bool
 ) -> None:
     """Raise :class:`EESDError` if the file's own levels cannot be kept."""
-    if checkpoint.quantization is not None:
-        return  # as always
-    if not checkpoint.own_levels:
-        raise EESDError(
+    fault = first_fault(
+        {
             "--quantize keep is for quantized weights, and the checkpoint's are not; leave "
-            "the option out."
-        )
-    if dtype != "float32":
-        raise EESDError(
+            "the option out.": not checkpoint.own_levels,
             f"--quantize keep is for float32 engines, and these are {dtype}; give --dtype "
-            "float32, or leave --quantize out."
-        )
-    if link_weights:
-        raise EESDError(
+            "float32, or leave --quantize out.": dtype != "float32",
             "--link-weights uses a checkpoint's weights in its own files, and --quantize keep "
-            "stores levels; give one."
-        )
-    if head is not None:
-        raise EESDError(
+            "stores levels; give one.": link_weights,
             "--quantize keep also keeps the levels of the LM head; leave --quantize-head out, "
-            "or give --quantize."
-        )
+            "or give --quantize.": head is not None,
+        }
+    )
+    # A checkpoint that describes its quantization always keeps its levels.
+    if checkpoint.quantization is None and fault:
+        raise EESDError(fault)
 
 
 def _types(options: ExportOptions, own: bool) -> str:
-    """The element type, and what is quantized, in words."""
+    """The element type and the quantization, in words."""
     texts = [
         f"{one.name} {place}"
         for place, one in options.quantization.places.items()
@@ -466,8 +463,8 @@ def _types(options: ExportOptions, own: bool) -> str:
 
 
 def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[int]:
-    """The numbers of inputs of linear weights that cannot be quantized. Raises EESDError if none
-    can be."""
+    """The input sizes of linear weights that cannot be quantized. Raises EESDError if none can
+    be."""
     linear = {
         name: shape for name, shape in model_shapes(checkpoint.geometry).items() if is_linear(name)
     }
@@ -486,11 +483,11 @@ def _unquantized_widths(checkpoint: Checkpoint, options: ExportOptions) -> list[
 
 
 def _default_head(checkpoint: Checkpoint, quantization: Quantizations, given: str | None) -> Head:
-    """What drafts without training: the whole model in fewer bits, if its weights have more than 4;
-    else nothing.
+    """The draft without training: the whole model in fewer bits, if its weights have more than 4;
+    if not, nothing.
 
     Raises:
-        EESDError: The whole model is ``given`` as the draft, and has too few bits.
+        EESDError: The user chose the whole model, and it has too few bits.
     """
     from eesd.export.engine_dir import no_head, whole_model
 
@@ -517,7 +514,7 @@ def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
 
 
 def _has_few_bits(levels: Quantization | None) -> bool:
-    """Whether weights with these levels cannot be read in half of their bits."""
+    """Whether a draft cannot read weights with these levels at half of their bits."""
     return (
         levels is not None
         and levels.weights != FP8
@@ -528,9 +525,9 @@ def _has_few_bits(levels: Quantization | None) -> bool:
 def _choose_head(
     checkpoint: Checkpoint, name: str, exit_layer: int | None, given: str | None
 ) -> Head | None:
-    """Open the exit head that is ``given`` or else in the model directory. Without either a model
-    that exits early by training, as its ``name`` says, needs none, and others get an untrained one
-    after ``exit_layer``.
+    """Open the exit head that is ``given``, or the one in the model directory. Without either, use
+    the model's own exit if its ``name`` shows that it was trained to exit early, or an untrained
+    head after ``exit_layer``.
 
     Returns:
         The head; None: :func:`_default_head` chooses.
@@ -546,7 +543,7 @@ def _choose_head(
         return None
     directory = None if given is None or given == OWN_HEAD else find_head(given)
     if given is None and any((checkpoint.path / name).exists() for name in HEAD_FILES):
-        directory = checkpoint.path  # which is refused if a file is missing
+        directory = checkpoint.path  # refused later if a file is missing
     exits_early = EARLY_EXIT in Path(name).name.lower()
     if given == OWN_HEAD or (directory is None and exits_early and exit_layer is not None):
         if exit_layer is None:
@@ -572,11 +569,11 @@ def _choose_head(
 
 
 def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]:
-    """Build for the CPU. Returns a line if that did not work."""
+    """Build for the CPU. Returns a line if that failed."""
     size = sum(weight_bytes(manifest, graph) for graph in manifest.graphs)
     if wanted is False or (wanted is None and torch_sees_gpu()):
         return []
-    if wanted is None and size > available_memory():  # this machine will hardly run it
+    if wanted is None and size > available_memory():  # this machine is unlikely to run it
         return [
             (
                 "not built for the CPU: this machine has too little memory; eesd-build --target "
@@ -586,7 +583,7 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
     try:
         from eesd.export.cpu.build import build_for_cpu
         from eesd.runtime.engines import operators
-    except ImportError as error:  # an ONNX Runtime that is broken
+    except ImportError as error:  # a broken ONNX Runtime
         return [f"not built for the CPU: {error}"]
     if problem := operators.missing():
         return [f"not built for the CPU: {problem}"]
@@ -600,7 +597,7 @@ def _pack(directory: Path, manifest: Manifest, wanted: bool | None) -> list[str]
 
 
 def _check_quickly(checkpoint: Checkpoint, head: Head, options: ExportOptions) -> list[str]:
-    """Run the quick check where this machine can.
+    """Run the quick check if this machine can.
 
     Returns:
         A line that reports its result.

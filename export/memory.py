@@ -1,6 +1,6 @@
-"""Memory by device: where to split verify into stages, and what a directory takes to run.
+"""Memory by device: the split of verify into stages, and the memory that a directory needs to run.
 
-Everything is computed from geometry and manifest; neither torch nor the weights are needed.
+Everything is computed from geometry and manifest, without torch or the weights.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,8 @@ from eesd.common.weights import (
 
 _BUILD_FACTOR = 2.7
 _BUILD_BASE = 600_000_000
-"""Host memory of a build: bytes for each byte of weights, and a constant. Measured with
-TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6 for each byte, of which one is the mapped file of
-weights."""
+"""Host memory of a build: a factor for the bytes of the weights, and a constant. Measured with
+TensorRT-RTX 1.7 on 1.8 GB of weights: 2.6 bytes per byte, including the mapped file of weights."""
 
 
 def split_layers(
@@ -35,7 +34,7 @@ def split_layers(
     quantization: Quantizations,
     stages: int,
 ) -> list[range]:
-    """Split the layers of verify into stages, so that the fullest device holds as few bytes of
+    """Split the layers of verify into stages so that the fullest device holds as few bytes of
     weights as possible.
 
     The first device also runs the draft, on the same caches, so the first stage has at least the N
@@ -87,10 +86,10 @@ def split_layers(
         )
 
     def graph(layers: range, draft: bool) -> dict[str, Shape]:
-        # Every device has rotary tables: count none.
+        # Rotary tables are on every device, so they are not counted.
         return graph_shapes(geometry, exit_config, 0, layers, draft, dtype, quantization)
 
-    # Layers with levels of their own may differ a little: count the mean.
+    # Layers whose tensors have their own levels may differ a little: use the mean.
     layer = nbytes(layer_shapes(geometry, range(layers))) // layers
     prefix = range(before_exit)
     other = [0] * stages  # bytes on each device besides the layers
@@ -114,7 +113,7 @@ class DeviceMemory:
         layers: First and last layer of the stage.
         draft_weights: Weights of the draft.
         verify_weights: Weights of the stage.
-        shared_weights: Weights that both use; they are part of both numbers.
+        shared_weights: Weights that both use, included in both numbers.
         kv_cache: The caches of the stage when they are full.
         round_buffers: Mask, activations and logits of a verify pass over a full round.
         prefill_buffers: Mask and activations of a prefill call of one sequence, and the logits of
@@ -151,33 +150,30 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
     Args:
         manifest: Manifest of the engine directory.
         batch: Number of sequences, all with full caches.
-        ranks: Ranks that the torch engine splits the weights over; only of one stage.
+        ranks: Number of ranks over which the torch engine splits the weights. Several ranks need
+            verify in a single stage.
 
     Returns:
-        One entry for each stage of verify. Of several ranks each needs that much.
+        One entry for each stage of verify. Each of several ranks needs this memory.
 
     Raises:
-        EESDError: The model cannot be split over so many ranks.
+        EESDError: The model cannot be split over this many ranks.
     """
     part = manifest.on_rank(ranks)
     devices = []
     nodes = manifest.max_tree_nodes + 1
-    for number, (stage, layers) in enumerate(
-        zip(manifest.verify, manifest.stage_layers, strict=True)
-    ):
-        first = number == 0
-        last = number == len(manifest.verify) - 1
-        columns = (
-            manifest.geometry.vocab_size
-            if last
-            else draft_columns(manifest.geometry, manifest.exit_head)
-        )
+    for stage, layers in zip(manifest.verify, manifest.stage_layers, strict=True):
+        last = stage == manifest.verify[-1]
+        columns = draft_columns(manifest.geometry, manifest.exit_head)
+        if last:
+            columns = manifest.geometry.vocab_size
         verify = weights_of(manifest, stage)
-        drafts = first and manifest.exit_head.can_draft
+        drafts = stage == manifest.verify[0] and manifest.exit_head.can_draft
         draft = weights_of(manifest, manifest.draft) if drafts else {}
-        draft_weights, verify_weights = (
+        shared = {name: verify[name] for name in verify.keys() & draft.keys()}
+        draft_weights, verify_weights, shared_weights = (
             sum(rank_bytes(weight, ranks) for weight in weights.values())
-            for weights in (draft, verify)
+            for weights in (draft, verify, shared)
         )
         devices.append(
             DeviceMemory(
@@ -185,16 +181,12 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
                 layers=(layers.start, layers.stop - 1),
                 draft_weights=draft_weights,
                 verify_weights=verify_weights,
-                shared_weights=sum(
-                    rank_bytes(verify[name], ranks) for name in verify.keys() & draft.keys()
-                ),
+                shared_weights=shared_weights,
                 kv_cache=batch * manifest.max_seq_len * slot_bytes(part, len(stage.caches)),
                 round_buffers=_buffers(
-                    part, batch * nodes, batch * nodes if drafts or last else 0, columns
+                    part, batch * nodes, batch * nodes * (drafts or last), columns
                 ),
-                prefill_buffers=_buffers(
-                    part, manifest.gpu_prefill_chunk, 1 if last else 0, columns
-                ),
+                prefill_buffers=_buffers(part, manifest.gpu_prefill_chunk, int(last), columns),
                 build_host_memory=build_memory(max(draft_weights, verify_weights)),
             )
         )
@@ -202,17 +194,16 @@ def estimate_memory(manifest: Manifest, batch: int, ranks: int = 1) -> list[Devi
 
 
 def rank_bytes(weight: StoredWeight, ranks: int) -> int:
-    """Bytes of a weight that each of so many ranks has. Several ranks run the torch engine, which
-    dequantizes float32 engines and what its kernels for GPUs do not know."""
-    kept = ranks == 1 or (weight.dtype != "float32" and weight.keeps_levels(ranks))
-    return (weight if kept else replace(weight, quantization=None)).nbytes // (
-        ranks if is_split(weight) else 1
-    )
+    """Bytes of a weight on each rank. Several ranks run the torch engine, which dequantizes the
+    weights of float32 engines and those that its GPU kernels do not support."""
+    if ranks > 1 and (weight.dtype == "float32" or not weight.keeps_levels(ranks)):
+        weight = replace(weight, quantization=None)
+    return weight.nbytes // (ranks if is_split(weight) else 1)
 
 
 def is_split(weight: StoredWeight) -> bool:
-    """Whether ranks have parts of a weight: a matrix of an attention, an MLP or the deep layers.
-    Others are on each rank."""
+    """Whether ranks split a weight: a matrix of an attention, an MLP or the deep layers. Each rank
+    has all other weights."""
     return len(weight.shape) == 2 and split_side(weight.name) is not None
 
 
@@ -237,7 +228,7 @@ def _buffers(manifest: Manifest, tokens: int, logits: int, columns: int) -> int:
     """Bytes of the mask, the hidden states in and out, and the largest activations, with unfused
     attention in float32.
 
-    Of ``tokens`` tokens, ``logits`` get logits of ``columns`` columns.
+    ``logits`` of the ``tokens`` tokens get logits of ``columns`` columns.
     """
     element = BITS[manifest.dtype] // 8
     hidden = manifest.geometry.hidden_size

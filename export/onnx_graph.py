@@ -35,8 +35,8 @@ class ExportOptions:
     Attributes:
         dtype: Element type of weights, caches and activations.
         max_seq_len: S, the slots of the KV cache.
-        max_tree_nodes: M, the drafted nodes that fit a round.
-        draft_top_k: K, the candidates that the draft reports for each node.
+        max_tree_nodes: M, the largest number of drafted nodes in a round.
+        draft_top_k: K, the candidates that the draft returns for each node.
         stages: Number of stages of the verify graph.
         link_weights: Whether weights stay in the checkpoint's files where possible.
         quantization: Quantization of the weights.
@@ -77,16 +77,17 @@ def make_graph(
     """Write the draft, verify or a stage of verify. No weight is read.
 
     Args:
-        name: ``draft`` for the draft; any other name for verify or a stage. The file is called
+        name: ``draft`` for the draft; any other name for verify or a stage. The file is
             ``<name>.onnx``.
         geometry: Geometry of the base model.
         exit_config: Configuration of the exit head.
         options: Options of the export.
         layers: Layers of the stage; None for all.
-        linked: Names of weights that stay in the checkpoint's layout. Linear ones keep their
-            Transpose in the graph.
+        linked: Names of weights that stay in the checkpoint's layout. The graph transposes the
+            linear ones.
     """
-    layers = range(geometry.num_layers) if layers is None else layers
+    if layers is None:
+        layers = range(geometry.num_layers)
     is_draft = name == "draft"
     model = Model(geometry, exit_config)
     needs = graph_needs(geometry, exit_config, None if is_draft else layers)
@@ -111,18 +112,18 @@ def make_graph(
 
 
 def _draft_folds(options: ExportOptions) -> bool:
-    """Whether the draft folds query heads. Nothing that it computes reaches the output.
+    """Whether the draft folds query heads. Its results do not reach the output.
 
     For one token, engines have a faster attention with heads apart. TensorRT-RTX has none for long
-    caches, and copies a cache that it reads otherwise: once if heads are folded, else for each
-    head.
+    caches, and then copies the cache before reading it: once if heads are folded, once per head if
+    not.
     """
     in_place = one_node_is_faster(options.max_seq_len, options.quantization)
     return options.dtype != "float32" and not in_place
 
 
 def _write_draft(o: OnnxOperations, top_k: int) -> list[TensorInfo]:
-    """The draft, and the most likely tokens. Returns its outputs besides the caches."""
+    """Write the draft and its most likely tokens. Returns its outputs without the caches."""
     logits = _called(o, draft(o, o.model, "input_ids"), "logits")
     best, columns = o.nodes_of("TopK", [logits, o.constant([top_k])], 2, axis=-1)
     total = o.node("ReduceLogSumExp", [logits, o.constant([-1])], keepdims=1)
@@ -141,7 +142,7 @@ def _write_draft(o: OnnxOperations, top_k: int) -> list[TensorInfo]:
 
 
 def _write_verify(o: OnnxOperations, layers: range) -> list[TensorInfo]:
-    """Verify or a stage of it. Returns its outputs besides the caches."""
+    """Write verify or a stage of it. Returns its outputs without the caches."""
     x = verify(o, o.model, "input_ids" if layers.start == 0 else "hidden", layers)
     if layers.stop < o.geometry.num_layers:
         _called(o, x, "hidden_out")
@@ -151,7 +152,7 @@ def _write_verify(o: OnnxOperations, layers: range) -> list[TensorInfo]:
 
 
 def _called(o: OnnxOperations, value: str, name: str) -> str:
-    """Rename a value that becomes an output of the graph."""
+    """Rename a value that is an output of the graph."""
     for node in o.nodes:
         for names in (node.input, node.output):
             names[:] = [name if one == value else one for one in names]
@@ -159,7 +160,7 @@ def _called(o: OnnxOperations, value: str, name: str) -> str:
 
 
 def _inputs(o: OnnxOperations, is_draft: bool, layers: range) -> list[TensorInfo]:
-    """The inputs besides the caches."""
+    """The inputs without the caches."""
     first = TensorInfo("input_ids", ("B", "n"), "int64")
     if not is_draft and layers.start > 0:
         first = TensorInfo("hidden", ("B", "n", o.geometry.hidden_size), o.dtype)
@@ -198,15 +199,14 @@ def _model(name: str, o: OnnxOperations, info: GraphInfo) -> Any:
 
 
 def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
-    """Check that nothing reads a cache that a graph writes in place, but the node that writes it.
+    """Check that only the node that writes a cache in place reads it.
 
-    ONNX Runtime chooses the order of nodes that do not depend on each other: a reader that the
-    graph has before the writer may run after it. A GatherElements may read if what is written
-    depends on it.
+    ONNX Runtime chooses the order of independent nodes, so a reader that precedes the writer in the
+    graph may run after it. A GatherElements may read the cache if the written values depend on it.
 
     Args:
         nodes: The nodes of the graph, in an order in which they can run.
-        name: What the graph is called, for the message.
+        name: Name of the graph, for the message.
 
     Raises:
         EESDError: There is another reader.

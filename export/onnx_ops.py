@@ -1,15 +1,16 @@
 """The table of operations that writes standard ONNX (opset 24), without a weight in memory.
 
 Norms, rotary embeddings, cache writes and attention are single operators. Shapes are constants: 0
-copies a dimension of the input. Linear layers that read one input are one product over a packed
-weight if they are quantized alike. Linear weights are stored transposed, as MatMul takes them.
+copies a dimension of the input. Linear layers with one input become one product over a packed
+weight if they are quantized alike. Linear weights are stored transposed, the layout of MatMul.
 
 A token's results must not depend on the number of tokens in a pass: then drafting changes no bit of
-a logit. ONNX Runtime's products and norms keep this by themselves, attention only with two queries
-or more. So verify *folds* the query heads of a KV head into further queries of that head, and
-without groups computes the first query twice. One attention then reads each cache once, too.
-In float32, prompts keep heads apart, because ONNX Runtime gives each head to one thread, and few
-heads are no even share. From two nodes on both give the same bits. The draft needs no such promise.
+a logit. For ONNX Runtime's products and norms this always holds, for attention only with two or
+more queries. So verify *folds* the query heads of a KV head into further queries of that head, and
+without groups computes the first query twice. One attention then also reads each cache only once.
+In float32, prompts keep heads apart: ONNX Runtime gives each head to one thread, and few heads load
+the threads unevenly. From two nodes on, both forms give the same bits. The draft does not need
+this.
 """
 
 from collections.abc import Mapping, Sequence
@@ -42,11 +43,11 @@ FEW_NODES = 3
 """Verify folds query heads in calls of B sequences with at most this many times B nodes each; see
 docs/decisions/0058."""
 CONSTANT = "constant."
-"""Prefix of initializers that are no weights."""
+"""Prefix of initializers that are not weights."""
 
 
 def onnx_type(dtype: str) -> int:
-    """The number in ``TensorProto.DataType`` of an element type of the project."""
+    """The number of a project's element type in ``TensorProto.DataType``."""
     names = {"float32": "FLOAT", "float8e4m3fn": "FLOAT8E4M3FN", "float4e2m1": "FLOAT4E2M1"}
     return int(getattr(TensorProto, names.get(dtype, dtype.upper())))
 
@@ -54,6 +55,8 @@ def onnx_type(dtype: str) -> int:
 @dataclass
 class OnnxOperations:
     """Writes the nodes of one graph. A value is the name of a tensor [B, n, columns].
+
+    The operations fill nodes, initializers and weights.
 
     Attributes:
         model: The model.
@@ -67,7 +70,7 @@ class OnnxOperations:
         folds: Whether query heads are folded.
         nodes: The nodes so far.
         initializers: Constants with their values, and weights without data, by name.
-        weights: How the weights that are used are stored, by name.
+        weights: Storage of the weights in use, by name.
     """
 
     model: Model
@@ -120,7 +123,7 @@ class OnnxOperations:
         return name
 
     def _weight(self, name: str, shape: Shape | None = None) -> StoredWeight:
-        """A weight by its name in the description. Packed ones and tables need a shape."""
+        """A weight by its name in the description. Packed weights and tables need a shape."""
         shape = self.shapes[name] if shape is None else shape
         name = graph_name(name, shape, self.geometry, self.draft, self.dtype, self.quantization)
         if name not in self.weights:
@@ -135,7 +138,7 @@ class OnnxOperations:
         return self.weights[name]
 
     def _matrix(self, name: str, shape: Shape | None = None) -> str:
-        """A linear weight [in, out] as MatMul takes it."""
+        """A linear weight [in, out], the layout of MatMul."""
         weight = self._weight(name, shape)
         if weight.name in self._made:
             return self._made[weight.name]
@@ -154,13 +157,14 @@ class OnnxOperations:
     ) -> str:
         """Dequantize the parts of a weight, by suffix.
 
-        Scales of another type than the directory's are made float32 first: DequantizeLinear returns
-        the type of the scales, and nothing may be rounded to 16 bits before the minimum is added.
+        Scales whose type differs from the directory's are made float32 first: DequantizeLinear
+        returns the type of the scales, and nothing may be rounded to 16 bits before the minimum is
+        added.
 
         Args:
-            parts: Levels, and what belongs to them.
+            parts: The levels, and scales, zero points, minimums and factor if there are any.
             weight: The weight.
-            shape: Shape of the levels; 0 for dimensions that are not known.
+            shape: Shape of the levels; 0 for unknown dimensions.
             axis: Axis of the blocks.
         """
         of = weight.quantization
@@ -171,7 +175,9 @@ class OnnxOperations:
             scales = self.node("DequantizeLinear", [scales, parts[FACTOR]])
         elif casts:
             scales = self._cast(scales, of.scales, "float32")
-        given = [parts[""], scales, *([parts[ZEROS]] if ZEROS in parts else [])]
+        given = [parts[""], scales]
+        if ZEROS in parts:
+            given.append(parts[ZEROS])
         found = self.node("DequantizeLinear", given, axis=axis, block_size=of.block)
         if MINIMUMS in parts:
             least = self._cast(parts[MINIMUMS], of.scales, "float32")
@@ -232,10 +238,12 @@ class OnnxOperations:
         residual: Sequence[str] = (),
         activation: str = "",
     ) -> str:
-        y = self._linear(self.norm(x, norm) if norm else x, layers)
+        if norm:
+            x = self.norm(x, norm)
+        y = self._linear(x, layers)
         if activation:
             y = self._gated(y, layers, activation)
-        return self.add(residual, y, name) if residual else y
+        return self.add(residual, y, name)
 
     def _linear(self, x: str, layers: Sequence[Linear]) -> str:
         """The outputs of linear layers side by side."""
@@ -248,10 +256,10 @@ class OnnxOperations:
             if layer.bias:
                 bias = self._weight(f"{layer.name}.bias").name
                 outputs[index] = self.node("Add", [outputs[index], bias])
-        return outputs[0] if len(outputs) == 1 else self.node("Concat", outputs, axis=-1)
+        return self.concat(outputs, "")
 
     def _packed(self, x: str, names: Sequence[str], layers: Sequence[Linear]) -> str:
-        """The outputs of layers whose weights are one."""
+        """The outputs of layers whose weights are packed into one."""
         rows = sum(layer.outputs for layer in layers)
         inputs = self.shapes[names[0]][1]
         y = self.node("MatMul", [x, self._matrix(packed_name(names), (rows, inputs))])
@@ -261,7 +269,7 @@ class OnnxOperations:
         return self.node("Add", [y, self._weight(packed_name(biases), (rows,)).name])
 
     def _gated(self, y: str, layers: Sequence[Linear], activation: str) -> str:
-        """The activated gate times up, which stand side by side in y."""
+        """The activated gate times up. Both are in y, side by side."""
         gate, up = self._split(y, [layer.outputs for layer in layers], -1)
         if activation == "silu":
             active = self.node("Mul", [gate, self.node("Sigmoid", [gate])])
@@ -280,10 +288,11 @@ class OnnxOperations:
     ) -> str:
         """Each expert runs on all tokens.
 
-        Its inputs are 0 where a token does not use it, and so are its outputs, whatever the range
-        of the type is.
+        For tokens that do not use an expert, its inputs are 0, and so are its outputs, whatever the
+        range of the type.
         """
-        x = self.norm(x, norm) if norm else x
+        if norm:
+            x = self.norm(x, norm)
         weights = self._shares(x, block, mixture.router)
         zero = self.constant(0.0, self.dtype)
         uses = self.node("Cast", [self.node("Greater", [weights, zero])], to=onnx_type(self.dtype))
@@ -297,10 +306,10 @@ class OnnxOperations:
             )
             added = self.node("Mul", [self._linear(gated, [down]), weight])
             total = self.node("Add", [total, added]) if total else added
-        return self.add(residual, total, name) if residual else total
+        return self.add(residual, total, name)
 
     def _shares(self, x: str, block: Block, router: Linear) -> str:
-        """The weights of the experts [B, n, E], 0 where a token does not use one."""
+        """The weights of the experts [B, n, E]; 0 for an expert that a token does not use."""
         experts = block.geometry.experts
         assert experts is not None
         scores = self._cast(self._linear(x, [router]), self.dtype, "float32")
@@ -315,6 +324,8 @@ class OnnxOperations:
         return self._cast(found, "float32", self.dtype)
 
     def add(self, residual: Sequence[str], y: str, name: str) -> str:
+        if not residual:
+            return y
         first, *others = residual
         total = self.node("Add", [first, y])
         for other in others:
@@ -325,7 +336,9 @@ class OnnxOperations:
         return self._split(x, sizes, -1)
 
     def concat(self, parts: Sequence[str], name: str) -> str:
-        return self.node("Concat", parts, axis=-1) if len(parts) > 1 else parts[0]
+        if len(parts) == 1:
+            return parts[0]
+        return self.node("Concat", parts, axis=-1)
 
     def attention(self, qkv: str, block: Block, name: str, attends: bool) -> str:
         geometry = block.geometry
@@ -344,11 +357,11 @@ class OnnxOperations:
         return self._heads_joined(attended, geometry.num_heads * size)
 
     def _heads_apart(self, x: str, size: int) -> str:
-        """[B, heads, n, D] of [B, n, heads D]."""
+        """Reshape [B, n, heads D] to [B, heads, n, D]."""
         return self.node("Transpose", [self._reshape(x, [0, 0, -1, size])], perm=[0, 2, 1, 3])
 
     def _heads_joined(self, x: str, columns: int, tokens: int = 0) -> str:
-        """[B, n, heads D] of [B, heads, n, D]."""
+        """Reshape [B, heads, n, D] to [B, n, heads D]."""
         apart = self.node("Transpose", [x], perm=[0, 2, 1, 3])
         return self._reshape(apart, [0, tokens, columns])
 
@@ -364,7 +377,7 @@ class OnnxOperations:
         return x
 
     def _tables(self, block: Block) -> list[str]:
-        """The rotary tables of a block. They are float32, and rounded here."""
+        """The rotary tables of a block, rounded from float32."""
         geometry = block.geometry
         half = geometry.head_dim // 2
         columns = geometry.rotary_columns
@@ -407,18 +420,18 @@ class OnnxOperations:
         return self._reshape(found, apart)
 
     def _folded(self, geometry: Geometry) -> bool:
-        """Whether attention folds query heads. TensorRT-RTX has no kernel for it with one KV
-        head."""
+        """Whether attention folds query heads. TensorRT-RTX has no kernel for folded heads with one
+        KV head."""
         return self.folds and (geometry.num_kv_heads > 1 or self.dtype == "float32")
 
     @property
     def _parts_heads(self) -> bool:
-        """Whether calls with many nodes keep heads apart: on the CPU, where prompts of 16-bit
-        directories seldom are."""
+        """Whether calls with many nodes keep heads apart. Only in float32: on the CPU, long prompts
+        rarely run in 16 bits."""
         return not self.draft and self.dtype == "float32"
 
     def _where_many(self, many: str, few: str) -> str:
-        """A shape for calls with many nodes, or for those with few."""
+        """One shape for calls with many nodes, another for those with few."""
         key = f"where {many} {few}"
         if key not in self._made:
             self._made[key] = self.node("Where", [self._has_many_nodes(), many, few])
@@ -436,12 +449,12 @@ class OnnxOperations:
     def _mask(self, block: Block) -> str:
         """The mask of a block's attention, with a row for each query of a KV head."""
         geometry = block.geometry
-        kind = "eagle" if block.eagle else SLIDING if block.kind == SLIDING else "all"
+        kind = "eagle" if block.eagle else block.kind
+        make = {"eagle": self._own_mask, SLIDING: self._near_mask}.get(kind)
         group = geometry.num_heads // geometry.num_kv_heads
-        key = f"mask {kind}"
+        key = f"mask {kind if make else 'all'}"
         if key not in self._made:
-            made = {"eagle": self._own_mask, SLIDING: self._near_mask}.get(kind)
-            mask = made() if made else "attn_mask"
+            mask = make() if make else "attn_mask"
             self._made[key] = self._repeated(mask, group) if self._folded(geometry) else mask
         return self._made[key]
 
@@ -455,10 +468,10 @@ class OnnxOperations:
         return self.node("Tile", [mask, self._where_many(*times)])
 
     def _near_mask(self) -> str:
-        """The mask of sliding layers: tokens further than the window are hidden.
+        """The mask of sliding layers, which hides tokens outside the window.
 
-        Slots of tokens that a round has not committed are within the window of each of its nodes,
-        as long as the window is longer than a round. So a slot's number stands for its position.
+        Uncommitted slots of a round are within the window of each of its nodes, because the window
+        is longer than a round. So a slot's number can stand for its position.
         """
         window = self.constant(self.geometry.window)
         first = self.node("Sub", [self._unsqueeze("position_ids", 1, 3), window])
@@ -468,7 +481,7 @@ class OnnxOperations:
         return self.node("Min", ["attn_mask", hidden])
 
     def _own_mask(self) -> str:
-        """The mask of an EAGLE-3 head, which hides the first slot from all but its own token."""
+        """The mask of an EAGLE-3 head, which hides the first slot from all tokens but the first."""
         is_first = self.node("Equal", [self._numbers(3), self.constant(0)])
         follows = self.node("Greater", [self._own_slots(), self.constant(0)])
         hidden = self.node("And", [is_first, self._unsqueeze(follows, 1, 3)])
@@ -476,7 +489,7 @@ class OnnxOperations:
         return self.node("Where", [hidden, masked, "attn_mask"])
 
     def _numbers(self, axis: int) -> str:
-        """0, 1, ... for the places of the mask along an axis."""
+        """0, 1, ... along an axis of the mask."""
         key = f"numbers {axis}"
         if key not in self._made:
             size = self.node("Shape", ["attn_mask"], start=axis, end=axis + 1)
@@ -489,7 +502,7 @@ class OnnxOperations:
         return self.node("Add", [self._unsqueeze("write_indices", 1), self._numbers(2)])
 
     def convolution(self, x: str, block: Block, name: str) -> str:
-        """Sums are of float32, from the earliest token on."""
+        """Sums are in float32, from the earliest token on."""
         hidden = block.geometry.hidden_size
         taps = block.geometry.taps
         gate, gate_behind, given = self._split(x, [hidden] * 3, -1)
@@ -506,7 +519,7 @@ class OnnxOperations:
         return self.node("Mul", [gate_behind, self._cast(total, "float32", self.dtype)])
 
     def _state_caches(self, indices: range) -> list[str]:
-        """The caches of states: keys, then values, of one after another."""
+        """The caches of states: the keys and values of each index in turn."""
         return [f"{part}_{cache}" for cache in indices for part in ("key", "value")]
 
     def write_state(self, x: str, name: str) -> str:
@@ -565,8 +578,7 @@ class OnnxOperations:
         return self.node("Mul", [states, self._unsqueeze(is_there, 2)])
 
     def _ancestors(self, distance: int) -> str:
-        """The slots [B, n] of the tokens that each token follows, so many before it; -1: there is
-        none."""
+        """The slots [B, n] of the ancestor of each token at this distance; -1 for none."""
         if distance == 0:
             return self._own_slots()
         key = f"ancestors {distance}"
@@ -575,8 +587,7 @@ class OnnxOperations:
         return self._made[key]
 
     def _parents(self, slots: str) -> str:
-        """For each token, the last slot [B, n] that it sees before a slot [B, n]; -1: there is
-        none."""
+        """For each token, the last visible slot [B, n] before a slot [B, n]; -1 for none."""
         seen = self.node("Gather", ["attn_mask", self.constant(0)], axis=1)
         seen = self.node("Greater", [seen, self.constant(MASKED / 2, self.dtype)])
         earlier = self.node("Less", [self._numbers(3), self._unsqueeze(slots, 2)])
@@ -602,7 +613,7 @@ class OnnxOperations:
 
 
 def _tensors(weight: StoredWeight) -> dict[str, tuple[str, Shape]]:
-    """Element type and shape of the tensors that are stored for a weight, by name."""
+    """Element type and shape of the stored tensors of a weight, by name."""
     of = weight.quantization
     if of is None:
         return {weight.name: (weight.dtype, weight.stored_shape)}

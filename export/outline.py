@@ -1,5 +1,5 @@
-"""The engine directory that an export with default options would write, from a model's
-configuration alone."""
+"""The engine directory of an export with default options, predicted from a model's configuration
+alone."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,13 +26,14 @@ from eesd.model.hub import find_model
 
 @dataclass(frozen=True)
 class Outline:
-    """What the choices of an export depend on, without the weights. A :class:`Checkpoint` has the
+    """The inputs for the choices of an export, without the weights. :class:`Checkpoint` has the
     same attributes.
 
     Attributes:
         geometry: Geometry of the model.
-        quantization: The quantization of the model's own weights; None: they are not quantized.
-        own_levels: Always empty: only GGUF files have levels of their own, and those are opened.
+        quantization: Quantization of the model's weights; None: they are not quantized.
+        own_levels: Always empty: only tensors of GGUF files have levels, and those files are
+            opened.
     """
 
     geometry: Geometry
@@ -44,8 +45,8 @@ def outlined(name: str) -> Manifest:
     """The manifest, without files, of an export with default options. No weight is read or fetched.
 
     Args:
-        name: A model as ``eesd-export`` takes it. Of a directory, ``config.json`` is read; of a
-            GGUF file, the header.
+        name: A model as ``eesd-export`` takes it. Reads ``config.json`` of a directory, or the
+            header of a GGUF file.
 
     Raises:
         EESDError: There is no such model, or it is not supported.
@@ -53,7 +54,7 @@ def outlined(name: str) -> Manifest:
     path = find_model(name, weights=False)
     head = None
     source: Checkpoint | Outline
-    # Whether a head is the model's, its weights say.
+    # The weights show whether a head belongs to the model.
     if path.is_file() or any((path / name).exists() for name in HEAD_FILES):
         source = Checkpoint(path)
         config = source.config
@@ -72,7 +73,8 @@ def outlined(name: str) -> Manifest:
     quantization = choose_quantization(source, dtype, None, None, None, None, False, head is None)
     if head is None:
         few = most_have_few_bits(geometry, quantization)
-        quantization = replace(quantization, draft=None) if few else quantization
+        if few:
+            quantization = replace(quantization, draft=None)
         head = untrained_draft(geometry, not few)
     return outline(path, config, dtype, head, quantization)
 
@@ -80,8 +82,8 @@ def outlined(name: str) -> Manifest:
 def outline(
     path: Path, config: ModelConfig, dtype: str, head: ExitConfig, quantization: Quantizations
 ) -> Manifest:
-    """The manifest, without files, of an export of the model at ``path`` with this head and these
-    levels."""
+    """The manifest, without files, of an export of the model at ``path`` with this head and
+    quantization."""
     geometry = config.geometry
     return Manifest(
         format_version=FORMAT_VERSION,

@@ -1,15 +1,15 @@
-"""Check that graphs compute what the torch modules compute, and that engines compute what their
-graphs compute.
+"""Checks that graphs compute the same as the torch modules, and engines the same as their
+graphs.
 
 In the first two checks ONNX Runtime runs the graphs on the CPU, with 16-bit weights and caches
 widened to float32.
 
-* :func:`compare_graphs` runs after an export: the graphs against the torch modules, on a random
-  token tree.
-* :func:`compare_engines` runs after a build: engines of any backend against the graphs, on a random
-  prompt and a draft step.
-* :func:`compare_texts` then compares them with engines of another backend, over a text that reaches
-  each kernel.
+* :func:`compare_graphs` runs after an export. It compares the graphs with the torch modules on a
+  random token tree.
+* :func:`compare_engines` runs after a build. It compares engines of any backend with the graphs, on
+  a random prompt and a draft step.
+* :func:`compare_texts` then compares them with engines of another backend, on a text long enough to
+  reach each kernel.
 """
 
 from collections.abc import Sequence
@@ -104,7 +104,7 @@ def compare_graphs(
         *_stored_modules(checkpoint, head, manifest, draft=True), manifest.draft_top_k
     ).eval()
     found = {"draft": _difference(directory, manifest, [manifest.draft], draft, ids, inputs)}
-    del draft  # otherwise both are in memory
+    del draft  # before the other modules are loaded
     verify = Verify(*_stored_modules(checkpoint, head, manifest)).eval()
     return found | {
         "verify": _difference(directory, manifest, manifest.verify, verify, ids, inputs)
@@ -113,7 +113,7 @@ def compare_graphs(
 
 def check_bits(directory: Path, manifest: Manifest) -> Exactness:
     """Whether ONNX Runtime gives a token's logits the same bits in calls of one, two and M + 1
-    tokens: in four calls."""
+    tokens. Runs four calls."""
     exactness = Exactness(manifest)
     exactness.check_quickly(reference(directory, manifest, manifest.verify, default_threads()))
     return exactness
@@ -131,7 +131,7 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
     """
     decoder, _ = _stored_modules(checkpoint, head, replace(manifest, quantization=UNQUANTIZED))
     ids, exact = _sampled_text(decoder, checkpoint, manifest)
-    del decoder  # otherwise both models are in memory
+    del decoder  # before the other model is loaded
     decoder, _ = _stored_modules(checkpoint, head, manifest)
     geometry = checkpoint.geometry
     length = len(ids)
@@ -147,7 +147,7 @@ def quantization_drift(manifest: Manifest, checkpoint: Checkpoint, head: Head) -
 def _sampled_text(
     decoder: Decoder, checkpoint: Checkpoint, manifest: Manifest
 ) -> tuple[list[int], Tensor]:
-    """Tokens that a model samples at temperature 1, and its logits behind each [n, V]."""
+    """Tokens that a model samples at temperature 1, and the logits after each [n, V]."""
     geometry = checkpoint.geometry
     length = min(_TEXT_LENGTH, manifest.max_seq_len)
     generator = torch.Generator().manual_seed(0)
@@ -166,8 +166,8 @@ def _sampled_text(
 def _stored_modules(
     checkpoint: Checkpoint, head: Head, manifest: Manifest, draft: bool = False
 ) -> tuple[Decoder, ExitHead]:
-    """The modules of verify or of the draft in float32, with the stored weights: rounded to the
-    engine's type, or quantized."""
+    """The float32 modules of verify or the draft with the stored weights, rounded to the engine's
+    type or quantized."""
     geometry = checkpoint.geometry
     sources = weight_sources(checkpoint, head, manifest.max_seq_len)
     with torch.device("meta"):
@@ -207,7 +207,7 @@ def _stored_value(
 
 
 def _random_tree(checkpoint: Checkpoint, count: int) -> Inputs:
-    """A prompt followed by a random tree, ``count`` tokens in all. Each node sees the prompt, its
+    """A prompt followed by a random tree, ``count`` tokens in total. Each node sees the prompt, its
     ancestors and itself."""
     prompt = count - count // 3
     parents = [
@@ -234,7 +234,7 @@ def _difference(
     ids: Tensor,
     inputs: Inputs,
 ) -> Difference:
-    """Run a module, and the graph or the chain of stages that was exported from it."""
+    """Compare a module with the graph or the stages exported from it."""
     caches = {
         index: empty_cache(manifest, _TREE_SLOTS) for graph in stages for index in graph.caches
     }
@@ -249,8 +249,8 @@ def _difference(
 
 
 def compare_engines_memory(manifest: Manifest) -> int:
-    """Bytes that the reference of :func:`compare_engines` takes: the largest graph and its packed
-    weights, in float32."""
+    """Bytes of memory for the reference of :func:`compare_engines`: the largest graph and its
+    packed weights, in float32."""
     wide = replace(manifest, dtype="float32", quantization=UNQUANTIZED)
     return 2 * max(weight_bytes(wide, graph) for graph in wide.graphs)
 
@@ -265,8 +265,8 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
         manifest: Its manifest.
 
     Returns:
-        The lowest cosine over all tokens, for logits, keys and values of verify and draft. A vector
-        holds a token's logits, or its keys or values of all heads in one cache.
+        The lowest cosine over all tokens, for logits, keys and values of verify and draft. Each
+        vector holds a token's logits, or its keys or values of all heads in one cache.
     """
     count = min(_ENGINE_PROMPT, manifest.max_tree_nodes + 1, manifest.max_seq_len - 1)
     tokens: list[int] = (
@@ -296,18 +296,19 @@ def compare_engines(engines: Engines, directory: Path, manifest: Manifest) -> di
 
 
 def compare_texts(engines: Engines, expected: Engines, manifest: Manifest) -> dict[str, float]:
-    """Compare engines with those of another backend over a random text: prompts in pieces, and a
-    round and a draft step at the end of each number of slots that attention of a plan reads.
-    Attention can be wrong for long texts alone.
+    """Compare engines with those of another backend on a random text.
+
+    The prompt runs in pieces. At the end of each number of slots that a plan's attention reads, a
+    round and a draft step run, because attention can be wrong for long texts only.
 
     Args:
         engines: Verify and draft engines, or verify alone.
-        expected: Those of another backend.
+        expected: The engines of the other backend.
         manifest: Their manifest.
 
     Returns:
-        The lowest cosine over all tokens, for the logits of each call, and for keys and values of
-        the first layer cache where it is not acceptable, or else of the worst one.
+        The lowest cosine over all tokens for the logits of each call, and for keys and values of
+        one cache: the first unacceptable one, or the worst.
     """
     nodes = manifest.max_tree_nodes + 1
     slots = attended_slots(manifest, manifest.verify[0])

@@ -1,4 +1,4 @@
-"""The graphs of plans: what TensorRT has otherwise than the graphs that all engines run."""
+"""The graphs of plans: changes that TensorRT needs to the graphs that all engines run."""
 
 from pathlib import Path
 from typing import Any
@@ -12,20 +12,22 @@ from eesd.runtime.engines.trt_plans import attended_slots
 def plan_graph(
     directory: Path, manifest: Manifest, graph: GraphInfo, max_batch: int, whole: bool
 ) -> bytes:
-    """The graph as TensorRT reads it, for a file of ``directory``: it refers to the weights there.
+    """The graph in the form that TensorRT reads, for a file in ``directory`` beside the weights.
 
-    The parser makes each attention one kernel, or the build fails. Without ``whole`` it may also be
-    built from parts; the builder then still takes a kernel for each profile that has one. Fixed
-    dimensions are filled in, and attention reads the first slots only. TensorRT-RTX multiplies by
-    int8 weights as they are only if each output has one scale, so scales that are equal in all
-    blocks are given as one.
+    With ``whole``, the parser makes each attention one kernel, or the build fails. Without it, an
+    attention may also be built from parts; the builder still uses a kernel for each profile that
+    has one. Fixed dimensions are filled in, and attention reads only the first slots. TensorRT-RTX
+    multiplies by int8 weights directly only if each output has one scale, so equal scales of all
+    blocks become one.
     """
     import onnx
 
     model = onnx.load(directory / graph.file, load_external_data=False)
     if len(attended_slots(manifest, graph)) > 1:
         attend_to_first(model.graph)
-    fixed = {"S": manifest.gpu_slots} | ({"B": 1} if max_batch == 1 else {})
+    fixed = {"S": manifest.gpu_slots}
+    if max_batch == 1:
+        fixed["B"] = 1
     for value in (*model.graph.input, *model.graph.output):
         for dim in value.type.tensor_type.shape.dim:
             if dim.dim_param in fixed:
@@ -41,11 +43,10 @@ def plan_graph(
 
 
 def attend_to_first(graph: Any) -> None:
-    """Let attention read as many of the first slots as the mask has columns, which then is no
-    longer S.
+    """Let attention read only the first slots: as many as the mask has columns, which is then less
+    than S.
 
-    What is copied for attention is then that part of the caches, not all slots. The caches are
-    still updated in place.
+    Attention then copies only this part of the caches. The caches are still updated in place.
     """
     from onnx import helper, numpy_helper
 
@@ -73,8 +74,7 @@ def attend_to_first(graph: Any) -> None:
 
 
 def fold_heads(graph: Any) -> None:
-    """Fold query heads in all calls: TensorRT fuses attention whose heads are
-    known."""
+    """Fold query heads in all calls: TensorRT fuses attention only with a known number of heads."""
     many = {node.output[0] for node in graph.node if node.op_type == "Less"}
     for_few = {
         node.output[0]: node.input[2]
@@ -93,8 +93,8 @@ def fold_heads(graph: Any) -> None:
 
 
 def join_scales(model: Any, directory: Path) -> None:
-    """Dequantize weights of 8 bits whose scales [blocks, out] are equal in all blocks with one
-    scale for an output, [out]."""
+    """Give weights of 8 bits whose scales [blocks, out] are equal in all blocks one scale for each
+    output, [out]."""
     import onnx
     from onnx.external_data_helper import ExternalDataInfo
 

@@ -1,8 +1,8 @@
 """Build plans with TensorRT or TensorRT-RTX. Both have the same Python API.
 
 TensorRT-RTX builds on machines without a GPU: its plans hold portable kernels that are compiled
-when a plan is loaded. TensorRT times kernels on the GPU that will run them. The fused attention of
-both needs a fixed cache length S, an additive float mask, and a 16-bit element type.
+when a plan is loaded. TensorRT times kernels on the GPU that will run them. In both, fused
+attention needs a fixed cache length S, an additive float mask, and a 16-bit element type.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from eesd.common.checks import first_fault
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.integrity import HashedFile
@@ -47,7 +48,7 @@ from eesd.runtime.engines.trt_plans import (
 _TIMING_CACHE = "timing.cache"
 _PRECISIONS = ("float16", "bfloat16")
 USUAL_NODES = 8
-"""Nodes of a round that a plan is tuned for where rounds have several node counts."""
+"""Number of nodes that a plan is tuned for if the node counts of rounds vary."""
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,11 @@ class BuildOptions:
 
     Attributes:
         flavour: ``tensorrt`` or ``tensorrt-rtx``.
-        max_batch: Largest number of sequences of a call that decodes.
+        max_batch: Largest number of sequences in a decoding call.
         prefill_chunk: Largest number of prompt tokens of a call.
         compute_capabilities: TensorRT-RTX only: GPUs to build for, such as ``8.9``. Empty: every
             supported GPU.
-        strip_weights: Whether plans hold no weights; loading gives them those of the directory.
+        strip_weights: Whether plans are without weights. Loading takes those of the directory.
     """
 
     flavour: str
@@ -71,8 +72,8 @@ class BuildOptions:
 
 
 def find_flavour(wanted: str | None) -> str:
-    """Return the flavour to build: ``wanted``, or else the installed one, preferring TensorRT to
-    TensorRT-RTX.
+    """Return the flavour to build: ``wanted``, or the installed one. If both are installed,
+    TensorRT.
 
     Raises:
         EESDError: The flavour, or another package that building needs, is not installed.
@@ -92,8 +93,7 @@ def find_flavour(wanted: str | None) -> str:
 
 
 def source_hash(manifest: Manifest, graph: GraphInfo, options: BuildOptions) -> str:
-    """SHA-256 over everything that determines a plan. A plan with the same hash need not be built
-    again."""
+    """SHA-256 over everything that determines a plan. A plan with the same hash is up to date."""
     files = [
         manifest.files[name].sha256
         for name in (graph.file, WEIGHTS_FILE, DRAFT_VOCAB_FILE)
@@ -149,41 +149,36 @@ def check_options(manifest: Manifest, options: BuildOptions) -> None:
             "tensorrt-rtx strips plans only where it finds a GPU, and there is none; leave "
             "--strip-weights out."
         )
-    for capability in options.compute_capabilities or ([here] if here else []):
+    for capability in options.compute_capabilities or filter(None, [here]):
         check_gpu_supported(options.flavour, capability, manifest)
 
 
 def check_precision(manifest: Manifest) -> None:
     """Raise :class:`EESDError` if the builders have no kernels for the directory's element type or
     quantization."""
-    if manifest.dtype not in _PRECISIONS:
-        raise EESDError(
+    used = manifest.quantization.used
+    fault = first_fault(
+        {
             f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has "
-            f"no {manifest.dtype} kernel; "
-            "export with --dtype float16 or --dtype bfloat16."
-        )
-    if manifest.geometry.attention_cap:
-        raise EESDError(
+            f"no {manifest.dtype} kernel; export with --dtype float16 or --dtype bfloat16.": (
+                manifest.dtype not in _PRECISIONS
+            ),
             "TensorRT's attention has no cap for scores, which "
-            f"{manifest.geometry.architecture} needs; run the directory with "
-            "--backend torch."
-        )
-    if manifest.quantization.tensors:
-        raise EESDError(
+            f"{manifest.geometry.architecture} needs; run the directory with --backend torch.": (
+                manifest.geometry.attention_cap
+            ),
             "The directory's weights have the levels of their GGUF file, for which TensorRT "
-            "has no kernels; export with "
-            "--quantize none or int4."
-        )
-    if any(one.minimums for one in manifest.quantization.used):
-        raise EESDError(
+            "has no kernels; export with --quantize none or int4.": manifest.quantization.tensors,
             "The directory's weights have minimums, for which TensorRT has no kernels; export "
-            "with --symmetric."
-        )
-    if any(one.zero_points for one in manifest.quantization.used):
-        raise EESDError(
+            "with --symmetric.": any(one.minimums for one in used),
             "The directory's weights have zero points, and TensorRT has none for 4 bits; "
-            "export a checkpoint that was quantized without zero points."
-        )
+            "export a checkpoint that was quantized without zero points.": (
+                any(one.zero_points for one in used)
+            ),
+        }
+    )
+    if fault:
+        raise EESDError(fault)
 
 
 def build(
@@ -194,16 +189,16 @@ def build(
     monitor: Callable[[Any], Any],
     attempts: tuple[bool, ...] = (True, False),
 ) -> PlanInfo:
-    """Build one plan. Write it beside its graph, and with it the graph that the builder read.
+    """Build one plan. Write it beside its graph, with the graph that the builder read.
 
     Args:
         directory: Engine directory.
         manifest: Its manifest.
         graph: Graph to build the plan from.
         options: Options of the build.
-        monitor: Creates a progress monitor, given the builder's base class for monitors.
-        attempts: What is tried in turn: each attention as one kernel (True), or from parts where
-            there is none.
+        monitor: Creates a progress monitor from the builder's base class for monitors.
+        attempts: Builds to try in turn: each attention as one kernel (True), or from parts if there
+            is no kernel (False).
 
     Returns:
         Description of the plan for the manifest.
@@ -231,7 +226,7 @@ def build(
 
 
 class Built(NamedTuple):
-    """A plan's file, and how many of its attentions and cache updates are one kernel each."""
+    """A plan's file, and the numbers of its attentions and cache updates that are one kernel."""
 
     file: FileInfo
     attentions: int
@@ -249,16 +244,16 @@ def _build_once(
     path: Path,
     errors: list[str],
 ) -> Built | bool:
-    """Build a plan into a file. With ``whole`` each attention is one kernel, or the build fails.
+    """Build a plan into a file. With ``whole``, each attention is one kernel, or the build fails.
 
     Returns:
-        The plan, or else whether the builder read the graph: then it may build the attention from
-        parts.
+        The plan. If there is none, whether the builder could read the graph: then it may build the
+        attention from parts.
     """
     logger = make_logger(trt, errors)
     builder = create(options.flavour, "Builder", logger=logger, errors=errors)
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    # The weights are in its memory until the plan is built.
+    # The parser's memory holds the weights until the plan is built.
     parser = trt.OnnxParser(network, logger)
     if not parser.parse_from_file(str(source)):
         return False
@@ -271,14 +266,14 @@ def _build_once(
         return True
     if options.flavour == "tensorrt":
         _save_timing_cache(config, timings)
-    return Built(built, attentions if whole else 0, updates)
+    return Built(built, attentions * whole, updates)
 
 
 def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) -> FileInfo | None:
     """Build a plan into a file piece by piece, and hash it at the same time. Returns None if the
     build fails.
 
-    The plan is never in memory as a whole, which saves about a fifth of the memory (measured).
+    The whole plan is never in memory, which saves about a fifth of the memory (measured).
     """
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
@@ -303,8 +298,8 @@ def _serialize(trt: Any, builder: Any, network: Any, config: Any, path: Path) ->
 
 
 def _load_timing_cache(options: BuildOptions, config: Any, path: Path) -> None:
-    """Give TensorRT the timings of the last build, if there are any. TensorRT-RTX times nothing
-    when it builds."""
+    """Load the timings of the last build, if there are any. TensorRT-RTX times nothing during a
+    build."""
     if options.flavour == "tensorrt":
         timings = path.read_bytes() if path.exists() else b""
         config.set_timing_cache(config.create_timing_cache(timings), ignore_mismatch=False)
@@ -339,13 +334,11 @@ def profile_nodes(
     prefill.
 
     The draft has one profile: with one for exactly one node and one for a range, the plan would
-    hold its weights twice. Verify is tuned for the nodes that its calls have: all of a round's
-    where those are few.
+    hold its weights twice. Verify is tuned for all nodes of a round if they are few.
     """
     if graph.file == manifest.draft.file:
-        return (
-            (1, 1, 1 if one_node_is_faster(manifest.max_seq_len, manifest.quantization) else 2),
-        )
+        one = one_node_is_faster(manifest.max_seq_len, manifest.quantization)
+        return ((1, 1, 1 if one else 2),)
     largest = manifest.max_tree_nodes + 1
     usual = largest if largest <= EXACT_NODES else USUAL_NODES
     return (1, usual, largest), (1, options.prefill_chunk, options.prefill_chunk)
@@ -356,9 +349,9 @@ def profile_shapes(
 ) -> list[dict[str, list[tuple[int, ...]]]]:
     """The (min, opt, max) shapes of every input with dynamic dimensions, for each profile.
 
-    The mask has as many columns as attention reads slots. In decoding every node gets logits. In
-    prefill one does; two are allowed, because TensorRT-RTX writes the int8 weights of a product for
-    exactly one row out as 16-bit ones. Several sequences decode together, and each is prefilled
+    The mask has a column for each slot that attention reads. In decoding, every node gets logits.
+    In prefill, one does; the profile allows two, because TensorRT-RTX expands the int8 weights of a
+    product for exactly one row to 16 bits. Several sequences decode together; each is prefilled
     alone.
     """
     batch = options.max_batch
@@ -438,8 +431,8 @@ def _plan_info(
 
 
 def record(directory: Path, manifest: Manifest, graph: GraphInfo, plan: PlanInfo) -> Manifest:
-    """Add a plan to the manifest on disk, and return the new manifest. Raises EESDError if that is
-    another one by now."""
+    """Add a plan to the manifest on disk, and return the new manifest. Raises EESDError if another
+    process has changed it."""
     if load_manifest(directory) != manifest:
         raise EESDError(f"{directory} was written again meanwhile; build its plans again.")
     manifest = replace(manifest, plans={**manifest.plans, graph.file: plan})

@@ -1,8 +1,8 @@
 """Predict the time of draft steps and verify passes on a GPU, from bytes, operations and constants
 of the hardware.
 
-docs/predict.md has the formula, and says which constants are published, which were measured on an
-H200 with the torch backend, and which are assumed.
+docs/predict.md has the formula, and says which constants are published, measured on an H200 with
+the torch backend, or assumed.
 """
 
 from collections.abc import Sequence
@@ -26,20 +26,20 @@ from eesd.runtime.engines.trt_plans import attended_slots
 
 KERNELS_PER_BLOCK = 13
 OTHER_KERNELS = 27
-"""Measured: norms, products, rotation, cache updates, attention and activation of a block; mask,
-embedding, head and copies."""
+"""Kernels, measured. Of a block: norms, products, rotation, cache updates, attention and
+activation. Others: mask, embedding, head and copies."""
 MANY_NODES = 33
 LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
-"""Measured: times of a block's products with weights of 8 and of 4 bits over those with 16 bits,
-for one node and for :data:`MANY_NODES`. The bytes alone would give 0.52 and 0.28."""
+"""Measured: times of a block's products with weights of 8 and 4 bits, relative to 16 bits, for one
+node and for :data:`MANY_NODES`. By bytes alone they would be 0.52 and 0.28."""
 TELLING = 100e-6
-"""Assumed: seconds in which rank 0 tells the others what to run."""
+"""Assumed: seconds in which rank 0 sends a call to the others."""
 ACCEPTANCES = (0.5, 0.6, 0.7, 0.8, 0.9)
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a device can do.
+    """Properties of a device.
 
     Attributes:
         name: Name in tables.
@@ -48,11 +48,11 @@ class Hardware:
         memory: Bytes of memory.
         attained: Share of the bandwidth that a pass attains.
         attained_operations: Share of the operations that a pass attains.
-        launch: Seconds of a kernel besides its work.
-        host: Seconds of the host in each call, in which the device waits.
+        launch: Seconds of a kernel in addition to its work.
+        host: Seconds of the host in each call, while the device waits.
         node: Seconds of each node after the first in each block.
-        link: Bytes per second that a device receives from others of its machine.
-        gather: Seconds in which all devices get a few bytes of all others.
+        link: Bytes per second that a device receives from others in its machine.
+        gather: Seconds in which each device gets a few bytes from all others.
     """
 
     name: str
@@ -75,7 +75,7 @@ GPUS = {
     "rtx5090": Hardware("RTX 5090", 1.792e12, 209.5e12, 32e9, link=64e9, gather=20e-6),
     "l4": Hardware("L4", 0.3e12, 121e12, 24e9, link=32e9, gather=20e-6),
 }
-"""By the name that ``--gpu`` takes. Bandwidth, operations (16 bits, dense), memory and link are
+"""Devices by their ``--predict`` names. Bandwidth, operations (16 bits, dense), memory and link are
 published. The other values are those of the H200; ``gather`` is assumed."""
 
 
@@ -84,8 +84,7 @@ class Prediction:
     """Predicted seconds of an engine directory's calls.
 
     Attributes:
-        draft: Seconds of a draft step; 0: the directory has no draft, and the text proposes tokens
-            for nothing.
+        draft: Seconds of a draft step. 0: no draft; proposals from the text cost nothing.
         verify: Seconds of a verify pass over 1, 2, ... nodes, root included. The first is a plain
             step.
     """
@@ -94,13 +93,13 @@ class Prediction:
     verify: tuple[float, ...]
 
     def speed_up(self, acceptance: float, drafted: int) -> float:
-        """Speed over that of plain decoding, if chains of ``drafted`` tokens are verified and each
-        token is accepted with probability ``acceptance`` where those before it were."""
+        """Speed relative to plain decoding, for chains of ``drafted`` tokens that are accepted with
+        probability ``acceptance`` each, given that those before were."""
         tokens = sum(acceptance**depth for depth in range(drafted + 1))
         return tokens * self.verify[0] / (drafted * self.draft + self.verify[drafted])
 
     def best_length(self, acceptance: float) -> int:
-        """Drafted tokens of a chain that give the largest speed-up."""
+        """Length of the chain with the largest speed-up."""
         return max(range(len(self.verify)), key=lambda drafted: self.speed_up(acceptance, drafted))
 
     def to_dict(self) -> dict[str, Any]:
@@ -118,7 +117,7 @@ class Prediction:
 
 
 def slots_read(manifest: Manifest, graph: GraphInfo, text: int) -> int:
-    """Slots that attention of a graph's plan reads in a round behind a text of so many tokens."""
+    """Slots that a plan's attention reads in a round after a text of ``text`` tokens."""
     stop = min(text + manifest.max_tree_nodes + 1, manifest.gpu_slots)
     return next(slots for slots in attended_slots(manifest, graph) if slots >= stop)
 
@@ -136,25 +135,16 @@ def predict(
         manifest: Its manifest.
         hardware: The device, or each of the devices if verify has several stages.
         slots: Slots of the KV cache that attention of verify reads.
-        draft_slots: Slots that attention of the draft reads. Default: as many.
-        ranks: Devices that the torch engine splits the weights over.
+        draft_slots: Slots that attention of the draft reads. Default: ``slots``.
+        ranks: Number of devices over which the torch engine splits the weights.
     """
     drafting = slots if draft_slots is None else draft_slots
-    return Prediction(
-        draft=call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks)
-        if manifest.exit_head.can_draft
-        else 0.0,
-        verify=tuple(
-            _seconds(
-                manifest,
-                manifest.verify,
-                hardware,
-                slots,
-                range(1, manifest.max_tree_nodes + 2),
-                ranks,
-            )
-        ),
-    )
+    draft = 0.0
+    if manifest.exit_head.can_draft:
+        draft = call_seconds(manifest, (manifest.draft,), hardware, drafting, 1, ranks)
+    counts = range(1, manifest.max_tree_nodes + 2)
+    verify = _seconds(manifest, manifest.verify, hardware, slots, counts, ranks)
+    return Prediction(draft, tuple(verify))
 
 
 def call_seconds(
@@ -177,9 +167,9 @@ def _seconds(
     counts: Sequence[int],
     ranks: int,
 ) -> list[float]:
-    """Seconds of a call for each number of nodes in ``counts``. The weights, many of a graph with
-    experts, are read once."""
-    seconds = [hardware.host + (TELLING if ranks > 1 else 0) for _ in counts]
+    """Seconds of a call for each number of nodes in ``counts``. Lists the weights once: a graph
+    with experts has many."""
+    seconds = [hardware.host + TELLING * (ranks > 1) for _ in counts]
     for graph in graphs:
         as_read = _bytes_of_16_bits(manifest, graph, slots, ranks)
         few, many = (nbytes / (hardware.bandwidth * hardware.attained) for nbytes in as_read)
@@ -200,18 +190,20 @@ def _seconds(
 def _bytes_of_16_bits(
     manifest: Manifest, graph: GraphInfo, slots: int, ranks: int
 ) -> tuple[float, float]:
-    """Bytes of 16-bit weights and of the cache that take as long as those of a pass over one node,
-    and over many.
+    """Bytes that would take as long to read in 16 bits as the weights and the cache, in a pass over
+    one node and over many.
 
-    Kernels for levels are slower than their bytes. Engines of float32 have none on a GPU, and count
-    by their bytes.
+    Kernels for quantized levels are slower than their bytes suggest. Float32 engines have none on a
+    GPU, so their bytes count.
     """
     few = many = float(bytes_of_pass(manifest, graph, slots, ranks))
-    for weight in _weights_read(manifest, graph) if manifest.dtype != "float32" else ():
+    if manifest.dtype == "float32":
+        return few, many
+    for weight in _weights_read(manifest, graph):
         if weight.quantization is not None and (ranks == 1 or weight.keeps_levels(ranks)):
             kept = rank_bytes(weight, ranks)
             whole = rank_bytes(replace(weight, quantization=None), ranks)
-            for_few, for_many = LEVELS_TAKE[4 if BITS[weight.quantization.weights] <= 4 else 8]
+            for_few, for_many = LEVELS_TAKE[BITS[weight.quantization.weights]]
             few = few + for_few * whole - kept
             many = many + for_many * whole - kept
     return few, many
@@ -220,8 +212,8 @@ def _bytes_of_16_bits(
 def sum_seconds(
     manifest: Manifest, graph: GraphInfo, hardware: Hardware, nodes: int, ranks: int
 ) -> float:
-    """Seconds of the sums over ranks in a pass: two in a block. Each rank gets the parts of all
-    others, and adds them."""
+    """Seconds of the sums over ranks in a pass, two per block. Each rank gets the parts of all
+    others and adds them."""
     if ranks == 1:
         return 0.0
     received = (ranks - 1) * nodes * manifest.geometry.hidden_size * BITS[manifest.dtype] / 8
@@ -234,37 +226,37 @@ def sum_seconds(
 
 
 def bytes_of_pass(manifest: Manifest, graph: GraphInfo, slots: int, ranks: int = 1) -> int:
-    """Bytes that a pass must read at least: the weights, without the embedding table unless it is
-    the LM head, and the cache.
+    """Bytes that a pass must at least read: the cache, and the weights without the embedding table,
+    unless it is the LM head.
 
     Args:
         manifest: The engine directory's manifest.
         graph: The graph that runs.
         slots: Slots of the KV cache that attention reads.
-        ranks: Of so many ranks, each reads that much.
+        ranks: Number of ranks. The result is for each of them.
     """
     read_weights = _weights_read(manifest, graph)
     weights = sum(rank_bytes(weight, ranks) for weight in read_weights)
-    if graph == manifest.draft and manifest.dtype == "float32":  # as the CPU reads them
+    if graph == manifest.draft and manifest.dtype == "float32":  # the CPU reads halved weights
         halved = halved_weights(manifest)
         weights -= sum(prod(weight.shape) // 2 for weight in read_weights if weight.name in halved)
-    # Of caches of states, a single slot is read.
+    # A single slot is read of caches of states.
     read = len(needs_of(manifest, graph).attended)
     return weights + slots * slot_bytes(manifest, read) // ranks
 
 
 def operations_of_node(manifest: Manifest, graph: GraphInfo, ranks: int = 1) -> int:
-    """Operations of a node's products with weights, of each rank. Those of attention are left
-    out."""
+    """Operations of a node's products with weights, for each rank. Excludes attention."""
     matrices = [weight for weight in _weights_read(manifest, graph) if len(weight.shape) == 2]
     return sum(2 * prod(weight.shape) // (ranks if is_split(weight) else 1) for weight in matrices)
 
 
 def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
-    """The weights that a pass reads whole."""
+    """The weights that a pass reads completely."""
     weights = weights_of(manifest, graph)
     head = graph in (manifest.draft, manifest.verify[-1])
-    if not head or any(name.endswith(LM_HEAD) for name in weights):  # else the table is the LM head
+    # Without an LM head among the weights, the embedding table is the LM head.
+    if not head or any(name.endswith(LM_HEAD) for name in weights):
         weights.pop(EMBEDDINGS, None)
     return [
         weight for name, weight in weights.items() if name not in (*ROTARY_TABLES, *HEAD_TABLES)
@@ -272,7 +264,6 @@ def _weights_read(manifest: Manifest, graph: GraphInfo) -> list[StoredWeight]:
 
 
 def _blocks(manifest: Manifest, graph: GraphInfo) -> int:
-    """The blocks with attention."""
-    return len(manifest.base_layers(graph)) + (
-        manifest.exit_head.blocks if graph == manifest.draft else 0
-    )
+    """The number of blocks with attention."""
+    blocks = manifest.exit_head.blocks * (graph == manifest.draft)
+    return len(manifest.base_layers(graph)) + blocks

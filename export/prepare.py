@@ -1,7 +1,8 @@
-"""The engine directory of a model that a command is to run: found in the cache, or exported into it
+"""The engine directory of a model that a command will run: found in the cache, or exported into it
 first.
 
-A process of its own exports: the one that goes on has neither torch nor the memory of an export.
+A separate process exports, so that the command's process has neither torch nor the memory of an
+export.
 """
 
 import json
@@ -34,18 +35,18 @@ def engine_directory(
 ) -> Path:
     """The engine directory of a model. The export writes its messages to stderr.
 
-    On a CPU, the cache holds a model once: weights are packed straight from the checkpoint, unless
-    a whole engine directory is there. Other backends need a whole one.
+    On a CPU, the cache holds a model once: weights are packed directly from the checkpoint, unless
+    a whole engine directory exists. Other backends need a whole one.
 
     Args:
         model: Directory, GGUF file, Hugging Face id or short name.
         options: Options of the export.
-        cache_dir: The cache; None: this user's.
-        backend: What will run it.
+        cache_dir: The cache; None: the user's.
+        backend: The backend that will run it.
 
     Raises:
         EESDError: The model cannot be found, or there is no place for a cache.
-        SystemExit: The model cannot be exported. The process that tried has said why.
+        SystemExit: The model cannot be exported. The exporting process has printed the reason.
     """
     directory = cache.cache_directory(cache_dir)
     packed = _runs_packed(backend)
@@ -76,7 +77,7 @@ def _run(command: list[str]) -> None:
         try:
             code = process.wait()
         except BaseException:
-            process.terminate()  # it deletes what it has written
+            process.terminate()  # it deletes its output
             raise
     if code:
         sys.exit(code if code > 0 else 128 - code)
@@ -90,7 +91,7 @@ def main(request: str) -> None:
     place = Path(text)
     remove_leftovers(place.parent)
     with turn(place, lambda: _say(f"Another process exports {model}; waiting for it.")):
-        if not (_is_ready(place) if packed else _is_whole(place)):
+        if not _is_whole(place) or (packed and not _is_built(place)):
             _export(place, model, options, packed)
         elif not _is_built(place):
             from eesd.export.cpu.build import build_for_cpu
@@ -99,7 +100,7 @@ def main(request: str) -> None:
 
 
 def _export(place: Path, model: str, options: Options, packed: bool) -> None:
-    kept = cache.discard(place) if place.exists() else ""  # it is damaged, or of somebody else
+    kept = cache.discard(place) if place.exists() else ""  # it is damaged or foreign
     if kept:
         raise EESDError(f"{place} cannot be used, and is not replaced: {kept}; move it away.")
 
@@ -119,7 +120,7 @@ def _export(place: Path, model: str, options: Options, packed: bool) -> None:
 
 
 def _place(directory: Path, model: str, options: Options, packed: bool = False) -> Path:
-    """Where the engine directory lies. A model or head that is named by an id is fetched."""
+    """The path of the engine directory. A model or head given by an id is fetched."""
     if packed:
         options = {**options, "packed": True}
     head = options["exit_head"]
@@ -131,7 +132,7 @@ def _place(directory: Path, model: str, options: Options, packed: bool = False) 
 
 
 def _is_whole(place: Path) -> bool:
-    """Whether the engine directory is there, with all of its files."""
+    """Whether the engine directory exists, with all its files."""
     try:
         return cache.is_marked(place) and bool(load_manifest(place))
     except EESDError:
@@ -139,12 +140,12 @@ def _is_whole(place: Path) -> bool:
 
 
 def _is_ready(place: Path) -> bool:
-    """Whether the engine directory can run as it is."""
+    """Whether the engine directory can run without further work."""
     return _is_whole(place) and _is_built(place)
 
 
 def _is_built(place: Path) -> bool:
-    """Whether a whole engine directory is built for this machine's CPU, if that shall run it."""
+    """Whether a whole engine directory is built for this machine's CPU, or will not run on it."""
     return (
         torch_sees_gpu() or bool(missing()) or find_build(place, load_manifest(place)) is not None
     )

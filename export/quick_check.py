@@ -1,8 +1,8 @@
-"""A check of an export that takes seconds: a few layers and the head of the model, twice.
+"""A check of an export that takes seconds: a few layers and the head of the model, run twice.
 
-Their standard graphs run on ONNX Runtime's own operators, and their build for the CPU on this
-project's, with float32 activations. Both read the checkpoint's weights through the code of the
-whole export. So a fault in packing or in a graph shows as a difference of logits.
+Their standard graphs run on ONNX Runtime's operators, and their build for the CPU on this
+project's, with float32 activations. Both read the checkpoint's weights through the code of the full
+export. So a fault in packing or in a graph shows as a difference of logits.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,30 +41,31 @@ LAYERS = 2
 COLUMNS = 2048
 SLOTS = 64
 NODES = 16
-"""Least layers, most rows of vocabulary tables, slots, and drafted nodes."""
+"""Fewest layers, most rows of vocabulary tables, slots, and most drafted nodes."""
 TOKENS = 12
 DRAFTED = 3
 """Tokens of the verify call, and of the draft call after it."""
 UNIT = 2.0**-24
 """Largest relative error of a float32 operation."""
 SAFETY = 4
-"""Factor of the expected error: only an average grows as the square root of the terms."""
+"""Factor of the expected error: only the average grows as the square root of the terms."""
 
 
 class QuickCheck:
-    """The small model, and how its two engines compare."""
+    """The small model, and a comparison of its two engines."""
 
     def __init__(self, checkpoint: Checkpoint, head: Head, options: ExportOptions) -> None:
         self._engines = _smaller(checkpoint, head, options)
 
     @property
     def memory(self) -> int:
-        """Bytes that the check takes: the session's weights and their packed copies in float32."""
+        """Bytes of memory for the check: the session's weights and their packed copies in
+        float32."""
         wide = replace(self._engines.manifest, dtype="float32", quantization=UNQUANTIZED)
         return 2 * sum(weight_bytes(wide, graph) for graph in wide.graphs)
 
     def differences(self) -> dict[str, float]:
-        """Differences of the logits of verify and draft, as multiples of the largest that rounding
+        """Differences of the logits of verify and draft, relative to the largest that rounding
         explains."""
         manifest = self._engines.manifest
         with TemporaryDirectory(prefix="eesd-check-") as name:
@@ -103,7 +104,7 @@ def _bound(manifest: Manifest, logits: Array) -> float:
     """The largest difference of logits that other orders of additions explain.
 
     A sum of K products has an error of about sqrt(K) units of the size of its result. A block has
-    four products one after another, and the LM head is another one. The errors of all add up.
+    four products in sequence, and the LM head is another. The errors of all add up.
     """
     geometry = manifest.geometry
     widest = max(geometry.hidden_size, geometry.intermediate_size)
@@ -120,7 +121,7 @@ def _tokens(manifest: Manifest) -> list[int]:
 def _logits(
     manifest: Manifest, engine_of: Callable[[Sequence[GraphInfo]], Engine]
 ) -> dict[str, Array]:
-    """The logits of the verify call, and of the draft call after it if it is compared."""
+    """The logits of the verify call, and of the draft call after it if the draft is compared."""
     tokens = _tokens(manifest)
     found = dict[str, Array]()
     kv_cache = None
@@ -135,7 +136,7 @@ def _logits(
 
 
 class _Step(NamedTuple):
-    """A call: its graphs in order, the first token and the end."""
+    """A call: its graphs in order, its first token, and its end."""
 
     kind: str
     stages: Sequence[GraphInfo]
@@ -145,7 +146,7 @@ class _Step(NamedTuple):
 
 def _steps(manifest: Manifest) -> list[_Step]:
     steps = [_Step("verify", manifest.verify, 0, TOKENS)]
-    # A packed draft that reads half of each level drafts differently on purpose.
+    # A packed draft that reads half of each level is meant to draft differently.
     if manifest.exit_head.can_draft and not halved_weights(manifest):
         steps.append(_Step("draft", [manifest.draft], TOKENS, TOKENS + DRAFTED))
     return steps
@@ -200,12 +201,12 @@ def _smaller_eagle(head: ExitConfig, small: Geometry) -> Eagle | None:
 def _with_rows(
     tensors: Mapping[str, Source], names: tuple[str, ...], count: int
 ) -> dict[str, Source]:
-    """The tensors, of which some have only their first rows."""
+    """The tensors. Those with these names are cut to their first rows."""
     return dict(tensors) | {name: _rows(tensors[name], count) for name in names if name in tensors}
 
 
 def _rows(tensor: Any, count: int) -> Any:
-    """The first rows of a tensor. A GGUF file's keep their levels."""
+    """The first rows of a tensor. Tensors of a GGUF file keep their levels."""
     if isinstance(tensor, CheckpointTensor | PackedTensor | GgufTensor):
         return rows_of(tensor, 0, count)
     return ComputedTensor(lambda: tensor.read()[:count])

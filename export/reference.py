@@ -1,4 +1,4 @@
-"""ONNX Runtime's own operators as the reference: standard graphs on the CPU.
+"""ONNX Runtime's operators as the reference: standard graphs on the CPU.
 
 Weights and caches of 16 bits are widened to float32.
 """
@@ -16,8 +16,8 @@ from eesd.common.manifest import MASKED, GraphInfo, Manifest
 from eesd.export.widened import Widened, widen
 
 TOLERANCE = 1e-3
-"""Largest acceptable difference of a float32 logit, relative to the largest logit: the effect of
-another order of additions."""
+"""Largest acceptable difference of a float32 logit, relative to the largest logit, as another order
+of additions causes."""
 
 Array = NDArray[np.float32]
 
@@ -107,8 +107,8 @@ def run_stages(
 def _run_widened(path: Path, feeds: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Run a graph with ONNX Runtime on the CPU, widened to float32."""
     options = ort.SessionOptions()
-    options.log_severity_level = 3  # no warnings that caches are copied; a check wants copies
-    # A check runs once: dequantized and packed copies of all weights are not worth their memory.
+    options.log_severity_level = 3  # no warnings about copied caches, which a check wants
+    # A check runs once, so dequantized and packed copies of all weights are not worth their memory.
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry("session.disable_prepacking", "1")
     # int4 and int8 kernels would round differently.

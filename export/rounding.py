@@ -1,9 +1,9 @@
-"""Rounding to 4 bits that knows the inputs of each layer (``--round-on``): a text goes through the
-model, block after block.
+"""Rounding to 4 bits by each layer's inputs (``--round-on``): a text goes through the model, block
+by block.
 
-A block's inputs come from the blocks before with their rounded weights (``compensation.py``). One
-block is in memory at a time. Its levels lie in a file until the export is complete: verify, the
-draft and the checks read them in orders of their own.
+A block's inputs are the outputs of the previous blocks with rounded weights (``compensation.py``).
+One block is in memory at a time. Its levels stay in a file until the export is complete, because
+verify, the draft and the checks read them in different orders.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from eesd.model.torch_ops import Inputs, TorchOperations
 
 LEAST_TOKENS = 4096
 MOST_TOKENS = 16384
-"""Tokens of the text that the rounding needs, and that it reads."""
+"""Fewest tokens that the rounding needs, and most that it reads."""
 ROW = 512
 """Tokens that see each other."""
 TOGETHER = 8
@@ -52,20 +52,20 @@ def rounded_on(
     output: Path,
     say: Callable[[int, int], None],
 ) -> Iterator[Checkpoint]:
-    """The checkpoint with levels for weights of 4 bits that fit a text. They are readable within
-    the block.
+    """The checkpoint, with 4-bit levels of its weights that fit a text. They are readable within
+    the ``with`` block.
 
     Args:
         text: The text file.
         checkpoint: The base model.
         layers: Base layers of the draft.
         options: Options of the export.
-        output: What the export writes; the levels lie beside it meanwhile.
-        say: Called with the number of each layer and their count.
+        output: The output of the export. Until the end of the block, the levels lie beside it.
+        say: Called with the number of each layer and the number of layers.
 
     Raises:
-        EESDError: No weight gets 4 bits, or the text cannot be read, is too short, or has no tokens
-            of the model.
+        EESDError: No weight gets 4 bits, or the text cannot be read, is too short, or has tokens
+            that the model lacks.
     """
     passes = [
         found for draft in (False, True) if (found := _to_round(checkpoint, layers, options, draft))
@@ -89,8 +89,8 @@ def rounded_on(
 def _to_round(
     checkpoint: Checkpoint, layers: int, options: ExportOptions, draft: bool
 ) -> dict[str, StoredWeight]:
-    """The weights of base layers that verify, or the draft as copies of its own, has in 4 bits, by
-    their names there."""
+    """The weights of base layers that get 4 bits in verify, or in the draft's copies, by their
+    verify names."""
     found = {}
     quantization = options.quantization
     for name, shape in layer_shapes(
@@ -112,8 +112,7 @@ def _to_round(
 
 
 def _rows(checkpoint: Checkpoint, text: str, path: Path) -> list[Tensor]:
-    """Token ids of parts of a text, spread over all of it, [rows, tokens] each. A row begins as a
-    prompt does."""
+    """Token ids of parts spread over the text, [rows, tokens] each. A row begins like a prompt."""
     tokenizer = resolved_tokenizer(checkpoint.path).get("tokenizer.json")
     if tokenizer is None:
         raise EESDError(
@@ -176,10 +175,11 @@ def _round(
 
 @dataclass
 class _Recording(TorchOperations):
-    """Operations that record what some linear layers read.
+    """Operations that record the inputs of some linear layers.
 
     Attributes:
-        sums: The sum of x x^T over their inputs x, by the names of their weights.
+        sums: Sum of x x^T over the inputs x, by the names of the weights. The caller provides zero
+            matrices; :meth:`linear` adds to them.
     """
 
     sums: dict[str, Tensor] = field(default_factory=dict)
@@ -203,7 +203,7 @@ def _modules(checkpoint: Checkpoint, shapes: Mapping[str, Shape]) -> nn.Module:
 
 
 def _embedded(checkpoint: Checkpoint, model: Model, rows: Sequence[Tensor]) -> list[Tensor]:
-    """The embeddings of token ids, float32."""
+    """The embeddings of token ids, in float32."""
     shape = model_shapes(checkpoint.geometry)[EMBEDDINGS]
     table = _modules(checkpoint, {EMBEDDINGS: shape})
     return [TorchOperations(model, table.get_submodule).embed(part).float() for part in rows]
@@ -212,7 +212,7 @@ def _embedded(checkpoint: Checkpoint, model: Model, rows: Sequence[Tensor]) -> l
 def _round_block(
     root: nn.Module, weights: dict[str, StoredWeight], factors: dict[str, Tensor]
 ) -> dict[str, Quantized]:
-    """Round the weights of a block, each in a thread. The modules have their values then."""
+    """Round the weights of a block, each in a thread. The modules then have the rounded values."""
 
     @torch.no_grad()
     def levels(name: str) -> Quantized:
@@ -231,12 +231,12 @@ def _round_block(
 def _run(
     o: TorchOperations, of: Block, states: Sequence[Tensor], inputs: Sequence[Inputs]
 ) -> list[Tensor]:
-    """What a block makes of states [rows, tokens, hidden]."""
+    """The outputs of a block for states [rows, tokens, hidden]."""
     return [block(replace(o, inputs=rows), of, x) for x, rows in zip(states, inputs, strict=True)]
 
 
 def _first_reader(name: str) -> str:
-    """The first of the weights that read the same input."""
+    """The first of the weights with the same input."""
     readers = {part: parts[0] for parts in reversed(PACKED.values()) for part in parts}
     return next(
         (name.replace(part, first) for part, first in readers.items() if part in name), name

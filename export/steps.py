@@ -1,4 +1,4 @@
-"""The steps of an export: shown as they run, and how long each took."""
+"""The steps of an export: progress, and the time of each."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -7,11 +7,11 @@ from time import perf_counter
 from eesd.common.terminal import SILENCE, Progress, calling, progress
 
 SECONDS = 2.0
-"""Between two lines about a long step, where no bar can be shown."""
+"""Seconds between two progress lines of a long step, if no bar can be shown."""
 
 
 class Steps:
-    """Made by :func:`shown_steps`."""
+    """Reports the steps of an export. Made by :func:`shown_steps`."""
 
     def __init__(self, bar: Progress, log: Callable[[str], None]) -> None:
         self._bar = bar
@@ -21,15 +21,15 @@ class Steps:
         self._done = 0
         self._said = 0.0
 
-    def tell(self) -> None:
-        """Log how long a step without progress has run."""
+    def report(self) -> None:
+        """Log the time of a step that has run for long without progress."""
         (step, began) = self._began[-1] if self._began else ("", 0.0)
         now = perf_counter()
         if step and now - self._said >= SILENCE:
             self._log(f"{step}, {now - began:.0f} s")
 
     def begin(self, step: str) -> None:
-        """End the step before, and begin one."""
+        """End the previous step, and begin one."""
         now = perf_counter()
         self._began.append((step, now))
         self._done = 0
@@ -39,8 +39,8 @@ class Steps:
             self._log(step)
 
     def progress(self, text: str, size: int, total: int) -> None:
-        """What :func:`~eesd.export.engine_dir.export` tells: a step begins, or bytes of a weight
-        were written."""
+        """The ``progress`` of :func:`~eesd.export.engine_dir.export`: a step begins, or bytes of a
+        weight were written."""
         if not size:
             self.begin(text)
             return
@@ -50,7 +50,7 @@ class Steps:
             self._log_progress(total)
 
     def _log_progress(self, total: int) -> None:
-        """Log the share that is done and the time that is left, every few seconds."""
+        """Log the completed share and the remaining time, every few seconds."""
         (step, began) = self._began[-1]
         now = perf_counter()
         if now - self._said < SECONDS or not total:
@@ -61,7 +61,7 @@ class Steps:
         self._log(f"{step}: {share:.0%}, {left:.0f} s left")
 
     def seconds(self) -> str:
-        """The seconds of all steps, and of each that took one or more."""
+        """The seconds of all steps together, and of each that took a second or more."""
         names, times = zip(*self._began, ("", perf_counter()), strict=True)
         took = {
             name: end - begin for name, begin, end in zip(names, times, times[1:], strict=False)
@@ -72,9 +72,9 @@ class Steps:
 
 @contextmanager
 def shown_steps(log: Callable[[str], None]) -> Iterator[Steps]:
-    """A progress bar with the time left; where stderr is no terminal, ``log`` is called with the
-    name of each step."""
+    """A progress bar with the remaining time. If stderr is not a terminal, ``log`` is called with
+    the name of each step instead."""
     with progress() as bar:
         steps = Steps(bar, log)
-        with calling(steps.tell) if bar.disable else nullcontext():
+        with calling(steps.report) if bar.disable else nullcontext():
             yield steps

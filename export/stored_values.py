@@ -1,4 +1,4 @@
-"""The values of tensors of an engine directory, as NumPy arrays: mapped pages of its files."""
+"""Values of an engine directory's tensors as NumPy arrays over mapped pages of its files."""
 
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,27 @@ KINDS = {
     23: FP4,
 }
 """Element types by their number in ``TensorProto.DataType``."""
-_AS_INTEGERS = {"float16": "uint16", "bfloat16": "uint16", FP8: "uint8"}
-"""What NumPy reads types as: it has no bfloat16, and reads nothing of 4 bits."""
+_AS_INTEGERS = {"float16": "uint16", "bfloat16": "uint16"} | dict.fromkeys(
+    (FP8, FP4, "int4", "uint4"), "uint8"
+)
+"""NumPy types for element types that NumPy lacks. Types of 4 bits are read as bytes."""
+_SMALL = {FP8: ml_dtypes.float8_e4m3fn, FP4: ml_dtypes.float4_e2m1fn}
 
 
 def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
-    """A tensor as it is stored, and its element type. 16-bit values are uint16, those of
-    :data:`FP8` uint8.
+    """A stored tensor, and its element type. 16-bit values are returned as uint16, those of
+    :data:`FP8` as uint8.
 
-    Levels of 4 bits are widened: integers to int8, those of :data:`FP4` to their codes. (onnx's own
-    reader refuses files that have several hard links.)
+    Levels of 4 bits are widened: integers to int8, those of :data:`FP4` to their codes. (onnx's
+    reader refuses files with several hard links.)
 
     Args:
         directory: Engine directory.
         tensor: The tensor in a graph, an ``onnx.TensorProto`` with external data.
 
     Raises:
-        KeyError, ValueError, TypeError, OverflowError, OSError: There are no such values in the
-            directory.
+        KeyError, ValueError, TypeError, OverflowError, OSError: The directory does not have these
+            values.
     """
     info = ExternalDataInfo(tensor)
     kind = KINDS[tensor.data_type]
@@ -48,7 +51,7 @@ def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
         raise ValueError(tensor.name)
     half = BITS[kind] == 4
     count = int(np.prod(shape))
-    dtype = _AS_INTEGERS.get(kind, "uint8" if half else kind)
+    dtype = _AS_INTEGERS.get(kind, kind)
     size = (count + 1) // 2 if half else count
     if info.length != size * np.dtype(dtype).itemsize:
         raise ValueError(tensor.name)
@@ -64,16 +67,15 @@ def read_tensor(directory: Path, tensor: Any) -> tuple[NDArray[Any], str]:
 
 
 def to_float32(values: NDArray[Any], kind: str) -> NDArray[Any]:
-    """Floating-point values as :func:`read_tensor` returns them in float32; nothing is rounded.
-    Others as they are."""
+    """Convert floating-point values of :func:`read_tensor` to float32 without rounding. Other
+    values are returned unchanged."""
     if kind == "float16":
         return values.view(np.float16).astype(np.float32)
     if kind == "bfloat16":
         bits = np.empty(values.shape, np.uint32)  # a bfloat16 is the upper half of a float32
         np.left_shift(values, 16, out=bits, dtype=np.uint32)
         return bits.view(np.float32)
-    if kind in (FP8, FP4):
-        small = ml_dtypes.float8_e4m3fn if kind == FP8 else ml_dtypes.float4_e2m1fn
-        floats: NDArray[np.float32] = values.view(small).astype(np.float32)
+    if kind in _SMALL:
+        floats: NDArray[np.float32] = values.view(_SMALL[kind]).astype(np.float32)
         return floats
     return values

@@ -1,10 +1,9 @@
 """Store the weights of an engine directory: stream them into ``weights.bin``, or hard-link the
-checkpoint's own files.
+checkpoint's files.
 
-Written tensors are cast, transposed and quantized one by one, so the memory needed is that of one
-tensor.
+Written tensors are cast, transposed and quantized one by one, so the peak memory is one tensor.
 
-Linked tensors stay where they are. Only hard links work with every backend: ONNX Runtime and
+Linked tensors stay in their files. Only hard links work with every backend: ONNX Runtime and
 TensorRT-RTX refuse ``..`` and absolute paths, and ONNX Runtime also refuses symbolic links that
 lead out of the directory. A linked directory survives when the checkpoint is moved, deleted or
 downloaded again. :class:`eesd.common.manifest.LinkInfo` detects a file that was modified in place.
@@ -85,7 +84,7 @@ def layout_weights(
     for weight in chain.from_iterable(graphs):
         if weight.name in locations:
             continue
-        # A file of its own, which the runtime reads without the graph.
+        # A separate file, which the runtime reads without the graph.
         if weight.name == EXIT_HEAD + DRAFT_VOCAB:
             locations[weight.name] = TensorLocation(DRAFT_VOCAB_FILE, 0, weight.nbytes)
             continue
@@ -135,14 +134,14 @@ def write_weights(
                 hashed.write(data)
                 end = offset + length
                 progress(name, length)
-            del data  # otherwise this tensor stays in memory while the next one is read
+            del data  # before the next tensor is read
         file.flush()
         os.fsync(file.fileno())
         return hashed.info()
 
 
 class JointTensor:
-    """Several tensors of a checkpoint as one, one below the other: a packed weight."""
+    """Several tensors of a checkpoint stacked into one, for a packed weight."""
 
     def __init__(self, parts: Sequence[TensorSource]) -> None:
         self.parts = parts
@@ -152,14 +151,14 @@ class JointTensor:
 
 
 def joined(parts: Sequence[TensorSource]) -> TensorSource:
-    """One source for the parts of a weight."""
+    """One source for all parts of a weight."""
     return parts[0] if len(parts) == 1 else JointTensor(parts)
 
 
 def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
-    """The levels of a weight that is stored quantized: those of the checkpoint where they fit.
+    """The levels of a quantized weight: those of the checkpoint if they fit.
 
-    The parts of a packed weight are quantized one by one, but together if they share a factor. The
+    The parts of a packed weight are quantized one by one, or together if they share a factor. The
     values are the same.
     """
     assert weight.quantization is not None
@@ -169,10 +168,10 @@ def quantized(source: TensorSource, weight: StoredWeight) -> Quantized:
 
 
 class RoundedTensor(ChangedTensor):
-    """A tensor whose levels are chosen already.
+    """A tensor whose levels were chosen before.
 
     Attributes:
-        chosen: By quantization, the file of the levels and their name there.
+        chosen: Stored levels by quantization, set by :meth:`of`: weights, scales and further parts.
     """
 
     chosen: Mapping[Quantization, tuple["SavedArray | None", ...]] = {}
@@ -181,18 +180,15 @@ class RoundedTensor(ChangedTensor):
     def of(
         cls, stored: StoredTensor, quantization: Quantization, levels: Quantized, file: BinaryIO
     ) -> "RoundedTensor":
-        """The same tensor with levels for one more quantization, which are put at the end of a
-        file."""
+        """The same tensor with levels for one more quantization, which are appended to a file."""
         tensor = cls(stored, lambda values: values)
         saved = tuple(None if part is None else SavedArray.at_end(part, file) for part in levels)
-        tensor.chosen = {
-            **(stored.chosen if isinstance(stored, RoundedTensor) else {}),
-            quantization: saved,
-        }
+        earlier = stored.chosen if isinstance(stored, RoundedTensor) else {}
+        tensor.chosen = {**earlier, quantization: saved}
         return tensor
 
     def levels(self, quantization: Quantization) -> Quantized | None:
-        """The levels, if some are chosen."""
+        """The chosen levels, if there are any."""
         saved = self.chosen.get(quantization)
         if saved is None:
             return None
@@ -210,7 +206,7 @@ class SavedArray(NamedTuple):
 
     @classmethod
     def at_end(cls, values: Array, file: BinaryIO) -> "SavedArray":
-        """Put an array at the end of a file."""
+        """Append an array to a file."""
         saved = cls(Path(file.name), file.tell(), values.dtype, values.shape)
         file.write(_bytes_of(values))
         return saved
@@ -225,16 +221,16 @@ class SavedArray(NamedTuple):
 
 
 def own_levels(part: TensorSource, weight: StoredWeight) -> Quantized | None:
-    """The levels that a tensor has, if a weight can be stored with them."""
+    """The tensor's levels, if a weight can be stored with them."""
     quantization = weight.quantization
     assert quantization is not None
     if isinstance(part, RoundedTensor):
         return part.levels(quantization)
     if isinstance(part, GgufTensor):
         return part.levels(quantization, weight.transposed)
-    return (
-        part.levels(quantization, _scales_dtype(weight)) if isinstance(part, PackedTensor) else None
-    )
+    if isinstance(part, PackedTensor):
+        return part.levels(quantization, _scales_dtype(weight))
+    return None
 
 
 def _scales_dtype(weight: StoredWeight) -> str:
@@ -271,7 +267,7 @@ def _read(source: TensorSource, weight: StoredWeight) -> Array:
 
 
 def stored_floats(source: TensorSource, weight: StoredWeight, across: bool = False) -> Array:
-    """The values of a weight that is not quantized, rounded to the type in which it is stored.
+    """The values of an unquantized weight, rounded to the type in which it is stored.
 
     Args:
         source: The tensor.
@@ -292,7 +288,7 @@ def stored_floats(source: TensorSource, weight: StoredWeight, across: bool = Fal
 
 
 def _encode(source: TensorSource, weight: StoredWeight) -> dict[str, memoryview]:
-    """The bytes of each tensor that is stored for a weight, by name."""
+    """The bytes of each stored tensor of a weight, by name."""
     if weight.quantization is not None:
         parts = zip(("", SCALES, ZEROS, MINIMUMS, FACTOR), quantized(source, weight), strict=True)
         return {weight.name + suffix: _bytes_of(part) for suffix, part in parts if part is not None}
@@ -307,7 +303,7 @@ def _bytes_of(values: Array) -> memoryview:
 def linkable_tensors(
     sources: Mapping[str, TensorSource], dtype: str
 ) -> dict[str, CheckpointTensor]:
-    """Select the tensors that graphs can use in the checkpoint's own files.
+    """Select the tensors that graphs can use directly from the checkpoint's files.
 
     They must have the engine's element type, and an offset that is a multiple of its width (torch
     maps no other offset).

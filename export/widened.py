@@ -1,9 +1,9 @@
-"""16-bit graphs in float32, as checks run them: ONNX Runtime's own operators on the CPU are fast in
-float32 only.
+"""16-bit graphs in float32, for checks: on the CPU, ONNX Runtime's operators are fast in float32
+only.
 
 Weights, scales, inputs, outputs and caches become float32. Every float16 and bfloat16 value is a
-float32 value, so nothing is rounded. Quantized levels and rotary tables (which are float32 in every
-directory) are read from their files as usual.
+float32 value, so nothing is rounded. Quantized levels, and rotary tables (which are float32 in
+every directory), are read from their files as usual.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ from eesd.export.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.ort_engine import NARROW, OrtEngine
 
 Widened = dict[str, Any]
-"""Widened weights by name, as ONNX Runtime's values: graphs that share weights share them. They
-must live as long as the sessions, which read those that they did not pack."""
+"""Widened weights by name, as ONNX Runtime values, which graphs share. They must live as long as
+the sessions, which read all weights that they did not pack."""
 
 
 def reference(
     directory: Path, manifest: Manifest, stages: Sequence[GraphInfo], threads: int
 ) -> OrtEngine:
-    """ONNX Runtime's own operators on the CPU, with weights of 16 bits widened in memory.
+    """ONNX Runtime's operators on the CPU, with weights of 16 bits widened in memory.
 
     Args:
         directory: Engine directory.
@@ -39,7 +39,7 @@ def reference(
         threads: CPU threads of each session.
 
     Raises:
-        EESDError: The graphs cannot be loaded, or the weights are not where the graphs say.
+        EESDError: The graphs cannot be loaded, or the weights are not where the graphs refer to.
     """
     if manifest.dtype not in NARROW:
         return OrtEngine(directory, manifest, stages, threads)
@@ -74,15 +74,14 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         path: The graph.
         options: Options of its session. This function adds the widened weights, and the directory
             of the other weights.
-        widened: Weights that other graphs of the directory have already widened. Those of this one
-            are added.
-        threads: Weights that are widened at the same time.
+        widened: Weights of the directory that are widened already. Those of this graph are added.
+        threads: Number of weights to widen at the same time.
 
     Returns:
-        The changed graph, as a session takes it.
+        The changed graph, serialized for a session.
 
     Raises:
-        EESDError: onnx cannot read the graph, or the weights are not where the graph says.
+        EESDError: onnx cannot read the graph, or the weights are not where the graph refers to.
     """
     model = read_graph(path)
     kinds = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
@@ -98,19 +97,15 @@ def widen(path: Path, options: ort.SessionOptions, widened: Widened, threads: in
         raise EESDError(
             f"{path} and its weights do not fit each other; export the model again."
         ) from None
-    # Values between keep their shapes: ONNX Runtime infers those of a large graph in quadratic
-    # time.
+    # Intermediate values keep their shapes: ONNX Runtime takes quadratic time to infer those of a
+    # large graph.
     for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
         if value.type.tensor_type.elem_type in kinds:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
-    for attribute in (
-        a
-        for node in model.graph.node
-        if node.op_type == "Cast"
-        for a in node.attribute
-        if a.name == "to"
-    ):
-        attribute.i = TensorProto.FLOAT if attribute.i in kinds else attribute.i
+    for node in model.graph.node:
+        for attribute in node.attribute:
+            if node.op_type == "Cast" and attribute.name == "to" and attribute.i in kinds:
+                attribute.i = TensorProto.FLOAT
     options.add_external_initializers(given, [widened[name] for name in given])
     options.add_session_config_entry(
         "session.model_external_initializers_file_folder_path", str(path.parent)
@@ -137,19 +132,20 @@ def _widen_weights(
 
 
 def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
-    """Make weights of 4-bit floating-point numbers, which ONNX Runtime cannot dequantize, float32.
+    """Make weights of 4-bit floating-point numbers float32, because ONNX Runtime cannot dequantize
+    them.
 
     Args:
-        graph: The graph. It loses the nodes that dequantize them.
+        graph: The graph. The nodes that dequantize these weights are removed.
         directory: Directory of the graph and its weights.
-        widened: Gets their values.
+        widened: The values are added here.
 
     Returns:
-        Their names.
+        The names of the weights.
 
     Raises:
         KeyError, ValueError, TypeError, OverflowError, OSError: The weights are not where the graph
-            says.
+            refers to.
     """
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     fp4 = {name for name, tensor in tensors.items() if tensor.data_type == TensorProto.FLOAT4E2M1}

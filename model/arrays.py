@@ -1,5 +1,5 @@
-"""Arrays of tensors' values: element types by name, and conversions that keep to torch's rounding.
-Needs no torch."""
+"""Arrays of tensors' values: element types by name, and conversions that round like torch. Needs no
+torch."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,12 +26,11 @@ NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 _PIECE = 1 << 17
 """Number of values that a thread converts at a time."""
 _ROWS = 16
-"""Rows that are transposed at a time: of as many float32 a line of the processor's cache
-consists."""
+"""Rows to transpose at a time: as many as float32 values in a cache line of the processor."""
 
 
 def in_threads(job: Callable[[Job], None], jobs: Iterable[Job]) -> None:
-    """Do jobs on all processors. NumPy lets other threads run while it computes."""
+    """Run jobs on all processors. NumPy releases the GIL while it computes."""
     with ThreadPoolExecutor(cores()) as pool:
         list(pool.map(job, jobs))
 
@@ -41,17 +40,17 @@ def to_float32(values: Array) -> NDArray[np.float32]:
     return values.astype(np.float32, copy=False)
 
 
-@np.errstate(over="ignore")  # callers look for infinite values
+@np.errstate(over="ignore")  # callers check for infinite values
 def rounded(values: Array, dtype: str) -> Array:
-    """The values in another type, rounded to the nearest, and from float64 to 16 bits by way of
-    float32, as torch does."""
-    return (to_float32(values) if values.dtype == np.float64 else values).astype(
-        NUMPY_TYPES[dtype], copy=False
-    )
+    """Round the values to another type like torch: to the nearest, and from float64 to 16 bits by
+    way of float32."""
+    if values.dtype == np.float64:
+        values = to_float32(values)
+    return values.astype(NUMPY_TYPES[dtype], copy=False)
 
 
 def converted(values: Array, dtype: str) -> Array:
-    """:func:`rounded` for large arrays, with consecutive values."""
+    """:func:`rounded` for large arrays. The result is contiguous."""
     if values.dtype == NUMPY_TYPES[dtype]:
         return np.ascontiguousarray(values)
     found = np.empty(values.shape, NUMPY_TYPES[dtype])
@@ -68,8 +67,8 @@ def converted(values: Array, dtype: str) -> Array:
 
 
 def transposed(values: Array, dtype: str | None = None) -> Array:
-    """The transpose of a matrix with consecutive values, in another type if one is given: some rows
-    at a time, which is several times as fast as a plain copy."""
+    """The contiguous transpose of a matrix, optionally in another type. It transposes some rows at
+    a time, which is several times as fast as a plain copy."""
     if values.flags.f_contiguous and dtype in (None, values.dtype.name):
         return values.T
     found = np.empty(values.shape[::-1], values.dtype if dtype is None else NUMPY_TYPES[dtype])
@@ -87,8 +86,8 @@ def transposed(values: Array, dtype: str | None = None) -> Array:
 
 
 def all_finite(values: Array) -> bool:
-    """Whether no value is infinite or not a number. As integers, the bits of both are the largest
-    of either sign."""
+    """Whether no value is infinite or NaN. As integers, the bits of these are the largest of either
+    sign."""
     size = values.dtype.itemsize
     infinity = int(np.array(np.inf, values.dtype).view(f"u{size}"))
     positive, negative = (values.view(f"{kind}{size}").max(initial=0) for kind in "iu")
@@ -96,5 +95,5 @@ def all_finite(values: Array) -> bool:
 
 
 def equal(values: Array, others: Array) -> bool:
-    """Whether two arrays have the same values. Needs little memory, however large they are."""
+    """Whether two arrays are equal. Needs little memory, even for large arrays."""
     return values.shape == others.shape and all(map(np.array_equal, values, others))

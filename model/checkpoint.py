@@ -1,5 +1,5 @@
-"""Open checkpoints: their configuration, and their tensors by name. No tensor is read before it is
-asked for."""
+"""Open checkpoints: their configuration, and their tensors by name. A tensor is read only on
+demand."""
 
 import hashlib
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ from eesd.model.text_part import text_tensors
 
 
 class Checkpoint:
-    """A Hugging Face model directory with safetensors weights, in one file or in shards; or a GGUF
+    """A Hugging Face model directory with safetensors weights, in one file or in shards, or a GGUF
     file.
 
     Opening it reads ``config.json`` and the headers of the weight files, and checks the shapes.
@@ -49,8 +49,8 @@ class Checkpoint:
     Attributes:
         path: The model directory or the GGUF file.
         config: Configuration of the whole checkpoint.
-        geometry: Geometry of the layers in use: all, unless :meth:`first_layers` has reduced them.
-        tensors: Every tensor of the weight files by name.
+        geometry: Geometry of the layers in use: all, or those kept by :meth:`first_layers`.
+        tensors: Every tensor of the weight files, by name.
 
     Raises:
         EESDError: This is not a supported checkpoint, or it is incomplete or damaged.
@@ -71,10 +71,10 @@ class Checkpoint:
         self.geometry = geometry
 
     def _tie(self) -> bool:
-        """Whether embeddings and LM head are one tensor, as the config says. Where only one is
-        stored, it is both.
+        """Whether embeddings and LM head are one tensor, as the config says. If only one is stored,
+        it is used for both.
 
-        The config is wrong if both are stored and differ. transformers then uses both, too.
+        If both are stored and differ, the config is wrong. transformers then uses both, too.
         """
         table = self.tensors.get(EMBEDDINGS)
         head = self.tensors.get(LM_HEAD)
@@ -99,10 +99,10 @@ class Checkpoint:
                     f"{source} requires {list(shape)}; "
                     "weights and config belong to different models."
                 )
-            _ = tensor.dtype  # refuses types that cannot be read
+            _ = tensor.dtype  # raises for unreadable types
 
     def _notices(self, geometry: Geometry) -> list[str]:
-        """A sentence about tensors that the architecture does not have."""
+        """A sentence about tensors that the architecture does not use."""
         unused = sorted(self.tensors.keys() - model_shapes(geometry).keys())
         if any(isinstance(tensor, PackedTensor) for tensor in self.tensors.values()):
             biases = {name: self.tensors[name] for name in unused if name.endswith("_proj.bias")}
@@ -115,7 +115,9 @@ class Checkpoint:
         ]
         if not unused:
             return []
-        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        names = ", ".join(unused[:3])
+        if len(unused) > 3:
+            names += f" and {len(unused) - 3} more"
         if self.path.is_file():  # llama.cpp may compute with them
             raise EESDError(
                 f"{self.path} has the tensors {names}, which are not supported for "
@@ -125,7 +127,7 @@ class Checkpoint:
 
     @property
     def dtype(self) -> str:
-        """Element type of the checkpoint, such as ``bfloat16``: the config's, else that of the
+        """Element type of the checkpoint, such as ``bfloat16``: the config's, or that of the
         embeddings."""
         return self.config.dtype or self.tensors[EMBEDDINGS].dtype
 
@@ -134,8 +136,8 @@ class Checkpoint:
         """The quantization that keeps the levels of the layers' linear weights; None if they have
         none.
 
-        Where only some of them have levels, or engines do not have such levels, it is None, too:
-        all are read dequantized.
+        Also None if only some of them have levels, or engines do not support these levels: all are
+        then read dequantized.
         """
         if self.config.packing is None:
             return None
@@ -150,10 +152,10 @@ class Checkpoint:
 
     @property
     def own_levels(self) -> dict[str, Quantization]:
-        """The quantizations that keep the levels of a GGUF file, by the names of the tensors in use
-        that have some.
+        """The quantizations that keep the levels of a GGUF file, by the names of the quantized
+        tensors in use.
 
-        The embedding table has 8-bit levels, because ONNX Runtime gathers rows of no others.
+        The embedding table gets 8-bit levels, the only ones whose rows ONNX Runtime can gather.
         """
         tensors = {name: self.tensors[name] for name in model_shapes(self.geometry)}
         own = {
@@ -170,8 +172,7 @@ class Checkpoint:
     def first_layers(self, count: int) -> "Checkpoint":
         """The same checkpoint reduced to its first ``count`` layers, for a trial export.
 
-        The fingerprint stays the whole model's, so exit heads that were trained for the whole model
-        fit.
+        The fingerprint stays that of the whole model, so exit heads trained for it fit.
 
         Raises:
             EESDError: ``count`` is not between 2 and the number of layers.
@@ -192,7 +193,7 @@ class Checkpoint:
         digest = hashlib.sha256()
         for name in sorted(model_shapes(self.config.geometry)):
             tensor = self.tensors[name]
-            # Stored heads have fingerprints of this text.
+            # The fingerprints in stored heads are of exactly this text.
             digest.update(f"{name} {tensor.shape} torch.{tensor.dtype}".encode())
             digest.update(tensor.head())
         return digest.hexdigest()
@@ -212,9 +213,9 @@ def _open_directory(directory: Path) -> tuple[ModelConfig, Tensors]:
     stored = stored_tensors(directory)
     if config.whole:
         stored = text_tensors(stored)
-    return config, dict(stored) if config.packing is None else dict(
-        packed_tensors(stored, config.packing)
-    )
+    if config.packing is None:
+        return config, dict(stored)
+    return config, dict(packed_tensors(stored, config.packing))
 
 
 def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
@@ -225,7 +226,7 @@ def _open_file(path: Path) -> tuple[ModelConfig, Tensors]:
 
 
 def _decoder_tensors(config: ModelConfig, stored: Tensors, is_gguf: bool) -> Tensors:
-    """The tensors with the names, shapes and values that the decoder has."""
+    """The tensors with the names, shapes and values that the decoder expects."""
     family = config.family
     geometry = config.geometry
     make = family.tensors
@@ -237,8 +238,8 @@ def _decoder_tensors(config: ModelConfig, stored: Tensors, is_gguf: bool) -> Ten
 
 
 def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
-    """Check that biases which the architecture does not have are zero. Some quantizers store them
-    for every layer."""
+    """Check that biases unknown to the architecture are zero. Some quantizers store them for every
+    layer."""
     for bias in biases:
         if bias.read().any():
             raise EESDError(
@@ -248,12 +249,12 @@ def _check_biases(biases: Iterable[CheckpointTensor]) -> None:
 
 
 def stored_tensors(directory: Path) -> dict[str, CheckpointTensor]:
-    """The tensors in a directory's safetensors files. Of a tensor in several files, that in the
-    file of the index counts.
+    """The tensors in a directory's safetensors files. If several files have a tensor, the index
+    decides.
 
     Raises:
-        EESDError: A file is missing, damaged or of another format, or the index does not say which
-            of two tensors counts.
+        EESDError: A file is missing, damaged or of another format, or the index does not decide
+            between two tensors.
     """
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file():  # wins over an index, as in transformers
@@ -309,8 +310,8 @@ def exit_head_tensors(
 
 
 def stored_draft_vocab(geometry: Geometry, exit_config: ExitConfig, directory: Path) -> Ids:
-    """Read the ids of a stored head's draft vocabulary [Vd], int64, ascending. Raises EESDError if
-    they are not that."""
+    """Read the ids of a stored head's draft vocabulary [Vd], int64, ascending. Raises EESDError for
+    any other content."""
     tensor = read_header(directory / WEIGHTS_FILE)[DRAFT_VOCAB]
     fits = tensor.stored == "I32" and tensor.nbytes == 4 * exit_config.draft_vocab
     ids = tensor.read_bytes().view(np.int32) if fits else np.zeros(2, np.int32)

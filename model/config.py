@@ -1,7 +1,7 @@
 """Read a Hugging Face ``config.json`` as transformers reads it.
 
-Every field is honoured, known to be without effect, or refused by name. Fields that nobody knows
-are reported, because transformers ignores them, too.
+Every field is applied, known to have no effect, or refused by name. Unknown fields are reported,
+because transformers ignores them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from eesd.model.rope_config import read_rope
 from eesd.model.text_part import text_fields
 
 MODELOPT_FILE = "hf_quant_config.json"
-"""Where ModelOpt says how weights are quantized, if ``config.json`` does not."""
+"""File in which ModelOpt describes the quantization, if ``config.json`` does not."""
 REMEDY = "give a complete Hugging Face model directory, or fetch the file again"
 _READ = ("*.json", "*.jinja", "merges.txt", "tokenizer.model", "additional_chat_templates/*")
 """Files of a model directory, besides its weights, that EESD or transformers read."""
@@ -69,7 +69,7 @@ NO_EFFECT = frozenset(
         ),
     )
 )
-"""Fields that do not change what a decoder computes from given tokens."""
+"""Fields that do not change the results of a decoder for given tokens."""
 OTHER_FAMILIES = (
     "attention_bias",
     "max_window_layers",
@@ -77,8 +77,7 @@ OTHER_FAMILIES = (
     "sliding_window",
     "use_sliding_window",
 )
-"""Fields that only some families have. In the config of another family transformers ignores
-them."""
+"""Fields of some families. transformers ignores them in the configs of other families."""
 REFUSED = {
     "compression_config": "the weights are quantized; give the unquantized checkpoint",
     "attention_chunk_size": "attention in chunks is not supported",
@@ -87,7 +86,7 @@ REFUSED = {
     "per_layer_config": "layers of different shapes are not supported",
     "transformers_weights": "rename the weights to model.safetensors and remove the field",
 }
-"""Fields that change which weights are used or how, and why they are refused."""
+"""Fields that change which weights are used or how, with the reason why they are refused."""
 
 
 @dataclass(frozen=True)
@@ -98,15 +97,15 @@ class ModelConfig:
         family: Its family.
         geometry: Geometry of the decoder.
         max_positions: Number of positions that the model supports.
-        dtype: Element type of the checkpoint, such as ``bfloat16``. None if the config does not
-            say.
+        dtype: Element type of the checkpoint, such as ``bfloat16``. None if it is not in the
+            config.
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
-        notices: Sentences about fields that are ignored. The export shows them.
-        packing: How quantized weights are stored; None if there are none.
-        divided: What tensors are divided by when they are read, by their names.
-        whole: Class of the model of several parts that this is the text model of; empty: of none.
-        sampling: Sampling options of ``generation_config.json``; without the file, those of
+        notices: Sentences about ignored fields. The export shows them.
+        packing: Storage of quantized weights; None if there are none.
+        divided: Divisors of tensors, applied when they are read, by the tensors' names.
+        whole: Class of the multi-part model whose text model this is; empty for a text model.
+        sampling: Sampling options of ``generation_config.json`` or, without that file, of
             ``config.json``.
     """
 
@@ -131,7 +130,7 @@ def load_config(model_dir: Path) -> ModelConfig:
             implement the architecture or one of its options.
     """
     for file in sorted(path for pattern in _READ for path in model_dir.glob(pattern)):
-        if not file.exists():  # transformers takes such a file to be absent
+        if not file.exists():  # transformers would treat the file as absent
             raise EESDError(
                 f"{file} is a link that leads nowhere; fetch the model again, or delete the "
                 "link to do without it."
@@ -151,7 +150,7 @@ def load_config(model_dir: Path) -> ModelConfig:
     file = model_dir / GENERATION_CONFIG_FILE
     if file.exists():
         generation = read_json_object(file, "fetch the file again, or delete it")
-    else:  # transformers takes the fields of config.json
+    else:  # transformers reads the fields of config.json
         generation = {name: raw[name] for name in GENERATION_FIELDS if raw.get(name) is not None}
         fields.taken |= generation.keys()
     config = parse_config(fields, path)
@@ -170,7 +169,7 @@ def parse_config(fields: Fields, path: Path) -> ModelConfig:
 
     Args:
         fields: The fields.
-        path: The file that they are from.
+        path: The file of the fields, for messages.
 
     Raises:
         EESDError: A field is missing or damaged, or the decoder does not implement the architecture
@@ -187,7 +186,7 @@ def parse_config(fields: Fields, path: Path) -> ModelConfig:
 
 
 def _family(fields: Fields) -> Family:
-    """The family, which ``model_type`` and ``architectures`` must agree on. transformers goes by
+    """The family. ``model_type`` and ``architectures`` must agree on it, although transformers uses
     ``model_type`` alone."""
     names = fields.take("architectures", None)
     model_type = fields.text("model_type")
@@ -196,9 +195,11 @@ def _family(fields: Fields) -> Family:
     ):
         raise ValueError(f"architectures is {shown(names)}, and must be a list of names")
     family = FAMILIES.get(model_type or "")
-    named = (
-        names[0] if names else family.architecture if family else f"of model_type {model_type!r}"
-    )
+    named = f"of model_type {model_type!r}"
+    if names:
+        named = names[0]
+    elif family:
+        named = family.architecture
     known = [one for one in FAMILIES.values() if named in (one.architecture, one.published)]
     if not known:
         supported = ", ".join(dict.fromkeys(one.architecture for one in FAMILIES.values()))
@@ -266,7 +267,7 @@ def _activation(fields: Fields, family: Family) -> str:
     name, default = family.activation
     given = fields.take(name, default)
     names = ACTIVATION_NAMES | dict(family.activation_names)
-    found = names.get(given) if isinstance(given, str) else None
+    found = names.get(str(given))
     if found is None:
         raise ValueError(
             f"the activation {shown(given)} is not supported; supported are "
@@ -286,7 +287,7 @@ def _head_dim(fields: Fields, family: Family, hidden: int, heads: int) -> int:
 
 
 def _notices(fields: Fields, family: Family, of_packing: Sequence[str]) -> list[str]:
-    """Sentences about the fields that nobody took, those of ``quantization_config`` included."""
+    """Sentences about the fields that were not read, including those of ``quantization_config``."""
     without_windows = set() if fields.raw.get("use_sliding_window") else {"max_window_layers"}
     left = [name for name in fields.left if name not in NO_EFFECT | without_windows]
     foreign = [name for name in left if name in OTHER_FAMILIES and fields.raw[name] is not False]
@@ -299,8 +300,8 @@ def _notices(fields: Fields, family: Family, of_packing: Sequence[str]) -> list[
             "transformers does."
         )
     if unknown:
-        names = ", ".join(shown(name) for name in unknown[:8]) + (
-            f" and {len(unknown) - 8} more" if len(unknown) > 8 else ""
-        )
+        names = ", ".join(shown(name) for name in unknown[:8])
+        if len(unknown) > 8:
+            names += f" and {len(unknown) - 8} more"
         notices.append(f"config.json: unknown fields are ignored, as transformers does: {names}.")
     return notices

@@ -1,7 +1,7 @@
-"""The base model and its exit head as modules, which have their parameters.
+"""The base model and its exit head as modules, which hold the parameters.
 
-Parameters have the names of Llama's in a Hugging Face checkpoint, which the description of the
-model uses, too. Only the layers compute; what a block computes is in ``common/architecture.py``.
+Parameters are named as Llama's in a Hugging Face checkpoint; the description of the model uses the
+same names. Only layers compute anything; ``common/architecture.py`` describes the blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ from eesd.model.rotary import rotary_tables
 from eesd.model.torch_ops import KV, Inputs, TorchOperations
 
 PARTS = ("blocks", "norm", "lm_head", "deep", "deep_in_proj", "fuse_norm", "fuse_proj")
-"""The parts of a head, in the order of its parameters, in which a checkpoint of a training has the
-state of its optimizers."""
+"""The parts of a head in the order of its parameters, which training checkpoints rely on for the
+state of their optimizers."""
 
 
 class RMSNorm(nn.Module):
@@ -37,7 +37,7 @@ class RMSNorm(nn.Module):
 
     Args:
         size: Number of values.
-        wide: Whether the weight is float32, whatever the type of x, and only the product is rounded
+        wide: Whether the weight is float32 whatever the type of x. Then only the product is rounded
             to that type.
     """
 
@@ -47,16 +47,16 @@ class RMSNorm(nn.Module):
         self.wide = wide
 
     def forward(self, x: Tensor, eps: float) -> Tensor:
-        """Normalize x; ``eps`` is what is added to the mean square."""
+        """Normalize x. ``eps`` is added to the mean square."""
         wide = x.float()
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return (self.weight * wide).to(x.dtype) if self.wide else self.weight * wide.to(x.dtype)
 
 
 def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> None:
-    """Add the layers that have weights of these names and shapes, with the modules between.
+    """Add the layers with weights of these names and shapes, and the modules above them.
 
-    ``wide`` is of the norms. Norms of queries and keys come behind the products of their attention.
+    ``wide`` is for the norms. Norms of queries and keys come after the products of their attention.
     """
     names = dict.fromkeys(name.rpartition(".")[0] for name in shapes)
     for name in sorted(names, key=lambda name: name.endswith(("q_norm", "k_norm"))):
@@ -112,12 +112,12 @@ class Decoder(nn.Module):
 
 
 class ExitHead(nn.Module):
-    """The modules of an exit head, and what training computes with them. Each block has a pair of
+    """The modules of an exit head, and their computations for training. Each block has a pair of
     caches, like a base layer.
 
     Attributes:
         draft_vocab: Ids of the draft vocabulary [Vd], int64, ascending: column i of the logits is
-            for the token with the i-th id. None: for token i.
+            for the token with the i-th id. None: column i is for token i. Set by loading weights.
     """
 
     blocks: nn.ModuleList
@@ -160,13 +160,12 @@ class ExitHead(nn.Module):
         )
 
     def rows_of(self, lm_head: Tensor) -> Tensor:
-        """The rows of an LM head's weight [V, hidden] that the head's logits are made from: those
-        of the draft vocabulary."""
+        """The rows of an LM head's weight [V, hidden] for the head's logits: those of the draft
+        vocabulary."""
         return lm_head if self.draft_vocab is None else lm_head[self.draft_vocab]
 
     def columns(self, tokens: Tensor) -> Tensor:
-        """Columns of the logits for token ids; -1 for tokens that the draft vocabulary does not
-        have."""
+        """Columns of the logits for token ids; -1 for tokens outside the draft vocabulary."""
         if self.draft_vocab is None:
             return tokens
         columns = torch.searchsorted(self.draft_vocab, tokens.long().contiguous()).clamp_max(
@@ -181,19 +180,19 @@ class ExitHead(nn.Module):
         [B, n, hidden] after layer N.
 
         With deep layers, ``state`` [B, n, 2 KV D], or [B, 1, 2 KV D], is the deep state before each
-        token's root. It is added behind the last attention, so no key or value depends on it:
-        verify, which does not know it, writes the same ones.
+        token's root. It is added after the last attention, so no key or value depends on it: verify
+        writes the same ones without it.
         """
         return self.finish(self.attend(x, inputs, caches), state)
 
     def attend(self, x: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
-        """Run all that needs the other tokens: up to behind the last attention, for x
-        [B, n, hidden]. ``caches`` are those of the blocks."""
+        """Run the part that reads other tokens, up to the last attention, for x [B, n, hidden].
+        ``caches`` are those of the blocks."""
         return attend_in_head(self._operations(inputs, caches), self.described, x)
 
     def finish(self, x: Tensor, state: Tensor | None) -> Tensor:
-        """Run the rest, for each token alone: x and the deep state before its root, both with the
-        same leading dimensions."""
+        """Run the rest, for each token alone. ``x`` and ``state``, the deep state before the
+        token's root, have the same leading dimensions."""
         o = self._operations()
         if state is not None:
             x = o.add([x], deep_in(o, o.model, state), "")
@@ -206,8 +205,8 @@ class ExitHead(nn.Module):
 
 
 def make_head(geometry: Geometry, exit_config: ExitConfig, slots: int) -> ExitHead:
-    """The modules of a head, without values. One of EAGLE-3 has rotary tables of its own
-    [S, D/2], float32, for S = ``slots``."""
+    """The modules of a head, without values. An EAGLE-3 head gets rotary tables [S, D/2] in
+    float32, for S = ``slots``."""
     head = ExitHead(geometry, exit_config)
     if exit_config.eagle:
         tables = rotary_tables(exit_config.eagle.block, slots)

@@ -1,10 +1,10 @@
-"""Reading EAGLE-3 heads as others publish them: ``config.json`` and safetensors in the layouts of
-SafeAILab, SpecForge and Speculators.
+"""Reading published EAGLE-3 heads: ``config.json`` and safetensors in the layouts of SafeAILab,
+SpecForge and Speculators.
 
-They differ in names. SafeAILab and SpecForge call the block ``midlayer``, Speculators ``layers.0``,
-and put its sizes into ``transformer_layer_config``. SpecForge counts the layers that are read from
-0, Speculators from 1; without a list they are 2, L / 2 and L - 3, counted from 1. EAGLE-3.1 adds
-norms: ``norm_before_fc`` or ``fc_norm``, and ``norm_output``.
+The layouts differ in names. SafeAILab and SpecForge call the block ``midlayer``; Speculators calls
+it ``layers.0`` and has its sizes in ``transformer_layer_config``. SpecForge numbers the layers to
+read from 0, Speculators from 1; by default they are 2, L / 2 and L - 3, numbered from 1. EAGLE-3.1
+adds norms: ``norm_before_fc`` or ``fc_norm``, and ``norm_output``.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from eesd.common.architecture import FUSE, FUSE_NORM
-from eesd.common.checks import shown
+from eesd.common.checks import first_fault, shown
 from eesd.common.draft_vocab import Ids, are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import LARGEST_SIZE, Eagle, ExitConfig, Geometry, head_fault
@@ -30,7 +30,7 @@ from eesd.model.safetensors_file import CheckpointTensor
 
 CONFIG_FILE = "config.json"
 BLOCKS = ("midlayer.", "layers.0.")
-"""What the block is called."""
+"""Prefixes of the block's tensors."""
 _KINDS = (
     "LlamaForCausalLMEagle3",
     "Eagle3Speculator",
@@ -39,7 +39,7 @@ _KINDS = (
     "LlamaForCausalLM",
 )
 ROPES = replace(LLAMA, ropes=("default", "linear", "llama3", "yarn"))
-"""Scalings that do not depend on how long a text is: the head's positions do not bound texts."""
+"""Scalings that do not depend on the text's length: the head's positions do not limit it."""
 COMPARED = 1024
 """Rows of an embedding table that are compared."""
 _MAPS = ("d2t", "t2d", "embed_tokens.weight")
@@ -72,8 +72,8 @@ _WITHOUT_EFFECT = (
 
 
 def is_eagle(directory: Path) -> bool:
-    """Whether a directory looks like one of a published EAGLE-3 head: it has a ``config.json`` with
-    a draft vocabulary."""
+    """Whether a directory looks like a published EAGLE-3 head: it has a ``config.json`` with a
+    draft vocabulary."""
     path = directory / CONFIG_FILE
     return path.is_file() and "draft_vocab_size" in read_json_object(path, "fetch the head again")
 
@@ -85,7 +85,7 @@ def read_eagle(
 
     Args:
         checkpoint: The base model.
-        directory: The head's.
+        directory: Directory of the head.
 
     Returns:
         Its configuration, its tensors by this project's names, and the ids of its draft vocabulary
@@ -109,19 +109,17 @@ def read_eagle(
     except ValueError as error:
         raise EESDError(f"The EAGLE-3 head {path} cannot be used: {error}.") from None
     stored = stored_tensors(directory)
-    config = replace(config, draft_vocab=columns if columns < checkpoint.geometry.vocab_size else 0)
-    ids = (
-        _draft_vocab(stored, columns, checkpoint.geometry, directory)
-        if config.draft_vocab
-        else None
-    )
+    ids = None
+    if columns < checkpoint.geometry.vocab_size:
+        config = replace(config, draft_vocab=columns)
+        ids = _draft_vocab(stored, columns, checkpoint.geometry, directory)
     _check_embeddings(stored, checkpoint, directory)
     return config, _tensors(stored, checkpoint.geometry, config, directory), ids
 
 
 def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, int]:
-    """What ``config.json`` says, and the number of tokens that the head predicts. Raises
-    ValueError, KeyError."""
+    """The head's configuration, and the number of tokens that it predicts. Raises ValueError,
+    KeyError."""
     model = checkpoint.geometry
     kinds = fields.take("architectures", None)
     if kinds is not None and (not isinstance(kinds, list) or not kinds or kinds[0] not in _KINDS):
@@ -146,13 +144,15 @@ def _read_config(fields: Fields, checkpoint: Checkpoint) -> tuple[ExitConfig, in
         )
     _refuse_unknown(fields, ("transformer_layer_config",))
     inner = fields.take("transformer_layer_config", None)
-    block = fields if inner is None else Fields(inner if isinstance(inner, dict) else {})
+    block = fields
+    if inner is not None:
+        block = Fields(inner if isinstance(inner, dict) else {})
     eagle = Eagle(layers, _read_block(block), normed_residual, fuse_norms, normed_output)
     return ExitConfig(0, 1, True, checkpoint.fingerprint(), trained=True, eagle=eagle), columns
 
 
 def _read_layers(fields: Fields, nested: Fields, count: int) -> tuple[int, ...]:
-    """The layers behind which states are read, counted from 1."""
+    """The layers after which states are read, numbered from 1."""
     if nested.take("use_aux_hidden_state", True) is not True:
         raise ValueError(
             "it reads the last state only, as heads before EAGLE-3 do, which is not supported"
@@ -164,16 +164,22 @@ def _read_layers(fields: Fields, nested: Fields, count: int) -> tuple[int, ...]:
 def _read_block(fields: Fields) -> Geometry:
     """The sizes of the block."""
     kind = fields.text("model_type") or "llama"
-    if kind not in ("llama", "qwen3"):
-        raise ValueError(
-            f"blocks of the model type {kind!r} are not supported; supported are llama and qwen3"
-        )
-    if fields.integer("num_hidden_layers", 1) != 1:
-        raise ValueError("it has several blocks, and one is supported")
-    if fields.take("hidden_act", "silu") not in ("silu", "swish"):
-        raise ValueError("its activation is not silu")
-    if fields.take("use_sliding_window", False) and fields.take("sliding_window", None):
-        raise ValueError("it has a sliding window")
+    windows = fields.take("use_sliding_window", False) and fields.take("sliding_window", None)
+    fault = first_fault(
+        {
+            f"blocks of the model type {kind!r} are not supported; supported are llama and "
+            "qwen3": kind not in ("llama", "qwen3"),
+            "it has several blocks, and one is supported": (
+                fields.integer("num_hidden_layers", 1) != 1
+            ),
+            "its activation is not silu": (
+                fields.take("hidden_act", "silu") not in ("silu", "swish")
+            ),
+            "it has a sliding window": windows,
+        }
+    )
+    if fault:
+        raise ValueError(fault)
     hidden = fields.integer("hidden_size")
     heads = fields.integer("num_attention_heads")
     head_dim = fields.integer("head_dim", None, optional=True) or hidden // heads
@@ -204,8 +210,8 @@ def _read_block(fields: Fields) -> Geometry:
 
 
 def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
-    """Refuse fields that are on and unknown, which variants of these heads are told by. Not those
-    read ``later``."""
+    """Refuse unknown fields that are true: variants of these heads are told apart by them. Fields
+    ``later`` are read afterwards."""
     known = {*NO_EFFECT, *_WITHOUT_EFFECT, *later}
     on = [name for name in fields.left if name not in known and fields.raw[name] is True]
     if on:
@@ -215,7 +221,7 @@ def _refuse_unknown(fields: Fields, later: tuple[str, ...]) -> None:
 def _draft_vocab(
     stored: Mapping[str, CheckpointTensor], columns: int, geometry: Geometry, directory: Path
 ) -> Ids:
-    """The token of each column [Vd], int64: ``d2t`` holds how much larger its id is than the
+    """The token of each column [Vd], int64. ``d2t`` holds the difference between its id and the
     column's number."""
     tensor = stored.get("d2t")
     if tensor is None or tensor.stored != "I64" or tensor.shape != (columns,):
@@ -235,8 +241,8 @@ def _draft_vocab(
 def _check_embeddings(
     stored: Mapping[str, CheckpointTensor], checkpoint: Checkpoint, directory: Path
 ) -> None:
-    """Refuse a head whose own embedding table is not the model's, apart from rounding: another
-    model's, or a trained one."""
+    """Refuse a head whose embedding table differs from the model's by more than rounding: it is for
+    another model, or was trained."""
     own = stored.get("embed_tokens.weight")
     models = checkpoint.tensors[EMBEDDINGS]
     if own is None:
@@ -261,11 +267,10 @@ def _tensors(
     )
     assert config.eagle is not None
     theirs = {"blocks.0.": prefix, f"{FUSE}.": "fc."}
-    theirs |= (
-        {f"{FUSE_NORM}.": "fc_norm."}
-        if config.eagle.fuse_norms > 1
-        else {f"{FUSE_NORM}.0.": "input_norm."}
-    )
+    if config.eagle.fuse_norms > 1:
+        theirs[f"{FUSE_NORM}."] = "fc_norm."
+    else:
+        theirs[f"{FUSE_NORM}.0."] = "input_norm."
     renamed = {
         _renamed(name, {its: own for own, its in theirs.items()}): stored[name]
         for name in stored
@@ -291,12 +296,8 @@ def _tensors(
 
 
 def _renamed(name: str, prefixes: Mapping[str, str]) -> str:
-    """The name with another prefix, if it has one of these."""
-    return next(
-        (
-            to + name.removeprefix(prefix)
-            for prefix, to in prefixes.items()
-            if name.startswith(prefix)
-        ),
-        name,
-    )
+    """The name with the first matching prefix replaced."""
+    for prefix, to in prefixes.items():
+        if name.startswith(prefix):
+            return to + name.removeprefix(prefix)
+    return name

@@ -1,5 +1,5 @@
 """The files of an exit head: ``exit_head.safetensors``, and ``exit_head.json``, which ties it to
-the base model by the model's fingerprint."""
+the base model by a fingerprint."""
 
 import json
 from dataclasses import asdict, replace
@@ -18,7 +18,7 @@ HEAD_FILES = WEIGHTS_FILE, CONFIG_FILE = "exit_head.safetensors", "exit_head.jso
 
 def save_config(config: ExitConfig, directory: Path) -> None:
     """Write only the JSON file of a head."""
-    # Those have files of others.
+    # EAGLE-3 heads keep their published files.
     fields = {name: value for name, value in asdict(config).items() if name != "eagle"}
     with written_whole(directory / CONFIG_FILE) as temporary:
         temporary.write_text(json.dumps(fields, indent=2) + "\n")
@@ -29,7 +29,7 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
 
     Args:
         directory: Directory of the head.
-        base: Fingerprint of the base model; None: its weights are not there, and any will do.
+        base: Fingerprint of the base model. None: unknown without its weights, so any is accepted.
 
     Raises:
         EESDError: The file is missing or damaged, or the head was trained for another base model.
@@ -66,11 +66,10 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
             f"(fingerprint {config.base[:12]}, this model is {base[:12]}); train one for this "
             "model."
         )
+    if calibration is None:
+        return config
     try:
-        return replace(
-            config,
-            calibration=None if calibration is None else from_json(CalibrationPrior, calibration),
-        )
+        return replace(config, calibration=from_json(CalibrationPrior, calibration))
     except ValueError as error:
         raise EESDError(
             f"The calibration in {directory / CONFIG_FILE} is damaged ({error}); "

@@ -1,5 +1,5 @@
-"""Mixtures of experts in checkpoints: fields that their families share, and the tensors of all
-experts apart."""
+"""Mixtures of experts in checkpoints: fields that families share, and splitting of joint
+tensors."""
 
 from dataclasses import replace
 from math import prod
@@ -18,23 +18,23 @@ from eesd.model.safetensors_file import CheckpointTensor
 GGUF_NAMES = {"ffn_gate_inp": "mlp.gate"} | {
     f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")
 }
-"""Names of a block's modules by those of llama.cpp, which has all experts of a layer in one
+"""Module names within a block, by those of llama.cpp, which stores all experts of a layer in one
 tensor."""
 _GGUF_COUNTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 
 class Counts(NamedTuple):
-    """How many experts a layer has, and how many of them a token uses."""
+    """Numbers of experts: in a layer, and used by a token."""
 
     experts: int
     used: int
 
 
 def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Counts:
-    """The number of experts, at least ``least``, under either of its names, and how many of them a
+    """The number of experts, at least ``least``, under either of its names, and the number that a
     token uses.
 
-    ``count`` and ``used`` are those of a config that does not say.
+    ``count`` and ``used`` are the defaults.
     """
     names = [name for name in ("num_local_experts", "num_experts") if name in fields.raw]
     counts = {fields.integer(name, least=least) for name in names} or {count}
@@ -44,22 +44,20 @@ def take_experts(fields: Fields, count: int, used: int, least: int = 1) -> Count
         )
     fields.taken |= {"output_router_logits", "router_aux_loss_coef"}  # of a loss
     [found] = counts
-    return Counts(
-        found, fields.integer("num_experts_per_tok", used, **({"most": found} if found else {}))
-    )
+    most = found or 2**63 - 1
+    return Counts(found, fields.integer("num_experts_per_tok", used, most=most))
 
 
 def gguf_counts(own: Fields, **more: str) -> dict[str, int]:
-    """The fields for the numbers of experts in the metadata of a GGUF file, and of its keys
-    ``more`` for theirs."""
+    """Config fields for the numbers of experts in a GGUF file's metadata. ``more`` maps further
+    keys of the metadata to fields."""
     return {name: own.integer(key) for key, name in (_GGUF_COUNTS | more).items()}
 
 
 def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with those of all experts of a layer apart, where they are one:
-    ``mlp.experts.gate_up_proj`` [E, 2 size, in] and ``mlp.experts.down_proj`` [E, out, size], as
-    transformers has them in memory, or those of gate and up alone. One of another shape stays
-    whole, and its experts are missing."""
+    """Split tensors that hold all experts of a layer: ``mlp.experts.gate_up_proj`` [E, 2 size, in]
+    and ``mlp.experts.down_proj`` [E, out, size], as transformers has them in memory, or separate
+    gate and up. A tensor of another shape stays whole, and its experts are reported missing."""
     experts = geometry.experts
     if experts is None:
         return tensors
@@ -74,7 +72,7 @@ def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
     found = {}
     for name, tensor in tensors.items():
         before, _, module = name.removesuffix(".weight").rpartition(".mlp.experts.")
-        parts, count = rows.get(module, ((), 0)) if before else ((), 0)
+        parts, count = rows.get(before and module, ((), 0))
         if (
             not parts
             or len(tensor.shape) != 3
@@ -94,8 +92,8 @@ def apart(tensors: Tensors, geometry: Geometry) -> Tensors:
 
 
 def check_routers(path: Path, tensors: Tensors, geometry: Geometry) -> None:
-    """Check that no two experts of a layer always have the same share: which of them a token uses,
-    transformers says nowhere.
+    """Check that no two experts of a layer always have equal shares. transformers does not define
+    which of them a token would use.
 
     Raises:
         EESDError: Two rows of a router are equal.
@@ -109,7 +107,7 @@ def check_routers(path: Path, tensors: Tensors, geometry: Geometry) -> None:
         ):
             continue
         name = f"model.layers.{layer}.{ROUTER}.weight"
-        rows = to_float32(tensors[name].read()) + 0  # of two zeros, that without a sign
+        rows = to_float32(tensors[name].read()) + 0  # makes -0 equal 0
         if len({row.tobytes() for row in rows}) < experts.count:
             raise EESDError(
                 f"{path}: two experts have equal rows in {name}, and which of them a token "

@@ -1,8 +1,8 @@
-"""What a model type of transformers has of its own: a family.
+"""Families: the differences between model types of transformers.
 
-A family is a file of ``families/``. It says which fields of its ``config.json`` are its own, with
-which defaults, which parts of the decoder they choose (:class:`~eesd.common.geometry.Geometry`),
-and how its tensors get the names that the decoder has. ARCHITECTURE.md says how to add one.
+A family is a file of ``families/``. It lists the fields of its ``config.json`` with their defaults,
+the parts of the decoder that they choose (:class:`~eesd.common.geometry.Geometry`), and the
+renaming of its tensors to the decoder's names. ARCHITECTURE.md says how to add one.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +22,7 @@ from eesd.model.safetensors_file import FINGERPRINTED, CheckpointTensor
 
 
 class ChangedTensor:
-    """A tensor whose values are changed, in float32, when it is read."""
+    """A tensor whose values are changed in float32 when it is read."""
 
     dtype = "float32"
     name: str
@@ -35,7 +35,7 @@ class ChangedTensor:
         self.nbytes = stored.nbytes
         self._stored = stored
         self._change = change
-        _ = stored.dtype  # refuses types that cannot be read
+        _ = stored.dtype  # raises for unreadable types
 
     def read(self) -> Array:
         return self._change(to_float32(self._stored.read()))
@@ -51,14 +51,14 @@ Tensors = dict[str, StoredTensor]
 
 
 class Own(NamedTuple):
-    """What a family's own fields say.
+    """Results of reading a family's own fields.
 
     Attributes:
-        parts: Values of the geometry that are not Llama's.
-        positions: Number of positions beyond which the decoder does not compute what transformers
-            does; None: no such limit.
+        parts: Values of the geometry that differ from Llama's.
+        positions: Number of positions beyond which the decoder would differ from transformers;
+            None: no limit.
         notices: Sentences for the user of the checkpoint.
-        divided: What tensors are divided by when they are read, by their names.
+        divided: Divisors of tensors, applied when they are read, by the tensors' names.
     """
 
     parts: Mapping[str, Any] = {}
@@ -68,8 +68,8 @@ class Own(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What a family's own fields may depend on: number of layers, size of hidden states, epsilon of
-    norms."""
+    """Sizes that a family's own fields may depend on: number of layers, size of hidden states,
+    epsilon of norms."""
 
     layers: int
     hidden: int
@@ -81,28 +81,28 @@ def _no_fields(_: Fields, __: Sizes) -> Own:
 
 
 def as_stored(tensors: Tensors, _: Geometry) -> Tensors:
-    """The tensors as they are."""
+    """The tensors, unchanged."""
     return tensors
 
 
 @dataclass(frozen=True)
 class Gguf:
-    """How llama.cpp stores a family.
+    """Storage of a family in GGUF files of llama.cpp.
 
     Attributes:
         architecture: Value of ``general.architecture``.
-        names: Names in a Hugging Face checkpoint of a block's modules, where they differ from
+        names: Module names within a block, as in a Hugging Face checkpoint, if they differ from
             Llama's.
-        biases: Flags of ``config.json``, and for each the module of a block that has a bias if the
-            flag is true.
-        fields: Takes the metadata of the architecture that Llama does not have; the fields of
-            ``config.json`` for them.
+        biases: For some flags of ``config.json``, the module of a block that has a bias if the flag
+            is true.
+        fields: Reads metadata that Llama does not have, and returns the fields of ``config.json``
+            for them.
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
-        tensors: What makes the decoder's tensors of those of a file; None: what the family has for
-            its other checkpoints.
-        heads_by_layer: Whether files say the heads of keys and values of each layer.
-        key: A key of the architecture that tells the family's files from those of another one;
-            empty: they need none.
+        tensors: Converts the tensors of a file to the decoder's. None: like the family's other
+            checkpoints.
+        heads_by_layer: Whether files list the KV heads of each layer.
+        key: A metadata key that distinguishes the family's files from another family's. Empty: none
+            is needed.
     """
 
     architecture: str
@@ -117,34 +117,32 @@ class Gguf:
 
 @dataclass(frozen=True)
 class Family:
-    """What a model type has of its own.
+    """A model type of transformers: defaults of its fields, and its conversions.
 
     Attributes:
-        model_type: Its name in transformers.
-        architecture: Its class in transformers.
-        positions: ``max_position_embeddings`` where a config does not say.
-        kv_heads: ``num_key_value_heads`` where a config does not say; None: as many as heads.
-        kv_heads_null: Whether null stands for as many as heads.
-        head_dim: ``head_dim`` where a config does not say; None: hidden_size / num_attention_heads.
-        theta: ``rope_theta`` where a config does not say.
-        eps: ``rms_norm_eps`` where a config does not say.
-        tied: ``tie_word_embeddings`` where a config does not say.
-        inner: ``intermediate_size`` where a config does not say; ``...``: it must say.
-        activation: Name of the field with the activation, and the activation if a config does not
-            say.
-        ropes: Scalings of the rotary embedding.
-        rope_names: What some of them are called by other families.
-        original_positions: ``original_max_position_embeddings`` where a config does not say; None:
-            it has no such field.
-        activation_names: The decoder's activations by names that other families do not have.
-        partial_rotary: ``partial_rotary_factor`` where a config does not say; None: the whole head
-            is rotated.
-        interleaved: Whether neighbouring values of a head turn together, not those of its halves.
-        rope_fields: The fields that the rotary embedding is read from, of those of the config.
-        own: Takes the fields that others do not have.
-        tensors: Makes the decoder's tensors of the stored ones.
-        gguf: How llama.cpp stores it; None: not at all, or as another family.
-        published: Name of its class in configs with code of their own, if it has another one there.
+        model_type: Name in transformers.
+        architecture: Class in transformers.
+        positions: Default of ``max_position_embeddings``.
+        kv_heads: Default of ``num_key_value_heads``; None: the number of heads.
+        kv_heads_null: Whether null also stands for the number of heads.
+        head_dim: Default of ``head_dim``; None: hidden_size / num_attention_heads.
+        theta: Default of ``rope_theta``.
+        eps: Default of ``rms_norm_eps``.
+        tied: Default of ``tie_word_embeddings``.
+        inner: Default of ``intermediate_size``; ``...``: required.
+        activation: Name of the field with the activation, and its default.
+        ropes: Supported scalings of the rotary embedding.
+        rope_names: The family's own names for some of them.
+        original_positions: Default of ``original_max_position_embeddings``; None: the family has no
+            such field.
+        activation_names: The decoder's activations by the family's own names.
+        partial_rotary: Default of ``partial_rotary_factor``; None: the whole head is rotated.
+        interleaved: Whether neighbouring values of a head rotate together, not those of its halves.
+        rope_fields: Selects the fields of the rotary embedding from the config's.
+        own: Reads the fields that other families do not have.
+        tensors: Converts stored tensors to the decoder's.
+        gguf: Storage in GGUF files; None: not supported, or that of another family.
+        published: Class name in configs with custom code, if it differs.
     """
 
     model_type: str
@@ -172,17 +170,17 @@ class Family:
 
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-"""transformers' kinds of layers."""
+"""Kinds of layers in transformers."""
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:
-    """The parts for ``attention_bias``: biases of q, k, v and o."""
+    """Parts of the geometry for ``attention_bias``: biases of q, k, v and o."""
     bias = fields.flag("attention_bias")
     return {"qkv_bias": bias, "output_bias": bias}
 
 
 def take_kinds(fields: Fields, types: list[str]) -> dict[str, Any]:
-    """The parts for ``sliding_window`` and layers of these types."""
+    """Parts of the geometry for ``sliding_window`` and layers of these types."""
     window: int | None = fields.integer("sliding_window", 4096, optional=True)
     if "sliding_attention" not in types:
         return {}
@@ -195,7 +193,7 @@ def take_kinds(fields: Fields, types: list[str]) -> dict[str, Any]:
 
 
 def _ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
-    """``rope_parameters`` of a family that has some for each kind of layers."""
+    """``rope_parameters`` of a family with separate ones for each kind of layer."""
     found = fields.take("rope_parameters", None)
     if found is not None and not (
         isinstance(found, dict) and all(isinstance(one, dict | None) for one in found.values())
@@ -212,10 +210,9 @@ def _ropes_by_kind(fields: Fields) -> dict[str, dict[str, Any]]:
 
 
 def full_rope(fields: Fields, theta: float) -> Fields:
-    """The fields of the rotary embedding of layers with full attention: those of old configs stand
-    beside each other.
+    """The rotary fields of layers with full attention. Old configs have them at the top level.
 
-    ``theta`` is the base where a config does not say.
+    ``theta`` is the default base.
     """
     full = _ropes_by_kind(fields)["full_attention"]
     scaling = fields.take("rope_scaling", None)
@@ -233,8 +230,8 @@ def full_rope(fields: Fields, theta: float) -> Fields:
 
 
 def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[str, float]:
-    """The part for the rotary base of layers with a window, if there are some. ``theta``: if
-    ``rope_parameters`` do not say."""
+    """Part of the geometry for the rotary base of layers with a window, if there are any. ``theta``
+    is the default."""
     local = Fields({"rope_theta": theta} | _ropes_by_kind(fields)["sliding_attention"])
     kind = local.take("rope_type", local.take("type", "default"))
     if not kinds:
@@ -248,7 +245,7 @@ def local_theta(fields: Fields, theta: float, kinds: Mapping[str, Any]) -> dict[
 
 
 def take_positive(fields: Fields, name: str, default: float | None) -> float:
-    """A number above 0 of a size that makes sense."""
+    """A number above 0 in a plausible range."""
     value = fields.number(name, default)
     if not 1e-6 <= value <= 1e6:
         raise ValueError(f"{name} is {value}, and must be from 1e-6 to 1e6")
@@ -256,8 +253,8 @@ def take_positive(fields: Fields, name: str, default: float | None) -> float:
 
 
 def take_window(fields: Fields, default: int | None = None) -> int | None:
-    """``sliding_window`` of a family whose layers all have it: so many positions are as without
-    it."""
+    """``sliding_window`` of a family in which all layers have it. Up to this many positions it has
+    no effect."""
     window: int | None = fields.integer("sliding_window", default, optional=True)
     return window
 
@@ -265,8 +262,7 @@ def take_window(fields: Fields, default: int | None = None) -> int | None:
 def take_layer_types(
     fields: Fields, layers: int, known: Iterable[str] = LAYER_TYPES
 ) -> list[str] | None:
-    """``layer_types`` with an entry for each layer, all of them ``known``; None if there are
-    none."""
+    """``layer_types`` with an entry for each layer, all of them ``known``; None if absent."""
     types = fields.take("layer_types", None)
     if types is None:
         return None
@@ -274,7 +270,7 @@ def take_layer_types(
         raise ValueError(
             f"layer_types must be a list with an entry for each of the {layers} layers"
         )
-    names = list(known)  # A damaged file may have entries that cannot be hashed, or null.
+    names = list(known)  # a list, because a damaged file may have entries that cannot be hashed
     others = [kind for kind in types if kind not in names]
     if others:
         raise ValueError(f"layer_types has {shown(others[0])}; supported are {' and '.join(names)}")
@@ -282,7 +278,7 @@ def take_layer_types(
 
 
 def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
-    """The tensors with other names for some modules of a block, as ``names`` says."""
+    """Rename some modules of blocks, by ``names``."""
     found = {}
     for name, tensor in tensors.items():
         layer, block, rest = name.partition(".layers.")
@@ -295,7 +291,7 @@ def renamed(tensors: Tensors, names: Mapping[str, str]) -> Tensors:
 
 
 def divided(tensors: Tensors, by: Mapping[str, float]) -> Tensors:
-    """The tensors, some of them divided by a number."""
+    """Divide some of the tensors by a number."""
     made = {
         name: _divided(tensors[name], number)
         for name, number in by.items()
@@ -309,7 +305,7 @@ def _divided(tensor: StoredTensor, number: float) -> ChangedTensor:
 
 
 def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
-    """Some rows of a tensor: bytes of its file, too."""
+    """Some rows of a tensor, read from the same file."""
     if isinstance(tensor, GgufTensor):
         return tensor.rows(start, stop)
     if isinstance(tensor, PackedTensor):
@@ -325,8 +321,8 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
 
 
 def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
-    """The tensors with a block's module in parts, each with so many rows. One of another size stays
-    whole, and is refused."""
+    """Split a module of the blocks into parts with these numbers of rows. A tensor of another size
+    stays whole, and is refused later."""
     found = {}
     for name, tensor in tensors.items():
         before, there, kind = name.partition(f".{module}.")
@@ -341,18 +337,18 @@ def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:
 
 
 def gate_and_up(tensors: Tensors, geometry: Geometry) -> Tensors:
-    """The tensors with ``gate_up_proj`` of an MLP as gate and up."""
+    """Split ``gate_up_proj`` of an MLP into gate and up."""
     parts = dict.fromkeys(("gate_proj", "up_proj"), geometry.intermediate_size)
     return split(tensors, "gate_up_proj", parts)
 
 
 def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Tensors:
-    """The tensors of a model that rotates a part of each head, or neighbouring values, with the
-    rows of q and k in the order of our tables.
+    """Reorder the rows of q and k as our rotary tables expect them, for a model that rotates a part
+    of each head, or neighbouring values.
 
-    Value i of such a head turns with value i + r, of 2r that are rotated; ``interleaved``: value 2i
-    with value 2i + 1. Here the two stand at i and i + D / 2, as in a head that is rotated whole;
-    the others stand behind them, with angles of 0.
+    If 2r values of a head are rotated, value i rotates with value i + r or, ``interleaved``, value
+    2i with value 2i + 1. Here the two are moved to i and i + D / 2, as in a head that is rotated
+    completely. The other values follow each half, with angles of 0.
     """
     half = geometry.head_dim // 2
     rotated = geometry.rotated or half
@@ -364,7 +360,7 @@ def halves_apart(tensors: Tensors, geometry: Geometry, interleaved: bool) -> Ten
     head = np.concatenate((first, still[: half - rotated], second, still[half - rotated :]))
     found = dict(tensors)
     for name, tensor in tensors.items():
-        part = name.split(".")[-2] if "." in name else ""
+        part = f".{name}".split(".")[-2]
         if (
             part in ("q_proj", "k_proj", "q_norm", "k_norm")
             and tensor.shape

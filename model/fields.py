@@ -8,12 +8,11 @@ from eesd.common.checks import as_float, shown
 
 
 class Fields:
-    """The fields of a JSON object. Each is taken with its type; fields that were not taken are left
-    over.
+    """The fields of a JSON object. Each is read with its type; the rest are left over.
 
     Raises:
         ValueError: A field has another type, or is out of range.
-        KeyError: A field without default is missing.
+        KeyError: A required field is missing.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
@@ -39,12 +38,9 @@ class Fields:
         if optional and value is None:
             return None
         if type(value) is not int or not least <= value <= most:
-            too_large = type(value) is int and value > most
-            bounds = (
-                f"from {least} to {most}"
-                if most < 2**63 - 1 or too_large
-                else f"of at least {least}"
-            )
+            bounds = f"from {least} to {most}"
+            if most >= 2**63 - 1 and not (type(value) is int and value > most):
+                bounds = f"of at least {least}"
             raise ValueError(f"{name} is {shown(value)}, and must be an integer {bounds}")
         return value
 
@@ -72,18 +68,18 @@ class Fields:
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...] | None:
-        """One token id or a list of them; None if there is none."""
+        """One token id or a list of them; None if absent."""
         value = self.take(name, None)
+        if value is None:
+            return None
         ids = value if isinstance(value, list) else [value]
-        if value is not None and any(
-            type(token) is not int or not -1 <= token < 2**31 for token in ids
-        ):
+        if any(type(token) is not int or not -1 <= token < 2**31 for token in ids):
             raise ValueError(f"{name} is {shown(value)}, and must be a token id or a list of them")
-        return None if value is None else tuple(ids)
+        return tuple(ids)
 
     @property
     def left(self) -> list[str]:
-        """Names of the fields that were not taken and are not null."""
+        """Names of the fields that were not read and are not null."""
         return sorted(
             name for name, value in self.raw.items() if name not in self.taken and value is not None
         )

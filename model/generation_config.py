@@ -1,5 +1,5 @@
-"""``generation_config.json``: how the authors of a model want its tokens chosen, and which tokens
-end a text."""
+"""``generation_config.json``: the sampling options of a model's authors, and the tokens that end a
+text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,18 +38,18 @@ NOT_APPLIED = {
     "typical_p": 1.0,
     "watermarking_config": None,
 }
-"""Options that would change the tokens and are not applied, with the value that has no effect."""
+"""Options that would change the tokens but are not applied, with the value that has no effect."""
 GENERATION_FIELDS = (*SAMPLING_OPTIONS, "do_sample", *NOT_APPLIED)
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What is used of a ``generation_config.json``.
+    """The parts of a ``generation_config.json`` in use.
 
     Attributes:
-        sampling: The sampling options. With ``do_sample: false`` only the repetition penalty, which
-            also applies to greedy decoding.
-        eos_token_ids: Tokens that end a text; None if the file does not say.
+        sampling: The sampling options. With ``do_sample: false``, only the repetition penalty,
+            which also applies to greedy decoding.
+        eos_token_ids: Tokens that end a text; None if the file does not name them.
     """
 
     sampling: SamplingDefaults
@@ -72,7 +72,7 @@ def _parse(fields: Fields) -> GenerationConfig:
         if name != "top_k"
     }
     sampling["top_k"] = fields.integer("top_k", None, optional=True, least=-1)
-    if sampling["top_k"] == -1:  # vLLM's way to say that it is off
+    if sampling["top_k"] == -1:  # vLLM's value for off
         sampling["top_k"] = 0
     sample = fields.take("do_sample", None)
     if sample not in (None, True, False):

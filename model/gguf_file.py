@@ -1,12 +1,12 @@
-"""Read GGUF files, in which llama.cpp keeps models: metadata, and tensors one by one.
+"""Read GGUF files, the model files of llama.cpp: metadata, and tensors one by one.
 
 A file begins with ``GGUF``, a version, and the numbers of tensors and of metadata. The metadata
 follow, then a table of the tensors, then their data. All numbers are little-endian. A tensor of a
 quantized type consists of blocks of 32 or 256 consecutive inputs of one output. The ``gguf``
-library dequantizes them; their levels, scales and minimums are read here, too.
+library dequantizes them; their levels, scales and minimums can also be read without dequantizing.
 
-The header is parsed here: ``gguf.GGUFReader`` believes the lengths in a damaged file (decision
-0124).
+The header is parsed here, because ``gguf.GGUFReader`` trusts the lengths in a damaged file
+(decision 0124).
 """
 
 import struct
@@ -40,8 +40,8 @@ OWN_LEVELS = {
     "Q5_K": Quantization("int8", 32, minimums=True, scales="float32"),
     "Q6_K": Quantization("int8", 16, scales="float32"),
 }
-"""The smallest element types that hold what a type of quantized tensors stores. The scales of
-K-quants are products of a float16 and an integer, which float32 holds exactly."""
+"""The smallest element types that hold the levels of each quantized type. The scales of K-quants
+are products of a float16 and an integer, which float32 holds exactly."""
 QUANTIZED = tuple(OWN_LEVELS)
 """The supported types of quantized tensors."""
 _SCALARS = {
@@ -57,18 +57,18 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-"""Formats of the types of metadata that have a fixed size."""
+"""Formats of the metadata types with a fixed size."""
 _STRING = 8
 _ARRAY = 9
 _VERSIONS = (2, 3)
 _NUMBER = "split.no"
 _COUNT = "split.count"
 _ALIGNMENT = 32
-"""Alignment of the data, unless the metadata have another."""
+"""Default alignment of the data."""
 
 
 def _library() -> Any:
-    """The ``gguf`` library, which nothing but these files needs."""
+    """The ``gguf`` library. Only GGUF files need it."""
     try:
         import gguf
     except ImportError:
@@ -80,12 +80,12 @@ def _library() -> Any:
 
 @dataclass(frozen=True)
 class GgufFile:
-    """The header of a GGUF file, or of several that hold a model together.
+    """The header of a GGUF file, or of all files of a split model.
 
     Attributes:
         path: The file, or the first of several.
         metadata: Values by key: numbers, booleans, strings, and lists.
-        tensors: Tensors by name, as they are stored.
+        tensors: Stored tensors by name.
     """
 
     path: Path
@@ -94,12 +94,12 @@ class GgufFile:
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the header of a GGUF file. Of a model in several files, the first one is given, and the
-    headers of all are read.
+    """Read the header of a GGUF file. For a model in several files, give the first one; the headers
+    of all are read.
 
     Raises:
-        EESDError: The file has another format, another byte order or version, or it is truncated or
-            damaged; or it is not the first part, a part is missing, or parts do not fit each other.
+        EESDError: The file has another format, byte order or version, or is truncated or damaged;
+            or it is not the first part, a part is missing, or parts do not fit each other.
     """
     first = _read_header(path)
     count = first.metadata.get(_COUNT, 0)
@@ -124,7 +124,7 @@ def read_gguf(path: Path) -> GgufFile:
 
 
 def _read_part(first: Path, number: int, count: int) -> GgufFile:
-    """A part of a model, by the path of its first one; ``number`` counts from 1."""
+    """Part ``number`` of a model, counted from 1, by the path of its first part."""
     path = part_of(first, number, count)
     if not path.is_file():
         raise EESDError(
@@ -171,8 +171,8 @@ def _read_header(path: Path) -> GgufFile:
 
 
 class _Header:
-    """Reads a header from its beginning to its end. No length is believed that goes beyond the end
-    of the file."""
+    """Reads a header from its beginning to its end. A length that goes beyond the end of the file
+    is refused."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file = file
@@ -209,8 +209,8 @@ class _Header:
         return [self.text() for _ in range(count)]
 
     def entry(self) -> tuple[str, tuple[int, ...], str, int]:
-        """Name, shape, type and offset of a tensor. The file gives the shape with the consecutive
-        values first."""
+        """Name, shape, type and offset of a tensor. (In the file, the shape starts with the
+        innermost dimension.)"""
         name = self.text()
         shape = self._numbers("Q", self.number("I"))[::-1]
         number, offset = self.number("I"), self.number("Q")
@@ -223,7 +223,7 @@ class _Header:
         self, start: int, name: str, shape: tuple[int, ...], stored: str, offset: int
     ) -> CheckpointTensor:
         """A tensor of a file whose data begin at ``start``."""
-        nbytes = 0  # reading a tensor of an unknown type is refused
+        nbytes = 0  # tensors of unknown types cannot be read
         if stored in _library().GGMLQuantizationType.__members__:
             values, size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[stored]]
             if not shape or prod(shape) == 0 or shape[-1] % values:
@@ -251,11 +251,11 @@ class _Header:
 
 
 class GgufTensor:
-    """A tensor of a GGUF file that is dequantized, or whose rows are reordered, when it is read.
+    """A tensor of a GGUF file. Reading it dequantizes it, or reorders its rows.
 
     Args:
-        stored: The tensor as it is stored.
-        order: The stored row of each row; None if they are in order.
+        stored: The stored tensor.
+        order: The stored row for each row; None for the stored order.
 
     Attributes:
         name: Name in the file.
@@ -272,7 +272,7 @@ class GgufTensor:
 
     @property
     def dtype(self) -> str:
-        """Element type of the tensor that is read. Raises :class:`EESDError` if the stored type is
+        """Element type that :meth:`read` returns. Raises :class:`EESDError` if the stored type is
         not supported."""
         if self._stored.stored in DTYPES:
             return self._stored.dtype
@@ -287,7 +287,7 @@ class GgufTensor:
         return "float32"
 
     def rows(self, start: int, stop: int) -> "GgufTensor":
-        """Some rows of a tensor whose rows are in order: bytes of its file, too."""
+        """Some rows of a tensor in stored order, read from the same file."""
         assert self._order is None
         row = self.nbytes // max(self.shape[0], 1)
         offset = self._stored.offset + start * row
@@ -297,23 +297,23 @@ class GgufTensor:
         )
 
     def reordered(self, order: NDArray[np.int64]) -> "GgufTensor":
-        """A tensor whose rows are in order with them in another one."""
+        """The tensor with its rows in another order. It must be in stored order."""
         assert self._order is None
         return GgufTensor(self._stored, order)
 
     def matrices_below_each_other(self) -> "GgufTensor":
-        """A tensor of several matrices [count, rows, columns] as one [count rows, columns]."""
+        """A tensor [count, rows, columns] of several matrices stacked to [count rows, columns]."""
         assert self._order is None
         return GgufTensor(replace(self._stored, shape=(prod(self.shape[:-1]), self.shape[-1])))
 
     @property
     def quantization(self) -> Quantization | None:
-        """The quantization that keeps the levels of a linear weight as they are; None for a tensor
-        of floats."""
+        """The quantization with the stored levels of a linear weight; None for a tensor of
+        floats."""
         return OWN_LEVELS.get(self._stored.stored)
 
     def read(self) -> Array:
-        """Read the tensor; a quantized one in float32.
+        """Read the tensor, in float32 if it is quantized.
 
         Raises:
             EESDError: The file is truncated, or a value is infinite or not a number.
@@ -321,20 +321,19 @@ class GgufTensor:
         return self._stored.checked(self._values(self._rows(self.shape[0])))
 
     def head(self) -> bytes:
-        """The first kilobyte of what is read, for the fingerprint: that of a safetensors checkpoint
-        with the same values."""
+        """The first kilobyte of the read tensor, for the fingerprint: the same as for a safetensors
+        checkpoint with these values."""
         row = prod(self.shape[1:]) * NUMPY_TYPES[self.dtype].itemsize
-        return self._values(self._rows(min(-(-FINGERPRINTED // row), self.shape[0]))).tobytes()[
-            :FINGERPRINTED
-        ]
+        rows = self._rows(min(-(-FINGERPRINTED // row), self.shape[0]))
+        return self._values(rows).tobytes()[:FINGERPRINTED]
 
     def levels(self, quantization: Quantization, is_transposed: bool = True) -> Quantized | None:
-        """The levels as they are, if the quantization is that of the file, or the same in 8 bits.
+        """The stored levels, if the quantization is that of the file, or the same in 8 bits.
 
         Args:
             quantization: The wanted quantization.
-            is_transposed: Whether to return levels [in, out]; otherwise [out, in], for an embedding
-                table.
+            is_transposed: Whether to return levels [in, out]. If not, [out, in], as for an
+                embedding table.
 
         Raises:
             EESDError: The file is truncated, or a scale or minimum is infinite or not a number.
@@ -345,7 +344,7 @@ class GgufTensor:
 
     def blocks(self, quantization: Quantization) -> tuple[str, NDArray[np.uint8]] | None:
         """The type of the blocks, and the bytes of all rows [rows, bytes], if :meth:`levels` would
-        return what they hold."""
+        return their levels."""
         if not self._keeps(quantization):
             return None
         return self._stored.stored, self._rows(self.shape[0])
@@ -355,7 +354,7 @@ class GgufTensor:
         return own is not None and quantization in (own, replace(own, weights="int8"))
 
     def _stored_levels(self, kind: str, is_transposed: bool) -> Quantized:
-        """What the file stores, with levels of this element type."""
+        """The stored levels as this element type, with scales and minimums."""
         rows = self._rows(self.shape[0])
         size = _library().GGML_QUANT_SIZES[_library().GGMLQuantizationType[self._stored.stored]][1]
         with np.errstate(all="ignore"):  # damaged scales are reported below
@@ -369,15 +368,12 @@ class GgufTensor:
                     "are not finite numbers; "
                     "fetch it again."
                 )
-        scales, minimums = (
-            part if part is None or not is_transposed else transposed(part) for part in shared
-        )
+        if is_transposed:
+            levels = transposed(levels)
+            shared = [None if part is None else transposed(part) for part in shared]
+        scales, minimums = shared
         assert scales is not None
-        return Quantized(
-            pack(transposed(levels) if is_transposed else levels, BITS[kind]),
-            scales,
-            minimums=minimums,
-        )
+        return Quantized(pack(levels, BITS[kind]), scales, minimums=minimums)
 
     def _rows(self, count: int) -> NDArray[np.uint8]:
         """The bytes of the first rows, in order."""
@@ -391,7 +387,7 @@ class GgufTensor:
         shape = (len(rows), *self.shape[1:])
         if self.dtype != "float32" or self._stored.stored in DTYPES:
             return rows.view(NUMPY_TYPES[self.dtype]).reshape(shape)
-        with np.errstate(all="ignore"):  # damaged scales are reported as values that are not finite
+        with np.errstate(all="ignore"):  # damaged scales are reported as non-finite values
             values: Array = _library().dequantize(
                 rows, _library().GGMLQuantizationType[self._stored.stored]
             )
@@ -401,7 +397,7 @@ class GgufTensor:
 def _unpack_blocks(
     kind: str, blocks: NDArray[np.uint8]
 ) -> tuple[NDArray[np.int8], NDArray[np.floating[Any]], NDArray[np.floating[Any]] | None]:
-    """Levels, scales and minimums of blocks [count, bytes] of a type, in order, as ggml-common.h
+    """Levels, scales and minimums of blocks [count, bytes] of a type, in order. ggml-common.h
     defines the blocks."""
     if kind in _K_QUANTS:
         return _K_QUANTS[kind](blocks)
@@ -410,7 +406,7 @@ def _unpack_blocks(
     rest = blocks[:, 2 if minimums is None else 4 :]
     if kind == "Q8_0":
         return rest.view(np.int8), scales, minimums
-    middle = np.int8(0 if minimums is not None else 8 if kind == "Q4_0" else 16)
+    middle = {"Q4_0": np.int8(8), "Q5_0": np.int8(16)}.get(kind, np.int8(0))
     if kind.startswith("Q4"):
         return _fields(rest, 16, (0, 4), 4).view(np.int8) - middle, scales, minimums
     high = np.unpackbits(rest[:, :4], axis=1, bitorder="little")
@@ -464,8 +460,8 @@ _K_QUANTS = {"Q2_K": _q2_k, "Q3_K": _q3_k, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K":
 
 
 def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """The 8 scales and minimums of each block of Q4_K or Q5_K. Of their 6 bits, the upper two of
-    the last four lie apart."""
+    """The 8 scales and minimums of each block of Q4_K or Q5_K. They have 6 bits; for the last four,
+    the upper two bits are stored separately."""
     scale, least = (_halves(blocks, at).astype(np.float32) for at in (0, 2))
     first = blocks[:, 4:8]
     second = blocks[:, 8:12]
@@ -476,15 +472,15 @@ def _k_scales(blocks: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[n
 
 
 def _halves(blocks: NDArray[np.uint8], at: int) -> NDArray[np.float16]:
-    """The float16 at a place of each block [count, 1]."""
+    """The float16 at an offset of each block [count, 1]."""
     return np.ascontiguousarray(blocks[:, at : at + 2]).view(np.float16)
 
 
 def _fields(
     data: NDArray[np.uint8], group: int, shifts: Sequence[int], bits: int
 ) -> NDArray[np.uint8]:
-    """Fields of some bits of bytes [count, bytes]: of each group of bytes all fields at the first
-    shift, then at the second."""
+    """Bit fields of bytes [count, bytes]: for each group of bytes, all fields at the first shift,
+    then all at the second."""
     shift = np.array(shifts, np.uint8)[:, None]
     fields = (data.reshape(len(data), -1, 1, group) >> shift) & np.uint8((1 << bits) - 1)
     return fields.reshape(len(data), -1)

@@ -1,9 +1,9 @@
-"""The model in a GGUF file in the words of a Hugging Face checkpoint: the fields of
-``config.json``, and tensors by name.
+"""The model in a GGUF file in terms of a Hugging Face checkpoint: the fields of ``config.json``,
+and tensors by name.
 
-Every key of the architecture is honoured, known to be without effect, or refused by name. Where
-transformers ignores what llama.cpp computes with, as the scaling of rotary frequencies, this is
-what llama.cpp does.
+Every key of the architecture is applied, known to have no effect, or refused by name. If llama.cpp
+uses a value that transformers ignores, such as the scaling of rotary frequencies, this module
+follows llama.cpp.
 """
 
 import re
@@ -34,12 +34,12 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
 }
 _NO_EFFECT = ("vocab_size", "tensor_data_layout", "pooling_type", "rope.scaling.finetuned")
-"""Keys that do not change what a decoder computes. The embedding table says the size of the
-vocabulary."""
+"""Keys that do not change the results of a decoder. The vocabulary's size is that of the embedding
+table."""
 _ROPE_FACTORS = "rope_freqs.weight"
-"""Tensor of the divisor of each rotary frequency."""
+"""Tensor with a divisor for each rotary frequency."""
 _LLAMA3_POSITIONS = 8192
-"""Original positions of all published models with llama3 scaling. Its other values are in the
+"""Original positions of all published models with llama3 scaling. Its other values follow from the
 divisors."""
 _TENSORS = {"token_embd": EMBEDDINGS, "output_norm": FINAL_NORM, "output": LM_HEAD}
 _BLOCK = {
@@ -106,14 +106,14 @@ def _fields(file: GgufFile) -> dict[str, Any]:
         raise ValueError("its attention is not causal, which is not supported")
     other = next((name for name in own.left if own.raw[name] and name not in _NO_EFFECT), None)
     if other is not None:
-        name = " ".join(f"{prefix}{other}".split())  # in a damaged file it may have any letters
+        name = " ".join(f"{prefix}{other}".split())  # a damaged file may have any characters
         raise ValueError(f"it has {name} {shown(own.raw[other])}, which is not supported")
     return raw | _special_tokens(general)
 
 
 def _family(general: Fields) -> tuple[Family, Gguf]:
-    """The family by ``general.architecture``, of which several can have one: that whose key the
-    file has, else that without."""
+    """The family by ``general.architecture``. If several share one, the family whose key the file
+    has, or the one without a key."""
     name = general.take("general.architecture")
     known = [(family, family.gguf) for family in FAMILIES.values() if family.gguf]
     found = [(family, one) for family, one in known if one.architecture == name]
@@ -129,8 +129,8 @@ def _family(general: Fields) -> tuple[Family, Gguf]:
 
 
 def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
-    """Heads of keys and values. A file may say them ``by_layer``: 0 for layers without
-    attention."""
+    """Heads of keys and values. ``by_layer``, a file may list them for each layer: 0 for layers
+    without attention."""
     name = "attention.head_count_kv"
     given = own.take(name, raw["num_attention_heads"])
     if by_layer and isinstance(given, list):
@@ -146,7 +146,7 @@ def _kv_heads(own: Fields, raw: Mapping[str, Any], by_layer: bool) -> int:
 
 
 class _Own(Fields):
-    """The metadata of the architecture, whose names are given without it, but not in errors."""
+    """The metadata of the architecture. Names have no prefix, except in errors."""
 
     def __init__(self, raw: Mapping[str, Any], prefix: str) -> None:
         super().__init__(raw)
@@ -164,7 +164,7 @@ def _special_tokens(general: Fields) -> dict[str, Any]:
 
 
 def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str, Any]:
-    """``head_dim``, and how much of a head is rotated, where that can be a part."""
+    """``head_dim`` and, if a part of a head can be rotated, its share."""
     given, of_values, rotated = (
         own.integer(name, None, optional=True)
         for name in ("attention.key_length", "attention.value_length", "rope.dimension_count")
@@ -173,7 +173,7 @@ def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str
         raise ValueError(
             f"{heads} heads do not divide {hidden} values, and there is no attention.key_length"
         )
-    size: int = given or (None if partial else rotated) or hidden // heads
+    size: int = given or (not partial and rotated) or hidden // heads
     if of_values not in (None, size):
         raise ValueError(
             f"its heads have {size} values in keys and {of_values} in values, which is not "
@@ -183,13 +183,13 @@ def _head_sizes(own: Fields, hidden: int, heads: int, partial: bool) -> dict[str
         raise ValueError(
             f"only {rotated} of a head's {size} values are rotated, which is not supported"
         )
-    return {"head_dim": size} | (
-        {"partial_rotary_factor": rotated / size} if rotated and partial else {}
-    )
+    if rotated and partial:
+        return {"head_dim": size, "partial_rotary_factor": rotated / size}
+    return {"head_dim": size}
 
 
 def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[str, Any] | None:
-    """``rope_scaling``. llama.cpp takes a factor without a type for linear scaling."""
+    """``rope_scaling``. llama.cpp treats a factor without a type as linear scaling."""
     kind = own.text("rope.scaling.type") or "linear"
     factor = own.number("rope.scaling.factor", own.number("rope.scale_linear", 1.0)) or 1.0
     factors = file.tensors.get(_ROPE_FACTORS)
@@ -220,7 +220,7 @@ def _rope_scaling(own: Fields, file: GgufFile, raw: Mapping[str, Any]) -> dict[s
 
 
 def _llama3(divisors: NDArray[np.float32], theta: float, head_dim: int) -> dict[str, Any] | None:
-    """The llama3 scaling that gives these divisors of the rotary frequencies."""
+    """The llama3 scaling with these divisors of the rotary frequencies."""
     if divisors.shape != (head_dim // 2,):
         raise ValueError(
             f"{_ROPE_FACTORS} has {list(divisors.shape)} values for heads of {head_dim}"
@@ -248,11 +248,11 @@ def model_tensors(
     file: GgufFile, config: Mapping[str, Any]
 ) -> dict[str, CheckpointTensor | GgufTensor]:
     """The tensors of a GGUF file by their names in a Hugging Face checkpoint. A tensor without such
-    a name keeps its own.
+    a name keeps the file's.
 
     Args:
         file: The file.
-        config: What :func:`config_fields` returned.
+        config: The result of :func:`config_fields`.
     """
     gguf = FAMILIES[config["model_type"]].gguf
     assert gguf is not None
@@ -266,11 +266,9 @@ def model_tensors(
 
 def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
     module, _, part = name.rpartition(".")
-    if module in _TENSORS:
-        return _TENSORS[module] if part == "weight" else name
+    if module in _TENSORS and part == "weight":
+        return _TENSORS[module]
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module, re.ASCII)
-    return (
-        f"model.layers.{int(found[1])}.{block[found[2]]}.{part}"
-        if found and found[2] in block
-        else name
-    )
+    if found and found[2] in block:
+        return f"model.layers.{int(found[1])}.{block[found[2]]}.{part}"
+    return name

@@ -1,9 +1,9 @@
-"""How llama.cpp cuts a text before tokens are merged, by the name of the rule in a GGUF file
-(``tokenizer.ggml.pre``).
+"""llama.cpp's rules for cutting a text before tokens are merged, by the name of the rule in a GGUF
+file (``tokenizer.ggml.pre``).
 
-The rules are facts of the format: a file holds the name alone, and llama.cpp
-(``src/llama-vocab.cpp``) what it means. The expressions are Oniguruma's.
-``tests/support/gguf_tokenizers.py`` compares the token ids with those of llama.cpp.
+A file holds only the name; llama.cpp (``src/llama-vocab.cpp``) defines its meaning, so the rules
+belong to the format. The expressions are Oniguruma's. ``tests/support/gguf_tokenizers.py`` compares
+the token ids with those of llama.cpp.
 """
 
 _CASES = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
@@ -35,8 +35,8 @@ _LATIN = (
 
 
 def _by_case(upper: str, lower: str, after: str, rest: str) -> str:
-    """Words that a change from lower to upper case ends. llama.cpp knows the case of A to Z
-    alone."""
+    """Words that end where lower case changes to upper case. llama.cpp distinguishes the case of A
+    to Z only."""
     first = r"[^\r\n\p{L}\p{N}]?"
     return f"{first}{upper}*{lower}+{after}|{first}{upper}+{lower}*{after}|{rest}"
 
@@ -127,11 +127,12 @@ _RULES: dict[tuple[str, ...], tuple[str, ...]] = {
     ),
 }
 PRE_TOKENIZERS = {name: rule for names, rule in _RULES.items() for name in names}
-"""Rules by ``tokenizer.ggml.pre``: expressions one after another, each of which cuts the pieces of
-those before.
+"""Rules by ``tokenizer.ggml.pre``: a sequence of expressions. Each cuts the pieces of the previous
+one.
 
-llama.cpp's other rules are of architectures that are not supported."""
+llama.cpp's other rules are for architectures that are not supported."""
 WHOLE_PIECES = {*_LLAMA3_NAMES, "minicpm5", "glm4", "glm5", "tekken"}
-"""With these rules, a piece that is a token stays that token. No merge applies to it."""
+"""Rules under which a piece that is a token stays that token, without merges."""
 BEGINS = {*_LLAMA3_NAMES, "tekken"}
-"""With these, a text begins with the token that begins texts, unless the file says otherwise."""
+"""Rules under which a text starts with the token that begins texts, unless the file overrides
+it."""

@@ -1,8 +1,8 @@
 """The tokens of a GGUF file that are not text, and those that end a text.
 
-A file names few of them by id. llama.cpp (``src/llama-vocab.cpp``) knows the others by their
-names, and takes each token with such a name for a control token. Here the file's own type counts:
-what it calls text stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and Gemma.
+A file names few of them by id. llama.cpp (``src/llama-vocab.cpp``) finds the others by name, and
+treats every token with such a name as a control token. Here the type in the file decides: what it
+calls text stays text, such as HTML's ``</s>`` in the vocabularies of Qwen and Gemma.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ _CODE_ENDS = {
     "fim_rep_token_id": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep_token_id": ("<|file_sep|>",),
 }
-"""Tokens that a model of code writes behind the text in the middle. The names count where the file
-does not have the key."""
+"""Tokens that a code model writes after the text in the middle. The names are used if the file does
+not have the key."""
 _MORE_ENDS = {"\u2581<EOT>", "<|end_of_turn|>", "<|eot|>"}
-"""Of CodeLlama, OpenChat and Llama 4, which llama.cpp knows only where the file names the id."""
+"""Of CodeLlama, OpenChat and Llama 4. llama.cpp uses them only if the file names the id."""
 _MARKS = {
     *(f"<|{part}|>" for part in ("fim_prefix", "fim_suffix", "fim_middle")),
     *(f"<{part}>" for part in ("fim-prefix", "fim-suffix", "fim-middle")),
@@ -40,9 +40,9 @@ _MARKS = {
     *(f"<\uff5cfim\u2581{part}\uff5c>" for part in ("begin", "hole", "end")),
 }
 _TEMPLATES = "tokenizer.chat_template"
-"""How the keys of chat templates begin."""
+"""Prefix of the keys of chat templates."""
 CONTROL_NAMES = _TURN_ENDS.union(_MARKS, *_CODE_ENDS.values())
-"""llama.cpp finds these tokens in a text before it is cut. It ignores their type in the file."""
+"""llama.cpp finds these tokens in a text before it is cut, whatever their type in the file."""
 
 
 def values(fields: Fields, name: str, *kinds: type) -> list[Any]:
@@ -56,7 +56,7 @@ def values(fields: Fields, name: str, *kinds: type) -> list[Any]:
 
 
 def token_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
-    """The type of each token; 1 (normal) where the file has none. Raises ValueError."""
+    """The type of each token; 1 (normal) for all if the file has none. Raises ValueError."""
     if "tokenizer.ggml.token_type" not in fields.raw:
         return [1] * len(tokens)
     types = values(fields, "token_type", int)
@@ -66,9 +66,9 @@ def token_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
 
 
 def end_tokens(fields: Fields) -> list[int]:
-    """The tokens that end a text: those whose ids the file gives, then those that it has by name.
+    """The tokens that end a text: those whose ids are in the file, then those found by name.
 
-    A token counts by its name if its type is control, or if the chat template writes it: some
+    A token found by name counts if its type is control, or if the chat template contains it: some
     files call the ends of turns user-defined.
 
     Raises:
@@ -101,10 +101,11 @@ def _given(fields: Fields, keys: Sequence[str]) -> list[int]:
 
 
 def _inner(ends: dict[str, int]) -> set[int]:
-    """Tokens that end something within a turn, as others among the ends show: ``<|end|>`` ends a
-    message of gpt-oss and Solar Open, and ``</s>`` is text for Gemma 4."""
-    calls = ends.keys() & {"<|call|>", "<|calls|>"}
-    inner = {"<|end|>"} if calls and ends.keys() & {"<|return|>", "<|flush|>"} else set()
+    """Tokens that end something within a turn, if other ends show that: ``<|end|>`` ends a message
+    of gpt-oss and Solar Open, and ``</s>`` is text for Gemma 4."""
+    inner = set[str]()
+    if ends.keys() & {"<|call|>", "<|calls|>"} and ends.keys() & {"<|return|>", "<|flush|>"}:
+        inner.add("<|end|>")
     if "<|tool_response>" in ends:
         inner.add("</s>")
     return {ends[name] for name in inner if name in ends}

@@ -1,7 +1,7 @@
 """Equal scores in a SentencePiece vocabulary.
 
-Of neighbours whose tokens have the best score, llama.cpp merges the leftmost. The tokenizers
-library knows an order of merges alone, so equal scores become an order, too. Where that can give
+llama.cpp merges the leftmost of the neighbours whose tokens share the best score. The tokenizers
+library only supports an order of merges, so equal scores become an order, too. If that can give
 other tokens, the file is refused.
 """
 
@@ -19,12 +19,12 @@ from eesd.common.checks import shown
 def check_ties(scores: Mapping[str, float], model: BPE) -> None:
     """Check that equal scores give the tokens of llama.cpp.
 
-    Llama 2 and Mistral give all runs of spaces one score. For such runs of one character, both
-    readings are compared.
+    Llama 2 and Mistral give all runs of spaces one score. For such runs of one character, the
+    results of both are compared.
 
     Args:
-        scores: The scores of the pieces that merges make; not those of special tokens.
-        model: What merges them by the order of their scores.
+        scores: The scores of the pieces that merges make, without special tokens.
+        model: Merges pieces in the order of their scores.
 
     Raises:
         ValueError: Other tokens are possible.
@@ -60,8 +60,8 @@ def cuts(piece: AnyStr) -> Iterator[tuple[AnyStr, AnyStr]]:
 
 
 def _conflicts(tied: list[str], scores: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    """Pairs of different pieces of which one, merged first, can keep the other from being merged:
-    neighbours with one part in common, and a piece with a better one that it makes possible."""
+    """Pairs of pieces of which one, merged first, can prevent the other: neighbours that share a
+    part, and a piece together with a better one that contains it."""
     begins = defaultdict(set)
     for piece in tied:
         for left, _ in cuts(piece):
@@ -78,7 +78,7 @@ def _conflicts(tied: list[str], scores: Mapping[str, float]) -> Iterator[tuple[s
 
 
 def _leftmost_first(text: str, scores: Mapping[str, float]) -> list[str]:
-    """The pieces of a text as llama.cpp merges them."""
+    """The pieces of a text, merged as llama.cpp does."""
     pieces = list(text)
     while True:
         pairs = (left + right for left, right in pairwise(pieces))

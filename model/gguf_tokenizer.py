@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, as llama.cpp reads it.
 
-It is made from the metadata alone, so the token ids do not depend on what transformers knows of
-GGUF files.
+It is made from the metadata alone, so the token ids do not depend on transformers' support for GGUF
+files.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def gguf_tokenizer(file: GgufFile) -> tuple[Tokenizer, dict[str, str]]:
         The tokenizer, and the special tokens by their names in ``tokenizer_config.json``.
 
     Raises:
-        EESDError: The kind of tokenizer or its rule is not known, or the metadata are damaged.
+        EESDError: The kind of tokenizer or its rule is unknown, or the metadata are damaged.
     """
     try:
         return _tokenizer(Fields(file.metadata))
@@ -110,7 +110,7 @@ def _special(fields: Fields, tokens: Sequence[str], defaults: dict[str, int]) ->
 
 
 def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
-    """Byte-level BPE: pieces of the text, whose bytes are spelled as characters, are merged."""
+    """Byte-level BPE, which merges pieces of the text whose bytes are spelled as characters."""
     name = fields.text("tokenizer.ggml.pre")
     if name not in PRE_TOKENIZERS:
         raise ValueError(
@@ -124,7 +124,7 @@ def _byte_level(fields: Fields, vocabulary: dict[str, int]) -> Tokenizer:
         pair = (merge[:cut], merge[cut + 1 :])
         if cut < 0 or not vocabulary.keys() >= {*pair, "".join(pair)}:
             raise ValueError(f"the merge {shown(merge)} is not one of tokens to a token")
-        merges[pair] = None  # the first of several counts
+        merges[pair] = None  # the first occurrence counts
     tokenizer = Tokenizer(models.BPE(vocabulary, list(merges), ignore_merges=name in WHOLE_PIECES))
     cuts = [pre_tokenizers.Split(Regex(rule), "isolated") for rule in PRE_TOKENIZERS[name]]
     spell = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -139,8 +139,8 @@ def _sentencepiece(
     special: dict[str, str],
     added: Sequence[AddedToken],
 ) -> Tokenizer:
-    """BPE of SentencePiece: of neighbours that make a token, those whose token has the best score
-    are merged first."""
+    """SentencePiece BPE: of all neighbours that form a token, those with the best score are merged
+    first."""
     scores = values(fields, "scores", float, int)
     if len(scores) < len(vocabulary):
         raise ValueError(f"it has {len(scores)} scores for {len(vocabulary)} tokens")
@@ -157,17 +157,18 @@ def _sentencepiece(
     tokenizer = Tokenizer(model)
     prefix = fields.flag("tokenizer.ggml.add_space_prefix", True)
     spaces = normalizers.Replace(" ", "\u2581")
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("\u2581"), spaces]) if prefix else spaces
-    )
     steps = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
-    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
+    tokenizer.normalizer = spaces
+    if prefix:
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), spaces])
+        steps.append(decoders.Strip(" ", 1, 0))
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
 def _added_tokens(fields: Fields, tokens: Sequence[str]) -> list[AddedToken]:
-    """Tokens that are found in a text before it is cut: those for control, and those of the
-    users. Only the former are special, and not shown."""
+    """Tokens that are found in a text before it is cut: control and user-defined tokens. Only
+    control tokens are special, and hidden in output."""
     types = token_types(fields, tokens)
     ends = end_tokens(fields)
     model = (fields.text("general.name") or "").lower()

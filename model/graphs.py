@@ -1,9 +1,9 @@
-"""The torch modules of the graphs: **draft** (the first N layers and the exit head)
-and **verify** (the model). What they compute is in ``common/architecture.py``.
+"""The torch modules of the graphs: **draft** (the first N layers and the exit head) and **verify**
+(the model). ``common/architecture.py`` describes their computations.
 
-Both take the same inputs, and caches in the order of their indices.
+Both have the same inputs, and caches in the order of their indices.
 
-Verify computes logits only for the tokens that its caller names: nobody reads those of a prompt,
+Verify computes logits only for the tokens that its caller names: those of a prompt are not used,
 and the LM head is a large part of a small model.
 """
 
@@ -19,15 +19,15 @@ from eesd.model.torch_ops import KV, Add, Inputs, TorchOperations
 
 
 class Graph(nn.Module):
-    """The modules of a draft or verify, and the kernels that an engine has for it.
+    """The modules of draft or verify, with an engine's kernels.
 
     Attributes:
         described: The description of the model.
-        operations: The table of operations.
-        best: Makes of logits [B, n, V] in any type, K and a draft vocabulary what engines return to
-            their callers (:func:`~eesd.runtime.engines.torch_fused.find_best`). None: operators of
-            torch do, from float32.
-        unmasked: Tokens of a sequence, at most, for which attention derives the mask.
+        operations: The table of operations. An engine may set another one, as all below.
+        best: Function of logits [B, n, V] in any type, K and a draft vocabulary that returns an
+            engine's results for its callers (:func:`~eesd.runtime.engines.torch_fused.find_best`).
+            None: operators of torch compute them from float32.
+        unmasked: Largest number of a sequence's tokens for which attention derives the mask.
 
     Args:
         decoder: The base model.
@@ -55,7 +55,7 @@ class Graph(nn.Module):
         self._add_ranks = add_ranks
 
     def _pass(self, inputs: Inputs, caches: Sequence[KV]) -> TorchOperations:
-        """The operations of a pass with these caches. It makes masks of its own, as the memory of
+        """The operations of a pass with these caches. Masks are made anew, because the memory of
         the inputs may have new values."""
         given = dict(zip(self._caches, caches, strict=True))
         own = inputs.anew()
@@ -65,8 +65,8 @@ class Graph(nn.Module):
 
 
 class Draft(Graph):
-    """The first N layers and the exit head. A head without blocks uses the model's own LM head,
-    whose logits have a cap. With a draft vocabulary the head has an LM head of its own.
+    """The first N layers and the exit head. A head without blocks uses the model's LM head, whose
+    logits have a cap. With a draft vocabulary, the head has a separate LM head.
 
     Args:
         decoder: The base model.
@@ -95,8 +95,8 @@ class Draft(Graph):
         Returns:
             Logits [B, n, V] in float32, or [B, n, Vd] with a draft vocabulary; ids [B, n, K] in the
             whole vocabulary and log-probabilities [B, n, K] of the K most likely tokens, most
-            likely first; the written caches. With :attr:`best` the logits have the model's type,
-            and one tensor has ids and log-probabilities.
+            likely first; the written caches. With :attr:`best`, the logits have the model's type,
+            and one tensor holds ids and log-probabilities.
         """
         o = self._pass(inputs, caches)
         logits = draft(o, self.described, input_ids)
@@ -127,7 +127,8 @@ class Verify(Graph):
         layers: range | None = None,
         add_ranks: Add | None = None,
     ) -> None:
-        layers = range(decoder.geometry.num_layers) if layers is None else layers
+        if layers is None:
+            layers = range(decoder.geometry.num_layers)
         super().__init__(decoder, head, layers, add_ranks)
         self.layers = layers
 
@@ -145,8 +146,8 @@ class Verify(Graph):
 
         Returns:
             Logits [B, R, V] in float32 from the last stage, for the tokens ``inputs.logit_rows``;
-            hidden state [B, n, hidden] from the others; the written caches. With :attr:`best` the
-            logits have the model's type, and what it makes of them follows.
+            hidden state [B, n, hidden] from the others; the written caches. With :attr:`best`, the
+            logits have the model's type, and the result of :attr:`best` follows.
         """
         o = self._pass(inputs, caches)
         x = verify(o, self.described, x, self.layers)

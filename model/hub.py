@@ -35,14 +35,14 @@ _HEAD = ["*.json", "*.safetensors"]
 
 
 def find_model(name: str, weights: bool = True) -> Path:
-    """Find a model's directory or GGUF file, and download what is missing from a directory.
+    """Find a model's directory or GGUF file. Download the missing files of a directory.
 
     Downloads go through huggingface_hub, so its cache and its environment variables (such as
     ``HF_HUB_OFFLINE``) apply.
 
     Args:
         name: A local directory or GGUF file, a Hugging Face id, or a key of :data:`ALIASES`.
-        weights: Whether the weights are downloaded, too.
+        weights: Whether to download the weights.
 
     Raises:
         EESDError: There is no such model, or it cannot be downloaded.
@@ -66,7 +66,7 @@ def find_model(name: str, weights: bool = True) -> Path:
 
 def find_head(name: str) -> Path:
     """Find the directory of an exit head: a local one, or a Hugging Face id, whose JSON and
-    safetensors files are downloaded as :func:`find_model` does.
+    safetensors files are downloaded as by :func:`find_model`.
 
     Raises:
         EESDError: The head cannot be downloaded.

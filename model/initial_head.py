@@ -1,5 +1,5 @@
-"""What an untrained exit head starts from: parameters of the base model. Also which models can have
-a head. Needs no torch."""
+"""The initial parameters of an untrained exit head, taken from the base model, and the models that
+can have a head. Needs no torch."""
 
 from collections.abc import Sequence
 
@@ -39,11 +39,11 @@ def check_exit(geometry: Geometry, exit_config: ExitConfig) -> None:
 
 
 def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tuple[str, ...]]:
-    """Names of the base parameters that an untrained head starts from, by the names of the head's
-    parameters; of several, :func:`joined` makes one.
+    """Names of the base parameters for each parameter of an untrained head. :func:`joined` combines
+    several into one.
 
-    The blocks start from the last E layers, the norm from the final norm, and an own LM head from
-    the base model's. A block's MLP starts from as many experts of its layer as it has room for.
+    The blocks start from the last E layers, the norm from the final norm, and a separate LM head
+    from the base model's. A block's MLP starts from as many experts of its layer as fit into it.
     """
     names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
     if exit_config.own_lm_head:
@@ -62,18 +62,19 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
 
 
 def joined(name: str, parts: Sequence[Array], geometry: Geometry) -> Array:
-    """A parameter of a head from the base parameters that :func:`initial_names` says.
+    """Combine the base parameters of :func:`initial_names` into one parameter of a head.
 
-    Those of several experts stand side by side, as if a token used all of them with the same
-    weight. What is too much is left out, and what is missing is 0, which adds nothing.
+    Those of several experts are placed side by side, as if a token used all of them with equal
+    weights. Excess parts are cut off, and missing ones are 0, which adds nothing.
     """
     block = block_shapes(geometry.dense)
     shape = block.get(name.partition(".")[2].partition(".")[2])
     if shape is None or (len(parts) == 1 and parts[0].shape == shape):
         return parts[0]
-    inner = 1 if name.endswith("down_proj.weight") else 0
-    whole = np.concatenate(parts, inner)
-    whole = whole[: shape[0], : shape[1]]
+    inner = name.endswith("down_proj.weight")
+    whole = np.concatenate(parts, int(inner))[: shape[0], : shape[1]]
+    if inner:
+        whole = whole / len(parts)
     found = np.zeros(shape, whole.dtype)
-    found[: whole.shape[0], : whole.shape[1]] = whole / len(parts) if inner else whole
+    found[: whole.shape[0], : whole.shape[1]] = whole
     return found

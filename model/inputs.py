@@ -1,4 +1,4 @@
-"""Making the inputs of a pass: positions, a causal mask, empty caches."""
+"""The inputs of a pass: positions, a causal mask, empty caches."""
 
 import torch
 
@@ -34,7 +34,6 @@ def causal_inputs(
 
 
 def empty_caches(geometry: Geometry, batch: int, slots: int, caches: int | None = None) -> list[KV]:
-    """Create caches filled with zeros. ``caches`` is their number; None: those of the base
-    layers."""
+    """Create ``caches`` caches filled with zeros. None: as many as the base layers have."""
     shape = (batch, geometry.num_kv_heads, slots, geometry.head_dim)
     return [(torch.zeros(shape), torch.zeros(shape)) for _ in range(caches or geometry.num_caches)]

@@ -1,4 +1,4 @@
-"""Torch modules with the weights of a checkpoint, and exit heads from and to their files."""
+"""Torch modules with the weights of a checkpoint, and loading and saving exit heads."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from eesd.model.initial_head import check_exit, initial_names, joined
 def load_decoder(checkpoint: Checkpoint, dtype: torch.dtype = torch.float32) -> Decoder:
     """Load the whole base model, frozen."""
     default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)  # creating a large model in float32 first might not fit
+    torch.set_default_dtype(dtype)  # a large model might not fit in float32
     try:
         model = Decoder(checkpoint.geometry).requires_grad_(False).eval()
     finally:
@@ -48,7 +48,8 @@ def make_initial_head(
     head = ExitHead(geometry, exit_config)
     if draft_vocab is not None:
         ids = state[DRAFT_VOCAB] = as_torch(draft_vocab)
-        state |= {LM_HEAD: state[LM_HEAD][ids]} if exit_config.own_lm_head else {}
+        if exit_config.own_lm_head:
+            state[LM_HEAD] = state[LM_HEAD][ids]
     if exit_config.deep:
         state |= _initial_deep(geometry, len(exit_config.deep))
     head.load_state_dict(state)
@@ -56,7 +57,8 @@ def make_initial_head(
 
 
 def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
-    """Random projections to the deep state, and one from it that adds nothing yet."""
+    """Random projections to the deep state, and a zero projection from it, which adds nothing
+    yet."""
     hidden = geometry.hidden_size
     width = geometry.cache_columns
     generator = torch.Generator().manual_seed(0)
@@ -70,7 +72,7 @@ def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
 
 
 def load_exit_head(checkpoint: Checkpoint, directory: Path) -> ExitHead:
-    """Load an exit head of a model in float32.
+    """Load a model's exit head in float32.
 
     Raises:
         EESDError: The head is missing or damaged, or was trained for another model.
@@ -98,12 +100,8 @@ def save_exit_head(head: ExitHead, directory: Path, dtype: torch.dtype = torch.b
         dtype: Element type of the stored weights. The draft vocabulary is int32.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    kinds = {
-        name: dtype if value.is_floating_point() else torch.int32
-        for name, value in head.state_dict().items()
-    }
     state = {
-        name: value.detach().to(kinds[name]).contiguous()
+        name: value.detach().to(dtype if value.is_floating_point() else torch.int32).contiguous()
         for name, value in head.state_dict().items()
     }
     with written_whole(directory / WEIGHTS_FILE) as temporary:

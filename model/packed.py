@@ -1,24 +1,22 @@
-"""Weights that a checkpoint stores quantized. Their levels are taken as they are, or dequantized.
+"""Quantized weights of a checkpoint. Their levels are kept, or dequantized.
 
-A level ``q`` stands for the weight ``scale * (q - zero_point)``. Tensors of a linear layer, where p
-levels of ``32 / p`` bits are in an int32, the first in the lowest bits, and an unsigned level is
-the signed one plus the middle of the range:
+A level ``q`` stands for the weight ``scale * (q - zero_point)``. An int32 holds p levels of
+``32 / p`` bits, the first in the lowest bits. An unsigned level is the signed one plus the middle
+of the range. Tensors of a linear layer, by layout:
 
 * GPTQ: ``qweight`` [in / p, out], along the inputs; ``qzeros`` [groups, out / p], along the
   outputs; ``scales`` [groups, out]; ``g_idx`` [in], the group of each input. ``qzeros`` holds the
-  zero point minus one, except in the second format, which configs call ``gptq_v2`` or nothing at
-  all.
+  zero point minus one, except in the second format, which configs call ``gptq_v2`` or do not name.
 * AWQ, gemm: ``qweight`` [in, out / 8] and ``qzeros`` [groups, out / 8], along the outputs in the
   order 0, 2, 4, 6, 1, 3, 5, 7.
 * compressed-tensors, pack-quantized: ``weight_packed`` [out, in / p]; ``weight_scale``
   [out, groups]; ``weight_zero_point`` [out / p, groups], along the outputs; ``weight_g_idx`` [in].
   int-quantized: ``weight`` [out, in] of signed bytes.
-* FP8: ``weight`` [out, in]; ``weight_scale`` or ``weight_scale_inv``, which is multiplied by, too:
-  one number, [out, 1], or one for each block of a config's size [out / rows, in / columns], rounded
-  up.
-* NVFP4: two levels a byte [out, in / 2], the first in the low half; ``weight_scale`` [out, in / 16]
-  of FP8; and for all of them ``weight_scale_2`` (ModelOpt), a factor, or ``weight_global_scale``
-  (compressed-tensors), a divisor.
+* FP8: ``weight`` [out, in]; ``weight_scale`` or ``weight_scale_inv``. Both are factors: one number,
+  [out, 1], or one for each block of a config's size [out / rows, in / columns], rounded up.
+* NVFP4: two levels per byte [out, in / 2], the first in the low half; ``weight_scale``
+  [out, in / 16] of FP8; and for the whole weight ``weight_scale_2`` (ModelOpt), a factor, or
+  ``weight_global_scale`` (compressed-tensors), a divisor.
 """
 
 from collections.abc import Mapping
@@ -51,17 +49,17 @@ _OF_ACTIVATIONS = frozenset(
     for of in ("input", "activation", "output", "q", "k", "v")
     for part in ("scale", "zero_point", "global_scale", "scale_ub")
 )
-"""Suffixes of tensors for activations and caches, which stay as they are."""
+"""Suffixes of tensors for activations and caches, which are ignored."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Column of each of the 8 levels in an int32, from the lowest bits on."""
 _SMALL = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E8M0": ml_dtypes.float8_e8m0fnu}
-"""Types of 8 bits that scales may have."""
+"""8-bit types of scales."""
 
 
 def packed_tensors(
     stored: Mapping[str, CheckpointTensor], packing: Packing
 ) -> dict[str, "CheckpointTensor | PackedTensor"]:
-    """The tensors of a checkpoint whose quantized weights are one tensor each. Those for
+    """The tensors of a checkpoint, with one tensor for each quantized weight. Tensors for
     activations are left out.
 
     Raises:
@@ -97,12 +95,12 @@ def packed_tensors(
 
 
 class PackedTensor:
-    """A weight that is stored as levels and scales.
+    """A weight stored as levels and scales.
 
     Args:
         name: Name of the linear layer.
         parts: Its tensors by suffix.
-        packing: How they are stored.
+        packing: Layout of the tensors.
 
     Attributes:
         shape: [out, in].
@@ -129,7 +127,7 @@ class PackedTensor:
         self.shape = self._shape()
 
     def _part(self, *names: str) -> CheckpointTensor:
-        """The tensor with one of these suffixes of the layout."""
+        """The tensor with one of these suffixes."""
         found = next((name for name in names if name in self._parts), None)
         if found is None:
             missing = next(
@@ -161,7 +159,7 @@ class PackedTensor:
         return self._levels_part.head() + self._scales_part.head()
 
     def rows(self, order: NDArray[np.int64]) -> "PackedTensor":
-        """Some outputs, in this order."""
+        """Rows of the weight for some outputs, in this order."""
         found = copy(self)
         found._order = order if self._order is None else self._order[order]
         found.shape = (len(order), self.shape[1])
@@ -177,11 +175,11 @@ class PackedTensor:
         raise NotImplementedError
 
     def fits(self, quantization: Quantization) -> bool:
-        """Whether the quantization keeps the levels as they are."""
+        """Whether this quantization can keep the levels."""
         return False
 
     def levels(self, quantization: Quantization, dtype: str) -> Quantized | None:
-        """The levels as they are, if they fit the quantization.
+        """The stored levels, if they fit the quantization.
 
         Args:
             quantization: The wanted quantization.
@@ -198,13 +196,13 @@ class PackedTensor:
         return Quantized(pack(transposed(levels.T[order]), self._packing.bits), scales, zeros)
 
     def _stored(self, block: int) -> tuple[Bytes, Array, Bytes | None]:
-        """Bytes of the levels [in, out], and for each block of inputs scales and zero points
-        [in / block, out]."""
+        """Levels [in, out] as bytes, and scales and zero points [in / block, out] for each block of
+        inputs."""
         raise NotImplementedError
 
 
 class PackedIntegers(PackedTensor):
-    """A weight that is stored as integers of 4 or 8 bits."""
+    """A weight stored as integers of 4 or 8 bits."""
 
     def _shape(self) -> tuple[int, int]:
         layout = self._packing.layout
@@ -251,8 +249,8 @@ class PackedIntegers(PackedTensor):
         return outputs, inputs
 
     def _stored_width(self, most: int) -> int:
-        """The number of inputs that ``weight_shape`` says: the last int32 of an output may have
-        fewer levels."""
+        """The number of inputs in ``weight_shape``: the last int32 of an output may hold fewer
+        levels."""
         part = self._parts["weight_shape"]
         kind = {"I64": np.int64, "I32": np.int32}.get(part.stored)
         given = [] if kind is None else part.read_bytes().view(kind).tolist()
@@ -265,12 +263,12 @@ class PackedIntegers(PackedTensor):
         return int(given[1])
 
     def _group_index(self, inputs: int, group: int) -> NDArray[np.int32] | None:
-        """The group [in] of each input; None where groups are consecutive."""
+        """The group [in] of each input; None if groups are consecutive."""
         part = self._parts.get("g_idx", self._parts.get("weight_g_idx"))
         if part is None:
             return None
         index = part.read_bytes().view(np.int32) if part.stored == "I32" else np.zeros(0, np.int32)
-        # compressed-tensors' value before it is set.
+        # -1 is the initial value in compressed-tensors.
         if len(index) == inputs and (index == -1).all():
             return None
         if len(index) != inputs or index.min() < 0 or index.max() >= self._groups:
@@ -287,11 +285,9 @@ class PackedIntegers(PackedTensor):
 
     def _values(self) -> NDArray[np.float32]:
         levels, scales, zeros = self._grouped()
-        index = (
-            np.arange(self.shape[1]) // (self.shape[1] // self._groups)
-            if self._index is None
-            else self._index
-        )
+        index = self._index
+        if index is None:
+            index = (np.arange(self.shape[1]) // (self.shape[1] // self._groups)).astype(np.int32)
         if zeros is None:
             middle = 1 << (self._packing.bits - 1)
             values = to_float32(levels ^ middle) - np.float32(middle)
@@ -306,12 +302,12 @@ class PackedIntegers(PackedTensor):
         return levels, scales.repeat(repeat, 0), None if zeros is None else zeros.repeat(repeat, 0)
 
     def _grouped(self) -> tuple[Bytes, Array, Bytes | None]:
-        """Levels [in, out], scales and zero points [groups, out]. Without zero points levels are of
-        two's complement."""
+        """Levels [in, out], scales and zero points [groups, out]. Without zero points, levels are
+        in two's complement."""
         layout = self._packing.layout
         bits = self._packing.bits
         inputs = self.shape[1]
-        outputs = self._levels_part.shape[0] if layout in (WORDS, BYTES) else 0
+        outputs = self._levels_part.shape[0]
         words = self._levels_part.read_bytes()
         if layout == GPTQ:
             outputs = self._levels_part.shape[1]
@@ -337,8 +333,8 @@ class PackedIntegers(PackedTensor):
         return levels, scales, zeros
 
     def _zeros(self, outputs: int) -> Bytes | None:
-        """The zero points [groups, out] of unsigned levels; None where they must be the middle of
-        the range, and are."""
+        """The zero points [groups, out] of unsigned levels; None for a symmetric weight, after a
+        check that all are the middle of the range."""
         layout = self._packing.layout
         bits = self._packing.bits
         middle = 1 << (bits - 1)
@@ -369,7 +365,7 @@ class PackedIntegers(PackedTensor):
             )
         if self._packing.symmetric:
             # GPTQ's second format stores the middle itself for a symmetric weight. Some configs
-            # call that format the first.
+            # claim the first format for it.
             if not any((zeros == one).all() for one in {middle, middle - int(layout == GPTQ)}):
                 raise EESDError(
                     f"{part.name} has zero points, but config.json says that there are none "
@@ -392,7 +388,7 @@ class PackedIntegers(PackedTensor):
 
 
 class PackedFloats(PackedTensor):
-    """A weight that is stored as floating-point numbers of 8 bits (e4m3)."""
+    """A weight stored as floating-point numbers of 8 bits (e4m3)."""
 
     def _shape(self) -> tuple[int, int]:
         (outputs, inputs) = self._levels_part.shape
@@ -443,7 +439,7 @@ class PackedFloats(PackedTensor):
 
 
 class PackedFp4(PackedTensor):
-    """A weight that is stored as NVFP4."""
+    """A weight stored as NVFP4."""
 
     def _shape(self) -> tuple[int, int]:
         outputs = self._levels_part.shape[0]
@@ -458,12 +454,11 @@ class PackedFp4(PackedTensor):
             raise self._misfit()
         return outputs, inputs
 
-    # A damaged factor is reported as values that are not finite.
+    # A damaged factor is reported as non-finite values.
     @np.errstate(divide="ignore", invalid="ignore")
     def _values(self) -> NDArray[np.float32]:
-        outputs, inputs = (
-            self.shape if self._order is None else (self._levels_part.shape[0], self.shape[1])
-        )
+        outputs = self._levels_part.shape[0]
+        inputs = self.shape[1]
         factor = to_float32(self._factor.read()).reshape(())
         scales = _scale_values(self._scales_part)
         scales = scales * factor if "weight_scale_2" in self._parts else scales / factor
@@ -478,7 +473,7 @@ _CLASSES = {FLOATS: PackedFloats, NVFP4: PackedFp4}
 
 
 def _scale_values(part: CheckpointTensor) -> NDArray[np.float32]:
-    """The values of scales in float32, which may be of 8 bits, too."""
+    """The values of scales, possibly of 8 bits, in float32."""
     small = _SMALL.get(part.stored)
     if small is None:
         return to_float32(part.read())

@@ -1,8 +1,8 @@
-"""How a checkpoint stores its quantized weights, as ``quantization_config`` says it in the words of
+"""The storage of a checkpoint's quantized weights, from ``quantization_config`` in the terms of
 several publishers.
 
-Only weights are read so. Activations and KV caches that a config wants quantized keep the engine's
-element type.
+Only weights are affected. Activations and KV caches keep the engine's element type, even if a
+config wants them quantized.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ WORDS = "words"
 BYTES = "bytes"
 FLOATS = "fp8"
 NVFP4 = "nvfp4"
-"""Layouts of a quantized weight, which :mod:`eesd.model.packed` reads."""
+"""Layouts of a quantized weight; :mod:`eesd.model.packed` reads them."""
 _NO_EFFECT = frozenset(
     (
         *(
@@ -82,8 +82,8 @@ _NO_EFFECT = frozenset(
         *("use_cuda_fp16", "use_exllama", "version"),
     )
 )
-"""Fields that say how levels were found, what computes with them, what else is quantized, or which
-layers have levels, which the tensors say as well."""
+"""Fields about the search for levels, the software that computes with them, and other quantized
+parts, or about which layers have levels, which the tensors also show."""
 _FORMATS = {
     ("int", 4, "pack-quantized"): WORDS,
     ("int", 8, "pack-quantized"): WORDS,
@@ -105,7 +105,7 @@ _ALGORITHMS = {
 
 @dataclass(frozen=True)
 class Packing:
-    """How a checkpoint stores its quantized weights.
+    """Storage of a checkpoint's quantized weights.
 
     Attributes:
         layout: One of the layouts above.
@@ -113,10 +113,10 @@ class Packing:
         group: Number of consecutive inputs that share a scale; None: all inputs of an output.
         symmetric: Whether weights have no zero points, or every zero point is the middle of the
             range.
-        offset: What must be added to a stored zero point.
-        rows: Number of consecutive outputs that share a scale, where a group does.
-        consecutive: Whether groups are of consecutive inputs, as far as the config says.
-        unknown: Names of fields that EESD does not know.
+        offset: Number to add to a stored zero point.
+        rows: Number of consecutive outputs that share a scale, if a group covers several.
+        consecutive: Whether groups consist of consecutive inputs, according to the config.
+        unknown: Names of unknown fields.
     """
 
     layout: str
@@ -132,18 +132,17 @@ class Packing:
     def kind(self) -> str:
         """Element type of the levels. Engines have no ``uint8``, and NVFP4 only with a factor that
         is a power of two."""
-        if self.layout in (FLOATS, NVFP4):
-            return FP8 if self.layout == FLOATS else NVFP4
-        return f"{'' if self.symmetric else 'u'}int{self.bits}"
+        integers = f"{'' if self.symmetric else 'u'}int{self.bits}"
+        return {FLOATS: FP8, NVFP4: NVFP4}.get(self.layout, integers)
 
     def quantization(self, widths: set[int]) -> Quantization | None:
-        """The quantization of an engine directory with these levels; None: no engine has them. A
-        scale may be repeated for several blocks.
+        """The quantization of an engine directory with these levels; None if engines do not support
+        it. A scale may be repeated for several blocks.
 
         Args:
-            widths: The numbers of inputs of all quantized weights.
+            widths: The input sizes of all quantized weights.
         """
-        shared = gcd(*widths, *([] if self.group is None else [self.group]))
+        shared = gcd(*widths, self.group or 0)
         fitting = [size for size in BLOCKS if shared % size == 0]
         if not fitting or not self.consecutive or self.kind not in ("int4", "uint4", "int8", FP8):
             return None
@@ -161,9 +160,9 @@ def read_packing(raw: Any) -> Packing:
     if not isinstance(raw, Mapping):
         raise ValueError(f"quantization_config is {shown(raw)}, and must be an object")
     fields = Fields(raw)
-    # Older versions do not name it.
+    # Older versions of ModelOpt do not name the method.
     method = fields.take("quant_method", "modelopt" if "quant_algo" in raw else None)
-    reader = _METHODS.get(method) if isinstance(method, str) else None
+    reader = _METHODS.get(str(method))
     if reader is None:
         raise ValueError(
             f"quantization_config has the method {shown(method)}; supported are "
@@ -175,7 +174,7 @@ def read_packing(raw: Any) -> Packing:
 
 
 def _group(fields: Fields, default: int | None) -> int | None:
-    """``group_size``; None: all inputs."""
+    """``group_size``; None for all inputs."""
     group = fields.take("group_size", default)
     if group is None:
         return None
@@ -204,7 +203,7 @@ def _gptq(fields: Fields) -> Packing:
             f"quantization_config has the layout {shown(layout)}; supported are gptq and gptq_v2"
         )
     dynamic = fields.take("dynamic", None) or {}
-    # "-:" names what stays as it is.
+    # "-:" names layers that stay unquantized.
     if not isinstance(dynamic, Mapping) or not all(name.startswith("-:") for name in dynamic):
         raise ValueError(
             "quantization_config has dynamic options, which differ between layers; they are "
@@ -235,8 +234,8 @@ def _awq(fields: Fields) -> Packing:
 
 
 def _block(fields: Fields, name: str) -> tuple[int, int | None]:
-    """The outputs and inputs that share a scale; 1 and None if each output, or the whole weight,
-    has one."""
+    """Numbers of outputs and inputs that share a scale; 1 and None if there is one scale for each
+    output, or for the whole weight."""
     block = fields.take(name, None)
     if block is None:
         return 1, None
@@ -292,7 +291,7 @@ def _compressed(fields: Fields) -> Packing:
 
 
 def _scheme(group: Fields, layout: str | None) -> Packing:
-    """The weights of a group of layers of compressed-tensors."""
+    """The weights of a group of layers in compressed-tensors."""
     raw = group.take("weights", None)
     layout = group.text("format") or layout
     if not isinstance(raw, Mapping):
@@ -328,7 +327,7 @@ def _scheme(group: Fields, layout: str | None) -> Packing:
 
 
 def _modelopt(fields: Fields) -> Packing:
-    fields.taken.add("config_groups")  # the same in other words
+    fields.taken.add("config_groups")  # repeats the other fields
     algorithm = fields.text("quant_algo") or ""
     layout = _ALGORITHMS.get(algorithm.upper())
     if layout is None:
@@ -339,7 +338,9 @@ def _modelopt(fields: Fields) -> Packing:
     size = _group(fields, 16)
     if layout == NVFP4 and size != 16:
         raise ValueError(f"quantization_config has group_size {shown(size)}; NVFP4 has 16")
-    return Packing(layout, 4 if layout == NVFP4 else 8, 16 if layout == NVFP4 else None)
+    if layout == NVFP4:
+        return Packing(layout, 4, 16)
+    return Packing(layout, 8, None)
 
 
 _METHODS = {

@@ -1,12 +1,12 @@
-"""Weight-only quantization of linear layers: blocks of 32 weights share a scale, and in the type
-uint4 a minimum.
+"""Weight-only quantization of linear layers: blocks of 32 weights share a scale and, in the type
+uint4, a minimum.
 
 :class:`~eesd.model.quantized.Quantized` is the stored form.
 
 * ``int8``: levels -127 .. 127. The scale maps the block's largest weight to the end of the range.
-  With 16-bit scales all blocks of an output have the scale of its largest weight: only then
-  TensorRT-RTX multiplies by int8 weights as they are.
-* ``uint4``: levels 0 .. 15, with float16 scales and minimums. Both are searched by the block's
+  With 16-bit scales, all blocks of an output have the scale of its largest weight, because only
+  then TensorRT-RTX multiplies by int8 weights directly.
+* ``uint4``: levels 0 .. 15, with float16 scales and minimums. A search minimizes the block's
   squared error.
 * ``int4``: levels -8 .. 7 without minimums, for TensorRT, which has none. The scale is searched.
 * ``float8e4m3fn``: levels are floating-point numbers from -448 to 448. All blocks of an output have
@@ -15,11 +15,11 @@ uint4 a minimum.
   (NVFP4). A block's scale is a number of 8 bits times a factor of the whole weight. It maps the
   block's largest weight to 6 or to 4, whichever has the smaller squared error.
 
-Four bits are so few that losing the largest weights of a block can be better than coarse levels for
-all, hence the search: each candidate is rounded, and gets the scale and the minimum that fit its
-levels best in closed form.
+With four bits, clipping the largest weights of a block can be better than coarse levels for all,
+hence the search: each candidate is rounded, and gets the scale and the minimum that fit its levels
+best in closed form.
 
-Sums are added in an order that neither the number of weights nor the processor changes: levels are
+The order of additions depends neither on the number of weights nor on the processor, so levels are
 the same everywhere.
 """
 
@@ -46,29 +46,31 @@ Floats = NDArray[np.float32]
 _CLIPS = (1.05, 1.0, 0.95, 0.9, 0.85, 0.8)
 """Factors of a block's range in the search for uint4."""
 _REFITS = 2
-"""How often the best candidate for uint4 is fitted to its levels once more."""
+"""Number of times that the best candidate for uint4 is fitted to its levels again."""
 LARGEST = 65504.0
-"""Largest absolute weight that uint4 can hold: the largest float16, which the minimum may be."""
+"""Largest absolute weight for uint4: the largest float16, the type of the minimum."""
 _STEPS = (0.82, 0.9, 0.98, 1.06, 1.14, 1.22)
 """Factors of the scale in the search for int4. At 1, the largest absolute weight is mapped to 8
 steps."""
 _NEARBY = (0.96, 1.04)
-"""Factors of the best scale that are tried at the end."""
+"""Factors of the best scale, tried at the end."""
 _FP8_LARGEST = 448.0
 _LEAST_FACTOR = 2.0**-20
 _FP4_ENDS = (6.0, 4.0)
-"""Levels that a block's largest weight may get: the numbers between 4 and 6 are missing, which
-hurts some blocks."""
+"""Levels for a block's largest weight: there are no numbers between 4 and 6, which hurts some
+blocks."""
 _FP4_BOUNDS = (FP4_LEVELS[1:] + FP4_LEVELS[:-1]) / 2
-"""Between which of these a magnitude is says which level is the nearest."""
+"""Bounds between neighbouring levels: a magnitude belongs to the nearest level."""
+RANGES = {"int8": (-127, 127), "int4": (-8, 7), "uint4": (0, 15)}
+"""Least and largest levels."""
 TINY = np.float32(1e-30)
 """Smallest divisor, for blocks of zeros."""
 _PIECE = 1 << 16
 """Number of weights that a thread searches at a time. Small pieces stay in the processor's
 cache."""
 _INPUTS = 128
-"""Inputs of a piece. Fewer are read slowly, because those of an output are consecutive; more leave
-threads without a piece."""
+"""Inputs of a piece. With fewer, reading is slow, because the inputs of an output are consecutive;
+with more, some threads have no work."""
 
 
 class Blocks(NamedTuple):
@@ -86,8 +88,7 @@ class Blocks(NamedTuple):
 
 
 def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
-    """Quantize a weight, piece by piece, so that only the arguments and the results take much
-    memory.
+    """Quantize a weight piece by piece, so that only the arguments and the results are large.
 
     Args:
         weight: Weight [out, in]; ``in`` must be a multiple of a block. For uint4, no value may be
@@ -102,7 +103,8 @@ def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
     scales = np.empty((inputs // block, outputs), type_of_scales)
     minimums = np.empty_like(scales) if kind == "uint4" else None
     columns = max(1, _PIECE // _INPUTS)
-    largest = _largest(weight) if kind in (FP8, FP4) or shares_scales(kind, dtype) else None
+    shares = kind in (FP8, FP4) or shares_scales(kind, dtype)
+    largest = _largest(weight) if shares else None
     factor = None if kind != FP4 or largest is None else _common_factor(largest, dtype)
 
     def quantize_strip(begin: int) -> None:
@@ -131,11 +133,11 @@ def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
 
 
 def shares_scales(kind: str, dtype: str) -> bool:
-    """Whether all blocks of an output get one scale."""
+    """Whether all blocks of an output have one scale."""
     return kind == FP8 or (kind == "int8" and dtype != "float32")
 
 
-@np.errstate(all="ignore")  # weights can be as large as their type is, and then scales are infinite
+@np.errstate(all="ignore")  # scales of the largest weights of a type are infinite
 def quantize_blocks(
     blocks: Floats,
     kind: str,
@@ -149,7 +151,7 @@ def quantize_blocks(
         blocks: The weights.
         kind: One of :data:`~eesd.common.quantization.LEVELS`.
         dtype: Element type of the scales.
-        largest: Each output's largest absolute weight [out], where its blocks share a scale.
+        largest: Each output's largest absolute weight [out], if its blocks share a scale.
         factor: The factor of all scales of FP4, [].
     """
     if kind == "uint4":
@@ -161,32 +163,32 @@ def quantize_blocks(
     else:
         of_blocks = np.abs(blocks).max(1) if largest is None else np.tile(largest, (len(blocks), 1))
         scales = of_blocks / np.float32(127 if kind == "int8" else _FP8_LARGEST)
-    # Half the smallest subnormal number: for subnormal scales it turns rounding to nearest into
-    # rounding up.
+    # Half the smallest subnormal number turns rounding to nearest into rounding up for subnormal
+    # scales.
     limits = ml_dtypes.finfo(NUMPY_TYPES[dtype])  # type: ignore[no-untyped-call]
     scales = rounded(scales + float(limits.smallest_subnormal) / 2, dtype)
     scales[scales == 0] = 1
     levels = blocks / to_float32(scales)[:, None]
     if kind == FP8:
         return Blocks(_float8(np.clip(levels, -_FP8_LARGEST, _FP8_LARGEST, out=levels)), scales)
-    least, most = (-127, 127) if kind == "int8" else (-8, 7)
+    least, most = RANGES[kind]
     return Blocks(
         np.clip(np.rint(levels, out=levels), least, most, out=levels).astype(np.int8), scales
     )
 
 
 def _float8(values: Floats) -> NDArray[np.uint8]:
-    """The bits of the nearest numbers of FP8, for values from -448 to 448: what ml_dtypes gives in
-    several times the time.
+    """The bits of the nearest numbers of FP8, for values from -448 to 448. The result is that of
+    ml_dtypes, in a fraction of the time.
 
-    From 2 ** -6 on, whose bits are 8, FP8 has the upper bits of a float32, with another exponent.
+    From 2 ** -6 on, whose bits are 8, FP8 has the upper bits of a float32 with another exponent.
     Below, its bits count units of 2 ** -9.
     """
     sizes = np.abs(values)
     bits = sizes.view(np.int32)
     large = np.right_shift(bits, 20)
     large &= 1
-    # With which the lower bits round to the nearest number, and of two to the even one.
+    # Adding these bits rounds the lower ones to the nearest number, and ties to even.
     large += (1 << 19) - 1
     large += bits
     large >>= 20
@@ -212,8 +214,8 @@ def _largest(weight: Array) -> Floats:
 
 
 def _common_factor(largest: Floats, dtype: str) -> Array:
-    """The factor of all scales of a weight as NVFP4: the least power of two, in ``dtype``, with
-    which none is too large."""
+    """The factor of all scales of an NVFP4 weight: the smallest power of two, in ``dtype``, for
+    which no scale is too large."""
     mantissa, exponent = np.frexp(
         max(float(largest.max()) / (_FP4_ENDS[-1] * _FP8_LARGEST), _LEAST_FACTOR)
     )
@@ -221,8 +223,8 @@ def _common_factor(largest: Floats, dtype: str) -> Array:
 
 
 def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
-    """Blocks [count, 16, out] as NVFP4, with the end for the largest weight that fits a block
-    best."""
+    """Blocks [count, 16, out] as NVFP4. The level of the largest weight is the better one for each
+    block."""
     sizes = np.abs(blocks)
     work = np.empty_like(blocks)
     largest = sizes.max(1)
@@ -243,7 +245,7 @@ def _best_of_ends(blocks: Floats, factor: float) -> Blocks:
 
 
 def _magnitudes(sizes: Floats, scales: Floats, work: Floats) -> NDArray[np.uint8]:
-    """The nearest levels of FP4 for absolute weights [count, 16, out], the lower one of two.
+    """The nearest levels of FP4 for absolute weights [count, 16, out]; ties go to the lower level.
     Overwrites ``work``."""
     np.divide(sizes, np.maximum(scales, TINY)[:, None], out=work)
     found = np.zeros(work.shape, np.uint8)
@@ -254,7 +256,7 @@ def _magnitudes(sizes: Floats, scales: Floats, work: Floats) -> NDArray[np.uint8
 
 
 def _sums(values: Floats, work: Floats) -> Floats:
-    """The sums [count, out] of blocks [count, block, out]: halves are added until one row is left.
+    """The sums [count, out] of blocks [count, block, out], by adding halves until one row is left.
     Overwrites ``work``."""
     half = values.shape[1] // 2
     rest = np.add(values[:, :half], values[:, half:], out=work[:, :half])
@@ -268,8 +270,8 @@ class _ScaleSearch:
     """Search of the scales with the least squared error for blocks [count, 32, out], with the
     levels -8 .. 7.
 
-    For given levels, the best scale is sum(w l) / sum(l l), and its squared error is lower by sum(w
-    l)^2 / sum(l l) than that of levels that are all zero. Candidates are compared by this gain.
+    For given levels, the best scale is sum(w l) / sum(l l). Compared with zero levels, it lowers
+    the squared error by sum(w l)^2 / sum(l l). Candidates are compared by this gain.
     """
 
     def __init__(self, blocks: Floats) -> None:
@@ -290,13 +292,13 @@ class _ScaleSearch:
         return np.maximum(self._fit(self._scale)[0], 0)
 
     def _try(self, scale: Floats) -> None:
-        """Take scales where they are better than the best so far. They are fitted first."""
+        """Fit scales, and keep them for the blocks where they are the best so far."""
         fitted, gain = self._fit(scale)
         self._scale = np.where(gain > self._gain, fitted, self._scale)
         self._gain = np.maximum(gain, self._gain)
 
     def _fit(self, scale: Floats) -> tuple[Floats, Floats]:
-        """The best scale for the levels that a scale gives, and its gain."""
+        """The best scale for the levels from a scale, and its gain."""
         levels = self._levels
         products = self._products
         np.multiply(self._blocks, np.reciprocal(np.maximum(scale, TINY))[:, None], out=levels)
@@ -311,8 +313,8 @@ class _MinimumSearch:
     """Search of scales and minimums for blocks [count, 32, out] as uint4, with the levels 0 .. 15.
 
     Every candidate is rounded to float16 before its levels are chosen, and compared by the squared
-    error of what is stored. The first one maps the block's least and largest weight to the levels 0
-    and 15: it finds again what was quantized so before.
+    error of the stored values. The first one maps the block's least and largest weight to the
+    levels 0 and 15, so weights that were quantized this way before get the same levels.
     """
 
     def __init__(self, blocks: Floats) -> None:
@@ -324,7 +326,7 @@ class _MinimumSearch:
         self._error = np.full_like(self._mean, np.inf)
 
     def run(self) -> Blocks:
-        """The levels, scales and minimums that were found."""
+        """The best levels, scales and minimums."""
         low = self._blocks.min(1)
         high = self._blocks.max(1)
         self._try((high - low) / 15, low)
@@ -341,21 +343,19 @@ class _MinimumSearch:
         )
 
     def _try(self, scale: Floats, minimum: Floats) -> None:
-        """Take scales and minimums where their error is smaller than the least so far."""
+        """Keep scales and minimums for the blocks where they have the least error so far."""
         scale, minimum = self._choose_levels(scale, minimum)
         work = np.multiply(self._levels, scale[:, None], out=self._work)
         np.subtract(np.add(work, minimum[:, None], out=work), self._blocks, out=work)
         error = _sums(np.square(work, out=work), work)
         better = error < self._error
-        self._scale, self._minimum = (
-            np.where(better, scale, self._scale),
-            np.where(better, minimum, self._minimum),
-        )
+        self._scale = np.where(better, scale, self._scale)
+        self._minimum = np.where(better, minimum, self._minimum)
         self._error = np.minimum(error, self._error)
 
     def _choose_levels(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-        """Choose the nearest levels for scales and minimums that are rounded to float16; returns
-        these."""
+        """Choose the nearest levels for scales and minimums rounded to float16. Returns the rounded
+        ones."""
         scale, minimum = (
             np.clip(values, least, LARGEST).astype(np.float16).astype(np.float32)
             for values, least in ((scale, 0), (minimum, -LARGEST))
@@ -366,7 +366,7 @@ class _MinimumSearch:
         return scale, minimum
 
     def _fitted(self, scale: Floats, minimum: Floats) -> tuple[Floats, Floats]:
-        """The scales and minimums with the least squared error for the levels that these give."""
+        """The scales and minimums with the least squared error for the levels from these."""
         scale, _ = self._choose_levels(scale, minimum)
         count = self._blocks.shape[1]
         levels = self._levels

@@ -1,4 +1,4 @@
-"""Quantized weights as they are stored: levels, scales, zero points and minimums.
+"""Quantized weights in their stored form: levels, scales, zero points and minimums.
 
 A block is 32 consecutive inputs of one output. Weights are stored as [in, out], so this is the
 layout of ONNX's blockwise ``DequantizeLinear`` with axis 0. A stored level ``q`` stands for the
@@ -18,8 +18,10 @@ from eesd.model.arrays import FLOAT8, Array, to_float32
 Bytes = NDArray[np.uint8]
 
 FP4_LEVELS = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_FP4_VALUES = np.concatenate((FP4_LEVELS, -FP4_LEVELS))
-_FP8_VALUES = np.arange(256).astype(np.uint8).view(FLOAT8).astype(np.float32)
+_VALUES = {
+    FP4: np.concatenate((FP4_LEVELS, -FP4_LEVELS)),
+    FP8: np.arange(256).astype(np.uint8).view(FLOAT8).astype(np.float32),
+}
 """Values by their codes."""
 
 
@@ -30,13 +32,12 @@ class Quantized(NamedTuple):
         levels: The bytes of a tensor [in, out]. Two levels of 4 bits share a byte, the first in the
             low half.
         scales: Scales [in / block, out].
-        zeros: The bytes of the zero points [in / block, out], packed like the levels; None where
-            all are zero.
-        minimums: Minimums [in / block, out] in the type of the scales; None where all are zero.
-        factor: What all scales are multiplied by, []: a power of two, so that nothing is
-            rounded. None: 1.
+        zeros: The bytes of the zero points [in / block, out], packed like the levels; None if all
+            are zero.
+        minimums: Minimums [in / block, out] in the type of the scales; None if all are zero.
+        factor: Factor of all scales, []: a power of two, so that nothing is rounded. None: 1.
 
-    An embedding table is the transpose of all this: levels [out, in], scales and minimums
+    For an embedding table, all are transposed: levels [out, in], scales and minimums
     [out, in / block].
     """
 
@@ -49,15 +50,12 @@ class Quantized(NamedTuple):
     @property
     def whole_scales(self) -> NDArray[np.float32]:
         """Scales times factor in float32."""
-        return (
-            to_float32(self.scales)
-            if self.factor is None
-            else to_float32(self.scales) * to_float32(self.factor)
-        )
+        scales = to_float32(self.scales)
+        return scales if self.factor is None else scales * to_float32(self.factor)
 
 
 def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
-    """Weights with the same number of ``inputs``, side by side along the outputs."""
+    """Join weights with the same number of ``inputs`` along the outputs."""
     if len(parts) == 1:
         return parts[0]
     widths = [part.scales.shape[1] for part in parts]
@@ -73,8 +71,8 @@ def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
 
 
 def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits: int) -> Bytes:
-    """Packed tensors [rows, width] as one. Where a width is odd, rows begin within a byte, so they
-    are packed anew."""
+    """Join packed tensors [rows, width]. If a width is odd, rows begin within a byte, so they are
+    repacked."""
     if bits == 8 or all(width % 2 == 0 for width in widths):
         return np.concatenate([part.reshape(rows, -1) for part in parts], 1).reshape(-1)
     levels = [
@@ -85,35 +83,30 @@ def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits
 
 
 def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice]) -> Quantized:
-    """Some blocks of some outputs of a linear weight, as a copy."""
+    """A copy of some blocks of some outputs of a linear weight."""
     (count, width) = weight.scales.shape
     bits = BITS[kind]
     block = len(weight.levels) * 8 // (bits * count * width)
     rows = slice(blocks.start * block, blocks.stop * block)
 
-    def taken(values: Array | None) -> Array | None:
-        return (
-            None
-            if values is None
-            else np.concatenate([values[blocks, some] for some in outputs], 1)
-        )
+    def taken(values: Array) -> Array:
+        return np.concatenate([values[blocks, some] for some in outputs], 1)
 
-    scales = taken(weight.scales)
-    assert scales is not None
-    zeros = (
-        None
-        if weight.zeros is None
-        else _packed_part(weight.zeros, (count, width), bits, blocks, outputs)
-    )
     levels = _packed_part(weight.levels, (count * block, width), bits, rows, outputs)
-    return Quantized(levels, scales, zeros, taken(weight.minimums), weight.factor)
+    part = weight._replace(levels=levels, scales=taken(weight.scales))
+    if weight.zeros is not None:
+        zeros = _packed_part(weight.zeros, (count, width), bits, blocks, outputs)
+        part = part._replace(zeros=zeros)
+    if weight.minimums is not None:
+        part = part._replace(minimums=taken(weight.minimums))
+    return part
 
 
 def _packed_part(
     stored: Bytes, shape: tuple[int, int], bits: int, rows: slice, columns: Sequence[slice]
 ) -> Bytes:
-    """Some rows and columns of a packed tensor, packed. Where a column begins within a byte, all
-    are unpacked meanwhile."""
+    """Some rows and columns of a packed tensor, packed. If a column begins within a byte, the
+    tensor is unpacked for this."""
     step = 8 // bits
     if shape[1] % step or any(some.start % step or some.stop % step for some in columns):
         values = fields(stored)[: shape[0] * shape[1]].reshape(shape)
@@ -125,7 +118,7 @@ def _packed_part(
 
 
 def pack(values: Bytes, bits: int) -> Bytes:
-    """The bytes of unsigned values, or of the two's complement of signed ones, of 4 or 8 bits.
+    """Pack unsigned values, or signed ones in two's complement, of 4 or 8 bits into bytes.
 
     Args:
         values: Bytes of any shape, in the order of the stored tensor.
@@ -136,12 +129,12 @@ def pack(values: Bytes, bits: int) -> Bytes:
         return flat
     if len(flat) % 2:
         flat = np.append(flat, np.uint8(0))
-    pairs = np.ascontiguousarray(flat).view("<u2")  # of which both are packed at once
+    pairs = np.ascontiguousarray(flat).view("<u2")  # packs both bytes of a pair at once
     return ((pairs & 15) | ((pairs >> 4) & 240)).astype(np.uint8)
 
 
 def fields(packed: Bytes) -> Bytes:
-    """The numbers of 4 bits in bytes, the one in the low half first."""
+    """The 4-bit numbers in bytes, that of the low half first."""
     found = np.empty((len(packed), 2), np.uint8)
     np.bitwise_and(packed, 15, out=found[:, 0])
     np.right_shift(packed, 4, out=found[:, 1])
@@ -149,11 +142,11 @@ def fields(packed: Bytes) -> Bytes:
 
 
 def unpack(stored: Bytes, kind: str, count: int) -> Array:
-    """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``; they become
-    int8, uint8, or float32."""
+    """Undo :func:`pack` for ``count`` values of a type such as ``int4`` or ``uint8``. Returns int8,
+    uint8, or float32."""
     codes = fields(stored)[:count] if BITS[kind] == 4 else stored[:count]
-    if kind in (FP8, FP4):
-        values: NDArray[np.float32] = (_FP8_VALUES if kind == FP8 else _FP4_VALUES).take(codes)
+    if kind in _VALUES:
+        values: NDArray[np.float32] = _VALUES[kind].take(codes)
         return values
     if kind == "int4":
         return (codes ^ 8).view(np.int8) - np.int8(8)

@@ -1,8 +1,7 @@
-"""Read the rotary embedding of a ``config.json``: base, scaling, and for how many positions it is
-meant.
+"""Read the rotary embedding of a ``config.json``: base, scaling, and number of positions.
 
-transformers 5 stores ``rope_parameters``, transformers 4 ``rope_theta`` and ``rope_scaling``. Where
-both are given, ``rope_scaling`` wins and nothing of ``rope_parameters`` is used, not even its
+transformers 5 stores ``rope_parameters``, transformers 4 ``rope_theta`` and ``rope_scaling``. If
+both exist, ``rope_scaling`` wins, and ``rope_parameters`` is ignored completely, including its
 theta.
 """
 
@@ -23,8 +22,8 @@ class Rope:
     Attributes:
         theta: Base of the frequencies.
         scaling: Scaling of the frequencies, or None.
-        positions: Number of positions that it is meant for, and up to which its frequencies stay
-            the same: keys in the KV cache must stay valid when a text grows.
+        positions: Number of positions up to which it is meant and its frequencies are constant:
+            keys in the KV cache must stay valid when a text grows.
         rotated: Pairs of values of a head that are rotated; 0: all.
         notices: Sentences about values that are ignored.
     """
@@ -62,7 +61,7 @@ def read_rope(fields: Fields, positions: int, head_dim: int, family: Family) -> 
     kind = family.rope_names.get(kind, kind)
     rotated = _rotated(own, fields, head_dim, family)
     original = fields.take("original_max_position_embeddings", family.original_positions)
-    if original is not None:  # outside of the rope's own values it wins, as in transformers
+    if original is not None:  # as in transformers, the config's value overrides that of the rope
         own = Fields({**own.raw, "original_max_position_embeddings": original})
     scaling = _scaling(own, kind, theta, positions, rotated or head_dim // 2)
     own.taken |= {
@@ -115,8 +114,7 @@ def _rotated(own: Fields, fields: Fields, head_dim: int, family: Family) -> int:
 
 
 def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """``rope_scaling`` if there is one, else ``rope_parameters``; and a sentence if there are
-    both."""
+    """``rope_scaling`` or, without it, ``rope_parameters``; and a sentence if both exist."""
     found = {}
     for name in ("rope_scaling", "rope_parameters"):
         value = fields.take(name, None)
@@ -140,7 +138,7 @@ def _choose(fields: Fields) -> tuple[dict[str, Any], tuple[str, ...]]:
 def _scaling(
     own: Fields, kind: str, theta: float, positions: int, pairs: int
 ) -> RopeScaling | None:
-    """The scaling of the frequencies, from the values of the rope."""
+    """The scaling of the frequencies, from the fields of the rotary embedding."""
     if kind == "default":
         return None
     if kind == "dynamic":
@@ -193,15 +191,14 @@ def _longrope(own: Fields, original: int, positions: int, pairs: int) -> RopeSca
         )
     given = own.number("attention_factor", None, optional=True)
     if given is None:
-        given = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+        given = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
     return RopeScaling("longrope", factor, original, attention_factor=given, divisors=short)
 
 
 def _positive(own: Fields, name: str, default: float | None = None) -> float:
-    """A number of a size that makes sense. 0 and null mean the default, if there is one."""
-    value: float | None = own.number(
-        name, ... if default is None else None, optional=default is not None
-    )
+    """A number in a plausible range. 0 and null mean the default, if there is one."""
+    has_default = default is not None
+    value: float | None = own.number(name, None if has_default else ..., optional=has_default)
     if default is not None and not value:
         return default
     if value is None or not 1e-6 <= value <= 1e6:
@@ -210,8 +207,8 @@ def _positive(own: Fields, name: str, default: float | None = None) -> float:
 
 
 def _attention_factor(own: Fields, factor: float) -> float:
-    """The factor of cos and sin for yarn (Peng et al. 2023, arXiv 2309.00071), if the config does
-    not give it."""
+    """The factor of cos and sin for yarn (Peng et al. 2023, arXiv 2309.00071), unless the config
+    has one."""
     given: float | None = own.number("attention_factor", None, optional=True)
     scale, scale_all = (
         own.number(name, None, optional=True) for name in ("mscale", "mscale_all_dim")
@@ -220,6 +217,6 @@ def _attention_factor(own: Fields, factor: float) -> float:
         return given
 
     def scaled(by: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+        return 0.1 * by * math.log(max(factor, 1.0)) + 1.0
 
     return scaled(scale) / scaled(scale_all) if scale and scale_all else scaled(1)

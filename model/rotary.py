@@ -1,7 +1,8 @@
-"""Rotary tables. Frequencies are computed in float32, in the order of operations of transformers.
+"""Rotary tables. Frequencies are computed in float32, in the same order of operations as in
+transformers.
 
-Powers, cosines and sines are the float32 nearest to the exact values. Those of torch, and so
-transformers' tables, are sometimes the next ones.
+Powers, cosines and sines are the float32 numbers nearest to the exact values. Those of torch, and
+so transformers' tables, are sometimes off by one.
 """
 
 import math
@@ -17,8 +18,8 @@ Floats = NDArray[np.float32]
 
 @np.errstate(all="ignore")  # the base can be any number
 def rotary_tables(geometry: Geometry, length: int) -> tuple[Floats, Floats]:
-    """Compute cos and sin [length, D/2] in float32, scaled as the geometry says; with a local base
-    [length, D].
+    """Compute cos and sin [length, D/2] in float32 with the geometry's scaling; [length, D] with a
+    local base.
 
     Values of a head that are not rotated have the angle 0.
     """
@@ -45,14 +46,14 @@ def frequencies(theta: float, size: int) -> Floats:
 
 
 def _powers(theta: float, size: int) -> Floats:
-    """Powers [size/2] of the base, which becomes a float32 first, as it does in torch."""
+    """Powers [size/2] of the base, which is rounded to float32 first, as in torch."""
     exponents = np.arange(0, size, 2, dtype=np.float32) / size
     powers: Floats = np.power(np.float32(theta), exponents, dtype=np.float64).astype(np.float32)
     return powers
 
 
 def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
-    """The frequencies of the pairs of values that are rotated, and the factor of cos and sin."""
+    """The frequencies of the rotated pairs of values, and the factor of cos and sin."""
     size = 2 * geometry.rotated or geometry.head_dim
     scaling = geometry.rope_scaling
     found = frequencies(geometry.rope_theta, size)
@@ -72,10 +73,9 @@ def _scaled_frequencies(geometry: Geometry) -> tuple[Floats, float]:
 
 
 def llama3_frequencies(frequencies: Floats, scaling: RopeScaling) -> Floats:
-    """Slow down the frequencies [D/2] with long waves, leave those with short ones, and blend
-    between.
+    """Slow down the frequencies [D/2] of long waves, keep those of short ones, and blend between.
 
-    A number divided by a tensor is, in torch, the number times the rounded reciprocal.
+    In torch, a number divided by a tensor is the number times the rounded reciprocal.
     """
     waves = 2 * math.pi * np.reciprocal(frequencies)
     slowed = frequencies / scaling.factor
@@ -93,11 +93,11 @@ def llama3_frequencies(frequencies: Floats, scaling: RopeScaling) -> Floats:
 
 
 def _yarn(powers: Floats, scaling: RopeScaling, size: int, theta: float) -> Floats:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): blend slowed and original frequencies over a range
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): blend slowed and original frequencies in a range
     of dimensions."""
 
     def dimension(turns: float) -> float:
-        """The dimension whose wave turns this often within the original positions."""
+        """The dimension with this number of turns within the original positions."""
         return (size * math.log(scaling.original_max_position / (turns * 2 * math.pi))) / (
             2 * math.log(theta)
         )
@@ -110,7 +110,7 @@ def _yarn(powers: Floats, scaling: RopeScaling, size: int, theta: float) -> Floa
     low = max(low, 0)
     high = min(high, size - 1)
     if low == high:
-        high += 0.001  # no division by zero
+        high += 0.001  # avoids a division by zero
     kept = 1 - np.clip((np.arange(size // 2, dtype=np.float32) - low) / (high - low), 0, 1)
     slowed = np.reciprocal(scaling.factor * powers)
     blended: Floats = slowed * (1 - kept) + np.reciprocal(powers) * kept

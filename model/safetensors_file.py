@@ -1,7 +1,7 @@
 """Read safetensors files tensor by tensor.
 
-The reader uses plain file reads instead of safetensors' memory maps: mapped pages count as resident
-memory, and plain reads keep the peak at one tensor. Nothing is read before it is asked for.
+Plain reads replace safetensors' memory maps: mapped pages count as resident memory, and plain reads
+keep the peak at one tensor. Tensors are read only on demand.
 """
 
 import json
@@ -20,9 +20,9 @@ from eesd.model.arrays import NUMPY_TYPES, Array, all_finite
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "F64": "float64"}
 """Element types by their names in the format."""
 FINGERPRINTED = 1024
-"""Bytes of each tensor that make up the fingerprint of a model."""
+"""Bytes of each tensor that enter the fingerprint of a model."""
 _MAX_HEADER = 100_000_000
-"""The limit of the format. A longer header means that the file has another format."""
+"""The format's limit. A longer header means another format."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class CheckpointTensor:
         offset: Offset of the data in the file, in bytes.
         nbytes: Length of the data in bytes.
         shape: Shape of the tensor.
-        stored: Element type in the words of the format, such as ``BF16``. Of GGUF's types, those of
-            floats have these names.
+        stored: Element type as the format names it, such as ``BF16``. GGUF's floating-point types
+            have the same names.
     """
 
     path: Path
@@ -68,8 +68,7 @@ class CheckpointTensor:
         return self.checked(self.read_bytes().view(dtype).reshape(self.shape))
 
     def checked(self, values: Array) -> Array:
-        """The values of this tensor. Raises :class:`EESDError` if one is infinite or not a
-        number."""
+        """These values, if all are finite. Raises :class:`EESDError` if one is infinite or NaN."""
         if not all_finite(values):
             raise EESDError(
                 f"{self.path}: the tensor {self.name} has values that are not finite numbers; "
@@ -78,8 +77,8 @@ class CheckpointTensor:
         return values
 
     def read_bytes(self, length: int | None = None) -> NDArray[np.uint8]:
-        """Read the first bytes of the tensor, or all, whatever its type. Raises :class:`EESDError`
-        if the file is truncated."""
+        """Read the first ``length`` bytes of the tensor, or all, whatever its type. Raises
+        :class:`EESDError` if the file is truncated."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             data = np.empty(self.nbytes if length is None else min(length, self.nbytes), np.uint8)
@@ -124,7 +123,7 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
     try:
         entries = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
         tensors = {name: _tensor(path, 8 + length, size, name, entry) for name, entry in entries}
-        # The library finds what is left, such as tensors that overlap.
+        # The library detects other faults, such as overlapping tensors.
         with safe_open(path, "numpy"):
             return tensors
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError):
@@ -139,7 +138,7 @@ def read_header(path: Path) -> dict[str, CheckpointTensor]:
 
 
 def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) -> CheckpointTensor:
-    """One entry of the header of a file of ``size`` bytes whose data begins at ``base``."""
+    """One entry of a header. The file has ``size`` bytes, and its data begin at ``base``."""
     stored = str(entry["dtype"])
     start, end = (int(offset) for offset in entry["data_offsets"])
     shape = tuple(int(length) for length in entry["shape"])
@@ -147,7 +146,7 @@ def _tensor(path: Path, base: int, size: int, name: str, entry: dict[str, Any]) 
         raise EESDError(
             f"{path} is truncated: the tensor {name} ends past the end of the file; fetch it again."
         )
-    # Reading a tensor of another type is refused. A tensor that is not read does no harm.
+    # Tensors of other types cannot be read, and do no harm otherwise.
     wrong = stored in DTYPES and end - start != prod(shape) * NUMPY_TYPES[DTYPES[stored]].itemsize
     if start < 0 or end < start or min(shape, default=0) < 0 or wrong:
         raise EESDError(

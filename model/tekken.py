@@ -1,5 +1,5 @@
-"""``tekken.json``, the tokenizer of Mistral's own format: bytes in the order of their merges, a
-rule that cuts texts, and special tokens before all others."""
+"""``tekken.json``, the tokenizer in Mistral's format: byte sequences in the order of their merges,
+a rule for cutting texts, and special tokens before all others."""
 
 from base64 import b64decode
 from collections.abc import Mapping
@@ -16,7 +16,8 @@ _LETTERS = {byte: letter for letter, byte in BYTES.items()}
 
 
 def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer as transformers makes it of the file. A text gets no token before or behind it.
+    """The tokenizer as transformers makes it from the file. Texts get no token before or after
+    them.
 
     Raises:
         Exception: Any, for a damaged file.

@@ -1,5 +1,5 @@
-"""The text model of a checkpoint that reads images, too: its part of ``config.json``, and its
-tensors. Its other parts are left out."""
+"""The text model of a checkpoint that also reads images: its part of ``config.json``, and its
+tensors. Other parts are left out."""
 
 import re
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ class Whole(NamedTuple):
     """A model of several parts.
 
     Attributes:
-        architecture: Its class in transformers.
-        text: Model types that its text model can have; the first where a config does not say.
-        defaults: Fields of the text model where a config does not say, and the family does not.
+        architecture: Class in transformers.
+        text: Possible types of its text model. The first is the default.
+        defaults: Defaults of the text model's fields for which the family has none.
     """
 
     architecture: str
@@ -34,26 +34,26 @@ WHOLES = {
     "gemma3": Whole("Gemma3ForConditionalGeneration", ("gemma3_text",), _GEMMA3),
     "mistral3": Whole("Mistral3ForConditionalGeneration", ("mistral", "ministral3"), {}),
 }
-"""By ``model_type``."""
+"""Models of several parts, by ``model_type``."""
 _TEXT = re.compile(
     r"(model\.language_model\.|language_model\.model\.)|language_model\.(?=lm_head\.)"
 )
-"""What stands before the text model's names. transformers 4 and 5 write different ones."""
+"""Prefix of the text model's tensors. transformers 4 and 5 write different ones."""
 _OF_ALL_PARTS = (
     *("dtype", "torch_dtype", "bos_token_id", "eos_token_id"),
     *("quantization_config", "compression_config", "transformers_weights"),
 )
-"""Fields of the whole that hold for the text model, too."""
+"""Fields of the whole model that also apply to the text model."""
 
 
 def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The text model's fields of a ``config.json``, and the class of the whole; all fields and an
-    empty name if there are no other parts.
+    """The text model's fields of a ``config.json``, and the class of the whole. For a text model:
+    all fields, and an empty name.
 
     Raises:
         ValueError: The text model has another type, or there is none.
     """
-    whole = WHOLES.get(raw["model_type"]) if isinstance(raw.get("model_type"), str) else None
+    whole = WHOLES.get(str(raw.get("model_type")))
     if whole is None:
         return dict(raw), ""
     names = raw.get("architectures")
@@ -74,7 +74,7 @@ def text_fields(raw: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def text_tensors(stored: Mapping[str, CheckpointTensor]) -> dict[str, CheckpointTensor]:
-    """The text model's tensors of a model of several parts, with the names that it has alone."""
+    """The text model's tensors of a model of several parts, named as in a text model."""
     found = {}
     for name, tensor in stored.items():
         prefix = _TEXT.match(name)

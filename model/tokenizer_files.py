@@ -1,12 +1,12 @@
 """The tokenizer of a model as transformers loads it, in files that need no transformers.
 
-transformers does not always use ``tokenizer.json`` as it stands: ``LlamaTokenizer`` and
-``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes bring special tokens of their
-own, and some files overrule others. The rules of version 5 are written down here for the classes of
-the supported families, and for a ``tekken.json``, so their tokenizers need the tokenizers library
-alone. A directory with anything else, as another class, an unknown field or no ``tokenizer.json``,
-is loaded by transformers itself. All readers of the written files get the same token ids. The
-tokenizer of a GGUF file is made from its metadata.
+transformers does not always use ``tokenizer.json`` unchanged: ``LlamaTokenizer`` and
+``Qwen2Tokenizer`` rebuild the steps around the vocabulary, classes add special tokens, and some
+files override others. This module has the rules of version 5 for the classes of the supported
+families, and for a ``tekken.json``, so their tokenizers need only the tokenizers library.
+transformers itself loads all other directories, such as those with another class, an unknown field
+or no ``tokenizer.json``. All readers of the written files get the same token ids. The tokenizer of
+a GGUF file is made from its metadata.
 """
 
 import json
@@ -35,10 +35,10 @@ from eesd.model.gguf_tokenizer import gguf_tokenizer
 from eesd.model.tekken import TEKKEN_FILE, tekken_tokenizer
 
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", TEKKEN_FILE)
-"""A model with none of these files has no tokenizer."""
+"""Files of tokenizers. A model with none of them has no tokenizer."""
 _REMEDY = "correct its files, config.json among them, or move them away to use token ids alone"
 _AS_IT_STANDS = "TokenizersBackend"
-"""The class that uses ``tokenizer.json`` as it stands; also named ``PreTrainedTokenizerFast``."""
+"""The class that uses ``tokenizer.json`` unchanged; also named ``PreTrainedTokenizerFast``."""
 CLASS_OF_TYPE = (
     dict.fromkeys(("llama", "smollm3", "hunyuan_v1_dense", "lfm2", "seed_oss", "exaone4"))
     | dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), _AS_IT_STANDS)
@@ -49,9 +49,9 @@ CLASS_OF_TYPE = (
     | dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")
     | {"olmoe": "GPTNeoXTokenizer"}
 )
-"""The class that transformers registers for a ``model_type``, None where there is none."""
+"""The class that transformers registers for a ``model_type``; None if there is none."""
 OVERRULED = ("qwen2",)
-"""Model types whose registered class replaces the class that their files name."""
+"""Model types whose registered class replaces the class named in their files."""
 _INERT = {
     *("add_bos_token", "add_eos_token", "tokenizer_class", "processor_class", "backend"),
     *("clean_up_tokenization_spaces", "spaces_between_special_tokens", "sp_model_kwargs", "errors"),
@@ -77,7 +77,7 @@ _Merges = list[tuple[str, str]]
 
 
 class _ForTransformers(Exception):
-    """The files hold something that the rules of this module do not know."""
+    """The rules of this module do not cover the files."""
 
 
 @dataclass(frozen=True)
@@ -91,22 +91,22 @@ class _Loaded:
 
 
 def resolved_tokenizer(model: Path) -> dict[str, bytes]:
-    """Make the files of a tokenizer and its chat template: as ``AutoTokenizer`` of transformers
-    loads them, or of a GGUF file.
+    """Make the files of a tokenizer and its chat template, as ``AutoTokenizer`` of transformers
+    loads them, or from a GGUF file.
 
     No code of the model runs, and nothing is downloaded. A tokenizer that transformers cannot load
-    is refused and not used as it stands: its token ids might differ from the ids of the training.
+    is refused: used unchanged, its token ids might differ from those of the training.
 
     Args:
-        model: Directory of the model, or a GGUF file, which has its tokenizer in its metadata.
+        model: Directory of the model, or a GGUF file, whose metadata have the tokenizer.
 
     Returns:
-        Contents of ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``, as
-        far as the model has them, by name. Nothing if it has no tokenizer.
+        Contents of ``tokenizer.json``, ``tokenizer_config.json`` and, if the model has a template,
+        ``chat_template.jinja``, by name. Nothing if it has no tokenizer.
 
     Raises:
-        EESDError: The tokenizer cannot be loaded, needs transformers and there is none, or is not
-            one of the tokenizers library; or a GGUF file's is of an unknown kind.
+        EESDError: The tokenizer cannot be loaded, needs transformers, which is not installed, or is
+            not one of the tokenizers library; or a GGUF file's tokenizer is of an unknown kind.
     """
     if model.is_file():
         file = read_gguf(model)
@@ -117,7 +117,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
         return {}
     else:
         loaded = _of_directory(model)
-    loaded.backend.no_truncation()  # transformers neither truncates nor pads unless it is asked to
+    loaded.backend.no_truncation()  # transformers truncates and pads only on request
     loaded.backend.no_padding()
     config: dict[str, Any] = {
         name: loaded.special_tokens[name]
@@ -131,7 +131,7 @@ def resolved_tokenizer(model: Path) -> dict[str, bytes]:
     }
     if "tool_use" not in templates:
         return _files(loaded.backend, config, templates.get("default"))
-    # There is another template for messages with tools.
+    # A separate template is for messages with tools.
     config["chat_template"] = [
         {"name": name, "template": source} for name, source in templates.items()
     ]
@@ -149,7 +149,7 @@ def _of_directory(model: Path) -> _Loaded:
 
 
 def _of_tekken(model: Path) -> _Loaded:
-    """Load a tokenizer in Mistral's own format, the only one of the directory."""
+    """Load a tokenizer in Mistral's format, if the directory has no other."""
     path = model / TEKKEN_FILE
     source = read_json_object(path, _REMEDY)
     if "special_tokens" not in source:
@@ -162,7 +162,7 @@ def _of_tekken(model: Path) -> _Loaded:
 
 
 def _templates_of_gguf(file: GgufFile) -> dict[str, str]:
-    """The default template, and the one for messages with tools."""
+    """The default template, and that for messages with tools."""
     keys = {"default": "tokenizer.chat_template", "tool_use": "tokenizer.chat_template.tool_use"}
     found = {name: file.metadata[key] for name, key in keys.items() if key in file.metadata}
     other = next((keys[name] for name, text in found.items() if not isinstance(text, str)), None)
@@ -172,7 +172,7 @@ def _templates_of_gguf(file: GgufFile) -> dict[str, str]:
 
 
 def _files(backend: Tokenizer, config: dict[str, Any], template: str | None) -> dict[str, bytes]:
-    # The class that uses tokenizer.json as it stands.
+    # The class that uses tokenizer.json unchanged.
     config = {"tokenizer_class": "PreTrainedTokenizerFast"} | config
     files = {
         "tokenizer.json": backend.to_str(),
@@ -184,8 +184,8 @@ def _files(backend: Tokenizer, config: dict[str, Any], template: str | None) -> 
 
 
 def _by_transformers(model: Path) -> _Loaded:
-    """Load a tokenizer with transformers, which takes seconds to import, and says much on the
-    way."""
+    """Load a tokenizer with transformers. Its import takes seconds, and its messages are
+    suppressed."""
     try:
         from transformers import AutoTokenizer
         from transformers.utils import logging
@@ -206,7 +206,7 @@ def _by_transformers(model: Path) -> _Loaded:
         templates = templates if isinstance(templates, dict) else {"default": templates}
         if not all(isinstance(template, str) for template in templates.values()):
             raise TypeError("the chat template is not text")
-    except Exception as error:  # it may fail in any way on files that it does not expect
+    except Exception as error:  # unexpected files can raise anything
         why = " ".join((str(error) or type(error).__name__).split())[:200].rstrip(".")
         raise EESDError(
             f"transformers cannot load the tokenizer in {model} ({why}); {_REMEDY}."
@@ -222,7 +222,7 @@ def _by_transformers(model: Path) -> _Loaded:
 
 
 def _by_rules(model: Path) -> _Loaded:
-    """Load a tokenizer as transformers does, without it."""
+    """Load a tokenizer as transformers does, but without it."""
     config = _object(model, "tokenizer_config.json")
     kind = _class(model, config)
     source = _object(model, "tokenizer.json")
@@ -251,13 +251,13 @@ def _by_rules(model: Path) -> _Loaded:
 
 
 def _object(model: Path, name: str) -> dict[str, Any]:
-    """The object of a JSON file; an empty one if there is no file."""
+    """The object in a JSON file; empty if there is no file."""
     path = model / name
     return read_json_object(path, _REMEDY) if path.exists() else {}
 
 
 def _class(model: Path, config: dict[str, Any]) -> str:
-    """The class that transformers takes for a directory."""
+    """The class that transformers uses for a directory."""
     described = _object(model, "config.json")
     model_type: Any = described.get("model_type")
     given: Any = config.get("tokenizer_class")
@@ -275,7 +275,7 @@ def _class(model: Path, config: dict[str, Any]) -> str:
     name = str(given or registered or _AS_IT_STANDS).removesuffix("Fast")
     if name == "PreTrainedTokenizer":
         return _AS_IT_STANDS
-    # Published for Llama 3's kind of vocabulary by mistake, which transformers corrects.
+    # Often named by mistake for Llama 3's kind of vocabulary; transformers corrects this.
     text = (model / "tokenizer.json").read_text("utf-8-sig") if name == "LlamaTokenizer" else ""
     if '"ByteLevel"' in text:
         return _AS_IT_STANDS
@@ -289,7 +289,7 @@ def _require(known: bool) -> None:
 
 
 def _added_tokens(config: dict[str, Any], source: dict[str, Any]) -> dict[int, AddedToken]:
-    """Added tokens by id. Those of ``tokenizer_config.json`` replace those of
+    """Added tokens by id. Those of ``tokenizer_config.json`` override those of
     ``tokenizer.json``."""
     if "added_tokens_decoder" not in config:
         tokens: Any = source.get("added_tokens")
@@ -320,7 +320,7 @@ def _token(value: Any) -> _Token | None:
 def _special_tokens(
     model: Path, config: dict[str, Any], added: dict[int, AddedToken]
 ) -> tuple[dict[str, _Token | None], list[_Token]]:
-    """The named special tokens that the files give, and the others."""
+    """The named special tokens in the files, and the others."""
     names = {name for name in config if name.endswith("_token")}
     _require(config.keys() <= _INERT | _READ | names)
     _require(isinstance(config.get("split_special_tokens", False), bool))
@@ -348,7 +348,7 @@ def _special_tokens(
 
 
 def _special_tokens_map(model: Path) -> dict[str, Any]:
-    """Fields of ``special_tokens_map.json``, which replace those of ``tokenizer_config.json``."""
+    """Fields of ``special_tokens_map.json``, which override those of ``tokenizer_config.json``."""
     fields = _object(model, "special_tokens_map.json")
     _require(fields.keys() <= {*SPECIAL_TOKENS, "additional_special_tokens"})
     _require(not (model / "added_tokens.json").exists())
@@ -364,7 +364,7 @@ def _add_tokens(
     named: list[_Token],
     extra: list[_Token],
 ) -> None:
-    """Add tokens in the order of transformers, which decides their ids and flags."""
+    """Add tokens in the order of transformers, which determines their ids and flags."""
     tokens: list[_Token] = [token for _, token in sorted(added.items())]
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     known |= set(map(str, tokens))
@@ -381,7 +381,7 @@ def _add_tokens(
 
 
 def _templates(model: Path, given: Any) -> dict[str, str]:
-    """Chat templates by name. Templates in files of their own replace ``given``, the templates of
+    """Chat templates by name. Separate template files replace ``given``, the templates in
     ``tokenizer_config.json``."""
     files = {"default": model / "chat_template.jinja"}
     files |= {
@@ -389,7 +389,7 @@ def _templates(model: Path, given: Any) -> dict[str, str]:
         for path in (model / "additional_chat_templates").glob("*.jinja")
     }
     with refused(lambda error: f"A chat template of {model} is not UTF-8 text; {_REMEDY}."):
-        # Not by read_text of json_input: transformers keeps a byte order mark.
+        # read_text of json_input would drop a byte order mark, which transformers keeps.
         found = {name: path.read_text("utf-8") for name, path in files.items() if path.exists()}
     if found or given is None:
         return found
@@ -434,9 +434,9 @@ def _llama(vocabulary: _Vocabulary, merges: _Merges, config: dict[str, Any]) -> 
         prepend_scheme=scheme if prefixed else "never", split=False
     )
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence(
-        [*steps, decoders.Strip(content=" ", left=1)] if prefixed else steps
-    )
+    if prefixed:
+        steps.append(decoders.Strip(content=" ", left=1))
+    backend.decoder = decoders.Sequence(steps)
     return backend
 
 
@@ -489,8 +489,7 @@ _BACKENDS: dict[str, Callable[[_Vocabulary, _Merges, dict[str, Any]], Tokenizer]
     "GPT2Tokenizer": _gpt2,
     "GemmaTokenizer": _gemma,
 }
-"""Classes that take vocabulary, merges and post-processor from ``tokenizer.json``, and nothing
-else."""
+"""Classes that take only vocabulary, merges and post-processor from ``tokenizer.json``."""
 _END = "<|endoftext|>"
 _TOKENS: dict[str, dict[str, _Token | None]] = {
     "LlamaTokenizer": {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"},
@@ -504,4 +503,4 @@ _TOKENS: dict[str, dict[str, _Token | None]] = {
         "mask_token": "<mask>",
     },
 }
-"""Special tokens of these classes where the files give none."""
+"""Default special tokens of these classes."""

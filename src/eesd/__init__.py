@@ -1,11 +1,12 @@
 """EESD: early-exiting speculative decoding as engines.
 
-``eesd.load(engine_dir)`` opens an exported engine directory and returns an :class:`eesd.LLM` that
-generates text token for token as the model alone would, only faster. Imports here are lazy:
-``import eesd`` costs nothing and never needs torch.
+``eesd.load(engine_dir)`` opens an exported engine directory and returns an :class:`eesd.LLM`. It
+generates the tokens that the model alone would generate, only faster. Imports are lazy: ``import
+eesd`` costs nothing and never needs torch.
 """
 
-# As type checkers read it; the typing module would take most of the time of ``import eesd``.
+# Type checkers treat this name as typing.TYPE_CHECKING, whose import would take most of the time of
+# ``import eesd``.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from eesd.common.errors import EESDError as EESDError

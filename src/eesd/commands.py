@@ -1,5 +1,5 @@
-"""Where the commands start. From here on Ctrl-C ends them without a traceback, also while they
-import their modules."""
+"""Entry points of the commands. Ctrl-C ends a command without a traceback, also during its
+imports."""
 
 import signal
 import sys
@@ -10,9 +10,9 @@ from types import TracebackType
 def _start(module: str) -> None:
     """Import a command and run it.
 
-    While it is imported, and after it ended, there is nothing to clean up: Ctrl-C then ends the
-    process at once, as it does programs that are not written in Python. A shell that started it in
-    the background made it ignore Ctrl-C, and that stays.
+    During the import, and after the command, there is nothing to clean up: Ctrl-C ends the process
+    at once, as for programs that are not written in Python. If the shell started the command in the
+    background with Ctrl-C ignored, it stays ignored.
     """
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:
@@ -33,8 +33,8 @@ def _start(module: str) -> None:
 
 
 def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Report an exception that ends the process. Ctrl-C may come again between any two lines above,
-    and needs no report."""
+    """Report an exception that ends the process. Ctrl-C may arrive again between any two lines
+    above, and needs no report."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, trace)
 

@@ -1,5 +1,4 @@
-"""``eesd-build``: plans that TensorRT-RTX builds without a GPU. Skipped where TensorRT-RTX is not
-installed."""
+"""``eesd-build``: plans that TensorRT-RTX builds without a GPU. Skipped without TensorRT-RTX."""
 
 import json
 import shutil
@@ -47,7 +46,7 @@ TYPES = ("float16", pytest.param("bfloat16", marks=pytest.mark.slow))
 
 @pytest.fixture(scope="module")
 def built(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A float16 engine directory with its plans. Tests must copy it before they change anything."""
+    """A float16 engine directory with its plans. Tests that change it must copy it."""
     directory = export_engine(
         family_dir("qwen2"), tmp_path_factory.mktemp("built") / "plans", "--dtype", "float16"
     )
@@ -61,8 +60,8 @@ def copy(built: Path, tmp_path: Path) -> Path:
 
 
 def fused(directory: Path, *options: object) -> list[tuple[int, int]]:
-    """Build plans; of each, the draft's first, how many attentions and cache updates are one kernel
-    each."""
+    """Build plans. Returns the numbers of attentions and cache updates in each that are one kernel,
+    the draft's first."""
     assert "single kernels" not in succeed(main, directory, *options).stderr
     manifest = load_manifest(directory)
     assert list(manifest.plans) == [graph.file for graph in manifest.graphs]
@@ -144,7 +143,7 @@ def test_a_draft_of_all_layers_reads_the_caches_where_they_are(
 def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A checkpoint's own levels may have others."""
+    """A checkpoint's own levels may have different scales."""
     options = ("--dtype", "float16", "--quantize", "int8", "--max-seq-len", 64, "--no-check")
     directory = export_engine(family_dir("qwen2"), tmp_path / "plans", *options)
     before = dequantized(directory)
@@ -167,7 +166,7 @@ def test_only_int8_scales_that_are_equal_in_all_blocks_are_joined(
 def dequantized(
     directory: Path, change: Callable[[Any, Path], None] = lambda *_: None
 ) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Axis and shape of the scales of verify, after a change of the graph."""
+    """Axis and shape of the scales in verify, after a change of the graph."""
     model = onnx.load(directory / "verify.onnx", load_external_data=False)
     change(model, directory)
     shapes = {tensor.name: tuple(tensor.dims) for tensor in model.graph.initializer}
@@ -198,9 +197,9 @@ def test_manifest_records_the_plans(built: Path) -> None:
 def test_the_graph_that_the_builder_read_is_kept_beside_the_weights(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other tools build it as it is: its caches have a fixed length, and its weights are those of
-    the directory. With the inputs of ``examples/polygraphy`` it computes what the exported graph
-    computes of them."""
+    """Other tools can build it unchanged: its caches have a fixed length, and its weights are those
+    of the directory. With the inputs of ``examples/polygraphy`` it gives the results of the
+    exported graph."""
     trt = pytest.importorskip("tensorrt_rtx")
     manifest = load_manifest(copy)
     for graph in manifest.graphs:
@@ -264,8 +263,8 @@ def test_outdated_and_missing_plans_are_built_again(copy: Path) -> None:
 
 
 def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one the real builder gives none, but writes plans with weights: so it was asked for
-    the others."""
+    """Without one, the real builder makes none. It writes plans with weights only, although others
+    were requested."""
     assert_refused(
         run(main, copy, "--strip-weights"), "only where it finds a GPU", "leave --strip-weights out"
     )
@@ -279,8 +278,7 @@ def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.Monkey
 def test_the_source_of_plans_without_weights_is_recorded(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The builder, which has no GPU, is not asked to strip them. They need little room on the
-    disk."""
+    """The builder, which has no GPU, is not asked to strip them. They take little disk space."""
     options = plans.BuildOptions("tensorrt-rtx", 1, 256, (), strip_weights=True)
     original = plans._config
 
@@ -320,7 +318,7 @@ def test_plans_record_batch_and_compute_capabilities(copy: Path) -> None:
 def test_profiles_hold_a_rounds_nodes_of_each_row_and_a_piece_of_a_prompt(
     built: Path, batch: int
 ) -> None:
-    """A draft step is a node of each row. A prompt is prefilled alone."""
+    """A draft step is one node of each row. A prompt is prefilled alone."""
     manifest = load_manifest(built)
     options = plans.BuildOptions("tensorrt-rtx", batch, 128)
     slots = manifest.gpu_slots
@@ -402,7 +400,8 @@ def test_turing_has_no_bfloat16_and_no_int4(
 def test_attention_without_a_fused_kernel_is_built_from_parts(
     engine: Path, text_model: Path, tmp_path: Path
 ) -> None:
-    """Several nodes have no fused attention with heads of 8. The draft's one node has."""
+    """There is no fused attention for several nodes with heads of 8, but one for the draft's single
+    node."""
     assert load_manifest(engine).geometry.head_dim == 8
     directory = export_engine(text_model, tmp_path / "plans", "--dtype", "float16")
     result = run(main, directory)
@@ -509,7 +508,7 @@ def test_too_little_memory_or_disk_is_refused(copy: Path, monkeypatch: pytest.Mo
 def test_full_disk_while_writing_keeps_the_old_plan(
     copy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No partial file is left beside it."""
+    """No partial file remains."""
     names = sorted(path.name for path in copy.iterdir())
     original = Path.open
 
@@ -531,7 +530,7 @@ def test_full_disk_while_writing_keeps_the_old_plan(
 
 
 def test_what_a_killed_build_left_is_removed(copy: Path, family_dir: Callable[[str], Path]) -> None:
-    """By the next build as by the next export to the directory."""
+    """By the next build, and by the next export to the directory."""
     before = listing(copy)
     for follow in (
         lambda: succeed(main, copy),

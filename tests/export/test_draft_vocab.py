@@ -1,5 +1,5 @@
-"""A draft vocabulary: how it is chosen, trained, stored, exported and run. That it is lossless:
-test_lossless.py."""
+"""A draft vocabulary: choosing, training, storing, exporting and running it. test_lossless.py shows
+that it is lossless."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ SIZE = 60
 
 def test_the_most_used_tokens_are_chosen_and_those_that_end_a_text() -> None:
     counts = np.array([0, 5, 2, 9, 2, 2, 0, 7])
-    assert most_used(counts, 4, ()).tolist() == [1, 2, 3, 7]  # of equals the lowest id
+    assert most_used(counts, 4, ()).tolist() == [1, 2, 3, 7]  # ties go to the lowest id
     assert most_used(counts, 4, (6, 99)).tolist() == [1, 3, 6, 7]
     assert counts[6] == 0 and most_used(counts, 8, (0,)).tolist() == list(range(8))
 
@@ -51,8 +51,8 @@ def test_columns_and_tokens_belong_together() -> None:
 
 
 def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
-    """Gradients: those of the teacher's whole distribution, in which no probability moves to
-    another token."""
+    """Gradients are those of the teacher's whole distribution: no probability moves to another
+    token."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 4, generator=generator, requires_grad=True)
     teacher = log_softmax(torch.randn(3, 6, generator=generator), -1).sort(descending=True)[0]
@@ -71,7 +71,7 @@ def test_losses_leave_out_what_the_draft_cannot_predict() -> None:
 
 @pytest.fixture(scope="session")
 def reduced_head(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A head over 60 tokens after 12 steps, without deep layers, so that verify may have stages."""
+    """A head over 60 tokens after 12 steps, without deep layers, so that verify can have stages."""
     output = tmp_path_factory.mktemp("reduced-head") / "head"
     options = ("--draft-vocab", SIZE, "--shared-lm-head", "--deep", "none")
     distill(learner, own_rows, output, *options, "--steps", 12, "--lr", 1e-2, "--batch", 16)

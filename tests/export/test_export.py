@@ -1,4 +1,4 @@
-"""``eesd-export`` writes complete directories of standard graphs that generate the same tokens as
+"""``eesd-export`` writes complete directories of standard graphs, which generate the tokens of
 transformers."""
 
 import dataclasses
@@ -139,7 +139,7 @@ def test_each_weight_is_stored_once(
     assert all(offset % ALIGNMENT == 0 for offset, _ in stored)
 
     checkpoint = Checkpoint(family_dir(family))
-    # That of the exit head, for verify alone.
+    # That of the exit head, which only verify uses.
     keys_values = [length for name, (_, length) in verify.items() if ".kv_proj." in name]
     block = [
         t.nbytes
@@ -167,7 +167,7 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     assert not model.functions and all(node.domain == "" for node in model.graph.node)
     caches = len(model.graph.input) // 2 - 2
     attention = [node for node in model.graph.node if node.op_type == "Attention"]
-    # TensorRT's parser accepts only one output of Attention. In verify the last exit block only
+    # TensorRT's parser accepts only one output of Attention. In verify, the last exit block only
     # writes its caches.
     assert [len(node.output) for node in attention] == [1] * (
         caches if name == "draft.onnx" else caches - 1
@@ -175,7 +175,7 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
     masks = {node.input[3] for node in attention}
     if name == "draft.onnx":
         assert masks == {"attn_mask"}
-    else:  # once for all layers, a row for each query of a KV head
+    else:  # one mask for all layers, with a row for each query of a KV head
         makers = [node.op_type for node in model.graph.node if masks.intersection(node.output)]
         assert len(masks) == 1 and makers in (["Tile"], ["Concat"])
     scatters = [node for node in model.graph.node if node.op_type == "TensorScatter"]
@@ -187,7 +187,7 @@ def test_graphs_are_standard(exported: Callable[[str], Path], family: str, name:
 def test_steps_are_logged_where_there_is_no_terminal(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also that a long one goes on, if it tells of no bytes."""
+    """Also that a long step continues, if it reports no bytes."""
     monkeypatch.setattr(terminal, "SILENCE", 0.01)
     monkeypatch.setattr(steps, "SILENCE", 0.01)
     options = ("--exit-layer", 1, "-o", tmp_path / "plans", "--no-check")
@@ -206,8 +206,8 @@ def test_a_second_reader_of_a_cache_is_refused(
     monkeypatch: pytest.MonkeyPatch,
     reads: tuple[str, str | None],
 ) -> None:
-    """ONNX Runtime 1.31 runs a ReduceSum that a graph has before the write after it. A copy of
-    what the write needs is allowed: it cannot run later."""
+    """ONNX Runtime 1.31 runs a ReduceSum after the write that follows it in the graph. A copy of
+    values that the write needs is allowed: it cannot run later."""
     kind, needed = reads
     write = OnnxOperations._write
 
@@ -254,7 +254,7 @@ def test_graphs_compute_no_shapes_and_transpose_no_weights(
 def test_heads_are_apart_or_folded_with_the_same_bits(
     exported: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """A call of many nodes keeps query heads apart; a plan's graph never does."""
+    """Calls with many nodes keep query heads apart; graphs of plans never do."""
     directory = exported("llama-head-dim")
     manifest = load_manifest(directory)
     folded = tmp_path / "folded"

@@ -26,7 +26,7 @@ WEIGHTS = "model.safetensors"
 
 @pytest.fixture
 def model(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that the test may damage, not in ``tmp_path``."""
+    """A model that the test may damage, outside ``tmp_path``."""
     return shutil.copytree(text_model, tmp_path_factory.mktemp("damaged") / "model")
 
 
@@ -91,7 +91,7 @@ def test_model_that_is_not_in_the_cache_is_refused_offline(tmp_path: Path, name:
 
 
 def test_a_head_is_found_in_the_hubs_cache(text_model: Path, tmp_path: Path) -> None:
-    """In the layout that huggingface_hub keeps; one that is not there is refused."""
+    """In huggingface_hub's layout. One that is not in the cache is refused."""
     snapshot = tmp_path / "cache/hub/models--somebody--head/snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     (snapshot / "exit_head.json").write_text("{}")
@@ -153,7 +153,7 @@ def test_output_that_is_a_file_is_refused(text_model: Path, tmp_path: Path) -> N
 def test_directory_of_another_program_is_not_replaced(
     text_model: Path, tmp_path: Path, name: str
 ) -> None:
-    """Other programs have a manifest.json too."""
+    """Other programs also have a manifest.json."""
     (tmp_path / name).write_text('{"format_version": 1, "name": "a web app"}')
     assert_refused(
         export_to(tmp_path, text_model), "is not an engine directory", "another --output"
@@ -178,7 +178,7 @@ def test_engine_directory_of_any_version_is_replaced_with_its_plans(
 
 @needs_operators()
 def test_packed_weights_are_part_of_the_directory(text_model: Path, engine_copy: Path) -> None:
-    """Those of the last export go with it, and a check of the files leaves them out."""
+    """Those of the last export are deleted with it, and a check of the files ignores them."""
     manifest = load_manifest(engine_copy)
     (packed,) = engine_copy.glob("cpu-*")
     assert build_for_cpu(engine_copy, manifest) == packed

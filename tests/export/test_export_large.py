@@ -1,5 +1,5 @@
-"""The memory of an export does not grow with the model: graphs need no weights, and weights stream
-one tensor at a time."""
+"""The memory of an export does not grow with the model: graphs need no weights, and weights are
+streamed one tensor at a time."""
 
 import json
 import subprocess
@@ -19,8 +19,7 @@ from eesd.model.checkpoint import Checkpoint
 GB = 10**9
 MB = 10**6
 
-# The kernel reports the peak of this process alone; getrusage would include the process that
-# started it.
+# The kernel reports the peak of this process alone; getrusage would include the parent process.
 COMMON = """
 import json, sys
 from pathlib import Path
@@ -110,8 +109,7 @@ def largest_tensor(checkpoint: Checkpoint) -> int:
 def test_writing_weights_takes_the_memory_of_one_tensor(
     checkpoints: dict[int, Path], tmp_path: Path
 ) -> None:
-    """The bounds are generous, because the kernel decides how many pages of mapped files it
-    counts."""
+    """The bounds are generous, because the kernel decides which pages of mapped files count."""
     grown = {}
     for layers, directory in checkpoints.items():
         measured = measure(WEIGHT_STAGE, directory, 1, "float16", tmp_path / f"weights-{layers}")
@@ -133,7 +131,7 @@ def test_writing_weights_takes_the_memory_of_one_tensor(
 def test_writing_changed_weights_takes_the_memory_of_one_tensor(
     checkpoints: dict[int, Path], tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    """Memory for one tensor, and for its widened form or its levels and a piece of it in
+    """Memory for one tensor, for its widened form or its levels, and for a piece of it in
     float32."""
     dtype, *kind = options
     measured = measure(WEIGHT_STAGE, checkpoints[12], 1, dtype, tmp_path / "weights", *kind)

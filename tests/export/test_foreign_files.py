@@ -1,5 +1,5 @@
-"""Whatever lies where commands write, and whatever comes while they do: nothing that they did not
-make is lost."""
+"""Files that a command did not make are never lost, whether they lie where it writes or appear
+while it runs."""
 
 import json
 import os
@@ -41,7 +41,7 @@ from eesd.serve.cli import main as serve_main
 
 RESULT = Path(__file__).parent.parent / "data/bench_result.json"
 CASES = int(os.environ.get("FOREIGN_CASES", "100"))
-"""Commands of the property test; some thousand are thorough."""
+"""Commands of the property test; a thorough run needs some thousand."""
 AS_IS = ("--exit-layer", 1, "--no-check", "--no-pack")
 ENTRY = "model-0123456789abcdef"
 PLACES = [
@@ -97,7 +97,7 @@ TARGETS = [
 
 
 class World:
-    """A directory with files of EESD and of somebody else, and what the latter are."""
+    """A directory with files of EESD and foreign ones, with a record of the latter."""
 
     def __init__(self, root: Path, engine: Path, random: Random) -> None:
         self.root = root
@@ -118,7 +118,7 @@ class World:
             )
 
     def plant(self, path: Path) -> None:
-        """Put a file of somebody's where nothing is."""
+        """Put a foreign file where nothing exists."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not os.path.lexists(path):
@@ -137,13 +137,13 @@ class World:
             return
 
     def any_path(self) -> Path:
-        """A path of a command: plain, behind a link, or with ".."."""
+        """A path for a command: plain, behind a link, or with ".."."""
         path = self.root / self.random.choice(TARGETS)
         return path / self.random.choice(["", "", "", "new/..", "../plans", "link", "link/.."])
 
     def intrude(self, path: Path) -> None:
-        """What somebody does where a command writes ``path`` just then: in it if it is a directory,
-        else beside it."""
+        """Act like somebody else while a command writes ``path``: write into it if it is a
+        directory, or beside it."""
         directory = path if path.is_dir() or not path.suffix else path.parent
         if self.random.random() < 0.7:
             self.plant(
@@ -155,7 +155,7 @@ class World:
             )
 
     def intrude_once(self, left: list[int], path: Path) -> None:
-        """Intrude when this was called so many times as ``left`` says."""
+        """Intrude at the call whose number is in ``left``."""
         left[0] -= 1
         if (
             not left[0]
@@ -165,7 +165,7 @@ class World:
             self.intrude(path)
 
     def lost(self) -> list[Path]:
-        """What is not in its place as it was."""
+        """Foreign files that are missing or changed."""
         return [path for path, was in self.foreign.items() if found(path) != was]
 
 
@@ -185,7 +185,7 @@ def commands(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> list[Callable[[Path], Result]]:
-    """Each writes, replaces or cleans a path. Slow ones are rare."""
+    """Commands that each write, replace or clean a path. Slow ones are rare."""
     export = prepare.main.callback
     assert export
     monkeypatch.setattr(prepare, "_run", lambda command: export(command[-1]))  # in this process
@@ -228,7 +228,7 @@ def commands(
 
 @pytest.fixture
 def at_claim(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Callable[[Path], None]]]:
-    """Functions in this list are called with the path that a command begins to write, or is about
+    """Functions in this list are called with each path that a command begins to write, or is about
     to move aside."""
     called: list[Callable[[Path], None]] = []
     claim = files._new_claim
@@ -281,7 +281,7 @@ def test_nothing_foreign_is_lost(
 def test_an_output_is_what_its_path_names(
     text_model: Path, tmp_path: Path, model_is_output: bool
 ) -> None:
-    """``new`` does not exist, and so neither does ``new/..`` before ``new`` is made."""
+    """``new`` does not exist, so ``new/..`` does not exist either before ``new`` is made."""
     mine = shutil.copytree(text_model, tmp_path / "mine") if model_is_output else tmp_path / "mine"
     (mine / "more").mkdir(parents=True)
     (mine / "thesis.txt").write_text("thesis")
@@ -292,7 +292,7 @@ def test_an_output_is_what_its_path_names(
 
 
 def arrive(what: str, engine: Path, output: Path) -> None:
-    """Somebody writes where an export is to write."""
+    """Write a foreign file where an export is to write."""
     if what == "another export":
         shutil.copytree(engine, output)
     elif what == "a link":
@@ -303,7 +303,7 @@ def arrive(what: str, engine: Path, output: Path) -> None:
 
 
 def assert_both_are_there(stderr: str, output: Path, before: dict[str, bytes]) -> None:
-    """What came, and the export, whose name the message says."""
+    """Both the foreign file and the export exist, and the message names the export."""
     assert_one_line(stderr, f"{output} is not replaced", "what was written is in")
     (kept,) = output.parent.glob("plans-*")
     assert (
@@ -336,7 +336,7 @@ def test_what_comes_while_an_export_runs_is_kept(
                 }
             )
 
-    claims = [True, False, False]  # the first two try whether the place can be written
+    claims = [True, False, False]  # the first two test whether the place is writable
     at_claim[:] = [come]
     result = run(export_main, "--model", text_model, "-o", output, *AS_IS)
     at_claim.clear()
@@ -418,7 +418,7 @@ def test_a_distillation_keeps_what_is_in_its_directory(
 def test_checkpoints_and_heads_of_others_are_not_replaced(
     learner: Path, own_rows: Path, tmp_path: Path, name: str, words: tuple[str, ...]
 ) -> None:
-    """transformers' Trainer calls its checkpoints so, too."""
+    """transformers' Trainer uses the same names for its checkpoints."""
     (tmp_path / "out" / name).parent.mkdir(parents=True)
     (tmp_path / "out" / name).write_text("mine")
     assert_refused(run(distill_main, *distillation(learner, own_rows, tmp_path / "out")), *words)

@@ -1,4 +1,4 @@
-"""``kill -9`` at any moment: the next run finds what is left, removes it or puts it back, and
+"""``kill -9`` at any moment: the next run finds the leftovers, removes them or puts them back, and
 touches nothing else."""
 
 import errno
@@ -32,7 +32,7 @@ SOMEBODYS = [
     ".plans.eesd-0123456789abcdef.neu",
     "plans.eesd-0123456789abcdef.new",
 ]
-"""Names of files that are not ours, however similar."""
+"""Foreign file names, some of them similar to ours."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def write_directory(target: Path) -> None:
 
 
 def text_of(target: Path) -> str | None:
-    """``old`` or ``new``; None: it does not exist. Fails if it is neither as a whole."""
+    """``old`` or ``new``; None if it does not exist. Fails if it is incomplete."""
     if not target.exists():
         return None
     if target.is_file():
@@ -161,8 +161,8 @@ def forget_the_machine(lock: Path) -> None:
 def test_in_doubt_it_is_named_and_kept(
     tmp_path: Path, doubt: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Locks may not reach other machines or not exist; a lock may be deleted, or of another
-    program."""
+    """Locks may be missing, or not reach other machines; a lock may be deleted, or belong to
+    another program."""
     kill_writer(tmp_path / "plans")
     (new,) = tmp_path.glob(".*.new")
     (lock,) = tmp_path.glob(".*.lock")
@@ -177,7 +177,7 @@ def test_in_doubt_it_is_named_and_kept(
         lock.unlink()
         lock.symlink_to(tmp_path / "other")
     elif doubt == "two directories":
-        # Killed between the renames, and then somebody made a directory of that name.
+        # Killed between the renames; then somebody made a directory with this name.
         new.with_suffix(".old").mkdir()
         (tmp_path / "plans").mkdir()
     else:
@@ -190,7 +190,7 @@ def test_in_doubt_it_is_named_and_kept(
     remove_leftovers(tmp_path)
     assert listing(tmp_path) == before
     assert len(caplog.messages) == 1 and str(new) in caplog.text and "delete it" in caplog.text
-    with temporary_beside(tmp_path / "plans") as temporary:  # and nobody is kept from writing
+    with temporary_beside(tmp_path / "plans") as temporary:  # others can still write
         temporary.write_text("x")
     assert listing(tmp_path) == before
 
@@ -238,7 +238,7 @@ def test_an_export_after_a_killed_one(
 
 
 AS_IS = ("--no-check", "--no-pack")
-"""No other directory is renamed."""
+"""Options without which other directories would be renamed."""
 BETWEEN = (
     "import pathlib; r = pathlib.Path.rename; c = iter([r, kill]); pathlib.Path.rename = lambda "
     "*a: next(c)(*a)"
@@ -269,7 +269,7 @@ def test_a_directory_that_was_moved_aside_comes_back(
         f"was moved to {aside}",
         "export again",
     )
-    # An export that fails, so that the old directory is still there.
+    # An export that fails, so that the old directory remains.
     assert (
         run(export_main, "--model", text_model, "-o", engine_copy, "--exit-layer", 99).exit_code
         == 2

@@ -1,5 +1,5 @@
-"""``eesd-export --link-weights``: engines over the checkpoint's own files compute the same as
-engines with a copy."""
+"""``eesd-export --link-weights``: engines over the checkpoint's files compute the same as engines
+with a copy."""
 
 import errno
 import os
@@ -40,8 +40,8 @@ SHARDED = "codellama"  # float32, in several files
 
 @pytest.fixture(scope="module")
 def pair(family_dir: FamilyDir, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Engines with a copy of the weights, and with links. Tests must copy them before they change
-    anything."""
+    """Engines with a copy of the weights, and with links. Tests that change them must copy
+    them."""
     parent = tmp_path_factory.mktemp("linked")
     model = family_dir(SHARDED)
     return export_engine(model, parent / "copied", "--quantize-draft", "none"), export_engine(
@@ -123,7 +123,7 @@ def test_torch_computes_the_same_with_links(pair: tuple[Path, Path]) -> None:
 def test_a_draft_of_all_layers_is_copied_beside_linked_weights(
     pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """Its levels go to weights.bin, and verify reads the checkpoint's files. Tokens are those of
+    """Its levels go to weights.bin; verify reads the checkpoint's files. The tokens are those of
     plain decoding."""
     directory = export_engine(
         family_dir(SHARDED), tmp_path / "plans", "--exit-head", "quantized", "--link-weights"
@@ -156,7 +156,7 @@ def test_linked_graphs_of_other_families_pass_the_parity_check(
 
 
 def test_exit_head_of_another_type_is_copied(tmp_path: Path) -> None:
-    """The float16 base model is linked; the float32 tensors of the head are cast and written to
+    """The float16 base model is linked; the head's float32 tensors are cast and written to
     weights.bin."""
     size = {
         "hidden_size": 64,
@@ -180,7 +180,7 @@ def test_exit_head_of_another_type_is_copied(tmp_path: Path) -> None:
 def test_unaligned_tensors_are_copied(
     pair: tuple[Path, Path], family_dir: FamilyDir, tmp_path: Path
 ) -> None:
-    """Torch cannot map them. One more byte in the header moves all tensors of a file."""
+    """torch cannot map them. One more byte in the header moves all tensors of a file."""
     model = shutil.copytree(family_dir(SHARDED), tmp_path / "model")
     path = model / sorted(load_manifest(pair[1]).linked)[0]
     data = path.read_bytes()

@@ -36,8 +36,7 @@ Export = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Export:
-    """A function that returns the engines of a family. Tests must copy them before they change
-    anything."""
+    """A function that returns the engines of a family. Tests that change them must copy them."""
 
     @cache
     def directory(name: str, **options: Any) -> Path:
@@ -62,7 +61,7 @@ def test_first_layers_are_a_model_of_fewer_layers(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """The engines compute the same as those of a checkpoint with fewer layers. The fingerprint is
-    the whole model's."""
+    that of the whole model."""
     family = family_dir("qwen2.5-tied")
     model = shutil.copytree(family, tmp_path / "model")
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": LAYERS}
@@ -179,7 +178,7 @@ def narrow(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPathF
 
 def torch_engines(spoil: Callable[[Any], object] = lambda _: None) -> Callable[..., Engines]:
     """A replacement of ``open_engines`` that opens torch engines instead of plans, which need a
-    GPU, and spoils a stage."""
+    GPU, and damages a stage."""
 
     def opened(directory: Path, manifest: Manifest, options: EngineOptions) -> Engines:
         assert all((directory / plan.file).exists() for plan in manifest.plans.values())
@@ -205,7 +204,7 @@ def test_check_without_a_gpu_reports_that_it_was_skipped(
 def test_check_with_a_gpu_detects_a_broken_weight_and_long_texts_that_are_wrong(
     narrow: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first difference is named: here of the texts that are longer than those of the graphs."""
+    """The first difference is named: here on texts longer than those for the graphs."""
     monkeypatch.setattr(build_cli, "compute_capability", lambda: "8.9")
     monkeypatch.setattr(build_cli, "open_engines", torch_engines())
     result = succeed(build_main, narrow, "--check")

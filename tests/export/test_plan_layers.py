@@ -1,5 +1,5 @@
-"""What the kernels of plans read and write, from the log of TensorRT-RTX's builder. Skipped where
-that is not installed."""
+"""Reads and writes of the kernels of plans, from the log of TensorRT-RTX's builder. Skipped without
+TensorRT-RTX."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -27,8 +27,8 @@ SHAPE = {
     "vocab_size": 4096,
     "max_position_embeddings": 2 * LONG_CACHE,
 }
-"""Groups of 4 heads of 128, as in models of 8B, and weights that are large beside the code of the
-kernels."""
+"""Groups of 4 heads of 128, as in models of 8B, and weights that are large compared with the code
+of the kernels."""
 WIDTHS_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -41,8 +41,9 @@ Built = tuple[Manifest, dict[str, list[Layer]]]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Built]:
-    """Give the kind of quantization and the slots, get the manifest of an engine directory and the
-    layers of its plans. ``whole``: nothing is quantized but a draft of all layers, to int4."""
+    """A function of the kind of quantization and the number of slots that returns the manifest of
+    an engine directory and the layers of its plans. ``whole``: only a draft of all layers is
+    quantized, to int8."""
     root = tmp_path_factory.mktemp("layers")
     model = write_checkpoint(root / "model", {**LLAMA_70B, **SHAPE}, 1, sparse=False)
 
@@ -62,8 +63,8 @@ def cache_bytes(manifest: Manifest) -> int:
 
 
 def weights_read(manifest: Manifest, graph: GraphInfo) -> int:
-    """Bytes of the weights that a call reads: all but the embedding table and the tables of
-    angles."""
+    """Bytes of the weights that a call reads: all but the embedding table and the rotary
+    tables."""
     tables = {EMBEDDINGS, *ROTARY_TABLES}
     return sum(
         weight.nbytes for name, weight in weights_of(manifest, graph).items() if name not in tables
@@ -92,7 +93,7 @@ def test_a_draft_step_reads_weights_and_caches_once_where_they_are(
 def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(
     built: Callable[..., Built], slots: int
 ) -> None:
-    """TensorRT-RTX's attention for several nodes needs the keys of a slot beside each other
+    """TensorRT-RTX's attention for several nodes needs the keys of a slot to be adjacent
     (docs/decisions/0068)."""
     manifest, plans = built(slots=slots)
     size = cache_bytes(manifest)
@@ -110,7 +111,7 @@ def test_a_pass_of_verify_copies_the_slots_it_sees_once_and_for_no_head_twice(
 def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
     built: Callable[..., Built],
 ) -> None:
-    """There is no attention for one node that reads it where it is."""
+    """No attention for one node can read it in place."""
     manifest, plans = built(slots=2 * LONG_CACHE)
     layers = plans["draft.onnx"]
     size = cache_bytes(manifest)
@@ -123,7 +124,7 @@ def test_a_draft_with_a_long_cache_copies_the_slots_it_sees_for_no_head_twice(
 def test_a_pass_over_a_text_moves_little_more_than_weights_and_the_filled_slots(
     tmp_path: Path, slots: int
 ) -> None:
-    """With the widths of 8B, where a layer's share of weights and caches is that of the whole
+    """With the widths of 8B, at which a layer's share of weights and caches is that in the whole
     model."""
     model = write_checkpoint(
         tmp_path / "model", {**LLAMA_70B, **SHAPE, **WIDTHS_8B}, 1, sparse=False
@@ -181,7 +182,7 @@ def test_attention_is_one_kernel_in_every_layer_and_profile(
 def test_attention_that_may_be_built_from_parts_keeps_the_kernels_that_there_are(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a plan is slower only where there is no kernel. The manifest promises none."""
+    """So a plan is slower only where there is no kernel. The manifest promises no kernels."""
     directory = export_engine(
         family_dir("qwen2"),
         tmp_path / "plans",

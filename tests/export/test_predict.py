@@ -1,4 +1,4 @@
-"""``eesd-inspect --predict``: the formula against hand calculations, and the tables of
+"""``eesd-inspect --predict``: the formula compared with manual calculations, and the tables of
 docs/predict.md."""
 
 import json
@@ -63,7 +63,7 @@ def shaped(
 
 
 def test_the_constants_give_the_times_that_the_h200_measured() -> None:
-    """Of whole passes, and of products with fewer bits, which are slower than their bytes."""
+    """For whole passes, and for products with fewer bits, which are slower than their bytes."""
     lines = {
         line["step"]: line["found"] for line in map(json.loads, LEASE.read_text().splitlines())
     }
@@ -111,8 +111,8 @@ def test_cost_models_of_gpus_are_predictions() -> None:
 def test_a_draft_with_its_own_lm_head_reads_no_embedding_table(
     family_dir: Callable[[str], Path], tmp_path: Path, own: bool, draft: str
 ) -> None:
-    """Tied embeddings are the LM head of verify, and of a draft without one of its own. A copy in 4
-    bits is one of its own."""
+    """A tied embedding table is the LM head of verify, and of a draft without a separate one. A
+    copy in 4 bits is a separate one."""
     model = family_dir("llama-tied")
     head = trained_head(model, tmp_path / "head", 1, own)
     manifest = load_manifest(
@@ -147,7 +147,7 @@ def test_a_call_takes_as_long_as_reading_or_computing_and_its_kernels(engine: Pa
 
 
 def test_operations_are_two_for_each_weight_of_a_product(engine: Path) -> None:
-    """In the draft: its blocks and the LM head, not the embedding table."""
+    """For the draft: its blocks and the LM head, not the embedding table."""
     manifest = load_manifest(engine)
     geometry = manifest.geometry
     blocks = manifest.exit_head.layer + manifest.exit_head.blocks
@@ -193,7 +193,7 @@ def test_inspect_prints_the_prediction(engine: Path) -> None:
 
 
 def test_a_short_text_is_read_in_fewer_slots(engine: Path) -> None:
-    """By verify; the draft reads a cache of 4096 slots where it is."""
+    """Fewer for verify; the draft reads a cache of 4096 slots in place."""
     manifest = replace(load_manifest(engine), max_seq_len=4096)
     options = ("--predict", "l4", "--json", "--max-seq-len", 4096, "--text-tokens")
     most = manifest.gpu_slots // 64 * 16 - manifest.max_tree_nodes - 1
@@ -211,7 +211,7 @@ def test_a_model_is_predicted_before_its_export(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """From config.json alone, with the draft that the export would choose: all layers in 4 bits, or
-    the head of the model."""
+    the model's head."""
     model = family_dir("qwen2")
     plans = tmp_path / "plans"
     succeed(export_main, "--model", model, "--no-check", "-o", plans)
@@ -248,7 +248,7 @@ def test_a_model_is_predicted_before_its_export(
 def test_a_draft_that_reads_half_of_8_bits_is_predicted_so(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """The levels of 8 bits once, of which the draft reads 4, and their scales."""
+    """The levels of 8 bits are counted once (the draft reads 4 bits of them), with their scales."""
     options = ("--exit-head", "quantized", "--dtype", "float32", "--quantize", "int8")
     manifest = load_manifest(export_engine(family_dir("qwen2"), tmp_path / "plans", *options))
     weights = {
@@ -296,7 +296,7 @@ def test_ranks_share_bytes_and_add_twice_in_a_block(engine: Path) -> None:
     )
     block += 3 * geometry.hidden_size * geometry.intermediate_size
     split = 4 * geometry.num_layers * block + slots * slot_bytes(manifest, len(graph.caches))
-    # Of 4 bits, which ranks dequantize.
+    # Weights of 4 bits, which ranks dequantize.
     levels = weights_of(manifest, graph)["exit_head.blocks.0.self_attn.kv_proj.weight"]
     kv = 4 * 2 * geometry.hidden_size * geometry.num_kv_heads * geometry.head_dim
     one, two = (bytes_of_pass(manifest, graph, slots, ranks) for ranks in (1, 2))

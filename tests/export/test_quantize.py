@@ -1,5 +1,5 @@
-"""``eesd-export --quantize``: the blocks are exact, every backend computes with them, and drafting
-stays lossless."""
+"""``eesd-export --quantize``: the blocks are exact, every backend supports them, and drafting stays
+lossless."""
 
 import shutil
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def exported(family_dir: Callable[[str], Path], tmp_path_factory: pytest.TempPat
 
 
 def unpacked(stored: Array, kind: str, shape: tuple[int, int]) -> NDArray[np.int16]:
-    """The levels as the ONNX format defines them: of two values of 4 bits the first is in the low
+    """The levels as the ONNX format defines them: the first of two values of 4 bits is in the low
     half of the byte."""
     data = stored.tobytes()
     if kind == "int8":
@@ -76,7 +76,7 @@ def unpacked(stored: Array, kind: str, shape: tuple[int, int]) -> NDArray[np.int
 
 
 def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
-    """The weight [in, out] that the format defines: scale times level, plus minimum."""
+    """The weight [in, out] as the format defines it: scale times level, plus minimum."""
     blocks, outputs = quantized.scales.shape
     levels = unpacked(quantized.levels, kind, (blocks * BLOCK, outputs))
     result = to_float32(levels) * np.repeat(to_float32(quantized.scales), BLOCK, 0)
@@ -86,8 +86,8 @@ def by_definition(quantized: Quantized, kind: str) -> NDArray[np.float32]:
 
 
 def random_weight(outputs: int, inputs: int, dtype: str = "float32") -> Array:
-    """A weight whose magnitudes go down to float16's subnormal numbers, with blocks of zeros and
-    blocks of one sign."""
+    """A weight with magnitudes down to float16's subnormal numbers, blocks of zeros and blocks of
+    one sign."""
     weight = np.random.default_rng(0).standard_normal((outputs, inputs), np.float32)
     weight *= np.logspace(-8, 2, outputs, dtype=np.float32)[:, None]
     weight[5], weight[7], weight[8] = 0, np.abs(weight[7]), -np.abs(weight[8])
@@ -97,7 +97,7 @@ def random_weight(outputs: int, inputs: int, dtype: str = "float32") -> Array:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint4"])
 def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: str) -> None:
-    """The number of outputs is odd."""
+    """With an odd number of outputs."""
     weight = random_weight(37, 7 * BLOCK, dtype)
     quantized = quantize(weight, kind, dtype)
     scales = quantized.scales
@@ -119,8 +119,9 @@ def test_levels_and_scales_mean_what_onnx_defines(kind: str, dtype: str) -> None
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("kind", ["int4", "uint4"])
 def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, dtype: str) -> None:
-    """In squared error: much closer in all, in no block much worse. No weight is very wrong."""
-    # Without the rows whose scales float16 rounds much.
+    """In squared error: much closer overall, and not much worse in any block. No weight is far
+    off."""
+    # Without the rows whose scales float16 rounds coarsely.
     weight = random_weight(64, 8 * BLOCK, dtype)[20:]
     found = by_definition(quantize(weight, kind, dtype), kind).T.reshape(-1, BLOCK)
     blocks = to_float32(weight).reshape(-1, BLOCK)
@@ -145,7 +146,7 @@ def test_searched_levels_are_closer_than_levels_over_the_whole_range(kind: str, 
 
 
 def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> None:
-    """Every weight is the same in every bit, as what GGUF's own quantizer made of a random model
+    """Every weight has the same bits, as the output of GGUF's quantizer for a random model
     shows."""
     random = np.random.default_rng(0)
     values = random.normal(
@@ -164,7 +165,7 @@ def test_a_checkpoint_that_was_dequantized_from_q4_1_gets_its_levels_back() -> N
 def test_weights_that_float16_cannot_hold_are_refused(
     family_dir: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """int8 has float32 scales, and takes them."""
+    """int8 has float32 scales, and accepts them."""
     model = shutil.copytree(family_dir("qwen2"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -192,7 +193,7 @@ def test_result_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -
 def test_graphs_are_standard_and_quantize_only_linear_weights(
     exported: Export, family: str, kind: str
 ) -> None:
-    """Both graphs share the quantized weights. A tied LM head has a quantized copy of its own."""
+    """Both graphs share the quantized weights. A tied LM head gets a quantized copy."""
     directory = exported(family, kind, "--quantize-draft", kind)
     manifest = load_manifest(directory)
     stored: dict[str, tuple[int, int]] = {}
@@ -230,7 +231,7 @@ def test_graphs_are_standard_and_quantize_only_linear_weights(
 def test_onnx_runtime_widens_weights_when_it_loads_them(
     exported: Export, tmp_path: Path, kind: str, options: tuple[str, ...]
 ) -> None:
-    """Products of float32: four for each layer, keys and values of the exit head, the LM head."""
+    """Products in float32: four for each layer, keys and values of the exit head, the LM head."""
     directory = exported("qwen2", kind, *options)
     made: list[ort.SessionOptions] = []
     original = ort.SessionOptions
@@ -256,8 +257,8 @@ def test_onnx_runtime_widens_weights_when_it_loads_them(
 def test_logits_are_those_of_the_dequantized_model(
     exported: Export, family_dir: Callable[[str], Path], tmp_path: Path, kind: str
 ) -> None:
-    """A checkpoint with the weights as onnx and numpy read them exports to engines with the same
-    logits."""
+    """A checkpoint with the weights as onnx and numpy dequantize them is exported to engines with
+    the same logits."""
     directory = exported("qwen2", kind)
     found = {
         t.name: numpy_helper.to_array(t)
@@ -281,7 +282,7 @@ def test_logits_are_those_of_the_dequantized_model(
     )
     with reference.session(PROMPT) as session:
         expected = session.peek()
-    # Ort rounds activations to int8.
+    # ONNX Runtime rounds activations to int8.
     for backend, tolerance in (("torch", 1e-4), ("ort", 0.06 * np.abs(expected).max())):
         with eesd.load(directory, backend, speculation=None, threads=1).session(PROMPT) as session:
             np.testing.assert_allclose(session.peek(), expected, rtol=0, atol=tolerance)
@@ -322,7 +323,7 @@ def test_the_draft_has_copies_of_what_verify_has_in_more_bits(
 def test_the_draft_of_a_large_model_has_4_bits(
     family_dir: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Symmetric, as TensorRT needs it. Verify keeps its 16 bits."""
+    """Symmetric, as TensorRT requires. Verify keeps its 16 bits."""
     monkeypatch.setattr(make, "LARGE_MODEL", 1000)
     plans = export_engine(family_dir("llama-tied"), tmp_path / "plans", "--dtype", "float16")
     found = load_manifest(plans).quantization
@@ -475,7 +476,7 @@ def test_torch_engine_refuses_weights_that_differ_from_the_manifest(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -> None:
-    """Gate and up are one product. With an odd inner size the rows of their levels and zero points
+    """Gate and up are one product. With an odd inner size, the rows of their levels and zero points
     begin within a byte."""
     model = build(
         Family("odd", "llama", {"hidden_size": 64, "intermediate_size": 37}), tmp_path / "odd"
@@ -502,7 +503,7 @@ def test_joined_weights_of_an_odd_number_of_outputs(kind: str, tmp_path: Path) -
 @pytest.mark.parametrize("kind", ["int8", "int4", "uint4", "zero points"])
 @pytest.mark.parametrize("width", [12, 7])
 def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: int) -> None:
-    """Outputs and blocks that begin anywhere, also within a byte; with minimums or zero points."""
+    """Outputs and blocks may begin anywhere, even within a byte, with minimums or zero points."""
     random = np.random.default_rng(0)
     whole = quantize(
         random.standard_normal((width, 96), np.float32),
@@ -523,8 +524,8 @@ def test_parts_of_a_quantized_weight_are_those_of_the_weight(kind: str, width: i
 def test_rounding_on_a_text_is_closer_to_the_unquantized_model_on_other_text(
     tmp_path: Path,
 ) -> None:
-    """Verify and the draft of the whole model, on four layers of the bundled model; the same text
-    gives the same files."""
+    """For verify, and for the draft of the whole model, with four layers of the bundled model. The
+    same text gives the same files."""
     text = tmp_path / "text"
     sources = sorted((Path(make.__file__).parents[1] / "runtime").glob("*.py"))
     text.write_text("".join(file.read_text("utf-8") for file in sources), "utf-8")

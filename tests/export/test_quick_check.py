@@ -1,4 +1,4 @@
-"""The check that every export for the CPU runs: its graphs against its packed weights."""
+"""The check of every export for the CPU: its graphs compared with its packed weights."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ KINDS: dict[str, tuple[str | gguf_files.Spec, tuple[object, ...]]] = {
     "int8, drafts itself": ("qwen3", ("--dtype", "float32", "--quantize", "int8")),
     "experts": (gguf_files.Spec("llama", "Q4_0", "Q8_0", experts="apart"), ("--exit-layer", 1)),
     "Q8_0, drafts itself": (gguf_files.Spec("llama", matrices="Q8_0", table="Q8_0"), ()),
-    # One row of this file's logits is ill-conditioned: rounding alone changes it by far more.
+    # One row of this file's logits is ill-conditioned: rounding alone changes it far more.
     "Q4_K": (gguf_files.Spec("llama", "Q4_K", "Q6_K", True), ("--exit-layer", 1)),
 }
 
@@ -46,7 +46,7 @@ def test_right_exports_are_far_within_the_bound(kind: str, tmp_path: Path) -> No
 def test_wrongly_packed_weights_are_no_export(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight whose first inputs changed places is refused, and nothing is left."""
+    """A weight with two inputs swapped is refused, and nothing remains."""
 
     def swapped(array: Any) -> Any:
         array = np.array(array)

@@ -1,4 +1,4 @@
-"""Whatever stands in a file or on the command line, it works or it is one sentence.
+"""Any content of a file or command line works, or is refused in one sentence.
 
 ``make test`` tries a few cases of each kind, ``make test-slow`` many.
 """
@@ -47,7 +47,7 @@ QUICK = settings(max_examples=FEW, deadline=None, suppress_health_check=list(Hea
 
 
 def check(strategy: st.SearchStrategy[Any], use: Callable[[Any], object], limits: settings) -> None:
-    """Use every case: it works, or it raises an EESDError of one line."""
+    """Each case works, or raises an EESDError of one line."""
 
     @limits
     @given(case=strategy)
@@ -158,8 +158,8 @@ def test_eagle_head(text_model: Path, tmp_path: Path, limits: settings, layout: 
 
 @both
 def test_manifest(engine_copy: Path, limits: settings) -> None:
-    """An accepted directory runs, with the undamaged one's greedy tokens: a manifest may ask for
-    other sampling."""
+    """An accepted directory runs, with the greedy tokens of the undamaged one: a manifest may ask
+    for other sampling."""
     path = engine_copy / "manifest.json"
     expected = (
         eesd.load(engine_copy).generate([1, 40, 50], max_new_tokens=3, ignore_eos=True).tokens
@@ -176,7 +176,7 @@ def test_manifest(engine_copy: Path, limits: settings) -> None:
 
 @both
 def test_manifest_of_a_file_with_levels_of_its_own(tmp_path: Path, limits: settings) -> None:
-    """What is accepted describes its weights."""
+    """An accepted manifest describes its weights."""
     types = {"blk.1.attn_k.weight": "Q6_K", "blk.2.ffn_up.weight": "F16"}
     model = gguf_files.write(
         tmp_path / "model.gguf",
@@ -250,7 +250,7 @@ def test_benchmark_files(tmp_path: Path, limits: settings) -> None:
     check(damaged_json(row), use, limits)
 
 
-# What a command line can hold.
+# Values for a command line.
 UNICODE = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
 TEXT = st.text(UNICODE, max_size=8) | st.sampled_from(
     [str(v) for v in ODD if not isinstance(v, (list, dict)) and v not in ("\0", "\ud800")]
@@ -315,8 +315,7 @@ def test_command_line(engine: Path, monkeypatch: pytest.MonkeyPatch, count: int)
     loaded: dict[Any, LLM] = {}
 
     def load(directory: Path, backend: str, *, speculation: Any, **options: Any) -> LLM:
-        """Loading takes most of the time; engines are loaded once, and all checks are the real
-        ones."""
+        """Loading takes most of the time, so engines are loaded once; all checks are real."""
         if directory != engine or backend != "auto" or options["threads"] is not None:
             return eesd.load(directory, backend, speculation=speculation, **options)
         return loaded.setdefault(speculation, llm.with_speculation(speculation))

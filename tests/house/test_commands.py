@@ -1,4 +1,4 @@
-"""What every command has in common: help, version, limits of options, and one line for bad
+"""Common behaviour of all commands: help, version, limits of options, and one line for bad
 input."""
 
 import importlib
@@ -37,7 +37,8 @@ SCRIPTS = {name: command(script) for name, script in PYPROJECT["project"]["scrip
 
 
 def lines() -> Iterator[tuple[str, click.Command, click.Command, tuple[str, ...]]]:
-    """Name, command, what it leads to and by which arguments, of every command and subcommand."""
+    """For every command and subcommand: name, main command, command, and the arguments that lead to
+    it."""
     for name, main in (SCRIPTS | {"shapes": shapes.main}).items():
         yield name, main, main, ()
         for sub in getattr(main, "commands", {}).values():
@@ -45,7 +46,7 @@ def lines() -> Iterator[tuple[str, click.Command, click.Command, tuple[str, ...]
 
 
 def parameters(*kinds: type) -> list[Any]:
-    """Every option and argument whose type is one of these, with its command."""
+    """Every option and argument of one of these types, with its command."""
     return [
         pytest.param(main, prefix, parameter, id=f"{name} {parameter.opts[0]}")
         for name, main, leads_to, prefix in lines()
@@ -56,7 +57,7 @@ def parameters(*kinds: type) -> list[Any]:
 
 NUMERIC = (click.types.IntParamType, click.types.FloatParamType)
 API = [SCRIPTS["eesd-run"], SCRIPTS["eesd-serve"]]
-"""The Python API checks the numbers of these (tests/round/test_cli_bad_input.py)."""
+"""The Python API checks their numbers (tests/round/test_cli_bad_input.py)."""
 
 
 def give(

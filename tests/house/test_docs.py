@@ -1,4 +1,4 @@
-"""What the documentation shows can be imported."""
+"""Names in the documentation can be imported."""
 
 import re
 from importlib import import_module
@@ -20,11 +20,11 @@ PAGES = [
 IMPORT = re.compile(r"^ *from (eesd[\w.]*) import \(?([\w, ]+)", re.MULTILINE)
 NAME = re.compile(r"(?<![\w./-])eesd((?:\.[A-Za-z_]\w*)+)")
 OTHERS = {"eesd.json", "eesd.service", "eesd.tensorrt"}
-"""Two files and a logger, which look like names in Python."""
+"""Two files and a logger whose names look like Python names."""
 
 
 def resolve(name: str) -> Any:
-    """The module or the object of a dotted name."""
+    """The module or object with a dotted name."""
     found: Any = eesd
     parts = name.split(".")
     for number, part in enumerate(parts[1:], 2):
@@ -47,7 +47,7 @@ def test_every_name_that_a_page_shows_exists(page: Path) -> None:
         try:
             assert resolve(name) is not None, name
         except ModuleNotFoundError as error:
-            # A package that only some installations have, such as tensorrt.
+            # A package of some installations, such as tensorrt.
             assert not str(error.name).startswith("eesd"), f"{name}: {error}"
 
 

@@ -1,5 +1,5 @@
-"""What ``pip`` may have installed: ONNX Runtime for the CPU, for GPUs, both, or half; flavours of
-TensorRT."""
+"""Combinations of packages that ``pip`` may have installed: ONNX Runtime for the CPU, for GPUs,
+both, or half; flavours of TensorRT."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def jobs() -> dict[str, str]:
 
 @pytest.mark.usefixtures("both")
 def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) -> None:
-    """Each writes its files over the other's, so what runs depends on which came last."""
+    """They overwrite each other's files, so what runs depends on the order of installation."""
     words = (
         "onnxruntime-gpu 1.30.0 are both installed",
         "pip uninstall -y onnxruntime onnxruntime-gpu; pip install",
@@ -64,7 +64,7 @@ def test_two_packages_of_onnx_runtime_are_refused_with_the_remedy(engine: Path) 
 def test_what_is_left_of_two_packages_is_refused(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removing one of them removes the files of both."""
+    """Removing one package removes the files of both."""
     monkeypatch.setitem(sys.modules, "onnxruntime", ModuleType("onnxruntime"))
     result = run(main, "--engine-dir", engine, "-p", "hello")
     assert_refused(
@@ -124,7 +124,7 @@ def test_a_library_that_cannot_be_loaded_is_not_a_missing_one(
 
 @pytest.mark.usefixtures("gpu")
 def test_the_version_is_that_of_the_module() -> None:
-    """There is no package ``tensorrt`` where only ``tensorrt-cu12`` is installed."""
+    """The package ``tensorrt`` does not exist if only ``tensorrt-cu12`` is installed."""
     assert library_version("tensorrt") == fake.VERSION and machine.installed("tensorrt") is None
 
 
@@ -140,7 +140,7 @@ def test_the_version_is_that_of_the_module() -> None:
 def test_what_is_missing_is_installed_from_where_eesd_came(
     url: str | None, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its name may be nobody's in a package index, or somebody else's."""
+    """A package index may not have the name, or may have another project under it."""
     checkout = Path(__file__).parents[2]
     assert machine.pip_install("export") == f"pip install -e '{checkout}[export]'"
     found = tmp_path / "lib" / "site-packages"

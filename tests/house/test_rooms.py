@@ -1,4 +1,4 @@
-"""The rooms of the package import one way, and every import can be found by a type checker in a
+"""The rooms of the package import in one direction, and a type checker can find every import in a
 fresh clone."""
 
 import re
@@ -21,10 +21,10 @@ MAY_IMPORT = {
     "distill": {"common", "controllers", "model", "runtime", "export"},
     "bench": {"common", "controllers", "model", "runtime", "export", "serve"},
 }
-"""Rooms from the lowest to the highest, and the rooms that each may import."""
+"""Rooms from the lowest to the highest, with the rooms that each may import."""
 LAZILY = {"runtime.engine_options": "eesd.export.prepare"}
-"""What commands import of a higher room, in the function that needs it: ``--model`` exports what it
-then runs."""
+"""Imports of commands from a higher room, inside the function that needs it: ``--model`` exports
+the model that it then runs."""
 MAY_IMPORT_INSIDE = {
     "runtime.engines": set(),
     "runtime.decoding": {"runtime.engines"},
@@ -40,7 +40,7 @@ MAY_IMPORT_INSIDE = {
 }
 """Parts of a room that may import only these other parts of it."""
 TORCH_FREE = {"common", "controllers", "runtime"}
-"""Rooms that must load without torch, but for the files below."""
+"""Rooms that must load without torch, except for the files below."""
 TORCH_FILES = {
     "device.py",
     "device_engine.py",
@@ -59,8 +59,8 @@ TORCH_FILES = {
 
 
 ONNX_FILES = {"torch_weights.py"}
-"""Of these rooms, the files that load onnx when they are loaded themselves, which is only where a
-graph is made or read."""
+"""The files of these rooms that import onnx when they are loaded. They are loaded only to make or
+read a graph."""
 MODEL_FILES = {
     "device.py",
     "device_engine.py",
@@ -70,8 +70,8 @@ MODEL_FILES = {
     "torch_quantized.py",
     "torch_weights.py",
 }
-"""The files of the runtime that use the model's torch modules: the torch engine, and what it shares
-with others on devices."""
+"""The files of the runtime that use the model's torch modules: the torch engine, and files that it
+shares with other engines on devices."""
 
 
 def test_every_room_is_listed() -> None:
@@ -106,7 +106,7 @@ def test_the_order_of_the_rooms_has_no_cycle() -> None:
 
 
 def test_modules_inside_a_room_have_no_cycle() -> None:
-    """No module imports itself through others, in functions neither."""
+    """No module imports itself through others, not even in functions."""
     edges = graph()
     done = set[str]()
 
@@ -166,7 +166,7 @@ def test_the_runtime_uses_the_models_modules_only_on_devices() -> None:
 
 
 def test_every_import_of_the_package_is_a_file() -> None:
-    """What an editor without an installation sees: a plain file below src for every import."""
+    """As an editor without an installation sees it: each import is a plain file below src."""
     known = {name for name, _ in modules()} | set(MAY_IMPORT) | {"__version__"}
     for _, path in modules():
         for imported, _ in imports(path):

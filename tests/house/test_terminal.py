@@ -1,4 +1,4 @@
-"""What is shown is shown as it is, in every table, progress bar and message."""
+"""Text is shown unchanged in every table, progress bar and message."""
 
 import ast
 import io
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.fast
 PACKAGE = Path(__file__).parent.parent.parent / "src" / "eesd"
 TRICKY = "[red]x[/red] [/] [bold :smile: \\[b] 1.5 'eesd[tensorrt]' https://x.y"
 NAME = TRICKY.replace("/", "|")
-"""As a file name."""
+"""The same as a file name."""
 
 
 def test_only_one_module_uses_rich_and_colours() -> None:

@@ -50,8 +50,8 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
-    """Replace tensors of a single-file checkpoint (dots in names written as ``__``); None removes
-    one."""
+    """Replace tensors of a single-file checkpoint (with ``__`` for dots in names). None removes a
+    tensor."""
     tensors: dict[str, Tensor | None] = dict(load_file(directory / WEIGHTS))
     tensors |= {name.replace("__", "."): value for name, value in changes.items()}
     save_file(
@@ -60,7 +60,7 @@ def edit_tensors(directory: Path, **changes: Tensor | None) -> None:
 
 
 def refused(action: Callable[[], object], *words: str) -> None:
-    """The action raises an EESDError of one line that has all these words in it."""
+    """The action raises an EESDError of one line with all these words."""
     with pytest.raises(EESDError) as caught:
         action()
     message = str(caught.value)
@@ -256,7 +256,7 @@ def test_unsupported_configs_are_refused(
 
 @pytest.mark.parametrize("model_type", ["olmo3", "gemma3_text"])
 def test_a_truncate_that_transformers_overlooks_is_refused(tmp_path: Path, model_type: str) -> None:
-    """It looks for it beside the kinds of layers:
+    """transformers looks for it beside the kinds of layers:
     ``config.rope_parameters.get("truncate", True)``."""
     default = {"rope_type": "default", "rope_theta": 1e4}
     full: dict[str, Any] = default | {
@@ -286,14 +286,14 @@ def test_a_switch_that_mistral_does_not_have_does_not_switch_the_window_off(
 
 
 def test_a_window_limits_a_llama_whose_cache_forgets_what_lies_before_it(model_dir: Path) -> None:
-    """No mask of transformers' Llama has it, but its KV cache does: ``generate`` gives other tokens
-    than full attention."""
+    """transformers' Llama has no mask for it, but its KV cache uses it: ``generate`` gives other
+    tokens than full attention."""
     edit_json(model_dir / "config.json", sliding_window=24)
     assert load_config(model_dir).max_positions == 24
 
 
 def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Path) -> None:
-    """Model cards tell people to add the scaling, not to change the positions."""
+    """Model cards recommend to add the scaling, not to change the positions."""
     edit_json(
         model_dir / "config.json",
         rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256},
@@ -304,7 +304,7 @@ def test_a_scaled_model_has_the_positions_that_the_scaling_is_for(model_dir: Pat
 def test_scalings_that_depend_on_the_length_limit_the_positions_to_those_where_they_do_not(
     model_dir: Path,
 ) -> None:
-    """Their frequencies change when a text grows, and keys in the KV cache would be wrong."""
+    """Their frequencies change when a text grows, which would invalidate keys in the KV cache."""
     edit_json(model_dir / "config.json", rope_scaling={"type": "dynamic", "factor": 2.0})
     config = load_config(model_dir)
     assert (config.max_positions, config.geometry.rope_scaling) == (256, None)
@@ -435,7 +435,7 @@ def test_damaged_shard_index_is_refused(sharded_dir: Path, weight_map: Any) -> N
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_index_decides_which_of_two_tensors_counts(sharded_dir: Path, first: int) -> None:
-    """A shard may hold a copy that is out of date, before or behind the right one."""
+    """A shard may hold an outdated copy, before or after the right one."""
     index = json.loads((sharded_dir / INDEX).read_text())
     expected = load_decoder(Checkpoint(sharded_dir)).state_dict()
     shards = sorted(sharded_dir.glob("*.safetensors"))[:: -1 if first else 1]
@@ -465,7 +465,7 @@ def test_truncated_weights_are_refused(model_dir: Path, keep: int) -> None:
 
 
 def test_file_that_shrinks_after_it_was_opened_is_refused(model_dir: Path) -> None:
-    """The missing values must not become zeros."""
+    """Missing values must not become zeros."""
     checkpoint = Checkpoint(model_dir)
     data = (model_dir / WEIGHTS).read_bytes()
     (model_dir / WEIGHTS).write_bytes(data[:-1])
@@ -473,7 +473,7 @@ def test_file_that_shrinks_after_it_was_opened_is_refused(model_dir: Path) -> No
 
 
 def test_files_of_other_formats_are_refused(model_dir: Path) -> None:
-    """A pointer of git-lfs, a page, a header without JSON, and pickles of both kinds."""
+    """A git-lfs pointer, a web page, a header without JSON, and pickles of both kinds."""
     for content in (
         b"version https://git-lfs.github.com/spec/v1",
         b"<!DOCTYPE html><html>",
@@ -515,8 +515,7 @@ def test_invalid_header_is_refused(model_dir: Path, header: object) -> None:
 
 
 def with_header(path: Path, encoding: str = "utf-8", more: bytes = b"", **changes: Any) -> None:
-    """Write a file with another header, whose entries are changed, and with more bytes behind the
-    data."""
+    """Write a file with a changed header, and with more bytes after the data."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:end])
@@ -628,7 +627,7 @@ def test_fingerprint_depends_on_the_weights_and_their_type(model_dir: Path, tmp_
     norm = load_file(model_dir / WEIGHTS)["model.norm.weight"]
     norm[-1] += 1
     seen = {before}
-    # Equal bytes of zeros.
+    # All bytes are equal zeros.
     for values in (
         norm,
         torch.zeros(64, dtype=torch.float16),

@@ -1,5 +1,5 @@
-"""A head with deep layers: rounds compute with every backend what training computes in one pass;
-the model is unchanged."""
+"""A head with deep layers: on every backend, rounds compute the same as training in one pass; the
+model is unchanged."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -34,17 +34,17 @@ FamilyDir = Callable[[str], Path]
 BACKENDS = ["ort", "torch", "ort-standard"]
 TEXT = np.random.default_rng(5).integers(3, 90, 24).tolist()
 ROUNDS = [(6, 3), (9, 1), (10, 4), (14, 2), (16, 6)]
-"""Position of the root, and tokens that the round commits."""
+"""Positions of roots, and the numbers of tokens that the rounds commit."""
 SLOTS = 64
 
 
 def fixed_roots(age: int) -> torch.Tensor:
-    """The root of each position of the text [1, T] at one age; the first positions are younger."""
+    """The root of each position of the text [1, T] at one age. The first positions are younger."""
     return (torch.arange(len(TEXT)) - age).clamp_min(0)[None]
 
 
 def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> NDArray[np.float32]:
-    """The head's logits [T, V] behind each token of the text, each drafted behind its root."""
+    """The head's logits [T, V] after each token of the text, drafted from that token's root."""
     decoder = load_decoder(checkpoint)
     layers = (head.exit_config.layer, *head.exit_config.deep)
     ids = torch.tensor([TEXT])
@@ -60,7 +60,7 @@ def aged_logits(checkpoint: Checkpoint, head: ExitHead, roots: torch.Tensor) -> 
 
 
 def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, NDArray[np.float32]]]:
-    """Root, age and logits of every draft step of rounds that commit the text."""
+    """Root, age and logits of every draft step, in rounds that commit the text."""
     engines = open_engines(
         directory,
         load_manifest(directory),
@@ -74,7 +74,7 @@ def drafted_logits(directory: Path, backend: str) -> Iterator[tuple[int, int, ND
     draft = OnCache(engines.draft, cache)
     verify.prefill(TEXT[: ROUNDS[0][0]], 0)
     for root, committed in ROUNDS:
-        for age in range(min(committed + 2, len(TEXT) - root)):  # and two that are rejected
+        for age in range(min(committed + 2, len(TEXT) - root)):  # the last two are rejected
             at = root + age
             yield root, age, draft.forward([TEXT[at]], [at], at, at).logits[0].copy()
         verify.forward(TEXT[root : root + committed], range(root, root + committed), root, root)
@@ -122,7 +122,7 @@ def test_rounds_draft_what_training_computes(
     seen = list(drafted_logits(exported / "plans", backend))
     for root, age, logits in seen:
         np.testing.assert_allclose(logits, by_age[age][root + age], atol=2e-4)
-    # A stale deep state would be noticed, which is what another age sees.
+    # A stale deep state is one of another age, and would be noticed.
     assert all(
         np.abs(logits - by_age[age + 1][root + age]).max() > 2e-3
         for root, age, logits in seen

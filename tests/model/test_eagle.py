@@ -1,5 +1,5 @@
-"""EAGLE-3 heads as others publish them: every layout is read, drafts what the paper says on every
-backend, changes no token."""
+"""Published EAGLE-3 heads: every layout is read, drafts as the paper says on every backend, and
+changes no token."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -32,14 +32,13 @@ LAYERS = {
     "speculators": (1, 2, 4),
     "eagle-3.1": (1, 2, 4),
 }
-"""Where states are read of a model of seven layers: what the layouts say, or without that the
-default."""
+"""Layers of a seven-layer model whose states are read: from the layout, or the default."""
 COMMAND = ("--max-seq-len", 256, "--quantize-draft", "none", "--no-check")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of such a shape that a state takes two caches, and not all of the second one."""
+    """A model shaped so that a state takes two caches, the second one only in part."""
     directory = tmp_path_factory.mktemp("eagle")
     add_tokenizer(
         tiny_models.build(
@@ -56,7 +55,7 @@ def config_of(model: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=LAYOUTS)
 def exported(request: pytest.FixtureRequest, model: Path) -> Path:
-    """A head and its engines; all layouts but one have a draft vocabulary, and one brings the
+    """A head and its engines. All layouts but one have a draft vocabulary, and one contains the
     model's embedding table."""
     path: Path = model.parent / request.param
     if path.exists():
@@ -83,8 +82,8 @@ def exported(request: pytest.FixtureRequest, model: Path) -> Path:
 
 
 def reference(exported: Path, model: Path) -> tuple[Reference, list[torch.Tensor], torch.Tensor]:
-    """The head's reference, the model's states of the text as transformers has them, and the token
-    of each column."""
+    """The reference of a head, the model's states of the text from transformers, and the token of
+    each column."""
     tensors = load_file(exported / "head" / "model.safetensors")
     config = config_of(exported / "head")
     decoder: Any = AutoModelForCausalLM.from_pretrained(
@@ -106,7 +105,7 @@ def reference(exported: Path, model: Path) -> tuple[Reference, list[torch.Tensor
 def test_rounds_draft_what_the_paper_says(
     exported: Path, model: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Behind prompts, committed chains and trees whose path was moved; of chains and of two tokens
+    """After prompts, committed chains and trees whose path was moved; for chains and for two tokens
     of one level."""
     if backend == "ort-standard":
         monkeypatch.setattr(operators, "missing", lambda: "left out")
@@ -129,8 +128,8 @@ def test_rounds_draft_what_the_paper_says(
                 draft.forward(drafted[-1:], [root + age], root + age, root).logits[0], drafted, root
             )
         verify.forward(TEXT[root : root + committed], range(root, root + committed), root, root)
-    # A tree: two children of the root, a child of the second one, which is the text; it is moved as
-    # it is accepted.
+    # A tree: two children of the root, and a child of the second one. The text follows the second
+    # child, which is moved when it is accepted.
     root = 14
     other = 80 if TEXT[15] != 80 else 81
     draft.forward([TEXT[14]], [14], 14, 14)
@@ -148,7 +147,7 @@ def test_rounds_draft_what_the_paper_says(
 
 
 ONE = pytest.mark.parametrize("exported", ["specforge"], indirect=True)
-"""For what does not depend on the layout."""
+"""For tests that do not depend on the layout."""
 
 
 @ONE
@@ -159,7 +158,7 @@ def test_drafting_changes_no_token(exported: Path, backend: str, speculation: Sp
 
 
 def test_a_trained_head_is_accepted_as_often_as_its_reference(tmp_path: Path) -> None:
-    """Rounds of three drafts, as the reference drafts them, against those of the engines."""
+    """Rounds of three drafts by the reference, compared with those of the engines."""
     model = tiny_models.build(
         tmp_path / "model", 97, layers=7, damping=0.3, seed=0, head_dim=12, kv_heads=1
     )
@@ -242,7 +241,7 @@ def test_verify_has_the_bits_of_the_model_without_the_head(
 
 @ONE
 def test_a_service_gives_what_a_request_gets_alone(exported: Path) -> None:
-    """Also with prefixes that are kept, states and all."""
+    """Also with kept prefixes, including their states."""
     llm = load(
         exported / "plans",
         "ort",
@@ -271,8 +270,7 @@ def test_a_service_gives_what_a_request_gets_alone(exported: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_kept_prefixes_hold_the_states(exported: Path, backend: str) -> None:
-    """The state of the last kept token is read by the first token that is computed, whichever it
-    is."""
+    """The first computed token, whichever it is, reads the state of the last kept token."""
     assert check_kept_prefixes(exported / "plans", backend, [*TEXT, *TEXT[:16]]) > 200
 
 
@@ -295,7 +293,7 @@ def test_a_4_bit_draft_with_an_8_bit_cache(exported: Path, model: Path, tmp_path
 def test_a_linked_model_gets_a_copy_of_the_head(
     exported: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Its file is called like the model's."""
+    """Its file has the name of the model's."""
     command = (
         "--model",
         model,
@@ -313,7 +311,7 @@ def test_a_linked_model_gets_a_copy_of_the_head(
 
 
 def edited(head: Path, directory: Path, **changes: Any) -> Path:
-    """A copy of a head with other fields, or with tensors renamed, given or left out."""
+    """A copy of a head with other fields, or with tensors renamed, added or left out."""
     tensors = load_file(head / "model.safetensors")
     config = config_of(head)
     for name, value in changes.items():

@@ -1,8 +1,7 @@
-"""Mixtures of experts: layouts of checkpoints, what is refused, what a head starts from, and
-exports of them.
+"""Mixtures of experts: layouts of checkpoints, refusals, the initial values of a head, and exports.
 
-Their fields and tokens are compared with transformers in ``round/test_oracle.py``.
-The operator is in ``operators/test_operators.py``.
+``round/test_oracle.py`` compares their fields and tokens with transformers.
+``operators/test_operators.py`` tests the operator.
 """
 
 import json
@@ -51,7 +50,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def models(shared: Shared) -> Callable[[str], Path]:
-    """A model of a family, which must not be changed."""
+    """A model of a family, which tests must not change."""
     return lambda name: shared(
         f"experts-{name}", lambda path: FamilyCase(name, SIZES | OWN[name], 2).write(path)
     )
@@ -64,7 +63,7 @@ def model(request: pytest.FixtureRequest, models: Callable[[str], Path]) -> Path
 
 @pytest.fixture
 def mixtral(models: Callable[[str], Path], tmp_path: Path) -> Path:
-    """A copy that may be changed."""
+    """A copy that the test may change."""
     return Path(shutil.copytree(models("mixtral"), tmp_path / "mixtral"))
 
 
@@ -77,7 +76,7 @@ def tensors_of(model: Path) -> dict[str, Tensor]:
 
 
 def rewrite(model: Path, tensors: dict[str, Tensor]) -> None:
-    """Put these tensors in the place of the model's."""
+    """Replace the model's tensors by these."""
     for file in [*model.glob("*.safetensors"), *model.glob("*.index.json")]:
         file.unlink()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
@@ -89,7 +88,7 @@ def change_config(model: Path, **changed: Any) -> None:
 
 
 def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path) -> None:
-    """As transformers has them in memory, and so reads them."""
+    """Joint tensors are what transformers has in memory, and also reads."""
     fused = Path(shutil.copytree(model, tmp_path / "fused"))
     tensors = dict[str, Tensor]()
     experts = SIZES["num_local_experts"]
@@ -173,7 +172,7 @@ def test_layers_that_are_none_are_refused(
 
 
 def test_experts_with_equal_rows_of_the_router_are_refused(mixtral: Path) -> None:
-    """torch decides between equal shares otherwise than ONNX, and on a GPU otherwise than on a
+    """torch breaks ties between equal shares differently from ONNX, and on a GPU differently from a
     CPU."""
     tensors = tensors_of(mixtral)
     tensors["model.layers.1.block_sparse_moe.gate.weight"][3] = tensors[
@@ -184,7 +183,7 @@ def test_experts_with_equal_rows_of_the_router_are_refused(mixtral: Path) -> Non
         EESDError, match=r"two experts have equal rows in model\.layers\.1\.mlp\.gate\.weight"
     ):
         Checkpoint(mixtral)
-    change_config(mixtral, num_experts_per_tok=4)  # a token uses all of them
+    change_config(mixtral, num_experts_per_tok=4)  # a token uses all experts
     Checkpoint(mixtral)
 
 
@@ -199,8 +198,8 @@ def test_a_missing_expert_is_named(mixtral: Path) -> None:
 
 
 def check_modules(model: Path) -> None:
-    """A mixture gives what transformers' does, on the tokens that use an expert and on all; and
-    what a token does not use may be out of range."""
+    """A mixture gives transformers' results, computed on the tokens that use an expert and on all;
+    unused results may be out of range."""
     checkpoint = Checkpoint(model)
     reference: Any = (
         AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).model.layers[2].mlp
@@ -260,10 +259,10 @@ def test_a_head_starts_from_experts_of_equal_weight(model: Path) -> None:
     last = decoder.model.layers[2]
     experts = last.mlp.experts
     with torch.no_grad():
-        if is_mixtral:  # which has room for two
+        if is_mixtral:  # with room for two
             both = (mlp_of(experts[0], x) + mlp_of(experts[1], x)) / 2
             torch.testing.assert_close(mlp_of(mlp, x), both)
-        else:  # one, and 8 of 24 columns of another one
+        else:  # one expert, and 8 of 24 columns of another
             assert torch.equal(mlp.gate_proj.weight[24:], experts[1].gate_proj.weight[:8])
             assert torch.equal(mlp.down_proj.weight[:, 24:], experts[1].down_proj.weight[:, :8] / 2)
 
@@ -281,7 +280,7 @@ def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:
 
 
 def check_tokens_and_bits(plans: Path, backend: str) -> None:
-    """Drafting changes no token, and a token has the same bits beside others, which use other
+    """Drafting changes no token, and a token has the same bits next to others, which use other
     experts."""
     prompt = [1, 17, 5, 40, 3]
     manifest = load_manifest(plans)
@@ -395,7 +394,7 @@ def test_a_manifest_of_other_experts_is_refused(mixtral: Path, tmp_path: Path) -
 
 
 def test_experts_are_rounded_on_the_tokens_that_use_them(mixtral: Path, tmp_path: Path) -> None:
-    """Graphs and modules agree on what is stored."""
+    """Graphs and modules agree on the stored weights."""
     add_tokenizer(mixtral)
     (tmp_path / "text").write_text("3.14159 26535 89793 23846 " * 200)
     options = ("--exit-layer", 1, "--quantize", "int4", "--round-on", tmp_path / "text", "--check")

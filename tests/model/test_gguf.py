@@ -1,5 +1,5 @@
-"""GGUF files give the weights, tokens and token ids of transformers' own reading, or are refused by
-name."""
+"""GGUF files give the weights, tokens and token ids that transformers reads from them, or are
+refused by name."""
 
 import shutil
 import struct
@@ -79,7 +79,7 @@ def logits(checkpoint: Checkpoint, tokens: list[int]) -> torch.Tensor:
 
 
 def assert_same_as_transformers(path: Path) -> None:
-    """Every weight is the same in every bit, and the logits show that so are the options."""
+    """Every weight has the same bits, and equal logits show that the options are the same."""
     checkpoint = Checkpoint(path)
     reference = transformers_reads(path)
     expected = reference.state_dict()
@@ -99,7 +99,7 @@ def test_architectures(tmp_path: Path, name: str) -> None:
     assert_same_as_transformers(gguf_files.write(tmp_path / "model.gguf", ARCHITECTURES[name]))
 
 
-PADDING = {"tokenizer.ggml.padding_token_id": 0}  # Phi-3's default is outside of so few tokens
+PADDING = {"tokenizer.ggml.padding_token_id": 0}  # Phi-3's default exceeds this vocabulary
 OTHER_FAMILIES = {
     "phi3": Spec(
         "phi3",
@@ -117,7 +117,7 @@ OTHER_FAMILIES = {
         "gemma3", head_dim=256, tied=True, metadata={"gemma3.attention.sliding_window": 4}
     ),
 }
-"""transformers reads gemma's files with the published size of heads alone."""
+"""transformers reads gemma's files only with the published head size."""
 
 
 @pytest.mark.parametrize("name", OTHER_FAMILIES)
@@ -130,8 +130,8 @@ def test_families_with_parts_of_their_own(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("experts", ["together", "apart"])
 def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
-    """transformers has no Mixtral in GGUF files, so its Mixtral gets what the gguf library
-    reads."""
+    """transformers reads no Mixtral from GGUF files, so its Mixtral gets the tensors that the gguf
+    library reads."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec("llama", "Q4_0", "Q8_0", experts=experts))
     names = {
         "token_embd": "model.embed_tokens",
@@ -191,7 +191,7 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
 
 @pytest.mark.parametrize("name", ["gemma", "seed_oss"])
 def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str) -> None:
-    """The file and the same model as a directory give equal logits."""
+    """The file and the same model as a directory have equal logits."""
     spec = Spec(name, head_dim=128, tied=name == "gemma", biases=name == "seed_oss")
     path = gguf_files.write(tmp_path / "model.gguf", spec)
     checkpoint = Checkpoint(path)
@@ -209,7 +209,7 @@ def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str
     }
     reference: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
     weights: dict[str, torch.Tensor] = dict(load_decoder(checkpoint).named_parameters())
-    if name == "gemma":  # whose norms transformers has less 1
+    if name == "gemma":  # transformers stores its norms minus 1
         weights = {
             key: value - float(key.endswith("norm.weight")) for key, value in weights.items()
         }
@@ -228,14 +228,14 @@ def test_types(tmp_path: Path, kind: str) -> None:
 
 
 def test_fingerprint_is_that_of_a_directory_with_the_same_values(tmp_path: Path) -> None:
-    """So an exit head that was trained for one fits the other."""
+    """So an exit head trained for one fits the other."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_0", table="Q8_0"))
     directory = save(transformers_reads(path), tmp_path / "directory")
     assert Checkpoint(path).fingerprint() == Checkpoint(directory).fingerprint()
 
 
 def test_options_that_transformers_does_not_read(tmp_path: Path) -> None:
-    """Biases of llama, and a head size of qwen3 other than 128, are those of the file."""
+    """Biases of llama, and a head size of qwen3 other than 128, are taken from the file."""
     path = gguf_files.write(tmp_path / "biases.gguf", Spec("llama", biases=True, head_dim=32))
     checkpoint = Checkpoint(path)
     assert (
@@ -246,7 +246,7 @@ def test_options_that_transformers_does_not_read(tmp_path: Path) -> None:
     stored = gguf.GGUFReader(path).tensors
     bias = next(tensor.data for tensor in stored if tensor.name == "blk.0.attn_k.bias")
     found = checkpoint.tensors["model.layers.0.self_attn.k_proj.bias"].read()
-    # The first of each pair of the first head.
+    # The first values of each pair of the first head.
     np.testing.assert_array_equal(found[:16], bias[:32:2])
     np.testing.assert_array_equal(found[16:32], bias[1:32:2])
     assert (
@@ -262,7 +262,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 
 
 def llama3_divisors(factor: float, head_dim: int, theta: float) -> Any:
-    """What llama.cpp's converter writes."""
+    """The divisors that llama.cpp's converter writes."""
     frequencies = 1.0 / theta ** (np.arange(0, head_dim, 2) / head_dim)
     waves = 2 * np.pi / frequencies
     divisors = []
@@ -305,8 +305,8 @@ def test_rope_scaling_is_that_of_the_file(
     tensors: dict[str, Any],
     scaling: dict[str, Any] | None,
 ) -> None:
-    """transformers ignores it in GGUF files, so it is compared with a directory whose config.json
-    has it."""
+    """transformers ignores it in GGUF files, so the comparison is with a directory whose
+    config.json has it."""
     named = {f"llama.{key}": value for key, value in metadata.items()}
     path = gguf_files.write(tmp_path / "model.gguf", Spec(metadata=named, tensors=tensors))
     reference = transformers_reads(path)
@@ -321,7 +321,7 @@ def test_rope_scaling_is_that_of_the_file(
 
 
 def stored_weights(directory: Path) -> dict[str, Any]:
-    """Every weight of the graphs as the format defines it, with float32 arithmetic; linear ones as
+    """Every weight of the graphs as the format defines it, in float32 arithmetic; linear ones as
     [out, in]."""
     found: dict[str, Any] = {}
     weights = {}
@@ -378,8 +378,8 @@ KEPT = {
     "name", slow_but(list(KEPT), "Q4_0", "Q4_1", "Q4_K", "mixed", "mixed-biases", "mixtral")
 )
 def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> None:
-    """The dequantized weights are those of the gguf library in every bit, and every backend decodes
-    the same tokens."""
+    """The dequantized weights have the bits of the gguf library's, and every backend decodes the
+    same tokens."""
     path = gguf_files.write(tmp_path / "model.gguf", KEPT[name])
     directory = export_engine(path, tmp_path / "kept", *SIZES, "--check")
     plain = export_engine(
@@ -422,7 +422,7 @@ def test_an_export_keeps_the_levels_of_the_file(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize("kind", QUANTIZED)
 def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
-    """Scales and minimums of all bytes, too: of K-quants they have 4 to 8 bits."""
+    """Also scales and minimums of all bytes: those of K-quants have 4 to 8 bits."""
     checkpoint = Checkpoint(
         gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind, table=kind), seed=3)
     )
@@ -437,8 +437,8 @@ def test_levels_are_those_of_the_definition(tmp_path: Path, kind: str) -> None:
 
 
 def test_layers_that_are_quantized_differently_stay_apart(tmp_path: Path) -> None:
-    """Keys and values are not packed without the queries. Stages have the weights that the manifest
-    says."""
+    """Keys and values are not packed without the queries. Stages have the weights in the
+    manifest."""
     path = gguf_files.write(tmp_path / "model.gguf", KEPT["mixed-biases"])
     directory = export_engine(path, tmp_path / "plans", *SIZES, "--stages", 2, "--check")
     manifest = load_manifest(directory)
@@ -510,7 +510,7 @@ def test_a_file_of_floats_has_no_levels_to_keep(tmp_path: Path) -> None:
 
 
 def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> None:
-    """TensorRT builds plans from them."""
+    """TensorRT can build plans from them."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices="Q4_1"))
     directory = export_engine(path, tmp_path / "plans", *SIZES, "--dtype", "float16")
     assert load_manifest(directory).quantization == UNQUANTIZED
@@ -520,8 +520,8 @@ def test_sixteen_bit_engines_have_weights_of_sixteen_bits(tmp_path: Path) -> Non
 def test_quantizing_again_finds_levels_over_the_same_range(
     tmp_path: Path, kind: str, option: str
 ) -> None:
-    """The stored levels and scales give the values of the file. A notice says that this is not so
-    for all."""
+    """The stored levels and scales give the values of the file. A notice says that this does not
+    hold for all."""
     path = gguf_files.write(tmp_path / "model.gguf", Spec(matrices=kind))
     options = ("--quantize", option, "--quantize-head", "none", *SIZES, "--check")
     result = succeed(
@@ -549,7 +549,7 @@ TEXTS = ["the quick the", " x12345 th", "naïve 日本 🙂", "<s>the</s>", "<|e
 
 
 def test_tokenizer_is_that_of_transformers(tmp_path: Path) -> None:
-    """Also where another model's tokenizer lies beside the file."""
+    """Also if another model's tokenizer lies beside the file."""
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text(
         '{"auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'
@@ -678,7 +678,7 @@ def test_what_is_not_supported_is_refused(
 
 
 def retype(data: bytes, name: str, number: int) -> bytes:
-    """Give a tensor of two dimensions another type."""
+    """Change the type of a tensor of two dimensions."""
     at = data.index(name.encode()) + len(name) + 4 + 16
     return data[:at] + struct.pack("<I", number) + data[at + 4 :]
 
@@ -712,8 +712,7 @@ def test_damaged_files_are_refused(tmp_path: Path, damage: Any, words: tuple[str
 
 
 def test_a_list_longer_than_the_file_is_refused_at_once(tmp_path: Path) -> None:
-    """The library's reader would make an array for each of its elements, until the memory is
-    full."""
+    """The library's reader would make an array for each element, until the memory is full."""
     key = b"general.list"
     header = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
     path = tmp_path / "model.gguf"

@@ -1,8 +1,8 @@
-"""A text of a GGUF file ends where llama.cpp ends it, and no token that the file calls text is
-lost.
+"""A text of a GGUF file ends where llama.cpp ends it, and tokens that the file calls text remain
+text.
 
-The table holds the special tokens of published families, and the tokens at which llama.cpp
-ends a text: ``llama_vocab_is_eog`` of xllamacpp 2026.10.11549 over files with these vocabularies.
+The table holds the special tokens of published families, and the tokens at which llama.cpp ends a
+text: ``llama_vocab_is_eog`` of xllamacpp 2026.10.11549 for files with these vocabularies.
 """
 
 import json
@@ -28,7 +28,7 @@ from eesd.serve.grammar.fill_in import ends_between
 TABLE = json.loads((Path(__file__).parent.parent / "data" / "gguf_ends.json").read_text("utf-8"))
 KINDS = {"normal": 1, "control": 3, "user": 4}
 MORE = {"\u2581<EOT>", "<|end_of_turn|>"}
-"""Ends that llama.cpp does not know by name, in this table."""
+"""Ends in this table that llama.cpp does not find by name."""
 TEMPLATE = "tokenizer.chat_template"
 
 
@@ -64,7 +64,7 @@ def test_texts_end_where_llama_cpp_ends_them(tmp_path: Path, family: dict[str, A
 def test_the_end_of_a_turn_that_the_template_writes_counts_whatever_its_type(
     tmp_path: Path,
 ) -> None:
-    """As in files of Gemma 2 from before its converter knew the types."""
+    """As in files of Gemma 2 from before the converter wrote this type."""
     [family] = [one for one in TABLE if one["name"] == "Gemma 2, first files"]
     template = "{% for m in messages %}<start_of_turn>{{ m.content }}<end_of_turn>\n{% endfor %}"
     assert "<end_of_turn>" not in ends_of(tmp_path, vocabulary(family))
@@ -95,7 +95,7 @@ def test_a_token_that_the_file_calls_text_is_text(tmp_path: Path, kind: int, nam
 
 
 def test_an_export_shows_all_ends_and_its_texts_stop_there(tmp_path: Path) -> None:
-    """Here at a token that no metadata name: the likeliest first one, called ``<|fim_pad|>``."""
+    """Here at a token that no metadata name: the likeliest first one, named ``<|fim_pad|>``."""
     path = gguf_files.write(tmp_path / "first.gguf", Spec())
     plain = eesd.load(export_engine(path, tmp_path / "first")).generate([40, 77], max_new_tokens=6)
     end = next(token for token in plain.tokens if token >= len(SPECIAL))

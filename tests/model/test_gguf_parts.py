@@ -1,5 +1,4 @@
-"""A model that is split into several GGUF files is the model of the joined file, or is refused by
-name."""
+"""A model in several GGUF files equals the model in the joined file, or is refused by name."""
 
 import shutil
 from collections.abc import Callable

@@ -110,7 +110,7 @@ def ancestors(node: int) -> list[int]:
 
 
 def tree_inputs(decoder: Decoder, starts: list[int], slots: int) -> Inputs:
-    """Inputs for the tree after prompts of these lengths: node i has slot start + i and position
+    """Inputs for the tree after prompts of these lengths: node i is at slot start + i and position
     start + depth."""
     mask = torch.full((len(starts), 1, len(PARENTS), slots), MASKED)
     positions = torch.zeros(len(starts), len(PARENTS), dtype=torch.int64)
@@ -164,7 +164,7 @@ def made_head(decoder: Decoder, config: ExitConfig) -> ExitHead:
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["E=1", "E=2"])
 def head(request: pytest.FixtureRequest, pair: Pair) -> ExitHead:
-    """A head with random weights, so that using a block or norm of the base model by mistake is
+    """A head with random weights, so that using the base model's block or norm by mistake is
     detected."""
     head = (
         made_head(pair.decoder, ExitConfig(layer=1, blocks=request.param))
@@ -220,7 +220,7 @@ def test_verify_computes_the_logits_and_caches_of_the_decoder(graphs: Graphs) ->
 
 
 def test_verify_fills_the_draft_caches_as_draft_steps_do(graphs: Graphs) -> None:
-    """The draft runs token by token and verify in one pass, on a prompt and on its continuation."""
+    """The draft runs token by token, verify in one pass, on a prompt and its continuation."""
     tokens = random_tokens(2, 11)
     verified = graphs.caches()
     drafted = graphs.draft_part(graphs.caches())

@@ -1,4 +1,4 @@
-"""Checkpoints that GPTQ and AWQ quantized: their levels are taken as they are, or the checkpoint is
+"""Quantized checkpoints of GPTQ, AWQ and others: their levels are kept, or the checkpoint is
 refused by name."""
 
 import json
@@ -39,13 +39,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Stored:
-    """A weight as a publisher stores it.
+    """A weight in a publisher's format.
 
     Attributes:
         tensors: Its tensors by suffix.
-        values: The weight [out, in] that they stand for, in float32.
-        levels: Its levels [in, out]: signed ones where no zero points are stored; the bits of
-            floating-point numbers.
+        values: The dequantized weight [out, in], in float32.
+        levels: Its levels [in, out]: signed if no zero points are stored; for floating-point
+            numbers, their bits.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -59,13 +59,13 @@ Store = Callable[[dict[str, Any], np.random.Generator, int, int], Stored]
 
 @dataclass(frozen=True)
 class Scheme:
-    """A way to store quantized weights, written from the formats' definitions.
+    """A storage format of quantized weights, implemented from the formats' definitions.
 
     Attributes:
         config: The ``quantization_config``.
         store: Makes a weight.
         kept: Element type of the levels in an export; None: the weights are dequantized.
-        file: Where the config stands, if not in ``config.json``.
+        file: File with the config, if it is not ``config.json``.
     """
 
     config: dict[str, Any]
@@ -113,7 +113,7 @@ def integers(
 
 
 def gptq(minus: int, ordered: bool = True) -> Store:
-    """GPTQ, which stores zero points less ``minus``."""
+    """GPTQ, which stores zero points minus ``minus``."""
 
     def store(
         config: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int
@@ -184,8 +184,8 @@ def floats(
     dtype: torch.dtype = torch.float32,
     shape: tuple[int, ...] | None = None,
 ) -> Store:
-    """FP8 with a scale of an element type for so many outputs and inputs (None: all), in a tensor
-    of this name and shape."""
+    """FP8 with one scale for these numbers of outputs and inputs (None: all), in a tensor of this
+    name, type and shape."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
         bits = random.integers(0, 127, (outputs, inputs)).astype(np.uint8) | (
@@ -213,8 +213,8 @@ def floats(
 
 
 def nvfp4(divided: bool) -> Store:
-    """NVFP4 as compressed-tensors stores it, with a divisor for all scales, or as ModelOpt does,
-    with a factor."""
+    """NVFP4 with a divisor for all scales, as in compressed-tensors, or with a factor, as in
+    ModelOpt."""
 
     def store(_: dict[str, Any], random: np.random.Generator, outputs: int, inputs: int) -> Stored:
         codes = random.integers(0, 16, (outputs, inputs)).astype(np.uint8)
@@ -239,7 +239,7 @@ def nvfp4(divided: bool) -> Store:
 
 
 def compressed(layout: str, **weights: Any) -> dict[str, Any]:
-    """A ``quantization_config`` of compressed-tensors, as llm-compressor writes it."""
+    """A ``quantization_config`` of compressed-tensors, as written by llm-compressor."""
     group = {
         "input_activations": None,
         "output_activations": None,
@@ -392,7 +392,7 @@ def pair_of(plain: Path, parent: Path, scheme: Scheme) -> Pair:
             f"{name.removesuffix('weight')}{part}": tensor
             for part, tensor in stored.tensors.items()
         }
-    packed["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())  # of a KV cache
+    packed["model.layers.0.self_attn.k_proj.k_scale"] = torch.ones(())  # for a KV cache
     paths = [shutil.copytree(plain, parent / kind) for kind in ("packed", "values")]
     for path, tensors in zip(paths, (packed, values), strict=True):
         save_file(
@@ -431,7 +431,7 @@ def test_values_are_those_of_the_definition(pairs: Callable[[str], Pair], name: 
 def test_levels_are_stored_as_they_are_or_dequantized(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """LM head and exit head keep the element type."""
+    """LM head and exit head keep their element type."""
     packed, values, levels = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--no-check")
     manifest = load_manifest(directory)
@@ -468,7 +468,7 @@ def test_levels_are_stored_as_they_are_or_dequantized(
 def test_export_computes_with_the_levels(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """The same logits as an export of the values."""
+    """With the logits of an export of the values."""
     packed, values, _ = pairs(name)
     directory = export_engine(packed, tmp_path / "plans", "--check")
     reference = export_engine(values, tmp_path / "reference")
@@ -484,7 +484,7 @@ def test_export_computes_with_the_levels(
         with quantized.session(PROMPT) as one, exact.session(PROMPT) as other:
             found_logits = one.peek()
             expected_logits = other.peek()
-        # By default ort rounds activations to int8.
+        # By default, ONNX Runtime rounds activations to int8.
         rounds = backend == "ort" and activations is None
         tolerance = 0.05 * np.abs(expected_logits).max() if rounds else 1e-4
         np.testing.assert_allclose(found_logits, expected_logits, rtol=0, atol=tolerance)
@@ -495,7 +495,7 @@ def test_export_computes_with_the_levels(
 def test_levels_are_packed_straight_from_the_checkpoint(
     pairs: Callable[[str], Pair], tmp_path: Path, name: str
 ) -> None:
-    """As ``--model`` does it, and the quick check of every export. The bytes are those of a build
+    """As with ``--model``, and in the quick check of every export. The bytes are those of a build
     from ``weights.bin``."""
     quantize = "nvfp4" if name == "nvfp4" else None
     packed, values, _ = pairs("awq" if quantize else name)
@@ -658,8 +658,8 @@ def test_damaged_weights_are_refused(
 def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
     pairs: Callable[[str], Pair], tmp_path: Path
 ) -> None:
-    """A layer without levels, as some publishers leave the first one, and ``act-order`` in a config
-    that does not say so."""
+    """A layer without levels, which some publishers leave as the first one, and ``act-order``
+    without an entry in the config."""
     plain = {
         "qweight": None,
         "qzeros": None,
@@ -703,7 +703,7 @@ def test_a_mixture_and_groups_of_any_inputs_are_dequantized(
 def test_symmetric_zeros_of_both_formats_are_told_apart(
     pairs: Callable[[str], Pair], tmp_path: Path
 ) -> None:
-    """Zeros of 8 under "sym": false were every weight wrong by one scale."""
+    """With zeros of 8 under "sym": false, every weight would be off by one scale."""
     model = copy_of(pairs, tmp_path, "gptq-v2-called-gptq")
     edit_config(model, quantization_config=GPTQ | {"sym": False})
     with pytest.raises(EESDError, match="set it to true"):

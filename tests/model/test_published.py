@@ -1,10 +1,10 @@
-"""Configurations of well-known checkpoints as they were published: at full size without weights,
-and narrow with random ones.
+"""Configurations of well-known checkpoints as published: at full size without weights, and narrow
+with random weights.
 
-``data/published_configs.json`` has one checkpoint a line: its ``config.json``; ModelOpt's
-``hf_quant_config.json`` where there is one; ``parameters``, the number of weights that its page
-says, where that is known; and ``source``, where the values are from: a public repository that holds
-the file, or memory. Long lists of layers in ``quantization_config`` are cut.
+``data/published_configs.json`` has one checkpoint per line: its ``config.json``; ModelOpt's
+``hf_quant_config.json`` if there is one; ``parameters``, the number of weights on its page, if it
+is known; and ``source``, the origin of the values: a public repository with the file, or memory.
+Long lists of layers in ``quantization_config`` are cut.
 """
 
 import json
@@ -45,7 +45,7 @@ LEVELS = {
     "Qwen/Qwen2.5-7B-Instruct-GPTQ-Int4": ("int4", 128),
     "RedHatAI/Qwen2.5-7B-Instruct-quantized.w8a8": ("int8", 32),
 }
-"""Levels that an export keeps, and the inputs that share a scale."""
+"""Quantized levels that an export keeps, and the block sizes."""
 MANY = {
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "granite"),
     *("olmo2", "olmo3", "gemma2", "gemma3_text"),

@@ -1,4 +1,4 @@
-"""The text model of checkpoints that read images, too."""
+"""The text model of checkpoints that also read images."""
 
 import json
 from math import prod
@@ -47,7 +47,7 @@ PREFIXES = {
 
 
 def write(directory: Path, name: str, tied: bool) -> Any:
-    """Write a tiny checkpoint, and return transformers' model."""
+    """Write a tiny checkpoint. Returns transformers' model."""
     model_type, own = TEXTS[name]
     options = {
         "text_config": SIZES | own,
@@ -69,8 +69,8 @@ def write(directory: Path, name: str, tied: bool) -> Any:
     ("name", "tied"), [("gemma3", True), ("mistral", False), ("ministral3", True)]
 )
 def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, tied: bool) -> None:
-    """With the tensors' names of both layouts, and in text_config only what differs from the
-    defaults."""
+    """With tensor names of both layouts, and with only the differences from the defaults in
+    text_config."""
     model = write(tmp_path, name, tied)
     path = tmp_path / "config.json"
     stored = load_file(tmp_path / "model.safetensors")
@@ -104,7 +104,7 @@ def test_the_text_model_has_the_logits_of_the_whole(tmp_path: Path, name: str, t
 
 
 def test_a_published_config_leaves_most_fields_to_the_defaults(tmp_path: Path) -> None:
-    """That of google/gemma-3-4b-it, from memory."""
+    """The config of google/gemma-3-4b-it, from memory."""
     text = {
         "model_type": "gemma3_text",
         "hidden_size": 2560,

@@ -1,5 +1,5 @@
-"""The rules for weights name exactly the parameters that the torch modules have. Builds compare
-them with the weights that graphs use."""
+"""The rules for weights name exactly the parameters of the torch modules. Builds compare them with
+the weights in graphs."""
 
 from dataclasses import replace
 
@@ -120,8 +120,8 @@ def test_one_node_is_not_faster_where_the_draft_has_int8_weights(
 
 
 def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:
-    """A tied LM head is the table, which the draft has no copy of. Biases stay apart with their
-    layers."""
+    """A tied LM head is the embedding table, of which the draft has no copy. Biases stay separate
+    like their layers."""
     geometry = replace(LLAMA, qkv_bias=True, tied_embeddings=True)
     layer = "model.layers.0"
     own = {EMBEDDINGS: replace(INT8, scales="float16")}

@@ -1,4 +1,4 @@
-"""Requests of a batch, and what they get alone."""
+"""Requests for a batch, and their results without one."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ OPTIONS = BatchOptions(max_rows=5, prefill_tokens=16, prefix_memory=1 << 20)
 
 
 class Record:
-    """Collects what a request is told."""
+    """Collects the updates of a request."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -44,7 +44,7 @@ class Record:
 
 
 def alone(llm: LLM, request: Request) -> list[int]:
-    """The request's tokens without a batch. With rejection sampling they depend on the draft
+    """The request's tokens without a batch. With rejection sampling, they depend on the draft
     lengths."""
     rejection = request.sampling.method == "rejection" and request.draft
     other = llm.with_speculation(Speculation(guard=False, drafter="exit") if rejection else None)
@@ -59,7 +59,7 @@ def alone(llm: LLM, request: Request) -> list[int]:
 
 
 def requests(count: int, seed: int = 0) -> Iterator[Request]:
-    """Short and long prompts, some of which begin alike, with all samplings."""
+    """Short and long prompts, some with a common beginning, with every kind of sampling."""
     random = np.random.default_rng(seed)
     shared = random.integers(0, 97, 80).tolist()
     for number in range(count):
@@ -89,8 +89,8 @@ def run(scheduler: Scheduler, given: Sequence[Request], every: int = 0) -> list[
 
 
 def logprobs(llm: LLM, levels: int | None, rows: int, chunk: int) -> tuple[list[Any], list[Any]]:
-    """Log-probabilities of two requests' tokens, sorted, and those of their prompts, in a batch of
-    so many rows."""
+    """Log-probabilities of two requests' tokens, sorted, and of their prompts, in a batch of
+    ``rows`` rows."""
     base = Request(tokens=[], max_new_tokens=20, ignore_eos=True, logprobs=5, prompt_logprobs=3)
     given = [replace(base, tokens=list(range(1, 40 + n))) for n in (0, 7)]
     options = BatchOptions(max_rows=rows, prefill_tokens=chunk, prefix_memory=0, levels=levels)
@@ -104,10 +104,10 @@ def logprobs(llm: LLM, levels: int | None, rows: int, chunk: int) -> tuple[list[
 
 
 def arrive_at_random(llm: LLM, count: int) -> list[Record]:
-    """Requests come and are cancelled at random, with little memory, so that they wait for rows and
-    for memory.
+    """Requests arrive and are cancelled at random, with little memory, so that they wait for rows
+    and for memory.
 
-    Each gets what it gets alone, or the beginning of it.
+    Each gets its tokens without a batch, or a prefix of them.
     """
     random = np.random.default_rng(1)
     scheduler = Scheduler(llm, replace(OPTIONS, kv_memory=2_000_000, prefix_memory=300_000))

@@ -8,14 +8,14 @@ from typing import NamedTuple
 from support.fake_cuda import Call, Machine
 
 CHANGES = ("profile", "shape", "address", "memory")
-"""Calls that change what an execution context does."""
+"""Calls that change the work of an execution context."""
 FORBIDDEN = ("context", "destroy", "load", "allocate", "pin", "synchronize", *CHANGES)
 """Calls that allocate, free or wait, which invalidates a capture, and calls that a capture would
 not repeat."""
 
 
 def violations(machine: Machine) -> list[str]:
-    """What in the log breaks a rule, in words."""
+    """Sentences about broken rules in the log."""
     log, found = (
         machine.log,
         [f"{call.name} while work is captured" for call in machine.log if _is_forbidden(call)],
@@ -36,8 +36,8 @@ def _is_forbidden(call: Call) -> bool:
 
 
 def _is_elsewhere(machine: Machine, call: Call) -> bool:
-    """Whether a context is made or used while its engine's device is not the current one, or in a
-    stream of another device."""
+    """Whether a context is created or used outside its engine's device or in a stream of another
+    device."""
     if call.of < 0 or call.name == "destroy":
         return False
     stream = machine.streams[call.stream] if call.stream is not None else None
@@ -45,7 +45,7 @@ def _is_elsewhere(machine: Machine, call: Call) -> bool:
 
 
 def _out_of_order(log: Sequence[Call]) -> list[str]:
-    """Contexts that are captured before they ran, or changed after they were captured."""
+    """Contexts that were captured before they ran, or changed after their capture."""
     found = []
     ran = set()
     captured = set()
@@ -61,8 +61,8 @@ def _out_of_order(log: Sequence[Call]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """How often the host waits, and how often it launches work of an engine: as a graph, or as a
-    call."""
+    """Numbers of waits of the host, and of its launches of an engine's work, as graphs or as
+    calls."""
 
     waits: int
     replays: int

@@ -1,4 +1,4 @@
-"""Chat templates in the manner of published models, and conversations. Each template is there for
+"""Chat templates like those of published models, and conversations. Each template is chosen for
 its constructs."""
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Random checkpoints over everything that configs and weight files of the supported families vary
-in."""
+"""Random checkpoints that cover the variations of configs and weight files of the supported
+families."""
 
 import json
 import random
@@ -21,7 +21,7 @@ INNER = 40
 VOCABULARY = 61
 POSITIONS = 96
 ORIGINAL = 24
-"""The scaled configurations go beyond their original positions."""
+"""Original positions of scaled configurations. Tests go beyond them."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LONG_FACTORS = [1.0 + i for i in range(8)]
 
@@ -118,13 +118,13 @@ class Case:
     """One checkpoint.
 
     Attributes:
-        family: Its ``model_type``.
-        config: Its ``config.json``.
+        family: The ``model_type``.
+        config: The ``config.json``.
         dtype: Type of the weights.
-        tie: How embeddings and LM head are stored, one of :data:`TIES`.
-        files: How the weights are stored, one of :data:`FILES`.
-        odd_tensors: Whether there are tensors that the architecture does not have, one of integers.
-        seed: Of the weights.
+        tie: Storage of embeddings and LM head, one of :data:`TIES`.
+        files: Storage of the weights, one of :data:`FILES`.
+        odd_tensors: Whether there are tensors unknown to the architecture, one of them of integers.
+        seed: Seed of the weights.
     """
 
     family: str
@@ -137,7 +137,7 @@ class Case:
     described: str = field(compare=False)
 
     def write(self, directory: Path) -> Path:
-        """Write the checkpoint; it is a function of the case alone."""
+        """Write the checkpoint. Its files depend on the case only."""
         directory.mkdir(parents=True)
         (directory / "config.json").write_text(json.dumps(self.config))
         tensors = {
@@ -152,7 +152,7 @@ class Case:
         names = sorted(tensors)
         shards = {f"model-0000{i + 1}-of-00003.safetensors": names[i::3] for i in range(3)}
         for file, part in shards.items():
-            # A reader of the shards gets another model.
+            # Reading the shards would give another model.
             changed = 1.25 if self.files != "sharded" else 1.0
             save_file(
                 {name: _scaled(tensors[name], changed) for name in part},
@@ -232,8 +232,7 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
 
 
 def cases(count: int, seed: int) -> Iterator[Case]:
-    """``count`` random cases; each has a few of the variations, so that most of them can be
-    exported."""
+    """``count`` random cases with a few variations each, so that most of them can be exported."""
     for number in range(count):
         yield _case(random.Random(f"{seed}-{number}"), number)
 

@@ -1,4 +1,4 @@
-"""The commands run in this process, and what is expected of all of them when they refuse."""
+"""Commands run in this process, and checks of their refusals."""
 
 import json
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def run(command: Command, *arguments: object, stdin: str | bytes = "") -> Result:
-    """Run a click command with these arguments; each is made a string."""
+    """Run a click command with these arguments, converted to strings."""
     return CliRunner().invoke(command, [str(argument) for argument in arguments], input=stdin)
 
 
@@ -33,8 +33,8 @@ def succeed(command: Command, *arguments: object, stdin: str | bytes = "") -> Re
 
 
 def assert_refused(result: Result, *words: str) -> None:
-    """One line on stderr that has all these words, exit code 2 (and so no traceback), and nothing
-    on stdout but what an export says before its long work."""
+    """One line on stderr with all these words, exit code 2 (so no traceback), and nothing on stdout
+    except an export's lines before its long work."""
     assert result.exit_code == 2, (result.output, result.exception)
     assert_one_line(result.stderr, *words)
     said = result.stdout.splitlines()
@@ -42,13 +42,13 @@ def assert_refused(result: Result, *words: str) -> None:
 
 
 def notice() -> str:
-    """What commands say on stderr first where the operators are not built. Tests in this process
-    have it in their log."""
+    """The first line of commands on stderr if the operators are not built. Tests in this process
+    find it in their log."""
     return f"{operators.missing()}\n" if operators.missing() else ""
 
 
 def assert_one_line(stderr: str, *words: str) -> None:
-    """Besides the :func:`notice`, and the steps that have begun."""
+    """One line, apart from the :func:`notice` and the steps that have begun."""
     stderr = stderr.removeprefix(notice())
     while stderr.partition("\n")[0].endswith(" ..."):
         stderr = stderr.partition("\n")[2]
@@ -60,9 +60,9 @@ def assert_one_line(stderr: str, *words: str) -> None:
 
 
 def export_engine(model: Path, output: Path, *options: object) -> Path:
-    """``eesd-export`` with an exit after the first layer; pass --exit-head to do without.
+    """``eesd-export`` with an exit after the first layer, unless ``options`` have --exit-head.
 
-    Its own check of the graphs takes most of the time: pass --check where a test is about it.
+    The check of the graphs takes most of the time: pass --check only to test it.
     """
     exits = () if "--exit-head" in options else ("--exit-layer", 1)
     succeed(export_main, "--model", model, "--output", output, *exits, "--no-check", *options)
@@ -70,7 +70,7 @@ def export_engine(model: Path, output: Path, *options: object) -> Path:
 
 
 def add_tokenizer(model: Path, template: str | None = TEMPLATE) -> None:
-    """Give a model of 97 tokens a tokenizer: three special tokens and one for each character from
+    """Give a model of 97 tokens a tokenizer: three special tokens, and one for each character from
     blank to right brace."""
     vocabulary = {token: index for index, token in enumerate([*SPECIAL, *map(chr, range(32, 126))])}
     tokenizer = Tokenizer(BPE(vocabulary, [], unk_token="<unk>"))
@@ -84,17 +84,17 @@ def add_tokenizer(model: Path, template: str | None = TEMPLATE) -> None:
 
 
 def listing(directory: Path) -> Sequence[str]:
-    """Names of everything in a directory, hidden leftovers included."""
+    """Names of everything in a directory, including hidden leftovers."""
     return sorted(path.name for path in directory.iterdir())
 
 
 def exported_files(directory: Path) -> Sequence[str]:
-    """Names of everything in an engine directory but packed weights."""
+    """Names of everything in an engine directory except packed weights."""
     return [name for name in listing(directory) if not name.startswith("cpu-")]
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """Every file below a directory."""
+    """The content of every file below a directory."""
     return {
         str(path.relative_to(directory)): path.read_bytes()
         for path in directory.rglob("*")
@@ -103,7 +103,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 def slow_but(cases: Sequence[Any], *quick: Any) -> list[Any]:
-    """Parameters of which only ``quick`` run in ``make test``; the others are left to
+    """Parameters of which only ``quick`` run in ``make test``; the rest run in
     ``make test-slow``."""
     assert set(quick) <= set(cases)
     marked = []

@@ -1,4 +1,4 @@
-"""Compile kernels in Triton for GPUs, on a machine that needs none: prints JSON."""
+"""Compile Triton kernels for GPUs on a machine without one. Prints JSON."""
 
 import json
 import re
@@ -31,7 +31,7 @@ TYPES = {
 
 
 def compiled(constants: dict[str, Any], groups: int, capability: int) -> dict[str, Any]:
-    """Bytes of shared memory, and the products of tensor cores by their kind."""
+    """Bytes of shared memory, and the kinds of tensor core products with their counts."""
     constants = constants | {
         "GROUPS": groups,
         "PANEL": PANEL,
@@ -64,7 +64,7 @@ def made_of(
     capability: int,
     **options: Any,
 ) -> Any:
-    """A kernel compiled for a GPU; ``odd``: arguments that may be no multiple of 16."""
+    """A kernel compiled for a GPU. ``odd`` arguments need not be multiples of 16."""
     names = function.arg_names
     types = {name: "constexpr" if name in constants else kinds.get(name, "i32") for name in names}
     aligned = [name for name in names if name not in constants and name not in odd]

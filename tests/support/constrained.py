@@ -1,5 +1,5 @@
-"""A model whose tokens can write JSON, calls of functions and several lines, and random texts that
-a constraint allows."""
+"""A model whose tokens can write JSON, function calls and several lines, and random texts that a
+constraint allows."""
 
 import json
 import random
@@ -79,10 +79,10 @@ LIMITED_OBJECTS = st.fixed_dictionaries(
         "dependentRequired": st.dictionaries(KEYS, st.lists(KEYS, max_size=1), max_size=2),
     },
 )
-"""Objects whose keys depend on patterns, counts and each other. Some can have no value."""
+"""Objects whose keys depend on patterns, counts and each other. Some have no valid value."""
 TOO_MUCH = "((([ab]{1,9}b?){1,7}a?){1,8}b?[ab]{3,8}){50,60}"
-"""An expression that llguidance accepts, and that takes more than it may after some dozens of
-letters, whichever they are."""
+"""An expression that llguidance accepts, but that exceeds its limits after some dozens of letters,
+whatever they are."""
 
 SHORT_TEMPLATE = (
     "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}{% for m in messages "
@@ -91,11 +91,11 @@ SHORT_TEMPLATE = (
     "call.function.arguments.city }}{% endfor %}"
     "{% endfor %}<assistant>"
 )
-"""Each letter is a token of the test model, so what it is told of tools must be short."""
+"""Tools with short descriptions, because each letter is a token of the test model."""
 
 
 def with_new_lines(engine: Path, directory: Path, template: str | None = None) -> Path:
-    """A copy of the text model's engines with a token for the end of a line, in place of that for a
+    """A copy of the text model's engines in which a token for the end of a line replaces that for a
     backtick."""
     shutil.copytree(engine, directory)
     file = directory / "tokenizer.json"

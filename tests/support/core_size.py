@@ -1,10 +1,9 @@
-"""How large the project is, in five parts. ``make lint`` runs this file, and fails where a part is
-beyond its budget.
+"""The size of the project, in five parts. ``make lint`` runs this file, and fails if a part exceeds
+its budget.
 
-The unit is the statement, so neither comments, docstrings nor the layout of code count. The core is
-what ``runtime.llm`` and the batch import, directly or through others: a reader of a request's way
-from prompt to tokens meets these files. The budgets only fall: a change that adds statements takes
-as many away elsewhere.
+The unit is the statement, so comments, docstrings and layout do not count. The core is everything
+that ``runtime.llm`` and the batch import, directly or indirectly: the files on a request's way from
+prompt to tokens. The budgets only fall: a change that adds statements removes as many elsewhere.
 """
 
 import ast
@@ -24,12 +23,12 @@ DEVICES = (
     ),
     *(f"runtime.decoding.{name}" for name in ("device_sampler", "device_noise")),
 )
-"""Where the code for devices, and for ONNX Runtime's own operators, begins."""
+"""Where the code for devices and for ONNX Runtime's operators begins."""
 CPU = tuple(
     f"runtime.engines.{name}" for name in ("cpu_build", "cpu_cache", "cpu_engine", "operators")
 )
-"""The CPU backend's Python in the runtime. Its operators are in C++; ``export/cpu`` builds for
-them."""
+"""The CPU backend's Python modules in the runtime. Its operators are in C++; ``export/cpu`` builds
+for them."""
 TESTS = Path(__file__).parent.parent
 BUDGETS = {
     "core": (4538, 44),
@@ -38,7 +37,7 @@ BUDGETS = {
     "Python outside tests": (25250, 287),
     "tests": (23862, 200),
 }
-"""Most statements and files."""
+"""Largest numbers of statements and files."""
 NOT_CODE = re.compile(
     r"""//[^\n]* | /\*.*?\*/ | (?<![0-9a-fA-F])'(?:\\.|[^'\\])+' | "(?:\\.|[^"\\])*" """,
     re.S | re.X,
@@ -75,7 +74,7 @@ def _size(paths: Iterable[Path]) -> tuple[int, int]:
 
 
 def statements(path: Path) -> int:
-    """Statements of a file. C++ counts by its semicolons outside parentheses, Python without
+    """Statements of a file: for C++, semicolons outside parentheses; for Python, statements without
     docstrings."""
     text = path.read_text("utf-8")
     if path.suffix == ".py":

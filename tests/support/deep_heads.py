@@ -12,8 +12,8 @@ from support.tiny_checkpoints import randomise
 
 
 def deep_head(checkpoint: Checkpoint, directory: Path, blocks: int = 1) -> ExitHead:
-    """A random head after layer 1 that reads the states after all further layers; also written into
-    a directory."""
+    """A random head after layer 1 that reads the states after all further layers. It is also
+    written to ``directory``."""
     deep = tuple(range(2, checkpoint.geometry.num_layers + 1))
     config = ExitConfig(1, blocks, base=checkpoint.fingerprint(), trained=True, deep=deep)
     head = make_initial_head(checkpoint, config).requires_grad_(False)

@@ -1,14 +1,14 @@
 """Tensors on the devices of ``fake_cuda.py``: torch's operations on them are put into the current
-stream and done later.
+stream and run later.
 
-An operation's shape is computed at once and its values when its turn comes, on the CPU, in memory
-of the device's arena. So a tensor that a stream has not computed yet holds garbage. Views are made
-at once, because they compute nothing.
+The shape of a result is computed at once; its values are computed later, on the CPU, in memory of
+the device's arena. So a tensor that a stream has not computed yet holds garbage. Views are made at
+once, because they compute nothing.
 
-Copies follow CUDA. From pinned memory the host's values are read when the copy is done, from other
-host memory at once. A copy to the host that does not block leaves garbage until the host has
-waited. A copy between devices makes both streams wait, as torch's does. What a GPU refuses is an
-error: operands on two devices, and reading a device's tensor as an array.
+Copies follow CUDA. The host's values are read at the time of the copy from pinned memory, and at
+once from other host memory. A non-blocking copy to the host leaves garbage until the host has
+waited. A copy between devices makes both streams wait, as in torch. Operations that a GPU refuses
+are errors: operands on two devices, and reading a device's tensor as an array.
 """
 
 from collections.abc import Iterator
@@ -28,8 +28,8 @@ ATEN = torch.ops.aten
 
 
 class DeviceTensor(Tensor):
-    """A tensor on a device. ``memory`` is its memory as a tensor of the CPU, ``block`` keeps the
-    memory."""
+    """A tensor on a device. ``memory`` is its memory as a CPU tensor; ``block`` keeps the memory
+    allocated."""
 
     memory: Tensor
     block: Block
@@ -127,7 +127,7 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0]
         if returned is not None:
             views = func(*inner, **options)
-            # Torch requires that a view is of its tensor's kind.
+            # Torch requires that a view has its tensor's class.
             with torch.inference_mode(args[0].is_inference()):
                 return tree_map(lambda view: DeviceTensor(view, index, args[0].block), views)
         shapes = func(
@@ -141,7 +141,7 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def empty(self, like: Tensor, index: int) -> DeviceTensor:
-        """A tensor of another one's shape and type, whose values are garbage."""
+        """A tensor with the shape and type of another, filled with garbage."""
         block = self.machine.allocate(index, like.nbytes)
         return DeviceTensor(
             self.machine.memory.view(
@@ -186,8 +186,8 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return target
 
     def _copy_between(self, target: DeviceTensor, source: DeviceTensor) -> None:
-        """The copy runs in the current stream of the source's device. It waits for the target's,
-        which waits for the copy."""
+        """Copy in the current stream of the source's device. It waits for the target's stream,
+        which then waits for the copy."""
         machine = self.machine
         out = target.memory
         values = source.memory
@@ -206,11 +206,11 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class PinnedTensors(TorchFunctionMode):
-    """Answers ``torch.tensor(..., pin_memory=True)``, which asks the driver and not the dispatcher.
+    """Replaces ``torch.tensor(..., pin_memory=True)``, which calls the driver without the
+    dispatcher.
 
-    The function stays in its place: at the first ``with torch.device(...)`` torch remembers for the
-    whole process which functions make tensors, and would not know its own ``torch.tensor`` in later
-    tests.
+    The function itself is not replaced: at the first ``with torch.device(...)`` torch records the
+    functions that make tensors, and would not recognize its ``torch.tensor`` in later tests.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -227,7 +227,7 @@ class PinnedTensors(TorchFunctionMode):
 
 @contextmanager
 def on_devices(machine: Machine) -> Iterator[None]:
-    """Let the thread that calls have tensors on a machine's devices."""
+    """Let the calling thread have tensors on a machine's devices."""
     with PinnedTensors(machine), DeviceMode(machine):
         yield
 

@@ -43,8 +43,8 @@ SMALL += (
 
 
 def build(directory: Path) -> tuple[Path, Path]:
-    """Build a model whose untrained head is mostly wrong, and 256 rows that it generated, half of
-    them greedily."""
+    """Build a model whose untrained head is mostly wrong, and 256 rows of its output, half of them
+    greedy."""
     model = tiny_models.build(directory / "model", 97, layers=3, damping=1.0, seed=0)
     add_tokenizer(model)
     prompts = torch.randint(3, 97, (256, 6), generator=torch.Generator().manual_seed(0)).tolist()
@@ -59,7 +59,7 @@ def build(directory: Path) -> tuple[Path, Path]:
 
 
 def distill(model: Path, rows: Path, output: Path, *options: object) -> Result:
-    """Train a head after the first layer; later options override the small ones."""
+    """Train a head after the first layer. ``options`` override the small defaults."""
     return succeed(
         main, "--model", model, "--exit-layer", 1, "--data", rows, "-o", output, *SMALL, *options
     )

@@ -1,8 +1,8 @@
-"""EAGLE-3 heads with random weights in the layouts in which they are published, and what they
-compute, from the paper's text.
+"""EAGLE-3 heads with random weights in the published layouts, and a reference from the paper's
+text.
 
-The reference shares no code with the project: it recomputes everything of a text at every step,
-without caches.
+The reference shares no code with the project: at every step it recomputes the whole text, without
+caches.
 """
 
 import json
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LAYOUTS = ("safeailab", "specforge", "speculators", "eagle-3.1")
-"""The last one is as Speculators writes it, with a norm for each state; the third one has a norm of
+"""The last one is what Speculators writes with a norm for each state; the third has one norm for
 all."""
 
 
@@ -28,7 +28,7 @@ def write_head(
     embeddings: Tensor | None = None,
     **changes: Any,
 ) -> Path:
-    """Write a random head for a model with this ``config.json``; ``changes`` are fields of the
+    """Write a random head for a model with this ``config.json``. ``changes`` are fields with the
     block's sizes."""
     hidden = model["hidden_size"]
     vocab = model["vocab_size"]
@@ -125,7 +125,7 @@ def write_head(
 
 
 class Reference:
-    """What a head predicts, by the paper and its appendix, in float32."""
+    """Predictions of a head according to the paper and its appendix, in float32."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Reference:
         embeddings: Tensor,
         layers: tuple[int, ...],
     ) -> None:
-        """``layers``: the layers of the model whose states it reads, counted from 1."""
+        """``layers``: the layers of the model whose states the head reads, counted from 1."""
         self.weights = {
             name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()
         }
@@ -148,15 +148,15 @@ class Reference:
         self.normed_output = bool(config.get("norm_output"))
 
     def drafted(self, states: list[Tensor], tokens: list[int], known: int) -> Tensor:
-        """Logits [Vd] behind the last of the tokens, of which the model's states are known for the
-        first ``known`` ones.
+        """Logits [Vd] after the last token. The model's states are known for the first ``known``
+        tokens.
 
-        Token i + 1 goes with the feature of token i: the fused states of the model, or behind those
-        the head's own output. So the head's sequence begins with the second token.
+        Token i + 1 is paired with the feature of token i: the fused states of the model or, where
+        these are unknown, the head's output. So the head's sequence begins with the second token.
 
         Args:
-            states: Hidden states behind each layer, [tokens, hidden]; 0: the embeddings.
-            tokens: The text, then what was drafted.
+            states: Hidden states after each layer, [tokens, hidden]; index 0 has the embeddings.
+            tokens: The text, then the drafted tokens.
             known: At least 1.
         """
         features = torch.cat([states[layer][:known] for layer in self.layers], -1)
@@ -229,15 +229,15 @@ class Reference:
 def train(
     directory: Path, model: Any, layers: tuple[int, ...], steps: int, length: int = 20
 ) -> None:
-    """Train a head in place on the model's own greedy texts: cross-entropy on its most likely
-    tokens, from its states, and once more from the head's own outputs (training-time test).
+    """Train a head in place on greedy texts of the model: cross-entropy on the model's most likely
+    tokens, from its states, and again from the head's outputs (training-time test).
 
     Args:
-        directory: The head's.
+        directory: Directory of the head.
         model: The model, of transformers.
         layers: The layers that the head reads, counted from 1.
-        steps: Steps of Adam, of 4 texts each.
-        length: Tokens of a text, of which the first three are random.
+        steps: Steps of Adam, with 4 texts each.
+        length: Tokens of a text. The first three are random.
     """
     file = directory / "model.safetensors"
     tensors = load_file(file)

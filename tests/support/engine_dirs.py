@@ -1,4 +1,4 @@
-"""Helpers that look into engine directories, and that damage copies of them."""
+"""Helpers that inspect engine directories, and damage copies of them."""
 
 import json
 import shutil
@@ -61,8 +61,8 @@ def tensor_locations(model: ModelProto) -> dict[str, tuple[int, int]]:
 
 
 def assert_weights_match_manifest(directory: Path) -> None:
-    """The manifest's bytes of weights, in all and shared by draft and verify, are the bytes that
-    the graphs refer to."""
+    """Check that the manifest's bytes of weights, in total and shared by draft and verify, match
+    the graphs."""
     manifest = load_manifest(directory)
     stored = [tensor_locations(graph_of(directory, graph.file)) for graph in manifest.graphs]
     for graph, weights in zip(manifest.graphs, stored, strict=True):
@@ -100,7 +100,7 @@ def logits_of(
 
 
 def edit_manifest(directory: Path, path: str, value: Any) -> None:
-    """Set the value at a path such as ``draft/caches/0`` of the manifest; ``...`` removes it."""
+    """Set the value at a path such as ``draft/caches/0`` of the manifest. ``...`` removes it."""
     raw = json.loads((directory / "manifest.json").read_text())
     *keys, last = (int(key) if key.isdigit() else key for key in path.split("/"))
     container = raw
@@ -114,12 +114,12 @@ def edit_manifest(directory: Path, path: str, value: Any) -> None:
 
 
 def record(directory: Path, name: str) -> None:
-    """Record a file that was changed in the manifest."""
+    """Record a changed file in the manifest."""
     edit_manifest(directory, f"files/{name}", asdict(file_info(directory / name)))
 
 
 def recorded(damage: Damage) -> Damage:
-    """The same damage by somebody who records its size and hashes in the manifest, too."""
+    """The same damage, but with its size and hashes recorded in the manifest."""
 
     def change(directory: Path) -> None:
         damage(directory)

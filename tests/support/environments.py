@@ -1,9 +1,9 @@
-"""Environments for what cannot be installed beside this project:
+"""Environments for packages that conflict with this project's.
 ``python tests/support/environments.py NAME`` makes one.
 
 Each is a virtual environment ``build/environments/NAME`` with the packages of
-``tests/environments/NAME.txt``. It runs the code of this checkout, by a ``.pth`` file: Triton's
-stub does not read ``PYTHONPATH``.
+``tests/environments/NAME.txt``. It finds the code of this checkout by a ``.pth`` file, because
+Triton's stub does not read ``PYTHONPATH``.
 """
 
 import os
@@ -22,8 +22,8 @@ class Unavailable(Exception):
 
 
 def make(name: str) -> Path:
-    """The Python of an environment, which is made if need be, and again if its list of packages has
-    changed.
+    """The Python of an environment. The environment is made if it is missing or its list of
+    packages has changed.
 
     Raises:
         Unavailable: Its packages cannot be installed.
@@ -56,8 +56,8 @@ def make(name: str) -> Path:
 
 
 def make_npm(name: str) -> Path:
-    """The directory with the packages of npm that ``tests/environments/NAME/package-lock.json``
-    lists, and no others.
+    """The directory with exactly the npm packages in
+    ``tests/environments/NAME/package-lock.json``.
 
     Raises:
         Unavailable: They cannot be installed.
@@ -78,8 +78,8 @@ def make_npm(name: str) -> Path:
 
 
 def _install(command: list[str], listed: Path, directory: Path | None = None) -> None:
-    """Run a command, in a directory, that installs the ``listed`` packages. Raises
-    :class:`Unavailable` if it fails."""
+    """Run a command that installs the ``listed`` packages. Raises :class:`Unavailable` if it
+    fails."""
     result = subprocess.run(command, capture_output=True, text=True, cwd=directory)
     if result.returncode:
         reason = result.stderr.strip().splitlines()[-1:] or [f"{Path(command[0]).name} failed"]
@@ -89,13 +89,13 @@ def _install(command: list[str], listed: Path, directory: Path | None = None) ->
 
 
 def site_packages(python: Path) -> Path:
-    """Where an environment has its packages."""
+    """The directory with an environment's packages."""
     return next((python.parents[1] / "lib").glob("python3.*/site-packages"))
 
 
 def variables(python: Path, **more: str) -> dict[str, str]:
-    """Environment variables with which a process, and Python inside it, uses an environment and
-    nothing of this one."""
+    """Variables with which a process, and Python inside it, uses only the packages of an
+    environment."""
     kept = {
         name: value
         for name, value in os.environ.items()

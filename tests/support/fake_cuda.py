@@ -1,21 +1,18 @@
-"""A machine with GPUs that exists only in tests: streams that run late, CUDA graphs, and memory
-that is reused.
+"""A fake machine with GPUs: streams that run late, CUDA graphs, and memory that is reused.
 
-What the runtime asks of ``torch.cuda`` is answered here, so the code that is tested is the code
-that runs on a GPU.
+It answers the runtime's calls to ``torch.cuda``, so tests run the same code as a GPU does.
 
-* A stream is a queue. Its work is done some time later, in its order, in between the work of other
-  streams, as a seed decides.
+* A stream is a queue. Its work is done later, in its order, interleaved with the work of other
+  streams as a seed decides.
 * A host that reads results before it has waited for them reads garbage.
-* A CUDA graph repeats what was captured, at the addresses of then.
-* Device memory begins as garbage. What is freed is overwritten in the order of its stream, because
-  from then on torch's allocator may hand it out again.
+* A CUDA graph repeats the captured work at the captured addresses.
+* Device memory begins as garbage. Freed memory is overwritten in the order of its stream, because
+  torch's allocator may reuse it from then on.
 
-Tensors on the devices are in ``device_tensors.py``. Calls are written to a log, which
-``call_rules.py`` judges.
+``device_tensors.py`` has the tensors on the devices. Calls are written to a log, which
+``call_rules.py`` checks.
 
-Threads take turns (``turns.py``): each has its own current device and streams, and a capture of its
-own.
+Threads take turns (``turns.py``). Each has its current device and streams, and its capture.
 
 Not covered: captures that several streams join, the order of kernels within one pass of an engine,
 and that CUDA's default stream waits for some others: here it is a stream like all others.
@@ -41,11 +38,11 @@ from torch import Tensor
 from support.turns import Turns
 
 GARBAGE = 0xFF
-"""What memory is filled with that may hold anything: NaN, or -1."""
+"""Fills memory with undefined content: NaN, or -1."""
 ALIGNMENT = 512
-"""Bytes; of torch's allocator."""
+"""Alignment of torch's allocator, in bytes."""
 REUSE = 0.6
-"""Chance that an allocation gets memory that was freed, if there is some of its size."""
+"""Chance that an allocation gets freed memory of its size, if there is any."""
 Work = Callable[[], object]
 
 
@@ -53,13 +50,13 @@ class Call(NamedTuple):
     """A call to the library or the driver.
 
     Attributes:
-        name: What was called.
+        name: Name of the call.
         device: The current device.
-        stream: Handle of the stream that the call names; None: it names none.
+        stream: Handle of the call's stream; None without one.
         capturing: Whether work was being captured.
-        collector: Whether Python's collector was on.
-        subject: Number of the context or graph that was called; 0: none.
-        of: For a context, the device that its engine was loaded on.
+        collector: Whether Python's garbage collector was on.
+        subject: Number of the context or graph of the call; 0 without one.
+        of: Device of a context's engine.
     """
 
     name: str
@@ -73,7 +70,7 @@ class Call(NamedTuple):
 
 @dataclass
 class Event:
-    """Marks a place in a stream. The work before the last mark is done when ``reached`` equals
+    """A marker in a stream. The work before the last marker is done when ``reached`` equals
     ``recorded``."""
 
     recorded: int = 0
@@ -82,7 +79,7 @@ class Event:
 
 @dataclass
 class Item:
-    """Work in a queue, and what it waits for."""
+    """Work in a queue, and the work that it waits for."""
 
     work: Work
     ready: Callable[[], bool] = lambda: True
@@ -137,8 +134,8 @@ class Graph:
 
 
 class Block:
-    """Memory of a device. It is free as soon as nothing refers to the block, whatever still waits
-    in queues."""
+    """Memory of a device. It is freed when nothing refers to the block any more, even if queued
+    work does."""
 
     def __init__(self, machine: "Machine", offset: int, size: int, owner: Any) -> None:
         self.machine = machine
@@ -151,8 +148,8 @@ class Block:
 
 
 class Arena:
-    """Addresses that are never given back to the system, so that a mistake reads garbage and does
-    not end the process."""
+    """Addresses that are never returned to the system, so that a mistake reads garbage instead of
+    crashing the process."""
 
     def __init__(self, size: int) -> None:
         self.bytes = torch.full((size,), GARBAGE, dtype=torch.uint8)
@@ -161,7 +158,7 @@ class Arena:
         self._free: dict[tuple[Any, int], list[int]] = {}
 
     def take(self, size: int, owner: Any, order: random.Random) -> tuple[int, int]:
-        """Offset and rounded size of free memory: new, or what ``owner`` has given back."""
+        """Offset and rounded size of free memory: new, or freed by ``owner``."""
         size = max(-(-size // ALIGNMENT), 1) * ALIGNMENT
         unused = self._free.get((owner, size))
         if unused and order.random() < REUSE:
@@ -174,15 +171,14 @@ class Arena:
         self._free.setdefault((owner, size), []).append(offset)
 
     def view(self, offset: int, shape: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-        """Memory as a tensor that keeps nothing alive."""
+        """Memory as a tensor that does not keep it allocated."""
         if dtype not in self._views:
             self._views[dtype] = self.bytes.view(dtype)
         return self._views[dtype].as_strided(shape, stride, offset // dtype.itemsize)
 
 
 class _Thread(threading.local):
-    """What each thread has for itself: its device, the stream of each device, and what it
-    captures."""
+    """State of each thread: its device, the stream of each device, and its capture."""
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self.device = 0
@@ -191,17 +187,17 @@ class _Thread(threading.local):
 
 
 class Machine:
-    """GPUs, their streams, and what they have been asked to do.
+    """GPUs, their streams, and a log of the calls.
 
     Attributes:
-        own: What the thread that calls has for itself.
-        captures: Captures of all threads that have begun and not ended.
-        turns: Lets another thread go on at every call; None: there is one thread.
-        log: All calls, in their order.
-        eagerness: Chance that a call of the host finds a queue a step further; 0: work is done when
-            the host waits for it.
-        loyalty: Chance that a stream which the host waits for goes on before others, if it can.
-        breaking: Pieces of work in captures after which one fails; None: none does.
+        own: State of the calling thread.
+        captures: Unfinished captures of all threads.
+        turns: May switch threads at every call; None with one thread.
+        log: All calls, in order.
+        eagerness: Chance that a call of the host advances a queue. 0: work is done only when the
+            host waits for it. Tests set it.
+        loyalty: Chance that a stream for which the host waits runs before others, if it can.
+        breaking: Number of captured pieces of work before one fails; None: none fails.
     """
 
     def __init__(self, devices: int = 1, seed: int = 0, size: int = 128 << 20) -> None:
@@ -222,7 +218,7 @@ class Machine:
         self.reseed(seed)
 
     def reseed(self, seed: int) -> None:
-        """Another order of events from now on."""
+        """Change the order of events from now on."""
         self.random = random.Random(seed)
         self.eagerness = self.random.choice((0, 0.05, 0.3, 0.8))
 
@@ -244,7 +240,7 @@ class Machine:
         )
 
     def number(self) -> int:
-        """A number for something that the log names."""
+        """A number for an object in the log."""
         return next(self._numbers)
 
     # Streams
@@ -273,8 +269,8 @@ class Machine:
         ready: Callable[[], bool] | None = None,
         host: Tensor | None = None,
     ) -> None:
-        """Append work to a stream, or to what it captures. ``host`` is the host memory that the
-        work writes."""
+        """Append work to a stream, or to its capture. ``host`` is the host memory that the work
+        writes."""
         if stream.graph is not None:
             if ready is not None:
                 raise RuntimeError("a capture cannot wait for work outside of it")
@@ -293,7 +289,7 @@ class Machine:
 
     def step(self, streams: Sequence[Stream] | None = None) -> bool:
         """Do the next piece of work of one of the streams, or of any. Returns whether there was
-        some."""
+        one."""
         streams = [*self.streams.values()] if streams is None else streams
         found = [stream for stream in streams if stream.queue and stream.queue[0].ready()]
         if not found:
@@ -303,13 +299,13 @@ class Machine:
         return True
 
     def finish(self, stream: Stream) -> None:
-        """Work until a stream has nothing left."""
+        """Work until a stream is empty."""
         while stream.queue:
             loyal = self.random.random() < self.loyalty and stream.queue[0].ready()
             assert self.step([stream] if loyal else None), "streams wait for each other"
 
     def join(self, stream: Stream, other: Stream) -> None:
-        """``stream`` goes on when ``other`` has done what it has been given so far."""
+        """``stream`` continues after ``other`` has done its work so far."""
         if self.joins and stream is not other:
             event = Event()
             other.record_event(event)
@@ -321,10 +317,10 @@ class Machine:
     def capture(
         self, graph: Graph, pool: Any, stream: Stream, capture_error_mode: str = "global"
     ) -> Iterator[None]:
-        """As ``torch.cuda.graph``: work that fails ends the capture, and its pool is lost for
-        others."""
+        """Like ``torch.cuda.graph``: work that fails ends the capture, and its pool cannot be
+        reused."""
         assert capture_error_mode == "thread_local"
-        if self.captures:  # torch waits for the whole GPU before it captures
+        if self.captures:  # torch waits for the whole GPU before a capture
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
         if id(pool) in self._stuck:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
@@ -352,8 +348,8 @@ class Machine:
     # Memory
 
     def allocate(self, device: int, size: int) -> Block:
-        """Memory of a device, from what its current stream or the pool of the capture has given
-        back."""
+        """Memory of a device, reused from its current stream or the pool of the capture if
+        possible."""
         owner: Any = self.own.current[device]
         if self.own.capturing is not None and self.own.capturing[0] is owner:
             owner = self.own.capturing[1]
@@ -363,14 +359,14 @@ class Machine:
 
     def release(self, block: Block) -> None:
         self.memory.give(block.offset, block.size, block.owner)
-        # Never captured: what the next owner writes is no part of a graph.
+        # Never captured: later writes of the next owner are not part of a graph.
         if isinstance(block.owner, Stream):
             address = self.memory.bytes.data_ptr() + block.offset
             size = block.size
             block.owner.queue.append(Item(lambda: memset(address, GARBAGE, size)))
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, which is free when no tensor and no work in a queue has it."""
+        """A copy in pinned memory, which is freed when no tensor and no queued work uses it."""
         self.write("pin")
         offset, size = self.pinned.take(tensor.nbytes, "host", self.random)
         data = self.pinned.bytes.numpy()[offset : offset + tensor.nbytes]
@@ -383,7 +379,7 @@ class Machine:
         self.pinned.give(offset, size, "host")
 
     def lasting(self, host: Tensor) -> Tensor:
-        """Pinned memory as a CUDA graph has it: the address, not the memory."""
+        """Pinned memory as a CUDA graph stores it: an address that does not keep it allocated."""
         offset = host.data_ptr() - self.pinned.bytes.data_ptr()
         if not 0 <= offset < len(self.pinned.bytes):
             raise RuntimeError("a capture copies to or from host memory that is not pinned")
@@ -394,14 +390,14 @@ class Machine:
 
 
 def spoil(host: Tensor | None) -> None:
-    """Overwrite host memory that a copy on its way will write."""
+    """Overwrite host memory that a pending copy will write."""
     if host is not None:
         array: Any = host.numpy()
         array[...] = np.nan if array.dtype.kind == "f" else -1
 
 
 ACTIVE: list[Machine] = []
-"""The machine that calls go to; none: everything runs on the host at once."""
+"""The active machine. Without one, everything runs on the host at once."""
 
 
 def installed() -> Machine | None:
@@ -410,8 +406,7 @@ def installed() -> Machine | None:
 
 @contextmanager
 def install(machine: Machine) -> Iterator[Machine]:
-    """Give the process a machine: ``torch.cuda`` answers for it, and tensors can be on its
-    devices."""
+    """Activate a machine: it answers ``torch.cuda``, and tensors can be on its devices."""
     from support.device_tensors import on_devices
 
     with pytest.MonkeyPatch.context() as patch:
@@ -426,7 +421,7 @@ def install(machine: Machine) -> Iterator[Machine]:
 
 
 def _answers(machine: Machine) -> dict[str, Any]:
-    """What ``torch.cuda`` has on a machine."""
+    """Replacements for the functions of ``torch.cuda``."""
     return {
         "is_available": lambda: True,
         "device_count": lambda: machine.devices,

@@ -1,11 +1,11 @@
-"""A fake of TensorRT's Python API for machines without a GPU. Its plans name ONNX graphs, which
+"""A fake of TensorRT's Python API for machines without a GPU. Its plans refer to ONNX graphs, which
 ONNX Runtime runs.
 
 Names and calls are those of a real version (``trt_api.py``); anything else is refused. Tensors are
 at addresses in host memory. Mistakes that the real API may ignore are errors here: shapes outside
-the profile, addresses that are not set, a cache whose output address differs from its input
-address, too little scratch memory, and new shapes for a context that has run. A call overwrites its
-scratch memory and its results before it computes anything.
+the profile, missing addresses, a cache whose output address differs from its input address, too
+little scratch memory, and new shapes for a context that has run. A call overwrites its scratch
+memory and its results before it computes anything.
 """
 
 import json
@@ -48,12 +48,12 @@ def write_plans(
     batch: int = 1,
     stripped: bool = False,
 ) -> Manifest:
-    """Write a fake plan for each graph of a directory, and record the plans in its manifest, which
-    is returned.
+    """Write a fake plan for each graph of a directory, and record the plans in its manifest.
+    Returns the manifest.
 
-    A call takes at most ``chunk`` tokens of the prompt, or decodes ``batch`` sequences. The plans
-    are for GPUs of these compute ``capabilities``; empty: any. With ``stripped`` they have no
-    weights, and their graphs beside them.
+    A call processes at most ``chunk`` tokens of the prompt, or decodes ``batch`` sequences. The
+    plans are for GPUs of these compute ``capabilities``; empty: any. If ``stripped``, they have no
+    weights, and their graphs are beside them.
     """
     manifest = load_manifest(directory)
     plans = {}
@@ -98,8 +98,8 @@ def write_plans(
 
 
 def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
-    """The graph that a plan computes: attention may read the first slots only. It lies beside the
-    weights."""
+    """The graph that a plan computes, whose attention may read only the first slots. It lies beside
+    the weights."""
     if len(attended_slots(manifest, graph)) == 1:
         return directory / graph.file
     model = onnx.load(directory / graph.file, load_external_data=False)
@@ -111,12 +111,11 @@ def _as_built(directory: Path, manifest: Manifest, graph: GraphInfo) -> Path:
 
 
 class Fake:
-    """An object of a class of the real API. It has the public names that the class has in its
-    version, and takes the calls that pybind11 would take. What tests look at has names with an
-    underscore.
+    """An object of a class of the real API. It has the public names of the class in its version,
+    and accepts the calls that pybind11 would accept. Names with an underscore are for tests.
 
     Attributes:
-        _trt: The module that the object is of.
+        _trt: The module of the object.
         _api: The API of the module's version.
     """
 
@@ -125,7 +124,7 @@ class Fake:
 
     @classmethod
     def _class(cls) -> str:
-        """Name of the class in the real API, also for a class that the runtime derives from it."""
+        """Name of the class in the real API, also for subclasses of the runtime."""
         return next(base.__name__ for base in cls.__mro__ if base.__name__ in NAMES)
 
     def __getattribute__(self, name: str) -> Any:
@@ -176,8 +175,8 @@ class Runtime(Fake):
 
 
 class ICudaEngine(Fake):
-    """``_contexts`` lists the execution contexts that were made of it, ``_copied`` the caches that
-    the builder failed to update in place."""
+    """``_contexts`` lists the engine's execution contexts, ``_copied`` the caches that the builder
+    failed to update in place."""
 
     def __init__(
         self,
@@ -344,8 +343,8 @@ class IExecutionContext(Fake):
         return [name for name in self._engine._inputs if name.startswith(("key_", "value_"))]
 
     def _work(self) -> Callable[[], None]:
-        """What a call does with the shapes and addresses that the context has now. Results and
-        scratch memory lose what they held."""
+        """The work of a call with the context's current shapes and addresses. Results and scratch
+        memory are overwritten first."""
         engine = self._engine
         addresses = dict(self._addresses)
         shapes = dict(self._shapes)
@@ -376,7 +375,7 @@ class IExecutionContext(Fake):
                         prod(results[name]) * np.dtype(_type(tensor)).itemsize,
                     )
                 io.bind_output(name, "cpu", 0, _type(tensor), results[name], addresses[name])
-            if engine._has_weights:  # else results are garbage
+            if engine._has_weights:  # without weights, results are garbage
                 engine._session.run_with_iobinding(io)
 
         return work
@@ -413,7 +412,7 @@ class IRuntimeCache(Fake):
 
 
 class IHostMemory(Fake):
-    """Bytes; the real one is a buffer too, which a Python class cannot be before Python 3.12."""
+    """Bytes. The real class is also a buffer, which Python classes cannot be before 3.12."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -479,7 +478,7 @@ NAMES = {cls.__name__ for cls in CLASSES}
 
 
 def host_of(directory: Path, stream: Any = None) -> Host:
-    """A service with its own engines and scratch memory. On the CPU there is no stream."""
+    """A service's engines and scratch memory. On the CPU there is no stream."""
     manifest = load_manifest(directory)
     trt = module("tensorrt")
     runtime = trt.Runtime(trt.ILogger())
@@ -504,8 +503,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def module(flavour: str, version: str = "") -> Any:
-    """The module that importing a flavour gives, in a version of :data:`~support.trt_api.VERSIONS`;
-    empty: the newest."""
+    """The module of a flavour, in a version of :data:`~support.trt_api.VERSIONS`. Empty: the
+    newest."""
     api = load(version or VERSIONS[flavour][-1])
     made: Any = ModuleType(flavour.replace("-", "_"))
     made.__spec__ = SimpleNamespace(name=made.__name__)

@@ -1,5 +1,5 @@
-"""Random small checkpoints of the families that have parts of their own, written by transformers'
-classes for them."""
+"""Random small checkpoints of the families that differ from Llama in parts, written by
+transformers."""
 
 import random
 from collections.abc import Callable
@@ -27,13 +27,13 @@ SMALL: Options = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""Sizes of one small model, for tests of what a family has of its own; ``intermediate_size`` is
-theirs."""
+"""Sizes of one small model, for tests of a family's parts; ``intermediate_size`` is set by each
+family."""
 
 
 @dataclass(frozen=True)
 class FamilyCase:
-    """A random config of a model type; the weights follow from the seed."""
+    """A random config of a model type. The seed determines the weights."""
 
     model_type: str
     options: Options
@@ -44,7 +44,7 @@ class FamilyCase:
         config = AutoConfig.for_model(self.model_type, **self.options)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         randomise(model, self.seed)
-        if self.model_type.startswith("gemma"):  # whose norms are stored less 1
+        if self.model_type.startswith("gemma"):  # stores its norms minus 1
             for name, parameter in model.named_parameters():
                 parameter.data -= float(name.endswith("norm.weight"))
         dtype = random.Random(self.seed).choice((torch.float32, torch.bfloat16, torch.float16))
@@ -82,7 +82,7 @@ def _sizes(rng: random.Random) -> Options:
         "tie_word_embeddings": rng.random() < 0.5,
         "bos_token_id": 1,
         "eos_token_id": rng.choice((2, [2, 5])),
-        "pad_token_id": None,  # transformers hides it in prompts
+        "pad_token_id": None,  # transformers masks it in prompts
     }
 
 
@@ -91,7 +91,7 @@ def _biases(rng: random.Random, *names: str) -> Options:
 
 
 def _rope(rng: random.Random) -> Options:
-    """A rotary embedding for families that have Llama's scalings."""
+    """A rotary embedding for families with Llama's scalings."""
     theta = {"rope_theta": rng.choice((500.0, 10000.0, 1e6))}
     scalings: list[Options] = [
         {"rope_type": "default"},
@@ -200,7 +200,7 @@ def _gemma3(rng: random.Random, sizes: Options) -> Options:
 
 
 def _experts(rng: random.Random) -> tuple[int, int]:
-    """How many experts a layer has, and how many of them a token uses."""
+    """The numbers of experts in a layer, and used by a token."""
     return rng.choice(((3, 2), (4, 1), (5, 5), (6, 2), (17, 3)))
 
 
@@ -358,4 +358,4 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "ministral": _ministral,
     "ministral3": _ministral3,
 }
-"""What each family varies in, by its ``model_type``."""
+"""Variations of each family, by ``model_type``."""

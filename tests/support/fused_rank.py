@@ -1,8 +1,8 @@
-"""One of several processes that share a model's weights, with the kernels of GPUs in Triton's
+"""One of several processes that share a model's weights, with Triton kernels for GPUs in the
 interpreter.
 
-``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON how
-far its logits are from those of torch's operators in one process.
+``python tests/support/fused_rank.py DIRECTORY``, started for each rank. Rank 0 prints as JSON the
+difference between its logits and those of torch's operators in one process.
 """
 
 import json
@@ -25,7 +25,7 @@ from support.interpreted import levels_of, logits_of
 
 
 def layers_of(engine: TeamEngine) -> list[Any]:
-    """The attentions of the layers that have weights, if kernels compute with them."""
+    """The attentions of layers with weights, if kernels compute with them."""
     stage: Any = engine.own.stages[0]
     assert isinstance(stage, TorchStageRunner)
     model: Any = stage.module.model
@@ -41,7 +41,7 @@ def is_there(attention: Any) -> bool:
 
 
 def memory_of(attention: Any) -> int:
-    """Where the joined weights of queries, keys and values are."""
+    """Address of the joined weights of queries, keys and values."""
     if isinstance(attention.q_proj, QuantizedLinear):
         return attention.q_proj.weight.levels.data_ptr()
     parts: list[Tensor] = [getattr(attention, f"{part}_proj").weight for part in "qkv"]
@@ -52,7 +52,7 @@ def memory_of(attention: Any) -> int:
 def main(directory: Path) -> None:
     manifest = load_manifest(directory)
     torch_weights.has_kernels = lambda *_: True  # as on a GPU
-    verify, draft = open_team(directory, manifest, 1, True)  # of the other ranks none returns
+    verify, draft = open_team(directory, manifest, 1, True)  # returns on rank 0 only
     assert draft is not None
     layers = [layers_of(engine) for engine in (verify, draft)]
     found = logits_of(verify, draft)

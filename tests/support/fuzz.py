@@ -1,5 +1,5 @@
 """Damaged JSON: values at random places of a valid document replaced, removed or added, and text
-that is no JSON any more."""
+that is no longer JSON."""
 
 import json
 import random
@@ -30,7 +30,7 @@ ODD: list[Any] = [
 
 def damaged_json(document: Any) -> st.SearchStrategy[str]:
     """JSON text of ``document`` with one to three random edits, sometimes cut, garbled or nested
-    without end."""
+    very deeply."""
     text = json.dumps(document)
     return st.integers(0, 2**32).map(lambda seed: _damage(text, random.Random(seed)))
 

@@ -20,10 +20,10 @@ KV_HEADS = 2
 LAYERS = 3
 EXPERTS = 3
 EXPERT = 768
-"""Sizes whose products consist of whole blocks of 256. transformers reads experts of no other
-size."""
+"""Sizes whose products consist of whole blocks of 256. transformers reads no other size of
+experts."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-"""Offsets of the float16 scales in a block, for the types that the library cannot quantize to."""
+"""Offsets of the float16 scales in a block, for types to which the library cannot quantize."""
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<s>", "</s>", "<|end|>"]
 WORDS = ["th", "the", "Ġthe", "qu"]
@@ -42,11 +42,11 @@ class Spec:
         tied: Whether there is no ``output.weight``.
         biases: Whether q, k and v have biases; o too, except in qwen2 and seed_oss.
         head_dim: Values of a head.
-        experts: Of llama: ``together`` for experts whose tensors are one, ``apart`` for those of
-            old files; empty for none.
+        experts: For llama: ``together`` for joint tensors of all experts, ``apart`` for separate
+            ones, as in old files; empty for none.
         types: Types of single tensors.
-        metadata: Keys to add or, with None, to leave out.
-        tensors: Tensors to add or, with None, to leave out.
+        metadata: Keys to add or, with None, to remove.
+        tensors: Tensors to add or, with None, to remove.
     """
 
     architecture: str = "llama"
@@ -62,8 +62,8 @@ class Spec:
 
 
 def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
-    """Write a file with random weights, and a byte-level tokenizer of :data:`VOCABULARY`; or
-    several files of ``most`` tensors. Returns the file, or the first of several."""
+    """Write a file with random weights and a byte-level tokenizer of :data:`VOCABULARY`, or
+    several files of ``most`` tensors. Returns the (first) file."""
     writer = gguf.GGUFWriter(path, spec.architecture, split_max_tensors=most)
     for key, value in (_metadata(spec) | dict(spec.metadata)).items():
         if value is not None:
@@ -91,7 +91,7 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
 def stored(
     random: np.random.Generator, name: str, shape: tuple[int, ...], kind: str
 ) -> tuple[NDArray[Any], Any]:
-    """A tensor with random values as it is stored, and its type."""
+    """A stored tensor with random values, and its type."""
     values = random.normal(
         "norm" in name, 0.3 if len(shape) == 1 else 1.5 / np.sqrt(shape[-1]), shape
     ).astype(np.float32)
@@ -154,7 +154,7 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
-    """Shapes [out, in] of all tensors by their names in the file."""
+    """Shapes [out, in] of all tensors, by their names in the file."""
     queries = HEADS * spec.head_dim
     keys = KV_HEADS * spec.head_dim
     block: dict[str, tuple[int, ...]] = {
@@ -213,7 +213,7 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
 
 
 def _convolving(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes of LFM2: short convolutions instead of attention in all layers but the second."""
+    """Shapes of LFM2: short convolutions replace attention in all layers but the second."""
     found = {"token_embd_norm.weight": shapes["output_norm.weight"]}
     for name, shape in shapes.items():
         attends = name.startswith("blk.1.") or "attn_norm" in name

@@ -1,9 +1,9 @@
-"""Odd texts, and vocabularies that show where a text is cut: what the tokenizers of GGUF files are
-tested with.
+"""Odd texts, and vocabularies that reveal where a text is cut, for tests of the tokenizers of GGUF
+files.
 
-With llama-cpp-python at hand, this file compares every rule with llama.cpp over thousands of texts.
-``--write`` writes what ``tests/text/test_gguf_tokenizer.py`` expects: hashes of llama.cpp's token
-ids.
+With llama-cpp-python installed, this file compares every rule with llama.cpp on thousands of texts.
+``--write`` writes the expected results of ``tests/text/test_gguf_tokenizer.py``: hashes of
+llama.cpp's token ids.
 
     python tests/support/gguf_tokenizers.py [--texts 2000] [--vocabulary MODEL.gguf] [--write]
 """
@@ -39,7 +39,7 @@ SPECIAL = {
     "<|user|>": 4,
     "  <<x>>": 4,
 }
-"""Types by token. llama.cpp takes ``<|endoftext|>`` for a control token, whatever its type is."""
+"""Types by token. llama.cpp treats ``<|endoftext|>`` as a control token, whatever its type."""
 FLAGS: dict[str, list[dict[str, Any]]] = {
     "gpt2": [
         {"pre": "llama-bpe", "add_bos_token": False},
@@ -53,15 +53,15 @@ FLAGS: dict[str, list[dict[str, Any]]] = {
         {"general.name": "A phi3"},
     ],
 }
-"""What besides the rules shapes token ids, by ``tokenizer.ggml.model``."""
+"""Metadata besides the rules that affect token ids, by ``tokenizer.ggml.model``."""
 
 
 def odd_texts(data: dict[str, Any], count: int) -> list[str]:
-    """The texts of the test, and random ones: pieces that rules tell apart, and characters of many
-    scripts.
+    """The texts of the test, and random ones: pieces that rules treat differently, and characters
+    of many scripts.
 
-    Which characters are letters is a question of Unicode's version, so Python must know each
-    character.
+    Which characters are letters depends on Unicode's version, so only characters that Python has
+    names for are used.
     """
     chance = random.Random(0)
 
@@ -80,7 +80,7 @@ def odd_texts(data: dict[str, Any], count: int) -> list[str]:
 
 
 def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
-    """A vocabulary whose merges cross every place where a rule might cut, as metadata."""
+    """A vocabulary, as metadata, whose merges cross every place where a rule might cut."""
     tokenizer = Tokenizer(models.BPE())
     if kind == "gpt2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -93,7 +93,7 @@ def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
     )
     tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False))
     made = json.loads(tokenizer.to_str())["model"]
-    # Ends C's strings.
+    # Terminates strings in C.
     tokens = [
         token for token in dict.fromkeys((*SPECIAL, *alphabet, *made["vocab"])) if "\0" not in token
     ]
@@ -116,7 +116,7 @@ def learned(texts: Sequence[str], kind: str, size: int) -> dict[str, Any]:
 
 
 def write(path: Path, metadata: dict[str, Any]) -> Path:
-    """Write a file of metadata alone; names without a dot are those of ``tokenizer.ggml``."""
+    """Write a file with only metadata. Names without a dot are in ``tokenizer.ggml``."""
     writer = gguf.GGUFWriter(path, "llama")
     kinds: dict[type, Any] = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}
     for key, value in metadata.items():
@@ -136,7 +136,7 @@ def digest(ids: Sequence[int]) -> str:
 
 @contextmanager
 def llama_cpp(path: Path) -> Iterator[Callable[[str], list[int]]]:
-    """llama.cpp's reading of a text with the vocabulary of a file."""
+    """A function that tokenizes a text with llama.cpp and the vocabulary of a file."""
     import llama_cpp as library
 
     options = library.llama_model_default_params()

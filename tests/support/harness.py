@@ -1,5 +1,5 @@
-"""Both engines of a directory, put together by hand, so that a test can wrap, break or time every
-part of a session."""
+"""Both engines of a directory, assembled by hand, so that a test can wrap, break or time every part
+of a session."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -28,35 +28,35 @@ from eesd.runtime.session import Observer, Session
 from support.on_cache import OnCache
 
 FIRST_SLOTS = 16
-"""So few that every generation outgrows them."""
+"""A small number, so that every generation outgrows it."""
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """A kv_cache and the engines for it."""
+    """A KV cache, and the engines for it."""
 
     kv_cache: KVCache
     verify: Engine
     draft: Engine
 
     def drafted(self, tokens: Sequence[int], slot: int) -> StepOutputs:
-        """The outputs of a draft call over consecutive tokens from a slot on."""
+        """The outputs of a draft call over consecutive tokens from ``slot`` on."""
         return OnCache(self.draft, self.kv_cache).forward(
             tokens, range(slot, slot + len(tokens)), slot
         )
 
 
 class Harness:
-    """Sessions share one cache, one after another, as those of ``eesd.LLM`` do: what is stale in it
-    must not show.
+    """Sessions share one cache in turn, like those of ``eesd.LLM``: its stale content must not
+    matter.
 
     Attributes:
-        exact_trees: Whether a tree's nodes have the bits of their path as a chain.
+        exact_trees: Whether a tree's nodes have the same bits as their path as a chain.
     """
 
     def __init__(self, directory: Path, standard: bool = True) -> None:
-        """Open a directory with ONNX Runtime's own operators, or else with the engine that users
-        get by default."""
+        """Open a directory with ONNX Runtime's operators or, unless ``standard``, with the default
+        engine."""
         self.directory = directory
         self.manifest = load_manifest(directory)
         self.exact_trees = False
@@ -77,7 +77,7 @@ class Harness:
         self._shared = self.workspace(self.manifest.max_seq_len)
 
     def workspace(self, slots: int = FIRST_SLOTS) -> Workspace:
-        """A cache and the engines. Of ONNX Runtime's own operators, the cache begins with so many
+        """A cache and the engines. With ONNX Runtime's operators, the cache starts with ``slots``
         slots."""
         own = isinstance(self._verify, OrtEngine)
         kv_cache = HostKVCache(self.manifest, slots) if own else self._verify.new_kv_caches()[0]
@@ -99,15 +99,15 @@ class Harness:
         text: TextRule | None = None,
         in_place: bool = False,
     ) -> Session:
-        """A session that drafts with the exit head if there is a controller, and from the text if
-        there is a ``text``."""
+        """A session that drafts with the exit head if there is a ``controller``, and from the text
+        if there is a ``text``."""
         parts = workspace or self._shared
         sampling = sampling or Sampling()
         drafter = (
             Drafter(parts.draft, controller, width, budget, self.columns) if controller else None
         )
         drafting = Drafting(drafter, text, guard, _shared(controller, budget, text))
-        # Sessions are compared: none may draw its own.
+        # Sessions are compared, so none may draw a random seed.
         sampling = replace(sampling, seed=sampling.seed or 0)
         request = Request(
             tokens=prompt,
@@ -120,7 +120,7 @@ class Harness:
         return Session(Generation(request), parts.kv_cache, engines, drafting, observer=observer)
 
     def fresh_prefill(self, tokens: Sequence[int]) -> Workspace:
-        """A new cache with all but the last token in it."""
+        """A new cache that holds all tokens but the last."""
         workspace = self.workspace()
         self.session(tokens, workspace=workspace).prefill()
         return workspace
@@ -129,7 +129,7 @@ class Harness:
 def _shared(
     controller: Controller | None, budget: TreeBudget | None, text: TextRule | None
 ) -> RoundValue:
-    """What rounds are worth, shared by all that decide, as those of an LLM share it."""
+    """The value of rounds, shared by all parts that decide, as in an LLM."""
     rules = [
         rule for rule in (budget, text, controller) if rule is not None and rule.value is not None
     ]
@@ -140,7 +140,7 @@ def _shared(
 
 
 def finish(session: Session) -> list[RoundResult]:
-    """Run to the end; the rounds that were run."""
+    """Run to the end. Returns the rounds."""
     rounds = []
     while session.finish_reason is None:
         rounds.append(session.step())
@@ -148,7 +148,7 @@ def finish(session: Session) -> list[RoundResult]:
 
 
 def generated(session: Session) -> list[int]:
-    """Run to the end; all new tokens."""
+    """Run to the end. Returns all new tokens."""
     finish(session)
     return session.tokens[session.stats.prompt_tokens :]
 
@@ -165,7 +165,7 @@ class RandomStop(Controller):
 
 
 class SometimesCopies(TextRule):
-    """A rule that verifies all that the text proposes, in a share of the rounds."""
+    """A rule that verifies all proposals of the text, in a share of the rounds."""
 
     def __init__(self, seed: int = 0, share: float = 1.0) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class SometimesCopies(TextRule):
 
 
 class PauseUntil(Guard):
-    """A guard that pauses ``drafter`` before ``round``, and nothing else."""
+    """A guard that only pauses ``drafter`` before ``round``."""
 
     def __init__(self, round: int, drafter: str = EXIT_HEAD) -> None:
         super().__init__()
@@ -198,8 +198,8 @@ class PauseUntil(Guard):
 
 
 class Wrapped:
-    """An engine with something done before and after each of its calls. After a prefill there are
-    logits that nobody reads."""
+    """An engine with a function called before and after each of its calls. A prefill's logits are
+    ignored."""
 
     chooses = False
     draft_chain = None
@@ -238,7 +238,7 @@ class Wrapped:
 
 
 def recording_drafts(workspace: Workspace) -> tuple[Workspace, dict[int, NDArray[np.float32]]]:
-    """The workspace, and where its draft engine's logits for each slot will be noted."""
+    """The workspace, and a dict that will get its draft engine's logits for each slot."""
     logits: dict[int, NDArray[np.float32]] = {}
 
     def note(tokens: Sequence[int], slot: int, outputs: StepOutputs) -> None:
@@ -253,8 +253,8 @@ def timed(
     draft_step: float = 0.0,
     node: float = 0.0,
 ) -> Workspace:
-    """Engines with a clock that only they move: a draft call by ``draft_step``, verify by 1, and by
-    ``node`` for each further node."""
+    """Engines that drive a clock: a draft call takes ``draft_step``, verify 1, and each further
+    node ``node``."""
     clock = SimpleNamespace(now=0.0)
     stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
     for part in ("decoding.round", "session"):

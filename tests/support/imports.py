@@ -1,4 +1,4 @@
-"""Which modules of the package import which, read from their sources."""
+"""Imports between the modules of the package, read from their sources."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ def modules(package: Path = PACKAGE) -> Iterator[tuple[str, Path]]:
 
 @cache
 def imports(path: Path) -> list[tuple[str, bool]]:
-    """The modules that a file imports, and whether it does so when it is loaded, and not in a
-    function. Imports for types alone are left out."""
+    """The modules that a file imports, and whether it imports them when it is loaded, not in a
+    function. Imports for types only are left out."""
     return list(_imports(path))
 
 
@@ -43,7 +43,7 @@ def _imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
-    """For each module the modules of the package that it imports, also inside functions."""
+    """For each module, the modules of the package that it imports, also inside functions."""
     files = dict(modules(package))
     found = {
         name: {imported.removeprefix("eesd.") for imported, _ in imports(path)}
@@ -53,8 +53,8 @@ def graph(package: Path = PACKAGE) -> dict[str, set[str]]:
 
 
 def closure(edges: dict[str, set[str]], start: str, without: Sequence[str] = ()) -> set[str]:
-    """A module and everything that it imports, directly or through others, but not through modules
-    ``without``."""
+    """A module and everything that it imports, directly or indirectly, but not through the modules
+    in ``without``."""
     found = set[str]()
     waiting = [start]
     while waiting:

@@ -1,7 +1,7 @@
 """Run quantized products and engines on the CPU in Triton's interpreter:
 ``python tests/support/interpreted.py DIR ...``
 
-Prints JSON. It is a process of its own: Triton reads ``TRITON_INTERPRET`` when it is imported, and
+Prints JSON. This needs a separate process: Triton reads ``TRITON_INTERPRET`` during its import, and
 torch imports Triton.
 """
 
@@ -32,8 +32,7 @@ torch_fused.MOST_NODES = 8  # the interpreter is slow
 
 
 def engines(directory: Path) -> dict[str, Any]:
-    """Logits with kernels against those with torch's operators, and which weights are kept and
-    shared."""
+    """Logits with kernels and with torch's operators, and the weights that are kept and shared."""
     logits = []
     kept = []
     for kernels in (False, True):
@@ -55,8 +54,8 @@ def engines(directory: Path) -> dict[str, Any]:
 
 
 def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]:
-    """Of both engines: of a prompt that torch's attention reads, and of a chain, a tree and a token
-    in two rows behind it."""
+    """Logits of both engines: for a prompt that torch's attention reads, and then for a chain, a
+    tree and a token in two rows."""
     assert draft is not None
     caches = verify.new_kv_caches(2)
     found = list[NDArray[np.float32]]()
@@ -78,7 +77,7 @@ def logits_of(verify: Engine, draft: Engine | None) -> list[NDArray[np.float32]]
 
 def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> float:
     """Compare with torch. Returns the sum of the differences of log-probabilities, or infinity if a
-    token differs. Of equal logits the first must win. NaN must come before all numbers."""
+    token differs. The first of equal logits must win, and NaN must come before all numbers."""
     logits = (4 * torch.randn((*rows, size))).to(dtype)
     logits[..., 1::5], logits[..., 2::5], logits[..., 3::4] = (
         0,
@@ -97,7 +96,7 @@ def best(dtype: torch.dtype, rows: tuple[int, int], size: int, count: int) -> fl
 
 
 def all_best() -> list[float]:
-    """Of one and of many parts, full and not, one row and many."""
+    """For one part and many, full and not full, one row and many."""
     narrow = torch.bfloat16
     wide = torch.float32
     part = torch_fused.PART
@@ -115,7 +114,7 @@ def all_best() -> list[float]:
 
 
 def levels_of(stage: Any) -> dict[str, Any]:
-    """The weights of a stage that are kept quantized, by the layer."""
+    """The weights of a stage that stay quantized, by layer."""
     assert isinstance(stage, TorchStageRunner)
     modules = stage.module.named_modules()
     return {name: module.weight for name, module in modules if isinstance(module, QuantizedLinear)}

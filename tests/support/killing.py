@@ -1,5 +1,5 @@
-"""Processes that kill themselves with SIGKILL inside a function, and nothing else of which
-survives."""
+"""Processes that kill themselves with SIGKILL inside a function, and whose child processes die with
+them."""
 
 import os
 import signal
@@ -15,8 +15,8 @@ _KILL = "import os, signal; kill = lambda *_, **__: os.kill(os.getpid(), signal.
 
 
 def kill_command(module: str, arrange: str, *arguments: object) -> None:
-    """Run a command in a process. ``arrange`` puts the function ``kill`` where the process is to
-    die."""
+    """Run a command in a process. ``arrange`` is code that puts the function ``kill`` where the
+    process shall die."""
     code = f"{_KILL}; {arrange}; from {module} import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True
@@ -25,8 +25,8 @@ def kill_command(module: str, arrange: str, *arguments: object) -> None:
 
 
 def killed_at_line(number: int, file: str, action: Callable[[], object]) -> bool:
-    """Call a function in a process that dies at the given line, counted as they run, of a
-    module. False: it ended before."""
+    """Call a function in a process that dies at the ``number``-th executed line of a module.
+    Returns False if it ended before."""
     child = os.fork()
     if child == 0:
         left = number
@@ -56,7 +56,7 @@ def killed_at_line(number: int, file: str, action: Callable[[], object]) -> bool
 
 
 def hold(path: Path) -> "subprocess.Popen[str]":
-    """A process that is writing ``path`` until its stdin is closed."""
+    """A process that holds ``path`` open for writing until its stdin is closed."""
     code = (
         "import sys; from pathlib import Path; from eesd.common.files import written_whole\n"
         "with written_whole(Path(sys.argv[1])) as temporary:\n"
@@ -70,6 +70,6 @@ def hold(path: Path) -> "subprocess.Popen[str]":
 
 
 def kill_writer(path: Path) -> None:
-    """Let a process be killed while it is writing ``path``."""
+    """Kill a process while it is writing ``path``."""
     with hold(path) as process:
         process.kill()

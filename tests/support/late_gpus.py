@@ -1,4 +1,4 @@
-"""An LLM on the GPUs of ``fake_cuda.py``, and what it should generate."""
+"""An LLM on the GPUs of ``fake_cuda.py``, and its expected tokens."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,10 +31,10 @@ TOKENS = 12
 
 @dataclass(frozen=True)
 class Setting:
-    """How an LLM runs: verify in ``stages`` on ``devices`` GPUs, drafting as ``speculation`` says;
-    with ``few_slots`` attention may read the first slots only; with ``deep`` the exit head reads
-    deep states; with ``whole`` the draft is the whole model in 4 bits. ``flavour``: of the plans,
-    or ``torch``. ``exact``: as in ``eesd.load``."""
+    """Options of an LLM: verify in ``stages`` on ``devices`` GPUs, with this ``speculation``. With
+    ``few_slots``, attention may read only the first slots; with ``deep``, the exit head reads deep
+    states; with ``whole``, the draft is the whole model in 4 bits. ``flavour``: of the plans, or
+    ``torch``. ``exact``: as in ``eesd.load``."""
 
     stages: int
     devices: int
@@ -81,8 +81,8 @@ QUICK = (
     "tree of the whole model by torch",
     "tree in 3 stages on 2 GPUs by torch",
 )
-"""Settings of ``make test``: each field of a setting, with plans and by torch. The others combine
-the same fields."""
+"""Settings of ``make test``: each field at least once, with plans and with torch. The other
+settings combine the same fields."""
 
 Shared = Callable[[str, Callable[[Path], object]], Path]
 """The fixture ``shared``."""
@@ -100,8 +100,8 @@ def directory(shared: Shared, setting: Setting) -> Path:
 
 
 def allow_few_slots(patch: pytest.MonkeyPatch) -> None:
-    """Let attention of verify and of the draft read the first 16, 48 or 112 slots, where 96 are
-    those of a text."""
+    """Let attention of verify and of the draft read the first 16, 48 or 112 slots; a text has 96
+    slots."""
     patch.setattr(trt_plans, "FEWEST_SLOTS", 16)
     patch.setattr(trt_plans, "LONG_CACHE", 0)
 
@@ -128,7 +128,7 @@ def build(path: Path, setting: Setting) -> None:
 
 @contextmanager
 def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Machine, LLM]]:
-    """A machine whose events have the order of ``seed``, and an LLM on it."""
+    """A machine whose events are ordered by ``seed``, and an LLM on it."""
     with pytest.MonkeyPatch.context() as patch, install(Machine(setting.devices, seed)) as machine:
         fake_tensorrt.install(patch)
         if setting.few_slots:
@@ -142,7 +142,7 @@ def late_llm(directory: Path, setting: Setting, seed: int) -> Iterator[tuple[Mac
 
 @cache
 def expected(directory: Path) -> dict[tuple[int, int], list[int]]:
-    """The tokens of plain decoding with ONNX Runtime, by the numbers of prompt and sampling."""
+    """The tokens of plain decoding with ONNX Runtime, by prompt number and sampling number."""
     plain = eesd.load(directory, "ort", speculation=None, threads=1)
     return {
         (number, rule): plain.generate(
@@ -154,7 +154,7 @@ def expected(directory: Path) -> dict[tuple[int, int], list[int]]:
 
 
 def wrong(directory: Path, machine: Machine, llm: LLM, seeds: range) -> list[int]:
-    """The seeds with which the LLM generates other tokens than ONNX Runtime."""
+    """The seeds with which the LLM's tokens differ from those of ONNX Runtime."""
     found = []
     for seed in seeds:
         machine.reseed(seed)

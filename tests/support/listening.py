@@ -1,7 +1,7 @@
-"""A server in a thread, on a real socket; and its clients, a process of their own, which take
-nothing of the server's Python.
+"""A server in a thread on a real socket, and its clients in a separate process, so that they take
+no time of the server's Python.
 
-It needs no packages besides the server's: a GPU that is at hand for minutes has few.
+It needs no packages besides the server's: a GPU that is lent for minutes has few.
 """
 
 import json
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 @contextmanager
 def listening(service: "Service", options: "ServeOptions") -> Iterator[tuple[str, "Serving"]]:
-    """Serve on a free port: the address, and what the routes share. At the end running requests
-    finish."""
+    """Serve on a free port. Yields the address, and the state that the routes share. At the end,
+    running requests finish."""
     from eesd.serve.app import make_app
     from eesd.serve.http.run import address_of, bind, serve
 
     app = make_app(service, options)
     bound = bind("127.0.0.1", 0)
-    bound.listen()  # so that clients wait, and are not refused, while the server starts
+    bound.listen()  # clients wait, instead of being refused, while the server starts
     thread = threading.Thread(target=serve, args=(app, bound))
     thread.start()
     try:
@@ -43,8 +43,8 @@ def listening(service: "Service", options: "ServeOptions") -> Iterator[tuple[str
 
 
 def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]:
-    """What clients see who ask for a completion at once, and must get the same tokens. Tokens a
-    second are those of all."""
+    """Results of clients that ask for the same completion at once and must get the same tokens.
+    Tokens per second are those of all clients."""
     command = [sys.executable, __file__, address.partition("//")[2], str(clients), json.dumps(body)]
     found: dict[str, Any] = json.loads(
         subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -55,7 +55,7 @@ def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]
 def _ask(
     address: str, body: dict[str, Any], together: threading.Barrier
 ) -> tuple[float, float, float, list[int]]:
-    """When a request began, brought its first token, and ended; and its tokens."""
+    """Times of a request's start, first token and end, and its tokens."""
     connection = HTTPConnection(address, timeout=120)
     tokens = list[int]()
     first = 0.0

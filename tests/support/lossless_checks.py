@@ -1,8 +1,8 @@
-"""What 'lossless' means, as functions. The tests call them on the runtime, the mutation tests on a
+"""Checks of losslessness, as functions. The tests call them on the runtime, the mutation tests on a
 broken one.
 
-The expected distributions come from code of this file's own, plain and slow, that shares nothing
-with the runtime's.
+The expected distributions come from plain, slow code in this file that shares nothing with the
+runtime.
 """
 
 import sys
@@ -45,7 +45,7 @@ HEADS_DRAFT = [
     Speculation(tree=2),
     Speculation(),
 ]
-"""Ways in which a head drafts."""
+"""Ways of drafting with a head."""
 PROMPTS = [
     [5, 9, 3],
     [1],
@@ -64,7 +64,7 @@ SAMPLINGS = {
 }
 
 LENGTH = 3
-"""New tokens whose joint distribution is enumerated."""
+"""Number of new tokens whose joint distribution is enumerated."""
 P_VALUE = 1e-3
 TOLERANCE = 1e-4
 
@@ -72,8 +72,8 @@ TOLERANCE = 1e-4
 def reference_probabilities(
     logits: NDArray[np.float32], sampling: Sampling, seen: Iterable[int] = ()
 ) -> Vector:
-    """Penalty, temperature, top-k, top-p, min-p, in this order, straight from their definitions (no
-    ties assumed)."""
+    """Penalty, temperature, top-k, top-p, min-p, in this order, directly from their definitions
+    (assumes no ties)."""
     scores = logits.astype(np.float64)
     for token in set(seen):
         factor = sampling.repetition_penalty
@@ -95,7 +95,7 @@ def reference_probabilities(
 
 
 def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
-    """p-value of the counts under the expected distribution; 0 if anything impossible was seen.
+    """p-value of the counts under the expected distribution; 0 if anything impossible occurred.
     Rare cells are pooled."""
     draws = sum(counts.values())
     if any(expected.get(outcome, 0) == 0 for outcome in counts):
@@ -111,8 +111,8 @@ def g_test(counts: Mapping[tuple[int, ...], int], expected: Joint) -> float:
 
 
 def exact_joint(harness: Harness, prompt: Sequence[int], sampling: Sampling) -> Joint:
-    """The probability of every continuation of LENGTH tokens, from the verifier run plainly over
-    each prefix."""
+    """The probability of every continuation of LENGTH tokens, from plain verifier runs on each
+    prefix."""
     joint: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer = {}
@@ -136,8 +136,7 @@ def check_joint(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> None:
-    """Sampled sequences are distributed as the verifier alone says, and drafting had its part in
-    them."""
+    """Sampled sequences have the verifier's distribution, and drafting contributed to them."""
     counts: Counter[tuple[int, ...]] = Counter()
     accepted = judged = 0
     for seed in range(draws):
@@ -161,7 +160,7 @@ def check_joint(
 
 
 class MadeUp:
-    """Distributions made up for every context of at most LENGTH - 1 tokens: the verifier's p and
+    """Invented distributions for every context of at most LENGTH - 1 tokens: the verifier's p and
     the draft's q."""
 
     def __init__(self, vocab_size: int, seed: int, draft_vocab: Sequence[int] = ()) -> None:
@@ -187,7 +186,7 @@ class MadeUp:
         )
 
     def round(self, seed: int, width: int) -> list[int]:
-        """One round of the sampler alone, two levels deep: no engine, no session."""
+        """One round of the sampler alone, two levels deep, without engine or session."""
         columns = DraftColumns(self.draft_vocab)
         sampler = Rejection(Sampling(temperature=1.0, method="rejection", seed=seed), columns)
         tree = DraftTree(0, max_nodes=width + width**2, width=width**2)
@@ -207,7 +206,7 @@ class MadeUp:
 def check_sampler(
     width: int, vocab_size: int = 4, draws: int = 6000, draft_vocab: Sequence[int] = ()
 ) -> None:
-    """Rounds of rejection sampling, each completed to LENGTH tokens by p itself, follow p's joint
+    """Rounds of rejection sampling, each completed to LENGTH tokens from p, follow p's joint
     distribution."""
     made_up = MadeUp(vocab_size, width, draft_vocab)
     random = np.random.default_rng(0)
@@ -222,12 +221,12 @@ def check_sampler(
 
 
 DRAFT_VOCAB = np.array([token for token in range(97) if token % 5])
-"""Ids of a draft vocabulary: 77 of 97 tokens, and hardly ever is column i for token i."""
+"""Ids of a draft vocabulary: 77 of 97 tokens. Column i is rarely token i."""
 
 
 def check_reduced_proposals(sampling: Sampling, count: int) -> None:
-    """A draft vocabulary proposes what the whole vocabulary does where the logits of all other
-    tokens are -inf."""
+    """A draft vocabulary gives the same proposals as the whole vocabulary with the logits of all
+    other tokens set to -inf."""
     random = np.random.default_rng(0)
     seen = [5, 9, 3, 60, 61, 62, 63]
     node = Node(3)
@@ -252,7 +251,7 @@ def check_reduced_proposals(sampling: Sampling, count: int) -> None:
 
 
 def check_draft_ids(harness: Harness, prompt: Sequence[int]) -> None:
-    """The ids of the draft's candidates are those of its best columns."""
+    """The candidates of the draft are the tokens of its best columns."""
     outputs = harness.fresh_prefill(prompt).drafted(prompt[-1:], len(prompt) - 1)
     assert outputs.topk_ids is not None and outputs.logits.shape == (1, len(DRAFT_VOCAB))
     best = DRAFT_VOCAB[np.argsort(-outputs.logits[0])[: outputs.topk_ids.shape[1]]]
@@ -269,10 +268,10 @@ def check_same_tokens(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> Stats:
-    """Drafting changes nothing, while the cache grows under it; what the drafting run did.
+    """Drafting changes nothing, while the cache grows. Returns the statistics of the drafting run.
 
-    The logits behind every committed token are compared, too: chains change no bit of them, trees
-    no more than rounding does, and on the default engine no bit, either.
+    The logits after every committed token are compared, too: chains change no bit, and trees no
+    more than rounding does; on the default engine, trees change no bit, either.
     """
     expected = LogitRecord()
     found = LogitRecord(expected)
@@ -316,8 +315,7 @@ def check_cache(
     budget: TreeBudget | None = None,
     text: TextRule | None = None,
 ) -> None:
-    """After each round, all L + E caches hold what a prefill of the same tokens would have put
-    there."""
+    """After each round, all L + E caches equal those of a prefill of the same tokens."""
     workspace = harness.workspace()
     session = harness.session(
         prompt,
@@ -346,7 +344,7 @@ def drafted(
     budget: TreeBudget | None = None,
     workspace: Workspace | None = None,
 ) -> DraftTree:
-    """The tree that the first round drafts, greedily."""
+    """The tree that the first round drafts greedily."""
     parts = workspace or harness.workspace()
     session = harness.session(
         prompt, controller=controller, width=width, workspace=parts, budget=budget
@@ -367,7 +365,7 @@ def drafted_logits(
 
 
 def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> None:
-    """The draft's logits at every node of a tree are those after the node's path as a plain
+    """The draft's logits at every node of a tree equal those after the node's path as a plain
     chain."""
     tree, logits = drafted_logits(harness, prompt, make_controller("fixed:k=4"), width)
     assert not is_chain(tree.nodes) and len(logits) == 1 + 3 * width
@@ -379,8 +377,8 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
-    """Call ``step`` and interrupt it at the line-th line that session.py and round.py run; whether
-    it got so far."""
+    """Call ``step``, and interrupt it at the ``line``-th executed line of session.py and round.py.
+    Returns whether it got that far."""
     left = line
     files = {part.__code__.co_filename for part in (Session.step, Round.commit, run_round)}
 
@@ -406,8 +404,8 @@ def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
 
 
 def check_interrupted_anywhere(make: Callable[[], Session], rounds: int) -> int:
-    """A step may be interrupted at every line: the session still counts its tokens right and ends
-    with the same ones."""
+    """A step may be interrupted at every line: the session still counts its tokens correctly and
+    ends with the same ones."""
     expected = generated(make())
     line = 1
     while True:
@@ -439,13 +437,13 @@ def check_drafting(llm: LLM, speculation: Speculation, prompts: Sequence[list[in
 
 
 def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> int:
-    """Behind kept prefixes the same is drafted, and as much of it accepted, as without: solo and
-    served, whatever token comes behind the kept ones, be they a prompt's or generated. Returns the
-    number of draft tokens."""
+    """With kept prefixes, the same tokens are drafted and accepted as without: in a single session
+    and in a service, whatever token follows the kept ones, and whether a prompt or a generation
+    left them. Returns the number of drafted tokens."""
     speculation = Speculation("fixed:k=3", tree=2, guard=False, drafter="exit")
     kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
     alone = load(directory, backend, threads=1, speculation=speculation)
-    kept.budget = alone.budget = None  # what a budget leaves out depends on the clock
+    kept.budget = alone.budget = None  # a budget depends on the clock
     services = [
         Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)
     ]

@@ -1,4 +1,4 @@
-"""Mistakes made on purpose: the runtime's own source with one expression replaced."""
+"""Deliberate mistakes: the runtime's source with one expression replaced."""
 
 import inspect
 import textwrap
@@ -27,7 +27,7 @@ def mutate(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, old: str, new
 def then(
     monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, action: Callable[[Any], object]
 ) -> None:
-    """Let a method without a result end with an action on its object."""
+    """Append an action on its object to a method without a result."""
     original = getattr(owner, name)
     monkeypatch.setattr(
         owner, name, lambda self, *arguments: (original(self, *arguments), action(self))[0]

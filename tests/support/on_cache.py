@@ -39,7 +39,7 @@ class OnCache:
 
 
 def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:
-    """The verify and the draft engine of a directory over one cache of so many slots, and the
+    """The verify and the draft engine of a directory over one cache of ``slots`` slots, and the
     cache."""
     engines = open_engines(
         directory, load_manifest(directory), EngineOptions(backend, 1, draft=True)

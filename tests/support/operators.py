@@ -1,4 +1,4 @@
-"""Models of one operator of this project, random inputs for them, and checks of what they give."""
+"""Models of one operator of this project, random inputs for them, and checks of their results."""
 
 import ctypes
 import os
@@ -33,7 +33,7 @@ ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 70, 130)
 MOST = max(ROWS)
 Array = NDArray[Any]
 Input = tuple[str, Array | int]
-"""Name of an input of a node, and its constant value, or the element type of what calls give."""
+"""Name of a node's input, and its constant value or, for inputs of calls, its element type."""
 
 
 def one_node(
@@ -43,7 +43,7 @@ def one_node(
     outputs: Sequence[int] = (TensorProto.FLOAT,),
     **attributes: Any,
 ) -> Path:
-    """Write a model of one node. Outputs are types."""
+    """Write a model of one node. ``outputs`` are types."""
     given = []
     constants = []
     for name, value in inputs:
@@ -93,7 +93,7 @@ def random_weight(
     minimums: bool,
     signed: bool = True,
 ) -> Weight:
-    """A weight that needs just this format, and scales and minimums of this kind."""
+    """A weight that requires this format, and scales and minimums of this kind."""
     if form not in BITS:
         values = random.normal(0, 0.4, (inputs, outputs)).astype(np.float32)
         if form == "float16":
@@ -129,8 +129,8 @@ def random_weight(
 
 
 def split(random: np.random.Generator, values: Array, rows: int) -> Array:
-    """Integers of 6 or 8 bits, whichever have no common divisor, times a float16 for so many rows,
-    of about these values."""
+    """For each of ``rows`` rows, integers of 6 or 8 bits without a common divisor times a float16,
+    close to these values."""
     most = int(random.choice([63, 127]))
     integers = random.integers(-most, most + 1, values.shape)
     integers[::rows] = most
@@ -175,7 +175,7 @@ class Product:
         random = np.random.default_rng(self.seed)
         inputs = self.parts[0].shape[0]
         outputs = sum(part.shape[1] for part in self.parts) // (2 if self.gating else 1)
-        # Blocks differ in size, so that a scale of another block is noticed; one is 0, one far
+        # Blocks differ in size, so that another block's scale is noticed; one is 0, and one is far
         # below all others.
         sizes = random.uniform(0.05, 3, (MOST, inputs // BLOCK + 1, 1))
         sizes[3, 0] = 0
@@ -215,7 +215,7 @@ class Product:
             )
 
     def in_float64(self, int8: bool) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """The result, and what its error is measured by: the sum of the absolute products."""
+        """The result, and the unit of its error: the sum of the absolute products."""
         x = self.x.astype(np.float64)
         if self.norm is not None:
             x = x / np.sqrt((x * x).mean(1, keepdims=True) + np.float32(self.epsilon)) * self.norm
@@ -253,12 +253,12 @@ def check_product(
     names: Sequence[str],
     threads: Sequence[int] = (1, 2, 3),
 ) -> None:
-    """All kernels, numbers of rows and threads give the bits of the specification, which are near
-    those of float64."""
+    """All kernels, numbers of rows and threads give the bits of the specification, and these are
+    close to results in float64."""
     product.write(path)
     expected = product.specified(int8)
     exact, size = product.in_float64(int8)
-    # Norm and rounding to 8 bits in float32: a level on the edge may become its neighbour.
+    # After norm and rounding to 8 bits in float32, a level at the edge may become its neighbour.
     tolerance = 1e-2 if int8 and product.norm is not None else 3e-6
     assert (np.abs(expected - exact) <= tolerance * size).all(), (
         f"off by {(np.abs(expected - exact) / size).max()}"
@@ -282,8 +282,7 @@ def check_product(
 
 @dataclass
 class Mixture:
-    """A mixture of experts, each of them gate, up and down, with random inputs of :data:`MOST`
-    rows."""
+    """A mixture of experts with gate, up and down each, with random inputs of :data:`MOST` rows."""
 
     experts: list[list[Weight]]
     used: int
@@ -367,8 +366,8 @@ class Mixture:
 
 
 def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]) -> None:
-    """All kernels, numbers of rows and threads give the bits of the specification, which are near
-    those of float64."""
+    """All kernels, numbers of rows and threads give the bits of the specification, and these are
+    close to results in float64."""
     mixture.write(path)
     expected = mixture.specified(int8)
     levels = int8 and mixture.experts[0][0].values is None
@@ -386,12 +385,12 @@ def check_mixture(mixture: Mixture, path: Path, int8: bool, names: Sequence[str]
 
 
 UNWRITTEN = -1
-"""What no token may read, in each cell; of four of int8, the scale is NaN."""
+"""Byte in all cells that no token may read. Of four int8 cells, it makes the scale NaN."""
 
 
 class Cache:
-    """Caches of layers as the operators take them, filled with numbers that nothing may read: an
-    unwritten slot shows."""
+    """Caches of layers in the operators' form, filled with forbidden numbers: reading an unwritten
+    slot shows."""
 
     def __init__(
         self, layers: int, kv_heads: int, slots: int, head_dim: int, dtype: str = "float32"
@@ -413,8 +412,8 @@ class Cache:
             return
         self.keys = self.array.reshape(*shape, self.width, 16)[:, 0]
         self.values = self.array.reshape(layers, 2, kv_heads, slots, self.width)[:, 1]
-        # What is beside a head's values is multiplied but not used, so it must not be a NaN's
-        # neighbour.
+        # Cells beside a head's values are multiplied but not used, so NaN must not be next to
+        # them.
         self.keys[..., head_dim:, :] = 0
         self.values[..., head_dim:] = 0
 
@@ -438,11 +437,11 @@ class Cache:
 
 @dataclass
 class Text:
-    """A sequence: queries, keys and values of tokens, of which each has a place in a tree.
+    """A sequence: queries, keys and values of tokens, each at a place in a tree.
 
     Attributes:
         qkv: [nodes, (H + 2 KV) D].
-        paths: The nodes that each node sees, in the order of positions, itself as the last.
+        paths: For each node, the nodes that it sees in the order of positions, itself last.
     """
 
     qkv: Floats
@@ -492,7 +491,7 @@ class Attention:
         )
 
     def session(self, path: Path, threads: int = 1, name: str = "") -> Any:
-        """A session of the model that :meth:`write` wrote."""
+        """A session of the model written by :meth:`write`."""
         return operators.make_session(path, threads, True, name, kv_cache_dtype=self.dtype)
 
     def inputs(self) -> list[Input]:
@@ -526,8 +525,7 @@ class Attention:
         }
 
     def text(self, nodes: int, parents: Sequence[int] = ()) -> Text:
-        """A text of so many tokens in a chain, and behind them nodes with these parents (numbers of
-        tokens)."""
+        """A chain of ``nodes`` tokens, and then nodes with these parents (numbers of tokens)."""
         width = (self.heads + 2 * self.kv_heads) * self.head_dim
         qkv = self.random.normal(0, 1.2, (nodes + len(parents), width)).astype(np.float32)
         paths = [list(range(node + 1)) for node in range(nodes)]
@@ -561,7 +559,7 @@ class Attention:
         def turned(
             x: NDArray[np.float64], position: int, norm: Floats | None
         ) -> NDArray[np.float64]:
-            if norm is not None:  # whose mean square a rotation keeps
+            if norm is not None:  # a rotation keeps the mean square
                 x = (
                     x
                     / np.sqrt((x * x).mean(-1, keepdims=True) + self.spec.epsilon)
@@ -594,8 +592,8 @@ class Attention:
 
 
 def chain(text: Text, first: int, last: int) -> tuple[Floats, Array, list[list[int]]]:
-    """A call over consecutive tokens of a text, which lie in the slots of their numbers: qkv,
-    tokens, paths."""
+    """A call over consecutive tokens of a text, in the slots of their numbers: qkv, tokens,
+    paths."""
     tokens = [(text.cache.address, t, t, t + 1, 0) for t in range(first, last)]
     return text.qkv[first:last], np.array(tokens, np.int64).reshape(-1, 5), [[] for _ in tokens]
 
@@ -603,7 +601,7 @@ def chain(text: Text, first: int, last: int) -> tuple[Floats, Array, list[list[i
 def tree(
     text: Text, first: int, last: int, slot: int | None = None
 ) -> tuple[Floats, Array, list[list[int]]]:
-    """A call over the nodes from ``first`` on, behind a context of all tokens before them, in the
+    """A call over the nodes from ``first`` on, after a context of all tokens before them, in the
     slots from ``slot`` on."""
     shift = 0 if slot is None else slot - first
     own = [
@@ -617,7 +615,7 @@ def tree(
 
 
 def attend(session: Any, *calls: tuple[Floats, Array, list[list[int]]]) -> list[Floats]:
-    """Run calls as one; what each gets."""
+    """Run several calls as one. Returns the result of each."""
     longest = max((len(path) for _, _, paths in calls for path in paths), default=0)
     paths = np.full((sum(len(call[2]) for call in calls), longest), -1, np.int32)
     row = 0
@@ -645,8 +643,8 @@ def prefill(session: Any, text: Text, count: int, pieces: Sequence[int] = (1 << 
 
 
 def check_float16(path: Path, names: Sequence[str]) -> None:
-    """Ties go to even, subnormal numbers are kept, and what is out of range becomes the largest
-    number."""
+    """Ties go to even, subnormal numbers are kept, and numbers out of range become the largest
+    one."""
     edges = [
         0.0,
         -0.0,
@@ -707,7 +705,7 @@ def top(path: Path, k: int, ids: Array = NOTHING, threads: int = 1, kernels: str
 
 
 def load(library: Path, monkeypatch: Any) -> None:
-    """Take another library of operators for the sessions that are made from now on."""
+    """Use another library of operators for all new sessions."""
     ctypes.CDLL(str(library), os.RTLD_LOCAL)
     monkeypatch.setattr(operators, "LIBRARY", library)
     operators._library.cache_clear()

@@ -1,5 +1,5 @@
-"""The layers of plans, from the builder's log: TensorRT-RTX lists the kernels of a plan and their
-tensors without a GPU."""
+"""The layers of plans, from the builder's log: even without a GPU, TensorRT-RTX lists a plan's
+kernels and their tensors."""
 
 import logging
 import re
@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its size; 0 if that depends on the nodes of the call, which is little."""
+        """Size in bytes; 0 if it depends on the nodes of the call, which is little."""
         count = 1
         for size in self.shape:
             count *= max(size, 0)
@@ -44,8 +44,7 @@ class Tensor(NamedTuple):
 
     @property
     def is_cache(self) -> bool:
-        """Whether it is a cache of the engine: a call has it at one address, as input and as
-        output."""
+        """Whether it is a cache of the engine: input and output of a call at one address."""
         return self.name.startswith(("key_", "value_"))
 
 
@@ -64,8 +63,8 @@ class Layer(NamedTuple):
 
     @property
     def parts(self) -> list[Tensor]:
-        """The caches of which it copies the first slots: as many as the mask has columns. The log
-        has -1 for both."""
+        """The caches whose first slots it copies: as many as the mask has columns. Both sizes are
+        -1 in the log."""
         caches = [
             tensor for tensor in self.inputs if tensor.is_cache and tensor not in self.outputs
         ]
@@ -77,8 +76,8 @@ class Layer(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a call reads and writes. A cache that is updated, and a table, are touched at
-        a few rows only. What depends on the slots that attention reads is not counted."""
+        """Bytes that a call reads and writes. Updated caches and tables are touched in a few rows
+        only. Bytes that depend on the slots that attention reads do not count."""
         read = [tensor for tensor in self.inputs if tensor not in (*self.outputs, *self.parts)]
         written = [tensor for tensor in self.outputs if not tensor.is_cache]
         tables = () if "Gath" in self.name else self.constants
@@ -86,8 +85,7 @@ class Layer(NamedTuple):
 
 
 def build_layers(directory: Path, *options: object) -> tuple[Manifest, dict[str, list[Layer]]]:
-    """Build the plans of an engine directory. Returns its manifest and the layers of each graph's
-    plan."""
+    """Build the plans of an engine directory. Returns its manifest and the layers of each plan."""
     lists: list[str] = []
 
     class Recorder(logging.Handler):
@@ -114,8 +112,8 @@ def build_layers(directory: Path, *options: object) -> tuple[Manifest, dict[str,
 
 
 def parse(text: str) -> list[Layer]:
-    """The layers of a list in the builder's log. What does not look like a layer is an error: the
-    format has changed."""
+    """The layers of a list in the builder's log. Anything that does not look like a layer is an
+    error: the format has changed."""
     lines = [line for line in text.splitlines() if line.startswith("Name: ")]
     assert lines, text[:200]
     return [_layer(line) for line in lines]
@@ -143,7 +141,7 @@ def _tensors(text: str) -> tuple[Tensor, ...]:
 
 
 def parts(layers: Sequence[Layer]) -> list[Tensor]:
-    """The caches whose first slots are copied, each for an attention, which reads the copy."""
+    """The caches whose first slots are copied for an attention, which reads the copy."""
     copied = [(cache, layer.outputs) for layer in layers for cache in layer.parts]
     read = {tensor.name for layer in layers if layer.is_attention for tensor in layer.inputs}
     assert all(tensor.name in read for _, outputs in copied for tensor in outputs)
@@ -151,15 +149,15 @@ def parts(layers: Sequence[Layer]) -> list[Tensor]:
 
 
 def traffic(layers: Sequence[Layer], slots: int) -> int:
-    """Bytes that a call reads and writes in all, if its attention reads so many of the first
+    """All bytes that a call reads and writes if its attention reads ``slots`` of the first
     slots."""
     part = sum(cache.nbytes * slots // cache.shape[2] for cache in parts(layers))
     return sum(layer.nbytes for layer in layers) + 3 * part  # read, written, and read by attention
 
 
 def copies(layers: Sequence[Layer], least: int) -> list[Tensor]:
-    """What kernels write that has a fixed size of at least ``least`` bytes, caches of the engine
-    apart."""
+    """Tensors of a fixed size of at least ``least`` bytes that kernels write, except the engine's
+    caches."""
     return [
         tensor
         for layer in layers

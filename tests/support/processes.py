@@ -1,4 +1,4 @@
-"""Programs in sessions of their own (``start_new_session``), and all that they start: by /proc."""
+"""Programs in separate sessions (``start_new_session``), and all processes in these, from /proc."""
 
 import os
 import signal
@@ -8,14 +8,14 @@ from contextlib import suppress
 from pathlib import Path
 
 GONE_SECONDS = 30.0
-"""A killed process that is there for longer cannot be killed."""
+"""Longest time for a killed process to disappear."""
 
 
 def processes(session: int) -> list[tuple[int, str]]:
     """Process ids and command lines of a session, without zombies."""
     found = []
     for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             state, _, _, leader = path.read_text().rpartition(")")[2].split()[:4]
             if int(leader) == session and state != "Z":
                 command = (path.parent / "cmdline").read_bytes().decode(errors="replace")
@@ -24,7 +24,7 @@ def processes(session: int) -> list[tuple[int, str]]:
 
 
 def end_session(leader: "subprocess.Popen[bytes]") -> None:
-    """Kill a program and all that it started, and wait until nothing of it is left."""
+    """Kill a program and all processes of its session, and wait until they are gone."""
     end = time.monotonic() + GONE_SECONDS
     while left := processes(leader.pid):
         assert time.monotonic() < end, left

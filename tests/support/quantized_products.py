@@ -1,4 +1,4 @@
-"""Products of the kernel for quantized weights against those of the dequantized ones."""
+"""Products of the kernel for quantized weights, compared with those of dequantized weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from eesd.model.quantized import Quantized, dequantize
 from eesd.runtime.engines.torch_quantized import arranged, product
 
 ROWS = (1, 5, 16, 33, 70)
-"""Numbers of rows: of each number of groups, and the last in two programs."""
+"""Numbers of rows: one for each number of groups, and the last one in two programs."""
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,12 @@ CASES = (
     Case(Quantization("uint4", 128), 256, 37),
     Case(Quantization("uint4", 64), 64, 24),
 )
-"""Every type of levels with each of its companions; numbers of outputs that are odd and that are no
-multiple of a panel."""
+"""Every type of levels with each kind of scales, zero points and minimums; odd numbers of outputs,
+and some that are no multiple of a panel."""
 
 
 def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: str) -> Quantized:
-    """A weight with any levels, of about the size that keeps the size of what it multiplies."""
+    """A weight with any levels, scaled so that products have about the size of their inputs."""
     kind = quantization.weights
     shape = (inputs // quantization.block, outputs)
     size = 2.0 ** (1 - BITS[kind]) * inputs**-0.5
@@ -64,18 +64,18 @@ def random_weight(quantization: Quantization, inputs: int, outputs: int, dtype: 
 
 
 def all_checked(device: str) -> dict[str, dict[str, Any]]:
-    """What :func:`checked` finds. The CPU's interpreter does not round to bfloat16, and multiplies
-    its bits as integers."""
+    """The results of :func:`checked`. The CPU interpreter does not round to bfloat16, and
+    multiplies its bits as integers."""
     dtypes = ("float16",) if device == "cpu" else ("float16", "bfloat16")
     return {f"{dtype}: {case}": checked(case, dtype, device) for dtype in dtypes for case in CASES}
 
 
 def checked(case: Case, of: str, device: str) -> dict[str, Any]:
-    """How far products are from exact ones with the dequantized weights, and whether rows depend on
-    each other.
+    """The error of products relative to exact ones with the dequantized weights, and whether rows
+    depend on each other.
 
-    ``error`` is the largest difference, in units of what rounding once to the type of the
-    activations, and float32 sums, allow.
+    ``error`` is the largest difference, in units of the error that rounding once to the type of the
+    activations, and float32 sums, explain.
     """
     torch.manual_seed(0)
     dtype: torch.dtype = getattr(torch, of)

@@ -30,9 +30,9 @@ class Served:
     """A running server.
 
     Attributes:
-        url: Where it listens.
-        serving: What its routes share.
-        llm: The same engines, loaded apart: what the server is compared with.
+        url: Its address.
+        serving: The state that its routes share.
+        llm: The same engines, loaded separately, for comparison.
     """
 
     url: str
@@ -41,7 +41,7 @@ class Served:
 
     @property
     def http(self) -> httpx2.Client:
-        # Without certificates, which take long to read.
+        # Without certificates, which are slow to read.
         return httpx2.Client(base_url=self.url, timeout=60, verify=False)
 
     @property
@@ -64,7 +64,7 @@ class Served:
         return found
 
     def events(self, path: str, body: Any) -> list[dict[str, Any]]:
-        """The events of a stream, which must succeed. The name of each is its type."""
+        """The events of a stream, which must succeed. An event's name is its type."""
         found = []
         with self.http.stream("POST", path, json={**body, "stream": True}) as stream:
             assert stream.status_code == 200, stream.read()
@@ -82,7 +82,7 @@ class Served:
         return self.serving.metrics.registry.get_sample_value(name, given) or 0.0
 
     def idle(self) -> None:
-        """Wait until nothing runs."""
+        """Wait until no request runs."""
 
         def quiet() -> bool:
             load = self.serving.service.load()
@@ -105,12 +105,12 @@ def served(
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    """Wait until something is so, or fail."""
+    """Wait until a condition holds, or fail."""
     spent = 0.0
     last = monotonic()
     while not condition():
         now = monotonic()
-        # For a process that was stopped for long no more time has passed.
+        # Time while this process was stopped does not count.
         spent = spent + min(now - last, 1.0)
         last = now
         assert spent < seconds, "it did not happen"
@@ -118,7 +118,7 @@ def eventually(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def events(lines: Iterator[str]) -> list[Any]:
-    """The values of server-sent events; the last is the string ``[DONE]``, if it came."""
+    """The values of server-sent events. The last is the string ``[DONE]``, if it was sent."""
     found = []
     for line in lines:
         if line:
@@ -129,7 +129,7 @@ def events(lines: Iterator[str]) -> list[Any]:
 
 
 class Held:
-    """A constraint that allows everything, and holds the batch after some tokens until it is
+    """A constraint that allows everything, and blocks the batch after some tokens until it is
     released."""
 
     def __init__(self, after: int = 1) -> None:

@@ -1,8 +1,8 @@
-"""What the operators of this project compute, in NumPy: ``runtime/operators/SPECIFICATION.md`` a
-second time, bit for bit.
+"""The operators of this project in NumPy: a second implementation of
+``runtime/operators/SPECIFICATION.md``, bit for bit.
 
-Everything is float32, rounded once in each step. Arrays have a column or a head in each lane, so an
-operation here is one of a sum's steps for all of them.
+Everything is float32, rounded once in each step. Arrays have a column or a head in each lane, so
+each operation here is one step of a sum for all of them.
 """
 
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ def fma(a: Any, b: Any, c: Any) -> Floats:
 
 
 def add_lanes(values: Floats) -> Floats:
-    """Sum over the last axis of 16: halves are added until one value is left."""
+    """Sum over the last axis of 16, by adding halves until one value is left."""
     width = values.shape[-1] // 2
     while width:
         values = values[..., :width] + values[..., width : 2 * width]
@@ -45,7 +45,7 @@ def add_lanes(values: Floats) -> Floats:
 
 
 def lanes(values: Floats) -> Floats:
-    """[..., n] as [..., ceil(n / 16), 16], with zeros behind the end."""
+    """[..., n] as [..., ceil(n / 16), 16], padded with zeros."""
     size = values.shape[-1]
     padded = np.zeros((*values.shape[:-1], -(-size // 16) * 16), np.float32)
     padded[..., :size] = values
@@ -66,7 +66,7 @@ def exponential(a: Floats) -> Floats:
 
 
 def logarithm(a: Floats) -> Floats:
-    """Of normal numbers above 0."""
+    """For normal numbers above 0."""
     r, exponent = np.frexp(a)
     small = r < np.float32(0.707106781)
     whole = (exponent - small).astype(np.float32)
@@ -96,7 +96,7 @@ def top_k(logits: Floats, k: int) -> tuple[NDArray[np.int64], Floats]:
 
 
 def normalize(x: Floats, weight: Floats, epsilon: float) -> Floats:
-    """x [..., n] by its root mean square, times the weight."""
+    """x [..., n] divided by its root mean square, times the weight."""
     squares = np.zeros((*x.shape[:-1], 16), np.float32)
     split = lanes(x)
     for i in range(split.shape[-2]):
@@ -109,13 +109,13 @@ def normalize(x: Floats, weight: Floats, epsilon: float) -> Floats:
 
 @dataclass
 class Weight:
-    """A weight of [K, N] as the operators take it.
+    """A weight of [K, N] in the operators' form.
 
     Attributes:
         form: ``float32``, ``float16``, ``bfloat16`` or one of :data:`BITS`.
-        values: Of a format of floats, the values.
-        levels: [K, N] from 0 on.
-        zero: The level of 0.
+        values: The values, if the format is one of floats.
+        levels: [K, N], from 0 on.
+        zero: The level for 0.
         scales, minimums: [K / 32 or 16, N]; minimums may be None.
     """
 
@@ -132,8 +132,7 @@ class Weight:
 
     @property
     def read(self) -> Floats:
-        """The levels as products read them: of an upper plane, what the upper 4 bits of each stand
-        for."""
+        """The levels as products read them. For an upper plane: the values of the upper 4 bits."""
         return (
             self.levels - self.levels % 16 + 7.5 if self.form == "upper" else self.levels
         ).astype(np.float32)
@@ -143,7 +142,7 @@ class Weight:
         return (self.levels if self.values is None else self.values).shape
 
     def dequantized(self) -> Floats:
-        """[K, N], as Embed gives its columns."""
+        """[K, N], with the columns that Embed returns."""
         if self.values is not None:
             return self.values
         block = len(self.levels) // len(self.scales)
@@ -168,7 +167,8 @@ def round_blocks(x: Floats) -> Rounded:
 
 
 def round_rows(x: Floats, most: int) -> tuple[NDArray[np.int64], Floats]:
-    """Levels of rows [..., n], the largest of each ``most`` or -most, and their scales [...]."""
+    """Levels of rows [..., n], the largest of each being ``most`` or -most, and their scales
+    [...]."""
     largest = np.abs(x).max(-1)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(largest >= SMALLEST, np.float32(most) / largest, np.float32(0))
@@ -176,7 +176,7 @@ def round_rows(x: Floats, most: int) -> tuple[NDArray[np.int64], Floats]:
 
 
 SMALLEST = np.float32(2.0**-100)
-"""Blocks whose largest value is smaller have the levels 0."""
+"""Blocks whose largest value is below this have the levels 0."""
 
 
 def multiply(x: Floats, weight: Weight, int8: bool) -> Floats:
@@ -258,7 +258,7 @@ def mixture(
     residual: Floats | None = None,
     gating: int = 1,
 ) -> Floats:
-    """``experts`` has gate, up and down of each."""
+    """``experts`` has gate, up and down of each expert."""
     found, weights = route(logits, used, normed)
     y = np.zeros_like(x)
     for number, (gate, up, down) in enumerate(experts):  # a token's experts in ascending order
@@ -271,7 +271,7 @@ def mixture(
 
 @dataclass(frozen=True)
 class Heads:
-    """What attention must know besides its inputs."""
+    """Parameters of attention besides its inputs."""
 
     heads: int
     kv_heads: int
@@ -290,7 +290,7 @@ class Heads:
     norms_last: bool = False
 
     def cached(self, x: Floats) -> Floats:
-        """Keys or values as a cache of floats holds them."""
+        """Keys or values rounded as in a cache of floats."""
         limit = np.float32(65504)
         return (
             x
@@ -308,7 +308,7 @@ class Heads:
         )
 
     def turned(self, x: Floats, position: int, norm: Floats | None) -> Floats:
-        """Heads [..., D] normalized, then rotated; or the other way round."""
+        """Heads [..., D] normalized, then rotated, or in the other order."""
         if norm is not None and not self.norms_last:
             x = normalize(x, norm, self.epsilon)
         if self.rotates:
@@ -321,8 +321,8 @@ class Heads:
         return x if norm is None or not self.norms_last else normalize(x, norm, self.epsilon)
 
     def attend(self, query: Floats, keys: Floats, values: Floats) -> Floats:
-        """A token's rotated queries [heads, D] over keys and values [KV, positions, D] in the order
-        of positions."""
+        """Attention of a token's rotated queries [heads, D] to keys and values [KV, positions, D]
+        in the order of positions."""
         group = self.heads // self.kv_heads
         seen = keys.shape[1]
         keys = np.repeat(keys, group, 0)
@@ -357,7 +357,7 @@ class Heads:
 
 def _chunk(scores: Floats, values: Floats, absent: int, int8: bool) -> list[Floats]:
     """Maximum and sum of the weights [heads], and the weighted sum of values [heads, D], of at most
-    128 positions, the first of which are absent."""
+    128 positions. The first ``absent`` are absent."""
     most = scores[:, max(absent, 0) :].max(1)
     weights = exponential(np.minimum(scores - most[:, None], 0))
     weights[:, : max(absent, 0)] = 0

@@ -1,5 +1,5 @@
-"""A command in a process for each rank, as torchrun starts them, but without torchrun: the exit
-code of each rank is known."""
+"""A command in a process for each rank, started like by torchrun, but with the exit code of each
+rank."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from support.ports import free_ports
 def started(
     folder: Path, *arguments: object, ranks: int = 2
 ) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """Start ``python ARGUMENTS``. What rank i prints is in ``i.out`` and ``i.err`` in
+    """Start ``python ARGUMENTS``. The output of rank i goes to ``i.out`` and ``i.err`` in
     ``folder``."""
     [port] = free_ports(1)
     common = {
@@ -37,7 +37,7 @@ def started(
                 (folder / f"{rank}.err").open("wb") as err,
             ):
                 command = [sys.executable, *map(str, arguments)]
-                # Scripts import from tests, too.
+                # Some scripts import from tests.
                 env = os.environ | own | {"PYTHONPATH": os.pathsep.join(sys.path)}
                 processes.append(
                     subprocess.Popen(
@@ -52,11 +52,11 @@ def started(
 
 
 def _hear_interrupts() -> None:
-    """A shell starts what runs in the background with interrupts ignored, and its children inherit
-    that."""
+    """Restore the default handling of interrupts: a shell starts background jobs with interrupts
+    ignored, and children inherit that."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def codes(processes: list["subprocess.Popen[bytes]"], seconds: float = 120) -> list[int]:
-    """The exit codes, when all have ended, each within so many seconds."""
+    """The exit codes of all processes, each of which must end within ``seconds``."""
     return [process.wait(seconds) for process in processes]

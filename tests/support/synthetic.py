@@ -32,8 +32,8 @@ BYTES = 2
 
 
 def write_checkpoint(directory: Path, config: dict[str, Any], shards: int, *, sparse: bool) -> Path:
-    """Write a float16 checkpoint. Sparse files have their full size but take no space on the disk,
-    and read as zeros."""
+    """Write a float16 checkpoint. Sparse files have their full size, take no space on the disk, and
+    read as zeros."""
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(config))
     shapes = model_shapes(load_config(directory).geometry)

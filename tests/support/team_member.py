@@ -1,5 +1,5 @@
-"""One of several processes that share a model's weights: generates with and without drafting, and
-rank 0 writes what it got.
+"""One of several processes that share a model's weights. Generates with and without drafting; rank
+0 writes the results.
 
 torchrun --nproc-per-node K team_member.py DIRECTORY OUTPUT
 """
@@ -27,23 +27,23 @@ WAYS = {
         Sampling(temperature=0.9, seed=4, method="rejection"),
     ),
 }
-"""How drafts are made, and how tokens are chosen."""
+"""Ways of drafting, and of sampling."""
 
 
 def main(directory: Path, output: Path) -> None:
     found: dict[str, object] = {}
     manifest = load_manifest(directory)
-    # Of the other ranks none returns.
+    # Returns on rank 0 only.
     engines = open_engines(directory, manifest, EngineOptions("torch", 1, True))
     for name, (speculation, sampling) in WAYS.items():
         llm = LLM(directory, manifest, engines, speculation, prefix_memory=1 << 20)
         made = [
             llm.generate(prompt, sampling, max_new_tokens=24, ignore_eos=True) for prompt in PROMPTS
         ]
-        # Behind keys and values that were kept.
+        # After kept keys and values.
         again = llm.generate(PROMPTS[1], sampling, max_new_tokens=24, ignore_eos=True)
         found[name] = [one.tokens for one in (*made, again)]
-        if not speculation.tree:  # a tree's budget goes by times
+        if not speculation.tree:  # a tree's budget depends on times
             found[f"{name}, tokens a round"] = sum(24 for _ in made) / sum(
                 one.stats.rounds for one in made
             )

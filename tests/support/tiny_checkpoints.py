@@ -26,7 +26,7 @@ GEOMETRY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A transformers model type, with the options in which it differs from :data:`GEOMETRY`."""
+    """A model type of transformers, with the options that differ from :data:`GEOMETRY`."""
 
     name: str
     model_type: str
@@ -40,7 +40,7 @@ LLAMA3_SCALING = {
     "factor": 4.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    # A short test exceeds them, and the fastest rotary frequency stays unscaled.
+    # A short text exceeds the original positions, and the fastest rotary frequency stays unscaled.
     "original_max_position_embeddings": 64,
 }
 
@@ -97,8 +97,8 @@ def build(family: Family, directory: Path, seed: int = 0) -> Path:
 
 @torch.no_grad()
 def randomise(model: nn.Module, seed: int) -> None:
-    """Set all parameters to random values. Norms of one and biases of zero would hide that they are
-    not applied."""
+    """Set all parameters to random values: norms of one and biases of zero would not show whether
+    they are applied."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:

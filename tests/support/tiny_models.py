@@ -1,4 +1,4 @@
-"""Tiny seeded Llama models whose untrained draft is often but not always right, and their
+"""Tiny seeded Llama models whose untrained draft is often, but not always, right, and their
 engines."""
 
 from collections.abc import Sequence
@@ -73,10 +73,10 @@ def export_tiny(
     draft_vocab: Sequence[int] = (),
     whole: bool = False,
 ) -> Path:
-    """Export a model with an exit head that copies its last layers. An own LM head is the model's,
-    multiplied by two.
+    """Export a model with an exit head that copies its last layers. A separate LM head is the
+    model's, multiplied by two.
 
-    ``whole``: the draft is the whole model in 4 bits, instead of a head.
+    ``whole``: the draft is the whole model in 4 bits, not a head.
     """
     checkpoint = Checkpoint(model)
     quantization = UNQUANTIZED

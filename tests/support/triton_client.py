@@ -1,10 +1,10 @@
 """Streams requests to Triton over gRPC:
 ``python triton_client.py ADDRESS MODEL SECONDS < REQUESTS``, with Triton's own client.
 
-REQUESTS is a JSON list; each entry has the ``inputs`` by name, and may have ``cancel_after``, a
-number of responses, and ``timeout`` in microseconds. All are sent at once, each in a stream of its
-own. Each response is a JSON line; ``final`` marks a request's last one. A request that hears
-nothing for SECONDS ends with the error "timeout".
+REQUESTS is a JSON list. Each entry has the ``inputs`` by name, and may have ``cancel_after``, a
+number of responses, and ``timeout`` in microseconds. All are sent at once, in separate streams.
+Each response is a JSON line; ``final`` marks a request's last one. A request without an answer for
+SECONDS ends with the error "timeout".
 """
 
 import json

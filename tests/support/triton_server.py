@@ -20,8 +20,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class TritonServer:
-    """A server that runs. ``grpc``, ``http`` and ``metrics`` are addresses of the form
-    HOST:PORT."""
+    """A running server. ``grpc``, ``http`` and ``metrics`` are addresses of the form HOST:PORT."""
 
     process: "subprocess.Popen[bytes]"
     log: Path
@@ -31,7 +30,7 @@ class TritonServer:
     metrics: str
 
     def get(self, path: str, address: str = "") -> str:
-        """The body of an HTTP answer. Raises URLError for all statuses but 2xx."""
+        """The body of an HTTP answer. Raises URLError for every status except 2xx."""
         return self.post(path, None, address)
 
     def post(self, path: str, body: bytes | None, address: str = "") -> str:
@@ -41,13 +40,13 @@ class TritonServer:
             return str(response.read().decode())
 
     def ready(self, path: str = "/v2/health/ready", address: str = "") -> bool:
-        with suppress(OSError):  # URLError, and what reading raises
+        with suppress(OSError):  # URLError, and errors of reading
             self.get(path, address)
             return True
         return False
 
     def stubs(self) -> list[int]:
-        """Processes of the Python backend that run."""
+        """Running processes of the Python backend."""
         return [
             pid
             for pid, command in processes(self.process.pid)
@@ -60,13 +59,13 @@ class TritonServer:
 
 @contextmanager
 def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[TritonServer]:
-    """Start a server, wait until it is ready, and leave nothing of it behind: no stub, no shared
-    memory."""
+    """Start a server, wait until it is ready, and clean up afterwards: no stub and no shared memory
+    remain."""
     packages = site_packages(python)
     found = packages / "pytriton" / "tritonserver"
     version = packages.parent.name.removeprefix("python")
-    # The backend looks for its stub and its helper beside itself, and for its libraries beside its
-    # real file: links, no copies.
+    # The backend searches its stub and its helper beside itself, and its libraries beside its real
+    # file, so they are links, not copies.
     backend = scratch / "backends" / "python"
     backend.mkdir(parents=True)
     parts = [
@@ -113,7 +112,7 @@ def triton_server(python: Path, repository: Path, scratch: Path) -> Iterator[Tri
 
 def _wait(server: TritonServer) -> None:
     end = time.monotonic() + START_SECONDS
-    # Triton says that it is ready before its service of metrics, the last that it starts, listens.
+    # Triton reports ready before its metrics service, the last to start, listens.
     while not (server.ready() and server.ready("/metrics", server.metrics)):
         assert server.process.poll() is None and time.monotonic() < end, server.log.read_text()
         time.sleep(0.1)
@@ -123,6 +122,6 @@ def _stop(server: TritonServer) -> None:
     server.process.terminate()
     with suppress(subprocess.TimeoutExpired):
         server.process.wait(30)
-    end_session(server.process)  # and stubs that outlived it
+    end_session(server.process)  # including stubs that outlived it
     for path in server.shared_memory():
         path.unlink(missing_ok=True)

@@ -1,5 +1,5 @@
-"""What the real TensorRT modules offer, read from the files that ``trt_signatures.py`` wrote, and
-whether a call fits it."""
+"""The API of the real TensorRT modules, from the files that ``trt_signatures.py`` wrote, and a
+check that a call fits it."""
 
 import json
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ VERSIONS = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a method: its name, its type as pybind11 writes it, and whether it may be left
-    out."""
+    """A parameter of a method: its name, its pybind11 type, and whether it is optional."""
 
     name: str
     type: str
@@ -61,13 +60,13 @@ class Api:
 
 @cache
 def load(name: str) -> Api:
-    """The API of a file, by its name without ``.json``."""
+    """The API in a file, by its name without ``.json``."""
     return Api(DATA / f"{name}.json")
 
 
 @cache
 def parameters(signature: str) -> list[Parameter]:
-    """The parameters of a signature without ``self``."""
+    """The parameters of a signature, without ``self``."""
     inside = signature[1 : signature.rindex(")")]
     return [_parameter(text) for text in _split(inside)[1:]]
 
@@ -79,7 +78,7 @@ def _parameter(text: str) -> Parameter:
 
 
 def _split(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
+    """Split at commas outside brackets."""
     parts = [""]
     depth = 0
     for letter in text:
@@ -102,7 +101,7 @@ def _accepts(wanted: list[Parameter], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _fits(value: Any, wanted: Parameter) -> bool:
-    """Whether pybind11 converts a value to the type of a parameter."""
+    """Whether pybind11 can convert a value to a parameter's type."""
     kind = wanted.type
     if kind in ("buffer", "Buffer"):
         return isinstance(value, bytes | bytearray | memoryview | mmap)

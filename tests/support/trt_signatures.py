@@ -1,4 +1,4 @@
-"""Write down the signatures of a real TensorRT Python module, so that the fake cannot drift from it.
+"""Record the signatures of a real TensorRT Python module, so that the fake cannot drift from it.
 
     python tests/support/trt_signatures.py MODULE [DIRECTORY]
 
@@ -72,15 +72,15 @@ Api = dict[str, Any]
 
 
 def signatures(module: ModuleType) -> Api:
-    """The classes and enums of a module. What the module lacks is left out."""
+    """The classes and enums of a module, as far as it has them."""
     classes = {name: _members(getattr(module, name)) for name in CLASSES if hasattr(module, name)}
     enums = {name: _enum(module, name) for name in ENUMS if hasattr(module, name.split(".")[0])}
     return {"version": module.__version__, "classes": classes, "enums": enums}
 
 
 def _members(cls: type) -> dict[str, list[str]]:
-    """The signatures of each method, one for each overload, or that of a property. Methods that add
-    a layer are left out."""
+    """The signatures of each method, one for each overload, or of a property. Methods that add a
+    layer are left out."""
     names = {name for base in cls.__mro__ if base.__module__ != "builtins" for name in vars(base)}
     public = [
         name for name in sorted(names) if name in SPECIAL or not name.startswith(("_", "add_"))
@@ -99,10 +99,10 @@ def _signatures(cls: type, name: str) -> list[str]:
                 f"{_plain(member.fget.__doc__ or '').rpartition('-> ')[2].strip() or 'object'}"
             )
         ]
-    if inspect.isfunction(member):  # the wheel's own Python code
+    if inspect.isfunction(member):  # Python code of the wheel
         return [f"({', '.join(inspect.signature(member).parameters)}) -> object"]
     if not callable(getattr(cls, name)):
-        return []  # the members of a nested enum are on the class too
+        return []  # members of a nested enum are also on the class
     lines = [
         line.partition(". ")[2] if line[:1].isdigit() else line
         for line in _plain(member.__doc__ or "").splitlines()

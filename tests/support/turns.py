@@ -1,4 +1,4 @@
-"""Threads that run one at a time, and in an order that a seed decides."""
+"""Threads that run one at a time, in an order that a seed determines."""
 
 import random
 import threading
@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 
 class Turns:
-    """Runs some functions, each in a thread of its own. One of them goes on at a time; ``pass_on``
-    may choose another."""
+    """Runs several functions, each in a thread. One thread runs at a time; ``pass_on`` may choose
+    another."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
@@ -17,7 +17,7 @@ class Turns:
         self._errors: list[BaseException] = []
 
     def run(self, *functions: Callable[[], object]) -> None:
-        """Run them to their ends. Raises what one of them raised."""
+        """Run them until all end. Raises an exception of one of them."""
         self._waiting = [*range(len(functions))]
         threads = [
             threading.Thread(target=self._run, args=(number, one))
@@ -32,7 +32,7 @@ class Turns:
             raise self._errors[0]
 
     def pass_on(self) -> None:
-        """Perhaps let another thread go on, and wait for the next turn."""
+        """Perhaps switch to another thread, and wait for the next turn."""
         own = self._now
         self._choose()
         self._wait(own)
@@ -57,7 +57,7 @@ class Turns:
 
 
 class TurnLock:
-    """A lock that a thread waits for by passing on."""
+    """A lock that passes the turn on while it waits."""
 
     def __init__(self, turns: Turns) -> None:
         self._turns = turns

@@ -1,5 +1,4 @@
-"""Tests with and without the library of operators, which is not built where there is no C++
-compiler."""
+"""Tests with and without the library of operators, which is missing without a C++ compiler."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,12 +12,12 @@ LIBRARY = operators.LIBRARY
 
 
 def without_operators() -> AbstractContextManager[None]:
-    """As if the library were not built, in this process."""
+    """Act as if the library were not built, in this process."""
     return _looking_at(Path("missing.so"))
 
 
 def with_operators() -> AbstractContextManager[None]:
-    """The library as it is, also inside ``without_operators``."""
+    """Use the library, also inside ``without_operators``."""
     return _looking_at(LIBRARY)
 
 
@@ -34,11 +33,11 @@ def _looking_at(library: Path) -> Iterator[None]:
 
 
 def float32_activations(backend: str) -> str | None:
-    """The argument ``activations`` for products with float32, where there is a choice; without one
-    they are with float32."""
+    """The argument ``activations`` for products with float32 activations; None if there is no
+    choice."""
     return "float32" if backend == "ort" and not operators.missing() else None
 
 
 def needs_operators() -> pytest.MarkDecorator:
-    """A mark of tests that need the library."""
+    """A mark for tests that need the library."""
     return pytest.mark.skipif(bool(operators.missing()), reason="the operators are not built")

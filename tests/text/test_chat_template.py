@@ -1,5 +1,5 @@
-"""Chat prompts are those of transformers, and a template can neither hang nor fill nor leave the
-process."""
+"""Chat prompts are those of transformers, and a template can neither hang the process, fill its
+memory, nor escape from it."""
 
 import json
 import threading
@@ -24,7 +24,7 @@ PARTS = [
     {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}
 ]
 READ_PARTS = {"gemma3", "llama3_vision", "mistral_small", "qwen3_vl", "parts_filter", "parts_only"}
-"""The templates that read the parts of a content. The others get one text."""
+"""Templates that read the parts of a content. The others receive one text."""
 
 
 def write_tokenizer(directory: Path, config: Any) -> Path:
@@ -38,7 +38,7 @@ def render(template: str, messages: Any = USER) -> str:
 
 
 def outcome(action: Callable[[], str], refusal: type[Exception]) -> str | None:
-    """What a renderer gives; None if it refuses."""
+    """The result of a renderer; None if it refuses."""
     try:
         return action()
     except refusal:
@@ -82,7 +82,7 @@ TOOLS: list[Any] = [
 def test_prompts_and_tools_are_those_of_transformers(
     tmp_path: Path, name: str, tokens: dict[str, Any]
 ) -> None:
-    """The same text, or refused by both."""
+    """The same text, or a refusal by both."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "chat_template": TEMPLATES[name],
@@ -107,7 +107,7 @@ def test_prompts_and_tools_are_those_of_transformers(
             return expected, outcome(lambda: codec.render(messages, tools), EESDError)
 
         expected, rendered = both()
-        if expected != rendered:  # midnight may have passed between the two
+        if expected != rendered:  # midnight may have passed between them
             expected, rendered = both()
         assert rendered == expected
 
@@ -136,7 +136,7 @@ def test_the_template_for_tools_is_used_where_there_are_tools(tmp_path: Path) ->
     )
     reference = AutoTokenizer.from_pretrained(directory)
     codec = TextCodec(directory)
-    # Of several templates, two are used.
+    # Only two of several templates are used.
     for tools, text in ((TOOLS, "2 tools"), (None, "default")):
         assert (
             codec.render(USER, tools)
@@ -172,7 +172,7 @@ def test_parts_become_lines_for_templates_of_text() -> None:
 
 
 class Text(str):
-    """A text with a method that a template must not reach."""
+    """A text with a method that templates must not reach."""
 
     def open(self) -> str:
         return "opened"
@@ -331,7 +331,7 @@ def test_a_template_that_does_too_much_is_refused(template: str) -> None:
 
 
 def test_a_template_that_is_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each item is compared with 99,999 others, and none is found."""
+    """Each item is compared with 99,999 others, without a match."""
     monkeypatch.setattr("eesd.runtime.template_limits.MAX_SECONDS", 0.3)
     with pytest.raises(EESDError, match="takes too long"):
         render(
@@ -341,7 +341,7 @@ def test_a_template_that_is_slow_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_namespace_shows_nothing_of_what_it_holds() -> None:
-    """Its text would double with each namespace in it, and no count would see that."""
+    """Its text would double with each nested namespace, which no count would notice."""
     doubled = (
         "{% set n = namespace(x=0) %}{% for i in range(90) %}{% set n.x = namespace(a=n.x, b=n.x) "
         "%}{% endfor %}{{ n.x }}"
@@ -350,8 +350,8 @@ def test_a_namespace_shows_nothing_of_what_it_holds() -> None:
 
 
 def test_limits_hold_in_other_threads_and_between_renderings() -> None:
-    """Each rendering has its own budget: a template may be rendered again and again, and at the
-    same time."""
+    """Each rendering has a separate budget: a template may be rendered repeatedly, and several
+    times at once."""
     template = ChatTemplate(
         (
             "{% for i in range(6000) %}{% set x = 'a' * 3000 ~ i %}{% endfor %}{{ "

@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file gives the token ids of llama.cpp, or is refused by name.
 
-The expected hashes of token ids are llama.cpp's own: ``support/gguf_tokenizers.py`` wrote them, and
+The expected hashes are of llama.cpp's token ids: ``support/gguf_tokenizers.py`` wrote them, and
 compares many more texts.
 """
 
@@ -66,7 +66,7 @@ def test_every_rule_is_compared() -> None:
 
 
 def test_digits_and_empty_lines_of_an_export(tmp_path: Path) -> None:
-    """transformers does not know ``smollm``, and takes another rule in silence."""
+    """transformers does not have the rule ``smollm``, and silently uses another."""
     tokens = [*VOCABULARY[:-1], "ĊĊ"]
     merges = [*MERGES[:-1], "Ċ Ċ"]
     metadata = {PRE: "smollm", "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": merges}
@@ -94,7 +94,7 @@ def test_special_tokens_are_those_of_the_file(tmp_path: Path) -> None:
 
 
 def test_messages_with_tools_get_the_template_for_them(tmp_path: Path) -> None:
-    """Converters write named templates beside the default."""
+    """Converters write named templates besides the default."""
     key = "tokenizer.chat_template"
     templates = {
         key: "plain{{ messages[0].content }}",
@@ -111,7 +111,7 @@ def test_messages_with_tools_get_the_template_for_them(tmp_path: Path) -> None:
 
 
 def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str, Any]:
-    """A SentencePiece vocabulary whose pieces have one score."""
+    """A SentencePiece vocabulary whose pieces have equal scores."""
     tokens = ["<unk>", "<s>", "</s>", "\u2581", "a", "b", "c", *pieces]
     metadata = {"model": "llama", "tokens": tokens, "bos_token_id": 1, "add_bos_token": False}
     metadata |= {"scores": [*map(float, range(-7, 0)), *[score] * len(pieces)]}
@@ -124,7 +124,7 @@ def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str
 @pytest.mark.parametrize(
     ("metadata", "text", "ids"),
     [
-        # Runs of spaces, with the scores and in the order of Llama 2 and Mistral.
+        # Runs of spaces, with the scores and the order of Llama 2 and Mistral.
         (
             with_ties(["\u2581" * count for count in (2, 4, 8, 3, 5, 6, 7)]),
             "a" + 9 * " ",
@@ -139,7 +139,7 @@ def with_ties(pieces: list[str], kind: int = 1, score: float = -1e9) -> dict[str
 def test_equal_scores_that_cannot_matter_are_read(
     tmp_path: Path, metadata: dict[str, Any], text: str, ids: list[int]
 ) -> None:
-    """The ids are llama.cpp's."""
+    """The ids are those of llama.cpp."""
     tokenizer, _ = gguf_tokenizer(read_gguf(write(tmp_path / "model.gguf", metadata)))
     assert tokenizer.encode(text).ids == ids
 

@@ -1,4 +1,4 @@
-"""The suffix automaton finds what a search over the whole text finds."""
+"""The suffix automaton finds the same as a search of the whole text."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ def made(text: Sequence[int]) -> SuffixAutomaton:
 
 
 def texts(count: int = 150, longest: int = 30) -> list[Text]:
-    """Random texts over alphabets of all sizes, the smallest of which repeat a lot."""
+    """Random texts over alphabets of all sizes. The smallest ones repeat often."""
     random = np.random.default_rng(0)
     return [
         tuple(random.integers(1 + n % 6, size=random.integers(longest)).tolist())
@@ -30,12 +30,12 @@ def texts(count: int = 150, longest: int = 30) -> list[Text]:
 
 
 def ends(text: Text, part: Text) -> list[int]:
-    """Where the occurrences of a part end."""
+    """The end positions of the occurrences of a part."""
     return [end for end in range(len(part), len(text) + 1) if text[end - len(part) : end] == part]
 
 
 def searched(text: Text, part: Text, most: int) -> list[Continuation]:
-    """The path behind ``part``, from the definition."""
+    """The continuation after ``part``, by definition."""
     path: list[Continuation] = []
     while len(path) < most:
         while part and ends(text, part) == [len(text)]:
@@ -86,7 +86,7 @@ def test_another_texts_end_is_found() -> None:
 
 @pytest.mark.parametrize("period", [1, 3, 500])
 def test_a_token_costs_a_bounded_number_of_states(period: int) -> None:
-    """Two states a token at most; and a repetition is continued without end."""
+    """At most two states per token. A repetition is continued without end."""
     automaton = made([i % period for i in range(2000)])
     assert len(automaton._next) <= 2 * 2000
     path = [

@@ -1,4 +1,4 @@
-"""Streams never show a stop string. Chat templates and tokenizers that fail end in a sentence."""
+"""Streams never show a stop string. Failures of chat templates and tokenizers end in a sentence."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ TEXTS = st.text(CHARACTERS, max_size=30)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A byte-level BPE tokenizer that knows little: most characters beyond ASCII are several
+    """A byte-level BPE tokenizer with a small vocabulary: most characters beyond ASCII are several
     tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -43,7 +43,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
     )
-    # So little text needs no pool of threads, and a full machine may refuse one.
+    # A short text needs no thread pool, and a busy machine may refuse one.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         tokenizer.train_from_iterator(CORPUS, trainer)
@@ -71,8 +71,8 @@ def raw(codec: TextCodec, text: str) -> list[int]:
 def test_text_ends_before_a_stop_string(
     codec: TextCodec, text: str, stops: list[str], data: st.DataObject
 ) -> None:
-    """Cut before the stop string that completes first, wherever the tokens' borders are; all of the
-    text without one."""
+    """Cut before the stop string that completes first, wherever the tokens' borders are. Without
+    one, the whole text."""
     at = data.draw(st.integers(0, len(text)))
     text = text[:at] + data.draw(st.sampled_from(["", *stops])) + text[at:]
     tokens = raw(codec, text)
@@ -131,7 +131,7 @@ def test_damaged_files_are_refused(directory: Path, tmp_path: Path) -> None:
 def test_a_template_of_tokens_that_names_an_unlisted_one_is_refused(
     tmp_path: Path, sequence: bool
 ) -> None:
-    """The library would panic when it encodes a text."""
+    """The library would panic while encoding a text."""
     step: dict[str, Any] = {
         "type": "TemplateProcessing",
         "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}],

@@ -1,4 +1,4 @@
-"""Drafts from the text: the tokens of plain decoding, many at once where the text repeats."""
+"""Drafts from the text: the tokens of plain decoding, many at once if the text repeats."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -60,8 +60,8 @@ def test_the_tokens_are_those_of_plain_decoding(
     drafter: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In every bit of the logits, with chains. The text is right, wrong, and mixed with the exit
-    head's drafts."""
+    """Chains keep every bit of the logits. The text is right, wrong, or mixed with the exit head's
+    drafts."""
     plain = generated(harness.session(REPEATING, SAMPLINGS[name], new_tokens=40))
     monkeypatch.setattr(TextIndex, "propose", knowing([*REPEATING, *plain]))
     share = 1.0 if drafter == "text" else 0.5
@@ -80,7 +80,7 @@ def test_the_tokens_are_those_of_plain_decoding(
 
 
 def knowing(text: Sequence[int]) -> Callable[..., TextProposal]:
-    """Proposes the next five tokens of a text that is to come; every seventh is wrong."""
+    """Proposes the next five tokens of a known continuation; every seventh is wrong."""
 
     def propose(
         _: TextIndex, tokens: Sequence[int], most: int, _rule: TextRule, drafted: Sequence[int] = ()
@@ -101,7 +101,7 @@ def knowing(text: Sequence[int]) -> Callable[..., TextProposal]:
 
 @pytest.mark.parametrize("method", ["coupled", "rejection"])
 def test_a_temperature_near_0_gives_the_greedy_tokens(harness: Harness, method: str) -> None:
-    """A candidate's chance is then too small for a number, also where the text proposes it."""
+    """A candidate's chance then underflows, also if the text proposes it."""
     sampling = Sampling(temperature=0.001, method=method)
     expected = generated(harness.session(REPEATING, new_tokens=60))
     drafting = harness.session(
@@ -123,7 +123,7 @@ class Everything(TreeBudget):
 
 
 def test_a_verified_node_follows_its_parent() -> None:
-    """Also where the text goes on behind a candidate from which the draft did not."""
+    """Also if the text continues after a candidate that the draft did not expand."""
     tree = DraftTree(0, 20, budget=Everything())
     for tokens in ((1, 2, 3), (4, 5, 6)):
         tree.grow([[Proposal(token, -0.5 * i, -0.5 * i, 1.0) for i, token in enumerate(tokens, 1)]])
@@ -165,7 +165,7 @@ def test_the_cache_after_each_round_is_that_of_a_prefill(harness: Harness, budge
 def test_rejection_sampling_follows_the_verifier(
     five_token_harness: Harness, drafter: str, budget: bool, share: float
 ) -> None:
-    """Where the exit head's drafts and the text's are siblings, too."""
+    """Also if drafts of the exit head and of the text are siblings."""
     chosen = TreeBudget() if budget else None
     check_joint(
         five_token_harness,
@@ -180,7 +180,7 @@ def test_rejection_sampling_follows_the_verifier(
 
 
 def following(workspace: Workspace, successor: Sequence[int]) -> Workspace:
-    """Engines that say behind token t the token ``successor[t]``."""
+    """Engines that predict the token ``successor[t]`` after token t."""
 
     def say(tokens: Sequence[int], _: int, outputs: StepOutputs) -> None:
         for row, token in enumerate(tokens[: len(outputs.logits)]):
@@ -235,14 +235,14 @@ def test_a_long_copy_needs_no_draft_step(harness: Harness) -> None:
 
 @pytest.mark.parametrize("budget", [False, True])
 def test_the_text_goes_on_behind_a_draft(harness: Harness, budget: bool) -> None:
-    """Also one that the text alone would not have proposed: here the end of the text has not
-    occurred before."""
+    """Also a draft that the text alone would not propose: here the end of the text has not occurred
+    before."""
     workspace = following(harness.workspace(), LINE)
     controller = make_controller("fixed:k=2")
     chosen = Everything() if budget else None
     text = SometimesCopies(share=0.0)
     text.count_behind = lambda values, nodes: len(values)  # type: ignore[method-assign]
-    # Greedy drafts are the engine's top tokens, whatever its logits are.
+    # Greedy drafts are the engine's top tokens, whatever its logits.
     sampling = Sampling(temperature=0.5)
     session = harness.session(
         [*range(10, 40), 8], sampling, controller, workspace=workspace, text=text, budget=chosen
@@ -266,7 +266,7 @@ def test_a_paused_text_is_not_verified_and_still_judged(harness: Harness) -> Non
 
 
 def test_the_text_does_not_pause_the_exit_head(harness: Harness) -> None:
-    """Each drafter has its own account, and a round counts in one of them."""
+    """Each drafter has an account, and a round counts in one of them."""
     guard = PauseUntil(100, TEXT)
     text = SometimesCopies()
     session = harness.session(

@@ -1,4 +1,4 @@
-"""Streaming gives the right text from any cut between prompt and generation, with every kind of
+"""Streaming gives the correct text from any cut between prompt and generation, with every kind of
 decoder."""
 
 from collections.abc import Callable, Sequence
@@ -15,14 +15,14 @@ pytestmark = pytest.mark.fast
 
 BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
 CHARACTERS = ["é", "€", "日", "🙂", "\u0301", "\u200d", HALF]
-# Bytes that begin, continue or break characters. A space is not among them: at the very beginning
-# of a text some decoders strip it even where it is a byte, and streams show it. Nor is 0xED, the
-# beginning of surrogates, which has its own test.
+# Bytes that begin, continue or break characters. Space is not among them: some decoders strip it at
+# the beginning of a text even as a byte, and streams show it. 0xED, the beginning of surrogates,
+# has a separate test.
 BYTES = [0x41, 0x0A, 0x80, 0x9F, 0xA0, 0xBF, 0xC0, 0xC3, 0xE0, 0xE2, 0xF0, 0xF4, 0xF5, 0xFF]
 
 
 def byte_level_characters() -> dict[int, str]:
-    """How the library's own pre-tokenizer writes each byte that text can hold."""
+    """The letters of the library's pre-tokenizer for each byte of a text."""
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str
     characters = [
         chr(code)
@@ -73,7 +73,7 @@ FALLBACKS = ("llama", "gemma", "metaspace-bytes")
 
 
 class Kind:
-    """A tokenizer with one kind of decoder, and what its tokens stand for."""
+    """A tokenizer with one kind of decoder, and the meaning of its tokens."""
 
     def __init__(self, name: str, codec: TextCodec) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class Kind:
         byte_tokens = self.of_bytes or self.fallback
         units = [[self.id(piece)] for piece in PIECES[name]]
         units += [[self.id(token)] for token in ("<s>", "</s>", "<tool call>", "Ġé")]
-        # The vocabulary of a model may be larger than its tokenizer's.
+        # A model's vocabulary may be larger than its tokenizer's.
         units += [[codec.tokenizer.get_vocab_size() + 5]]
         if byte_tokens:
             units += [[byte_tokens[byte]] for byte in BYTES]
@@ -104,7 +104,7 @@ class Kind:
         return int(found)
 
     def text(self, tokens: Sequence[int]) -> str:
-        """What is to be shown of all tokens: whole characters, and U+FFFD only for bytes that can
+        """The text to show for all tokens: whole characters, and U+FFFD only for bytes that can
         belong to none."""
         if self.fallback:
             return self.codec.decode(self._mended(tokens))
@@ -112,7 +112,7 @@ class Kind:
         return text[:-1] if self.of_bytes and unfinished(self._bytes(tokens)) else text
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
-        """The bytes at the end of byte-level tokens."""
+        """The bytes of the byte-level tokens at the end."""
         signs = {sign: byte for byte, sign in BYTE_LEVEL.items()}
         data = b""
         for name in (self.codec.tokenizer.id_to_token(token) for token in tokens):
@@ -121,10 +121,10 @@ class Kind:
         return data
 
     def _mended(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens with the bytes of U+FFFD for each broken byte, and without half a character at
-        the end.
+        """The tokens with the bytes of U+FFFD instead of each broken byte, and without half a
+        character at the end.
 
-        What the decoder makes of them is the text: it gives up no run of bytes, as all are valid.
+        The decoder's result for them is the text: all bytes are valid, so it drops none.
         """
         silent = (None, "<s>", "</s>")
         names = [
@@ -156,7 +156,7 @@ def is_text(data: bytes) -> bool:
 
 
 def unfinished(data: bytes) -> bytes:
-    """The end of the bytes that may become a character."""
+    """The end of the bytes, if it may become a character."""
     for size in (3, 2, 1):
         try:
             data[len(data) - size :].decode()
@@ -188,8 +188,8 @@ def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @settings(derandomize=True, deadline=None, max_examples=400)
 @given(data=st.data())
 def test_a_cut_anywhere_changes_no_text(kind: Kind, data: st.DataObject) -> None:
-    """After each token all that is certain is shown, and never changes: broken bytes, special
-    tokens and spaces included."""
+    """After each token, all certain text is shown, and never changes, including broken bytes,
+    special tokens and spaces."""
     tokens = data.draw(kind.tokens)
     cut = data.draw(st.integers(0, len(tokens)))
     stream = TextStream(kind.codec, tokens[:cut], [])
@@ -210,13 +210,13 @@ def test_text_without_broken_bytes_is_what_the_decoder_writes(
     shown = "".join(stream.push(token) for token in tokens)
     whole = kind.codec.decode(tokens)
     if not kind.fallback or HALF not in whole:
-        # The end of a text may be half a character, which is not shown.
+        # The text may end in half a character, which is not shown.
         assert whole in (shown, shown + HALF)
 
 
 def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither with the prompt nor with the tokens since, whatever they are: a token is decoded with
-    the one before."""
+    """Neither with the prompt nor with the tokens since then: a token is decoded together with the
+    previous one."""
     sizes = [0]
     decode = kind.codec.decode
 
@@ -233,7 +233,7 @@ def test_the_cost_of_a_token_does_not_grow(kind: Kind, monkeypatch: pytest.Monke
 
 
 def test_a_character_of_the_prompt_comes_with_its_last_byte(kind: Kind) -> None:
-    """And nothing of the prompt is repeated, nor does the cut break the bytes that follow."""
+    """Nothing of the prompt is repeated, and the cut does not break the bytes that follow."""
     euro = (
         [byte_tokens[byte] for byte in "€".encode()]
         if (byte_tokens := kind.of_bytes or kind.fallback)
@@ -253,7 +253,7 @@ def test_halves_of_surrogates_are_broken_bytes(kind: Kind) -> None:
 
 
 def test_a_space_between_prompt_and_text_is_kept(kind: Kind) -> None:
-    """Decoders strip one space at the beginning of a text, which special tokens do not end."""
+    """Decoders strip one space at the beginning of a text, even after special tokens."""
     if "▁a" in PIECES[kind.name]:
         word = kind.id("▁a")
         special = kind.id("<s>")

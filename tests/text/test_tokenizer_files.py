@@ -1,5 +1,5 @@
-"""An engine directory's tokenizer gives the token ids of transformers, whatever transformers makes
-of the model's files."""
+"""An engine directory's tokenizer gives the token ids of transformers, however it interprets the
+model's files."""
 
 import json
 import os
@@ -81,7 +81,7 @@ MESSAGES = [{"role": "user", "content": "the x"}]
 
 
 def byte_level(begin: bool) -> Tokenizer:
-    """A tokenizer as Llama 3 and Qwen have it."""
+    """A tokenizer like those of Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -90,7 +90,7 @@ def byte_level(begin: bool) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=330, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
-    with pytest.MonkeyPatch.context() as patch:  # a full machine may refuse a pool of threads
+    with pytest.MonkeyPatch.context() as patch:  # a busy machine may refuse a thread pool
         patch.setenv("TOKENIZERS_PARALLELISM", "false")
         tokenizer.train_from_iterator(
             ["the quick fox", "naïve 日本語", "It's we'll 123"] * 3, trainer
@@ -103,7 +103,7 @@ def byte_level(begin: bool) -> Tokenizer:
 
 
 def sentencepiece(begin: bool) -> Tokenizer:
-    """A tokenizer as Llama 2 has it."""
+    """A tokenizer like that of Llama 2."""
     letters = [*"▁abcdefghijklmnopqrstuvwxyzTé日.:", "▁t", "th", "▁th", "he", "▁the"]
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges = [("▁", "t"), ("t", "h"), ("▁t", "h"), ("h", "e"), ("▁th", "e")]
@@ -156,8 +156,8 @@ def resolved(model: Path, output: Path) -> TextCodec:
 
 
 def attempt(action: Any) -> Any:
-    """What it returns; None if it refuses, as some tokenizers do for text that their vocabulary
-    cannot express."""
+    """The result of an action; None if it refuses, as some tokenizers do for text that their
+    vocabulary cannot express."""
     try:
         return action()
     except Exception:
@@ -165,7 +165,7 @@ def attempt(action: Any) -> Any:
 
 
 def assert_same(reference: Any, codec: TextCodec) -> None:
-    """Both give the same ids for texts and messages, the same text for ids, or refuse."""
+    """Both give the same ids for texts and messages and the same text for ids, or both refuse."""
     for text in TEXTS:
         expected = attempt(lambda text=text: reference(text)["input_ids"])
         assert attempt(lambda text=text: codec.encode(text)) == expected, text
@@ -197,7 +197,7 @@ def test_token_ids_are_those_of_transformers(
 
 
 def with_gaps(backend: Tokenizer) -> Tokenizer:
-    """More added tokens, with flags, one of them no special token; truncation and padding."""
+    """More added tokens with flags, one of them not special; truncation and padding."""
     found = Tokenizer.from_str(backend.to_str())
     found.add_tokens([AddedToken("<|odd|>", lstrip=True), AddedToken("<|code|>", normalized=False)])
     found.add_special_tokens([AddedToken("<|eot|>", rstrip=True, single_word=True)])
@@ -207,7 +207,7 @@ def with_gaps(backend: Tokenizer) -> Tokenizer:
 
 
 def random_config(chance: random.Random) -> dict[str, Any]:
-    """A ``tokenizer_config.json`` with a few fields, most of them as published files have them."""
+    """A ``tokenizer_config.json`` with a few fields, most of them like in published files."""
     names = ["<s>", "</s>", "<unk>", "<|end|>", "<|new|>", "<|odd|>", "<|code|>", "the"]
 
     def token() -> Any:
@@ -251,7 +251,7 @@ def random_config(chance: random.Random) -> dict[str, Any]:
 
 
 def write_other_files(model: Path, chance: random.Random) -> None:
-    """Files that overrule others."""
+    """Files that override others."""
     if chance.random() < 0.3:
         mapped = {"eos_token": "<|end|>", "pad_token": {"content": "<|p|>", "lstrip": True}}
         mapped |= {"additional_special_tokens": ["<|map|>"]} if chance.random() < 0.5 else {}
@@ -266,8 +266,8 @@ def write_other_files(model: Path, chance: random.Random) -> None:
 def test_the_rules_write_the_files_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Random directories of every family: a directory goes to transformers, or its files are the
-    same in every byte."""
+    """For random directories of every family, either transformers loads the directory, or all files
+    have the same bytes."""
     backends = [*BACKENDS.values(), *map(with_gaps, BACKENDS.values())]
     found = Counter[str]()
     unknown = Mock(side_effect=tokenizer_files._ForTransformers)
@@ -321,12 +321,12 @@ def test_transformers_reads_the_same_from_the_engine_directory(tmp_path: Path) -
     model = write_model(tmp_path / "model", BACKENDS["sentencepiece"], config)
     codec = resolved(model, tmp_path / "engine")
     assert_same(AutoTokenizer.from_pretrained(tmp_path / "engine"), codec)
-    # The class has these tokens, the configuration has none.
+    # The class adds these tokens; the configuration has none.
     assert codec.render(MESSAGES) == "<s>[user] the x</s>"
 
 
 def test_files_that_overrule_others(tmp_path: Path) -> None:
-    """Templates in files of their own, special tokens in a map, truncation and padding that apply
+    """Templates in separate files, special tokens in a map, and truncation and padding that apply
     only on request."""
     backend = byte_level(True)
     backend.enable_truncation(4)
@@ -350,7 +350,7 @@ def test_files_that_overrule_others(tmp_path: Path) -> None:
 
 
 def tekken(model: Path, **changes: Any) -> Path:
-    """A model directory whose tokenizer is a ``tekken.json``."""
+    """A model directory with a ``tekken.json`` as its tokenizer."""
     model.mkdir()
     parts = [bytes([byte]) for byte in range(256)]
     parts += [b"th", b"the", b" the", b"he", b" t", "日".encode(), b"dropped"]
@@ -402,7 +402,7 @@ def test_a_damaged_tokenizer_of_mistrals_own_format_is_refused(
 
 
 def test_a_tekken_file_without_special_tokens_is_refused(tmp_path: Path) -> None:
-    """Their names are not in the file."""
+    """The file does not have their names."""
     file = tekken(tmp_path / "model") / "tekken.json"
     fields = json.loads(file.read_text())
     del fields["special_tokens"]

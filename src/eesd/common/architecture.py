@@ -3,35 +3,34 @@ operations.
 
 Nothing else describes a block. A *table of operations* (:class:`Operations`) gives the operations a
 meaning: the shapes of the weights, a standard ONNX graph, a graph of this project's operators, or
-torch. A new part of a block is written here and in the tables that shall have it.
+torch. A new part of a block is written here and in the tables that support it.
 
 **Draft** is the first N layers and the exit head, **verify** the whole model. Both share one set of
 L + E caches: 0 .. L-1 belong to the base layers, L .. L+E-1 to the exit blocks; caches of states
-follow. Verify writes all of them, so the draft can go on at once after a verify pass. Verify can be
-split by layers into stages. A head that reads states of layers needs a single stage.
+follow. Verify writes all of them, so the draft can continue right after a verify pass. Verify can
+be split by layers into stages. A head that reads states of layers needs a single stage.
 
-**Exit head**: E blocks, a norm, and the base model's LM head or its own, behind layer N. Without
-blocks it has no caches: that is the early exit of models that were trained for it (LayerSkip, arXiv
-2404.16710). A head may also know something of the deep layers. Verify projects the states after
-some of them to a *deep state*, 2 KV D numbers for each token, and writes it into the token's slot
-of the deep cache, as if these were keys and values. A draft step reads the deep state of the token
-before its first one, adds it, projected back, after the head's last attention, and copies it into
-the slots of its own tokens. So all steps of a round read the deep state of the token before the
-root, the last one that verify had seen, and need to be told nothing.
+**Exit head**: E blocks, a norm, and an LM head (the base model's or its own) after layer N. Without
+blocks it has no caches: this is the early exit of models that were trained for it (LayerSkip, arXiv
+2404.16710). A head may also read the deep layers. Verify projects the states after some of them to
+a *deep state* of 2 KV D numbers for each token, and writes it into the token's slot of the deep
+cache, as if these were keys and values. A draft step reads the deep state of the token before its
+first token, projects it back, adds it after the head's last attention, and copies it into the slots
+of its own tokens. So all steps of a round read the deep state of the token before the root, the
+last one that verify had computed, without an input that names it.
 
-**EAGLE-3** (arXiv 2503.01840): one block behind the embeddings, which reads a token's embedding and
-a state of the token before it. Of the token before the root that state is what verify knows: hidden
-states of three layers, fused by a product. Behind a drafted token it is what the head itself
-computed there. Both lie in the slot of the token that they are about, in caches of states. So a
-draft step reads the slot of the token that each of its tokens follows, and writes its own; verify
-writes the fused states over what was drafted, and the block's keys and values from them. No graph
-has an input that others do not have, and whatever moves or keeps caches does the same to states.
-The first token of a text follows none, so the published heads have no keys for it: only it sees its
-own slot.
+**EAGLE-3** (arXiv 2503.01840): one block after the embeddings, which reads a token's embedding and
+a state of the token before it. If that token is the one before the root, verify computed the state:
+hidden states of three layers, fused by a product. If it is a drafted token, the head computed the
+state. Both lie in the slot of the token that they describe, in caches of states. So a draft step
+reads the slot of each token's parent and writes the slot of the token; verify overwrites the
+drafted states with fused ones, and writes the block's keys and values from these. All graphs have
+the same inputs, and code that moves or keeps caches handles states, too. The first token of a text
+has no parent, so the published heads have no keys for it: only it sees its own slot.
 
-**Short convolutions** (LFM2) stand in the place of attention in some layers. Each token's state
-lies in its slot of the layer's caches, as keys do. A token reads the states of the tokens that it
-follows, along its path. So nothing is undone when drafted tokens are rejected.
+**Short convolutions** (LFM2) replace attention in some layers. Each token's state lies in its slot
+of the layer's caches, as keys do. A token reads the states of the tokens before it on its path. So
+nothing is undone when drafted tokens are rejected.
 
 The module needs neither torch nor onnx.
 """
@@ -52,21 +51,21 @@ from eesd.common.geometry import (
 from eesd.common.quantization import EXIT_HEAD
 
 X = TypeVar("X")
-"""A value: what a table of operations computes with."""
+"""Type of the values that a table of operations computes with."""
 EMBEDDING = "model.embed_tokens"
 FINAL_NORM = "model.norm"
 LM_HEAD = "lm_head"
-"""Modules at the ends of the base model. A weight is called like its module, and ``.weight``."""
+"""Modules at the ends of the base model. A weight has its module's name followed by ``.weight``."""
 ROUTER = "mlp.gate"
-"""Name in a block of the product that chooses its experts."""
+"""Name within a block of the product that chooses experts."""
 FUSE = "fuse_proj"
 FUSE_NORM = "fuse_norm"
-"""Names in an EAGLE-3 head of the product that fuses the states of layers, and its norms."""
+"""Names in an EAGLE-3 head: the product that fuses the states of layers, and its norms."""
 TAPS = "conv.conv"
-"""Name in a block of the convolution, whose weight is [hidden, 1, taps], the last one of the token
-itself."""
+"""Name within a block of the convolution. Its weight is [hidden, 1, taps]; the last tap is for the
+token itself."""
 DEEP_IN = "deep_in_proj"
-"""Name in the exit head of the product that takes a deep state into the draft."""
+"""Name in the exit head of the product that projects a deep state into the draft."""
 
 
 class Linear(NamedTuple):
@@ -74,7 +73,7 @@ class Linear(NamedTuple):
 
     Attributes:
         name: Name of the module.
-        outputs: Its number of outputs.
+        outputs: Number of outputs.
         bias: Whether it has a bias.
     """
 
@@ -84,15 +83,15 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: the name of the module, and what is added to the mean square."""
+    """An RMSNorm: the name of the module, and the constant added to the mean square."""
 
     name: str
     eps: float
 
 
 class Mixture(NamedTuple):
-    """The linear layers of a mixture of experts: the router, and of each expert gate, up and
-    down."""
+    """The linear layers of a mixture of experts: the router, and gate, up and down of each
+    expert."""
 
     router: Linear
     experts: Sequence[tuple[Linear, Linear, Linear]]
@@ -103,12 +102,12 @@ class Block:
     """A decoder block.
 
     Attributes:
-        geometry: Geometry of this block: with experts or without.
-        prefix: Beginning of its modules' names, such as ``model.layers.3.``.
-        cache: Index of its cache, or of the first one of a convolution.
+        geometry: Geometry of this block, with or without experts.
+        prefix: Prefix of the names of its modules, such as ``model.layers.3.``.
+        cache: Index of its cache; for a convolution, of its first cache.
         kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
-        eagle: The EAGLE-3 head that the block belongs to. Its attention reads an embedding and a
-            state side by side, hides the first slot, and has rotary tables of its own.
+        eagle: The EAGLE-3 head of the block. Its attention reads an embedding and a state side by
+            side, hides the first slot, and has separate rotary tables.
     """
 
     geometry: Geometry
@@ -125,10 +124,6 @@ class Block:
     def state_caches(self) -> range:
         """Indices of the caches of a convolution's states."""
         return range(self.cache, self.cache + self.geometry.state_caches)
-
-    def joins_heads(self) -> bool:
-        """Whether queries and keys are normalized over all heads together."""
-        return self.geometry.qk_norm_joint
 
 
 class Operations(Protocol[X]):
@@ -154,10 +149,10 @@ class Operations(Protocol[X]):
         residual: Sequence[X] = (),
         activation: str = "",
     ) -> X:
-        """The outputs of linear layers of x side by side, with what ``residual`` has added to them.
+        """The outputs of linear layers of x side by side, plus ``residual``.
 
-        ``norm`` comes before. With an ``activation``, the layers are gate and up of an MLP, and the
-        result is the activated gate times up.
+        ``norm`` is applied to x first. With an ``activation``, the layers are gate and up of an
+        MLP, and the result is the activated gate times up.
         """
         ...
 
@@ -170,11 +165,11 @@ class Operations(Protocol[X]):
         norm: Norm | None,
         residual: Sequence[X],
     ) -> X:
-        """The sum of a few MLPs, which the router chooses for each token, and of its weights."""
+        """The weighted sum of the few MLPs that the router chooses for each token."""
         ...
 
     def add(self, residual: Sequence[X], y: X, name: str) -> X:
-        """The sum of all, from the first to the last and y. Tables may add in another order."""
+        """The sum of ``residual``, in order, and y. Tables may add in another order."""
         ...
 
     def split(self, x: X, sizes: Sequence[int], names: Sequence[str]) -> Sequence[X]:
@@ -190,10 +185,10 @@ class Operations(Protocol[X]):
 
         Args:
             qkv: Queries, keys and values of all heads side by side. Without ``attends`` there are
-                no queries, and nothing uses the result.
-            block: The block, whose geometry says how heads are normalized, rotated and scored.
+                no queries, and the result is not used.
+            block: The block. Its geometry defines how heads are normalized, rotated and scored.
             name: Name of the result.
-            attends: Whether there are queries.
+            attends: Whether ``qkv`` has queries.
         """
         ...
 
@@ -201,11 +196,11 @@ class Operations(Protocol[X]):
         """Gate, convolve and gate again.
 
         Args:
-            x: Three parts side by side, each of the hidden size: a, b and c.
-            block: The block. A token's state, a times c, is written into its slots of the block's
-                caches.
-            name: Name of the result: b times the sum of the states of the token and of those that
-                it follows, each times a weight of its distance and column.
+            x: Three parts of the hidden size side by side: a, b and c.
+            block: The block. The state of a token, a times c, is written into its slots of the
+                block's caches.
+            name: Name of the result: b times the weighted sum of the states of the token and of the
+                tokens before it. The weights depend on distance and column.
         """
         ...
 
@@ -214,11 +209,11 @@ class Operations(Protocol[X]):
         ...
 
     def carry_state(self, name: str) -> X:
-        """The deep state before the first token, which is copied into the slots of all tokens."""
+        """The deep state before the first token, which is copied to the slots of all tokens."""
         ...
 
     def parent_state(self, name: str, written: X | None = None) -> X:
-        """The state of the token that each token follows. ``written`` was written before."""
+        """The state of each token's parent. ``written`` are the states written just before."""
         ...
 
     def last(self, x: X) -> X:
@@ -226,7 +221,7 @@ class Operations(Protocol[X]):
         ...
 
     def logits(self, x: X, head: Linear, norm: Norm | None, cap: float) -> X:
-        """The logits in float32, between -cap and cap if there is one."""
+        """The logits in float32, limited to -cap .. cap unless ``cap`` is 0."""
         ...
 
 
@@ -334,17 +329,20 @@ def exit_head(o: Operations[X], model: Model, x: X) -> X:
 
 
 def attend_in_head(o: Operations[X], model: Model, x: X, more: Sequence[X] = ()) -> X:
-    """What of the exit head needs other tokens: up to behind its last attention, to which ``more``
-    is added."""
+    """The part of the exit head that reads other tokens. It ends with the last attention, to which
+    ``more`` is added."""
     last = model.head.blocks - 1
+    if last < 0:
+        return x
     for index in range(last):
         x = block(o, model.exit_block(index), x)
-    return attend(o, model.exit_block(last), x, [x, *more]) if model.head.blocks else x
+    return attend(o, model.exit_block(last), x, [x, *more])
 
 
 def finish_head(o: Operations[X], model: Model, x: X) -> X:
     """The rest of the exit head's blocks, for each token alone."""
-    return feed_forward(o, model.exit_block(model.head.blocks - 1), x) if model.head.blocks else x
+    blocks = model.head.blocks
+    return feed_forward(o, model.exit_block(blocks - 1), x) if blocks else x
 
 
 def block(o: Operations[X], of: Block, x: X) -> X:
@@ -353,7 +351,7 @@ def block(o: Operations[X], of: Block, x: X) -> X:
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
-    """The first half of a block: ``residual`` and what attention or a convolution adds."""
+    """The first half of a block: ``residual`` plus the output of attention or a convolution."""
     name = f"{of.prefix}attended"
     hidden = of.geometry.hidden_size
     if of.kind == CONVOLUTION:
@@ -371,7 +369,7 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
 
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
-    """The second half of a block, for each token alone: x and what the MLP or a mixture adds."""
+    """The second half of a block, for each token alone: x plus the output of an MLP or mixture."""
     geometry = of.geometry
     prefix = of.prefix
     norm = of.norm("post_attention_layernorm") if geometry.norm_before else None
@@ -406,9 +404,9 @@ def _mlp(name: str, geometry: Geometry, inner: int) -> tuple[Linear, Linear, Lin
 
 
 def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
-    """The input of a block's output projection: what the queries of x attend to.
+    """The attention of a block: the input of its output projection.
 
-    Without ``attends``, keys and values of x are written, and nothing else.
+    Without ``attends``, only the keys and values of x are written.
     """
     geometry = of.geometry
     prefix = of.prefix
@@ -423,7 +421,7 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
     has_norm = geometry.norm_before and of.eagle is None
     norm = of.norm("input_layernorm") if has_norm else None
     qkv = o.product(x, layers, f"{prefix}qkv", norm)
-    if of.joins_heads():
+    if geometry.qk_norm_joint:
         *normed, values = o.split(qkv, [*widths.values()], [f"{prefix}{part}" for part in widths])
         names = [f"self_attn.{part}_norm" for part in widths if part != "v"]
         parts = [o.norm(part, of.norm(one)) for part, one in zip(normed, names, strict=True)]
@@ -432,7 +430,7 @@ def _attention(o: Operations[X], of: Block, x: X, attends: bool = True) -> X:
 
 
 def _write_exit_caches(o: Operations[X], model: Model, x: X) -> None:
-    """Write the keys and values of the exit blocks: all that verify computes of them."""
+    """Write the keys and values of the exit blocks. Verify computes nothing else of them."""
     last = model.head.blocks - 1
     for index in range(last):
         x = block(o, model.exit_block(index), x)
@@ -452,7 +450,7 @@ def deep_state(o: Operations[X], model: Model, states: Sequence[X]) -> X:
 
 
 def deep_in(o: Operations[X], model: Model, state: X) -> X:
-    """What a deep state adds after the head's last attention."""
+    """The term that a deep state adds after the head's last attention."""
     return o.product(state, [Linear(f"{EXIT_HEAD}{DEEP_IN}", model.geometry.hidden_size)], "more")
 
 
@@ -477,13 +475,12 @@ def _write_eagle(o: Operations[X], model: Model, embedded: X, states: Sequence[X
 def _eagle_inputs(
     o: Operations[X], model: Model, eagle: Eagle, embedded: X, state: X
 ) -> tuple[X, X]:
-    """What the attention of an EAGLE-3 head reads, and what its block adds to."""
+    """The input of an EAGLE-3 head's attention, and the residual of its block."""
     of = model.exit_block(0)
-    normed = [
-        o.norm(embedded, of.norm("input_layernorm")),
-        o.norm(state, of.norm("hidden_norm")),
-    ]
-    return o.concat(normed, "read"), normed[1] if eagle.normed_residual else state
+    normed_embedded = o.norm(embedded, of.norm("input_layernorm"))
+    normed = o.norm(state, of.norm("hidden_norm"))
+    read = o.concat([normed_embedded, normed], "read")
+    return read, normed if eagle.normed_residual else state
 
 
 def _eagle_features(o: Operations[X], model: Model, eagle: Eagle, embedded: X) -> X:

@@ -1,8 +1,8 @@
-"""Checks of arguments at the edge of the API. numpy's numbers are numbers; booleans and text are
-not."""
+"""Checks of arguments at the edge of the API. Numbers of numpy count as numbers, booleans and text
+do not."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from numbers import Integral, Real
 from pathlib import Path
@@ -12,17 +12,19 @@ from typing import Any
 from eesd.common.errors import EESDError
 
 
+def first_fault(faults: Mapping[str, Any]) -> str:
+    """The first of these messages whose condition holds, or ""."""
+    return next((message for message, holds in faults.items() if holds), "")
+
+
 def check_integer(name: str, value: Any, least: int, most: int) -> int:
     """``value`` as an int. Raises :class:`EESDError` unless it is an integer from ``least`` to
     ``most``."""
     if isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most:
         return int(value)
-    too_large = isinstance(value, int) and value > most
-    bounds = (
-        f"of at least {least}"
-        if most >= 2**63 - 1 and not too_large
-        else f"between {least} and {most}"
-    )
+    bounds = f"between {least} and {most}"
+    if most >= 2**63 - 1 and not (isinstance(value, int) and value > most):
+        bounds = f"of at least {least}"
     raise EESDError(f"{name} is {shown(value)}; it must be an integer {bounds}.")
 
 
@@ -37,7 +39,7 @@ def check_number(name: str, value: Any, good: Any, wanted: str) -> float:
 
 
 def as_float(value: Real | float) -> float:
-    """The value as a float; infinite if it is an integer that no float can hold."""
+    """The value as a float; infinite for an integer too large for a float."""
     try:
         return float(value)
     except OverflowError:
@@ -68,9 +70,9 @@ def check_path(name: str, value: Any, wanted: str) -> Path:
     """``value`` as a path. Raises :class:`EESDError` for other types, and for text that cannot name
     a file."""
     try:
-        text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+        text = isinstance(value, str | os.PathLike) and os.fspath(value)
         if isinstance(text, str) and text and b"\0" not in text.encode():
-            Path(text).exists()  # raises where a name is too long, or a directory cannot be entered
+            Path(text).exists()  # raises if a name is too long or a directory cannot be entered
             return Path(text)
     except (UnicodeEncodeError, TypeError):
         pass
@@ -86,16 +88,14 @@ def shown(value: Any) -> str:
     try:
         text = repr(value)
     except ValueError:  # an integer of thousands of digits
-        text = (
-            f"a number of {value.bit_length()} bits"
-            if isinstance(value, int)
-            else type(value).__name__
-        )
+        text = type(value).__name__
+        if isinstance(value, int):
+            text = f"a number of {value.bit_length()} bits"
     return text if len(text) <= 40 else f"{text[:40]}..."
 
 
 def is_file_name(name: str) -> bool:
-    """Whether this is the name of a file in a directory, and not a path that leads out of it."""
+    """Whether this names a file in a directory, and is not a path that leads out of it."""
     return (
         name.isprintable()
         and 0 < len(name) < 200

@@ -25,7 +25,7 @@ HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 class _Path(click.Path):
-    """A path. An empty one, as from an unset variable of a shell, does not mean the current
+    """A path. An empty one, as from an unset shell variable, is refused: it would mean the current
     directory."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -33,7 +33,7 @@ class _Path(click.Path):
             self.fail("it is empty; give a path", param, ctx)
         path = Path(super().convert(value, param, ctx))  # type: ignore[arg-type]
         try:
-            str(resolved(path)).encode()  # ONNX Runtime and others open no other names
+            str(resolved(path)).encode()  # ONNX Runtime, among others, opens only UTF-8 names
         except OSError:
             self.fail(f"the links of {path} lead in a circle; give another path", param, ctx)
         except UnicodeEncodeError:
@@ -42,8 +42,8 @@ class _Path(click.Path):
 
 
 class _Output(_Path):
-    """A path that a command writes: what it names when the command begins, whatever becomes of
-    links and ".." later."""
+    """A path that a command writes. Links and ".." are resolved when the command begins, and may
+    change later."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = super().convert(value, param, ctx)
@@ -61,8 +61,7 @@ class _Name(click.types.StringParamType):
 
 
 class Number(click.FloatRange):
-    """A number from ``min`` to ``max``. The range of click lets everything pass that cannot be
-    compared."""
+    """A number from ``min`` to ``max``. Unlike click's range it refuses NaN."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
@@ -81,8 +80,9 @@ class _Bytes(click.types.StringParamType):
         if found is None:
             self.fail(f"{value} is no number of bytes; give one such as 5GiB or 5GB", param, ctx)
         number, unit, binary = found.groups()
-        power = " kmgt".index(unit or " ")
-        return int(float(number) * (1024 if binary else 1000) ** power) if unit else int(number)
+        if not unit:
+            return int(number)
+        return int(float(number) * (1024 if binary else 1000) ** " kmgt".index(unit))
 
 
 PATH = _Path(path_type=Path)
@@ -130,7 +130,7 @@ def command(
     """``click.command(**settings)`` with ``-h``, ``--version``, shown defaults, and errors in one
     line.
 
-    With ``environment`` every option can be given as a variable, such as ``EESD_SERVE_PORT`` for
+    With ``environment``, each option can also be set by a variable, such as ``EESD_SERVE_PORT`` for
     ``--port``.
     """
     context = HELP | {"auto_envvar_prefix": environment}
@@ -140,7 +140,7 @@ def command(
 
 
 def group(**settings: Any) -> Callable[[Callable[..., None]], click.Group]:
-    """The same for ``click.group``."""
+    """``click.group`` with the same additions as :func:`command`."""
     return lambda function: _with_version(
         click.command(None, _Group, context_settings=HELP, **settings)(function)
     )
@@ -155,7 +155,7 @@ def _one_line_errors() -> Iterator[None]:
     """Report :class:`EESDError`, wrong options and unreadable files as ``error: ...`` with exit
     code 2.
 
-    Ctrl-C exits with 130, and a closed output pipe with 141, as shells expect, without a traceback.
+    Ctrl-C exits with 130 and a closed output pipe with 141, without a traceback, as shells expect.
     """
     try:
         yield
@@ -180,8 +180,8 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _check_streams() -> None:
-    """Make a program that was started with closed streams safe: no file gets a number that
-    libraries print to.
+    """Protect a program that was started with closed streams: no file may get the number of a
+    standard stream, to which libraries print.
 
     Without stderr, messages are dropped. Without stdout the program ends, because its result would
     be lost.
@@ -202,8 +202,7 @@ def _null() -> TextIO:
 
 
 def _give_up_broken_streams() -> None:
-    """Redirect the standard streams that cannot be written, so that Python does not try again at
-    exit."""
+    """Redirect broken standard streams, so that Python does not try to flush them at exit."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -218,7 +217,7 @@ def _exit_on_signals() -> None:
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
-            with suppress(ValueError):  # only the main thread may do that
+            with suppress(ValueError):  # allowed in the main thread only
                 signal.signal(number, lambda number, _: sys.exit(128 + number))
 
 

@@ -1,8 +1,8 @@
 """The draft vocabulary: the tokens that a draft can predict, and the columns of its logits.
 
-A draft step spends much of its time on the LM head of a small model, and most text uses few of the
-tokens. What the draft cannot predict, verify still can: only acceptance depends on the choice. The
-module needs no torch.
+For a small model, a draft step spends much of its time on the LM head, and most text uses few of
+the tokens. Verify can still choose tokens that the draft cannot predict, so the choice affects
+acceptance only. The module needs no torch.
 """
 
 from collections.abc import Sequence
@@ -23,12 +23,11 @@ def are_draft_vocab(ids: NDArray[np.integer], vocab_size: int) -> bool:
 
 
 class DraftColumns:
-    """Which token each column of the draft's logits is for. Without a draft vocabulary, column i is
-    for token i."""
+    """The token of each column of the draft's logits. Without a draft vocabulary, column i is token
+    i."""
 
     def __init__(self, ids: Ids | None = None) -> None:
-        """``ids`` are those of the draft vocabulary [Vd], ascending; None: the draft has the whole
-        vocabulary."""
+        """``ids`` are those of the draft vocabulary [Vd], ascending. None: the whole vocabulary."""
         self._ids = ids
 
     def tokens(self, columns: NDArray[np.int64] | Sequence[int]) -> Ids:
@@ -37,7 +36,7 @@ class DraftColumns:
         return columns if self._ids is None else self._ids[columns]
 
     def of(self, tokens: Sequence[int] | Ids) -> NDArray[np.int64] | Sequence[int]:
-        """The columns for those of these tokens that have one."""
+        """The columns of these tokens. Tokens without a column are left out."""
         if self._ids is None:
             return tokens
         columns: NDArray[np.int64] = np.searchsorted(self._ids, tokens)[
@@ -55,7 +54,7 @@ class DraftColumns:
         return known
 
     def spread(self, values: NDArray[np.float64], vocab_size: int) -> NDArray[np.float64]:
-        """Values of all columns as values of all tokens [V]: 0 where the draft has no column."""
+        """Spread values of columns to values of tokens [V]: 0 for tokens without a column."""
         if self._ids is None:
             return values
         spread = np.zeros(vocab_size)
@@ -64,7 +63,7 @@ class DraftColumns:
 
 
 WHOLE = DraftColumns()
-"""The columns of a draft that can predict every token, and those of the verifier's logits."""
+"""The columns of the verifier's logits, and of a draft that can predict every token."""
 
 
 def load_draft_vocab(directory: Path, manifest: Manifest) -> Ids | None:

@@ -14,17 +14,17 @@ class EESDError(Exception):
 
 
 def shortened(message: str) -> str:
-    """A message without its middle if it repeats input of thousands of characters. Its end says
+    """A message without its middle, if it repeats input of thousands of characters. The end says
     what to do."""
     return message if len(message) <= 1000 else f"{message[:600]} ... {message[-300:]}"
 
 
 @contextmanager
 def refused(sentence: Callable[[Exception], str]) -> Iterator[None]:
-    """Turn what a library raises, which may be any exception, into an :class:`EESDError`.
+    """Turn any exception of a library into an :class:`EESDError`.
 
-    An exception of the caller's own signal handler goes on: it may interrupt any call, and says
-    nothing about this one.
+    An exception raised by the caller's signal handler passes through: it may interrupt any call,
+    and says nothing about this one.
     """
     try:
         yield
@@ -35,18 +35,16 @@ def refused(sentence: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """What a library says, in a line."""
+    """The message of a library, in one line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200].rstrip(".")
 
 
 def _of_handler(error: Exception) -> bool:
-    """Whether the handler of a signal raised it: such a function is called with the frame that it
-    interrupts."""
-    values = [
-        value for frame, _ in walk_tb(error.__traceback__) for value in frame.f_locals.values()
-    ]
-    return any(
-        isinstance(one, FrameType)
-        for value in values
-        for one in (value if isinstance(value, tuple) else (value,))
-    )
+    """Whether a signal handler raised the exception. A handler receives the interrupted frame as an
+    argument."""
+    for frame, _ in walk_tb(error.__traceback__):
+        for value in frame.f_locals.values():
+            several = value if isinstance(value, tuple) else (value,)
+            if any(isinstance(one, FrameType) for one in several):
+                return True
+    return False

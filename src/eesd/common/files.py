@@ -1,12 +1,12 @@
-"""Files and directories that appear under their names whole or not at all, and what killed
-processes left of them.
+"""Files and directories that appear under their names whole or not at all, and the leftovers of
+killed processes.
 
-What is being written lies beside its final name as ``.NAME.eesd-RANDOM.new``; a directory that it
-replaces is moved to ``.old`` for a moment. Before either exists there is
-``.NAME.eesd-RANDOM.lock``, which the writing process keeps locked. The operating system unlocks it
-when the process ends, however it ends: a lock that can be taken shows that the files beside it are
-leftovers. The next run that writes to the same place removes them. What no run wrote is never
-removed: the caller says what is foreign.
+A writer writes beside the final name, to ``.NAME.eesd-RANDOM.new``. A directory that it replaces is
+moved to ``.old`` for a moment. Before either exists, the writer creates
+``.NAME.eesd-RANDOM.lock`` and keeps it locked. The operating system unlocks it when the process
+ends, however it ends: if the lock can be taken, the files beside it are leftovers. The next run
+that writes to the same place removes them. Files that no run wrote are never removed: callers
+define which are foreign.
 """
 
 import logging
@@ -36,8 +36,8 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path``. It takes that name when the block ends normally; otherwise
-    it is deleted."""
+    """A temporary file beside ``path``. It is renamed to ``path`` if the block succeeds, and
+    deleted if it raises."""
     with temporary_beside(path) as temporary:
         yield temporary
         temporary.replace(path)
@@ -45,8 +45,8 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """The name of a temporary file or directory beside ``path``. What is there when the block ends
-    is deleted."""
+    """A temporary name beside ``path``. A file or directory with this name is deleted when the
+    block ends."""
     with claimed(path) as claim:
         yield claim.new
 
@@ -63,13 +63,12 @@ def directory_written_whole(
     and deleted if it raises.
 
     Args:
-        output: The directory to write. It is no link by then.
-        foreign: Says of a directory that was there why it may not be replaced, as "it ..."; "" if
-            it may.
+        output: The directory to write. It must not be a link by then.
+        foreign: Returns the reason not to replace an existing directory, as "it ...", or "".
 
     Raises:
-        EESDError: What is there may not be replaced. The new directory is kept beside it, and the
-            message says where.
+        EESDError: The existing directory may not be replaced. The new one is kept beside it, and
+            the message says where.
     """
     output.parent.mkdir(parents=True, exist_ok=True)
     with claimed(output) as claim:
@@ -83,20 +82,20 @@ def directory_written_whole(
 
 
 def is_temporary(name: str) -> bool:
-    """Whether this module gives such a name to temporary files."""
+    """Whether this is a name that this module gives to temporary files."""
     return _TEMPORARY.fullmatch(name) is not None
 
 
 def remove_leftovers(directory: Path, name: str | None = None) -> None:
-    """Remove what killed processes left in a directory, and put back a directory that one had moved
-    aside.
+    """Remove the leftovers of killed processes in a directory, and put back a directory that one of
+    them had moved aside.
 
-    Each is logged as a warning, in one line. What may belong to a process that still runs is kept:
-    without a word if its lock is held, and with a warning if that cannot be known.
+    Each is logged as a warning, in one line. Files that may belong to a running process are kept:
+    silently if their lock is held, and with a warning if that is unknown.
 
     Args:
-        directory: The directory to look in. It need not exist.
-        name: Only what was being written under this name. None: everything.
+        directory: The directory to search. It need not exist.
+        name: The final name of the leftovers to remove. None: all names.
     """
     with suppress(OSError):
         found = filter(None, (_TEMPORARY.fullmatch(path.name) for path in directory.iterdir()))
@@ -133,28 +132,26 @@ class Claim(NamedTuple):
         return self.target.with_name(f".{self.target.name}.eesd-{self.key}.{kind}")
 
     def put_back(self) -> bool:
-        """Undo the first of the two renames of a replacement if the second did not happen. Returns
-        whether it did that."""
+        """Undo the first rename of a replacement if the second did not happen. Returns whether it
+        had to be undone."""
         if lexists(self.target) or not lexists(self.old):
             return False
         self.old.rename(self.target)
         return True
 
     def move_aside(self, foreign: Callable[[Path], str]) -> str:
-        """Move the directory of the final name to ``old``, unless it is ``foreign``. Returns why it
-        stays, or ""."""
+        """Move the existing directory to ``old``, unless it is ``foreign``. Returns the reason if
+        it stays, or ""."""
         if not lexists(self.target):
             return ""
-        kept = (
-            foreign(self.target)
-            if self.target.is_dir() and not self.target.is_symlink()
-            else "it is no directory"
-        )
+        if not self.target.is_dir() or self.target.is_symlink():
+            return "it is no directory"
+        kept = foreign(self.target)
         if not kept:
             self.target.rename(self.old)
             kept = "it cannot be read"
             try:
-                kept = foreign(self.old)  # something may have come in the meantime
+                kept = foreign(self.old)  # files may have been added in the meantime
             finally:
                 if kept:
                     self.keep(self.old)
@@ -162,17 +159,15 @@ class Claim(NamedTuple):
 
     def keep(self, path: Path) -> Path:
         """Give a directory with a temporary name a lasting one: the final name, or one beside it.
-        Returns that."""
-        lasting = (
-            self.target.with_name(f"{self.target.name}-{self.key}")
-            if lexists(self.target)
-            else self.target
-        )
+        Returns the lasting name."""
+        lasting = self.target
+        if lexists(lasting):
+            lasting = self.target.with_name(f"{self.target.name}-{self.key}")
         path.rename(lasting)
         return lasting
 
     def clean_up(self) -> None:
-        """Delete everything, the lock last: without it nobody could tell what the rest is."""
+        """Delete everything, the lock last: without it, the other files cannot be attributed."""
         with suppress(OSError):
             self.put_back()
         if (
@@ -183,17 +178,16 @@ class Claim(NamedTuple):
             self.lock.unlink(missing_ok=True)
 
     def sweep(self) -> None:
-        """Clean up if the writer is dead; otherwise, or if that is not sure, leave everything as it
-        is."""
+        """Clean up if the writer is dead. If it lives, or if that is uncertain, change nothing."""
         left = lexists(self.new) or lexists(self.old)
-        # A lock without text was made by a writer that was killed, or has not gone on, before it
-        # wrote anything else.
+        # A lock without text is from a writer that wrote nothing else: it was killed first, or has
+        # not continued yet.
         with suppress(OSError), _taken(self.lock) as (is_free, text):
             if not is_free:
                 return
             sure = _from_this_machine(text) if text else not left
-            # Something took the place of a directory that was moved aside: only its owner knows
-            # which of the two is wanted.
+            # If the place of a directory that was moved aside is taken, only the owner of both
+            # knows which one is wanted.
             if sure and not (lexists(self.new) and lexists(self.old) and lexists(self.target)):
                 if self.put_back():
                     LOGGER.warning(
@@ -216,7 +210,7 @@ class Claim(NamedTuple):
 
 @contextmanager
 def claimed(target: Path) -> Iterator[Claim]:
-    """Temporary names for what will be ``target``, under a lock. They are cleaned up at the end."""
+    """Temporary names for ``target``, under a lock. They are cleaned up when the block ends."""
     remove_leftovers(target.parent, target.name)
     claim, lock = _new_claim(target)
     try:
@@ -230,14 +224,14 @@ def claimed(target: Path) -> Iterator[Claim]:
 
 
 def _new_claim(target: Path) -> tuple[Claim, int]:
-    """Create and lock the lock file of a new claim; returns its descriptor, too."""
+    """Create and lock the lock file of a new claim. Also returns its descriptor."""
     while True:
         claim = Claim(target, secrets.token_hex(8))
         try:
             lock = os.open(claim.lock, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
-        except OSError as error:  # the user knows the final name only
+        except OSError as error:  # the user knows only the final name
             raise OSError(error.errno, error.strerror, str(target)) from None
-        # Another run that just looks for leftovers may take the lock first, and delete the file.
+        # Another run that looks for leftovers may take the lock first and delete the file.
         if try_lock(lock) is not False and claim.lock.exists():
             return claim, lock
         os.close(lock)
@@ -245,10 +239,10 @@ def _new_claim(target: Path) -> tuple[Claim, int]:
 
 @contextmanager
 def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
-    """Try to lock an existing lock file. Gives whether that worked, and the file's text.
+    """Try to lock an existing lock file. Yields whether that worked, and the file's text.
 
     Raises:
-        OSError: It is not known whether another process holds the lock.
+        OSError: Whether another process holds the lock is unknown.
     """
     file = os.open(lock, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
@@ -261,15 +255,15 @@ def _taken(lock: Path) -> Iterator[tuple[bool, str]]:
 
 
 def try_lock(file: int) -> bool | None:
-    """Lock an open file without waiting. False: another process has the lock. None: there are no
-    locks here."""
+    """Lock an open file without waiting. False: another process has the lock. None: the file system
+    has no locks."""
     if sys.platform == "win32":
         return None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    except OSError:  # some network file systems have no locks
+    except OSError:  # as on some network file systems
         return None
     return True
 
@@ -277,16 +271,16 @@ def try_lock(file: int) -> bool | None:
 def _from_this_machine(text: str) -> bool:
     """Whether the lock file with this text was written on this machine.
 
-    Locks reach all containers of a machine. On some network file systems they do not reach other
-    machines.
+    Locks work across all containers of a machine. On some network file systems they do not work
+    across machines.
     """
     magic, host, boot, *_ = [*text.split("\n"), "", "", ""]
     return magic == _MAGIC and (host == socket.gethostname() or (boot != "" and boot == _boot_id()))
 
 
 def _boot_id() -> str:
-    """A number that is the same in all containers of a machine, until it starts again. Empty where
-    there is none."""
+    """An id that is the same in all containers of a machine until it restarts. Empty if there is
+    none."""
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
@@ -294,7 +288,7 @@ def _boot_id() -> str:
 
 
 def _delete(path: Path) -> bool:
-    """Delete a file or a directory, and never what a link points at. Returns whether it is gone."""
+    """Delete a file or a directory, but not the target of a link. Returns whether it is gone."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -304,14 +298,13 @@ def _delete(path: Path) -> bool:
 
 
 def user_cache() -> Path | None:
-    """Where EESD keeps what it can make again, as the user or the system says. None for a user
-    without a home."""
-    given = os.environ.get("EESD_CACHE_DIR")
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}.get(
-        sys.platform
-    )
+    """The directory for files that EESD can make again, as the user or the system sets it. None for
+    a user without a home."""
+    if given := os.environ.get("EESD_CACHE_DIR"):
+        return Path(given)
+    of_system = {"darwin": "~/Library/Caches", "win32": os.environ.get("LOCALAPPDATA")}
+    parent = os.environ.get("XDG_CACHE_HOME") or of_system.get(sys.platform) or "~/.cache"
     try:
-        return Path(given) if given else Path(xdg or of_system or "~/.cache").expanduser() / "eesd"
+        return Path(parent).expanduser() / "eesd"
     except RuntimeError:
         return None

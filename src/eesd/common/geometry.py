@@ -1,33 +1,33 @@
 """Sizes and options of a decoder and of its exit head.
 
-``config.json`` is read into these objects and ``manifest.json`` stores them. The module needs no
+``config.json`` is parsed into these objects; ``manifest.json`` stores them. The module needs no
 torch.
 """
 
 from dataclasses import dataclass, replace
 from math import inf
 
+from eesd.common.checks import first_fault
 from eesd.common.errors import EESDError
 from eesd.common.prior import CalibrationPrior
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Scaling of the rotary frequencies, with a rule that does not depend on the length of the
-    text.
+    """Scaling of the rotary frequencies, by a rule that does not depend on the length of the text.
 
     Attributes:
         kind: ``linear``, ``llama3``, ``yarn`` or ``longrope``.
-        factor: How much longer texts become.
+        factor: Factor by which texts become longer.
         original_max_position: Positions of the model before the scaling (llama3, yarn).
-        low_freq_factor: Waves that turn less often than this within the original positions are
+        low_freq_factor: Frequencies with fewer turns than this within the original positions are
             scaled (llama3).
-        high_freq_factor: Waves that turn more often are not (llama3).
-        beta_fast: Dimensions whose waves turn more often than this are not scaled (yarn).
-        beta_slow: Dimensions whose waves turn less often are (yarn).
+        high_freq_factor: Frequencies with more turns than this are not scaled (llama3).
+        beta_fast: Dimensions with more turns than this are not scaled (yarn).
+        beta_slow: Dimensions with fewer turns than this are scaled (yarn).
         attention_factor: Factor of cos and sin (yarn, longrope).
         truncate: Whether the bounds of the dimensions between are rounded to integers (yarn).
-        divisors: Of each frequency (longrope): those of texts within the original positions.
+        divisors: Divisor of each frequency, as for texts within the original positions (longrope).
     """
 
     kind: str
@@ -46,29 +46,29 @@ FULL = "full"
 SLIDING = "sliding"
 UNROTATED = "unrotated"
 CONVOLUTION = "convolution"
-"""Kinds of layers: with the rotary embedding and all tokens before a token; with those in a window,
-and the local rotary base if there is one; without a rotary embedding; with a short convolution in
-the place of attention."""
+"""Kinds of layers. FULL: rotary embedding, and attention to all previous tokens. SLIDING: attention
+within a window, with the local rotary base if there is one. UNROTATED: no rotary embedding.
+CONVOLUTION: a short convolution instead of attention."""
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""What gates the MLP."""
+"""Activations of the gate of an MLP."""
 MOST_LAYERS = 4096
 WIDEST = 512
 LARGEST_SIZE = 1 << 24
 MOST_TAPS = 16
-"""Bounds for what a file may say about a model, so that a damaged one cannot take all memory."""
+"""Bounds on the values of a file, so that a damaged one cannot exhaust the memory."""
 
 
 @dataclass(frozen=True)
 class Experts:
-    """Layers with a mixture of MLPs, the experts, of which each token uses a few.
+    """Layers with a mixture of MLPs, the experts. Each token uses a few of them.
 
     Attributes:
         count: Experts of a layer.
-        used: How many of them a token uses.
-        size: Their intermediate size.
+        used: Number of experts that a token uses.
+        size: Intermediate size of an expert.
         normed: Whether the weights of a token's experts are divided by their sum.
-        dense_layers: Layers that have one MLP of the model's intermediate size instead, ascending;
-            perhaps of more layers than there are.
+        dense_layers: Layers with one MLP of the model's intermediate size instead, ascending. May
+            name layers beyond the last.
 
     Raises:
         ValueError: A value is out of range.
@@ -90,32 +90,31 @@ class Experts:
 
 @dataclass(frozen=True)
 class Geometry:
-    """Everything that the modules of a decoder depend on. The defaults are those of Llama.
+    """All properties that the modules of a decoder depend on. The defaults are those of Llama.
 
     Attributes:
-        architecture: Name of the architecture in transformers; nothing is computed from it.
-        qk_norm: Whether queries and keys are normalized before they are rotated, each head alone.
+        architecture: Name of the architecture in transformers. Not used in computations.
+        qk_norm: Whether queries and keys are normalized before they are rotated, each head
+            separately.
         qk_norm_rotated: Whether this norm comes after the rotation instead.
-        qk_norm_joint: Whether they are normalized over all heads together instead.
-        norm_before, norm_behind: Whether a norm stands before attention and MLP, and behind each,
-            before its sum with x.
-        wide_norms: Whether norms have float32 weights and multiply in float32, whatever the
-            directory's element type is.
+        qk_norm_joint: Whether it is over all heads together instead.
+        norm_before: Whether a norm precedes attention and MLP.
+        norm_behind: Whether a norm follows each of them, before its output is added to x.
+        wide_norms: Whether norms have float32 weights and multiply in float32, regardless of the
+            directory's element type.
         activation: One of :data:`ACTIVATIONS`.
-        embedding_scale: Factor of what is read from the embedding table.
+        embedding_scale: Factor of the embeddings.
         attention_scale: Factor of the scores; 0: D ** -0.5.
-        attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: they stay.
-        logit_cap: The same for the model's logits. The exit head has no cap: it learns the logits
-            that are capped.
-        rotated: Leading values of a head's halves that are rotated, two times so many in all; 0:
-            all of them.
-        layer_kinds: Kind of each layer, or of more layers than there are; empty: all are ``full``.
-        window: Tokens that a sliding layer sees, its own included.
-        taps: Tokens that a short convolution sees, its own included.
-        local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: they have
-            those of the others.
-        experts: What layers have instead of an MLP of the intermediate size. The blocks of an exit
-            head have such an MLP.
+        attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: no cap.
+        logit_cap: The same for the model's logits. The exit head has no cap: it learns the capped
+            logits.
+        rotated: Number of values rotated in each half of a head, from the first on; 0: all.
+        layer_kinds: Kind of each layer; empty: all are ``full``. May be longer than the model.
+        window: Number of tokens that a sliding layer sees, the current one included.
+        taps: Number of tokens that a short convolution sees, the current one included.
+        local_theta: Base of the frequencies in sliding layers, which are not scaled; 0: the same
+            frequencies as in other layers.
+        experts: Mixture that replaces MLPs in layers. The blocks of an exit head keep MLPs.
 
     Raises:
         ValueError: A value is out of range, or does not fit the others.
@@ -169,63 +168,62 @@ class Geometry:
                 {"num_layers": MOST_LAYERS, "head_dim": WIDEST}.get(name, LARGEST_SIZE),
             )
         _check_size("vocab_size", self.vocab_size, LARGEST_SIZE, least=2)
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads"
-            )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim is {self.head_dim}, and must be even for rotary embeddings")
-        if not 0 <= self.rms_norm_eps < 1:
-            raise ValueError(
-                f"rms_norm_eps is {self.rms_norm_eps}, and must be at least 0 and below 1"
-            )
-        if not 0 < self.rope_theta < inf:
-            raise ValueError(f"rope_theta is {self.rope_theta}, and must be above 0")
-        self._check_parts()
+        if fault := first_fault(
+            {
+                f"{self.num_kv_heads} key-value heads do not divide {self.num_heads} heads": (
+                    self.num_heads % self.num_kv_heads
+                ),
+                f"head_dim is {self.head_dim}, and must be even for rotary embeddings": (
+                    self.head_dim % 2
+                ),
+                f"rms_norm_eps is {self.rms_norm_eps}, and must be at least 0 and below 1": (
+                    not 0 <= self.rms_norm_eps < 1
+                ),
+                f"rope_theta is {self.rope_theta}, and must be above 0": (
+                    not 0 < self.rope_theta < inf
+                ),
+            }
+            | self._faults_of_parts()
+        ):
+            raise ValueError(fault)
 
-    def _check_parts(self) -> None:
-        """Check what Llama does not have."""
-        if self.activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation is {self.activation[:40]!r}, and must be one of "
-                f"{', '.join(ACTIVATIONS)}"
-            )
-        for name in (
-            "embedding_scale",
-            "attention_scale",
-            "attention_cap",
-            "logit_cap",
-            "local_theta",
-        ):
-            if not 0 <= getattr(self, name) <= 1e9:
-                raise ValueError(f"{name} is {getattr(self, name)}, and must be between 0 and 1e9")
-        if not 0 <= self.rotated <= self.head_dim // 2:
-            raise ValueError(
-                f"{2 * self.rotated} of a head's {self.head_dim} values cannot be rotated"
-            )
-        if self.layer_kinds and len(self.layer_kinds) < self.num_layers:
-            raise ValueError(
-                f"there are kinds of {len(self.layer_kinds)} layers, and {self.num_layers} layers"
-            )
-        if (
-            not {*self.layer_kinds} <= {FULL, SLIDING, UNROTATED, CONVOLUTION}
-            or len(self.layer_kinds) > MOST_LAYERS
-        ):
-            raise ValueError("a kind of layer is unknown")
-        if (SLIDING in self.layer_kinds) != (self.window > 0):
-            raise ValueError(f"the window is {self.window}, which does not fit the kinds of layers")
-        if (CONVOLUTION in self.layer_kinds) != (self.taps > 0) or self.taps > MOST_TAPS:
-            raise ValueError(f"a convolution of {self.taps} tokens is out of range")
-        if self.taps and self.state_caches > WIDEST:
-            raise ValueError("a state is too large for the caches")
-        if not (self.norm_before or self.norm_behind):
-            raise ValueError("a block has no norm")
-        if self.experts is not None and self.mlp_bias:
-            raise ValueError("experts have no biases")
+    def _faults_of_parts(self) -> dict[str, bool]:
+        """Faults of the options that Llama does not use."""
+        kinds = {*self.layer_kinds}
+        scales = ("embedding_scale", "attention_scale", "attention_cap", "logit_cap", "local_theta")
+        return {
+            f"activation is {self.activation[:40]!r}, and must be one of "
+            f"{', '.join(ACTIVATIONS)}": self.activation not in ACTIVATIONS,
+            **{
+                f"{name} is {getattr(self, name)}, and must be between 0 and 1e9": (
+                    not 0 <= getattr(self, name) <= 1e9
+                )
+                for name in scales
+            },
+            f"{2 * self.rotated} of a head's {self.head_dim} values cannot be rotated": (
+                not 0 <= self.rotated <= self.head_dim // 2
+            ),
+            f"there are kinds of {len(self.layer_kinds)} layers, and {self.num_layers} layers": (
+                0 < len(self.layer_kinds) < self.num_layers
+            ),
+            "a kind of layer is unknown": (
+                not kinds <= {FULL, SLIDING, UNROTATED, CONVOLUTION}
+                or len(self.layer_kinds) > MOST_LAYERS
+            ),
+            f"the window is {self.window}, which does not fit the kinds of layers": (
+                (SLIDING in kinds) != (self.window > 0)
+            ),
+            f"a convolution of {self.taps} tokens is out of range": (
+                (CONVOLUTION in kinds) != (self.taps > 0) or self.taps > MOST_TAPS
+            ),
+            "a state is too large for the caches": self.taps > 0 and self.state_caches > WIDEST,
+            "a block has no norm": not (self.norm_before or self.norm_behind),
+            "experts have no biases": self.experts is not None and self.mlp_bias,
+        }
 
     def check_window(self, nodes: int) -> None:
-        """Raise ValueError unless the window is longer than a round of so many drafted nodes, which
-        then is inside of it."""
+        """Raise ValueError unless the window is longer than a round with this many drafted nodes.
+        Only then does the round fit in it."""
         if 0 < self.window <= nodes:
             raise ValueError(
                 f"the window of {self.window} tokens is not longer than a round of {nodes} "
@@ -242,18 +240,18 @@ class Geometry:
         return [one for one in range(self.num_layers) if self.kind(one) != CONVOLUTION]
 
     def head_layers(self, blocks: int) -> list[int]:
-        """The layers that an untrained exit head's blocks have their weights and kinds from: the
-        last ones with attention, of which there must be so many."""
+        """The layers from which an untrained exit head copies the weights and kinds of its blocks:
+        the last ``blocks`` layers with attention. That many must exist."""
         layers = self.attention_layers
         return layers[len(layers) - blocks :]
 
     @property
     def state_caches(self) -> int:
-        """Caches that a state of the hidden size takes."""
+        """Number of caches for a state of the hidden size."""
         return -(-self.hidden_size // self.cache_columns)
 
     def caches_of(self, layer: int) -> range:
-        """Indices of a layer's caches: one of keys and values, or those of a convolution's
+        """Indices of a layer's caches: one of keys and values, or several of a convolution's
         states."""
         more = self.state_caches - 1
         first = layer + more * self.layer_kinds[:layer].count(CONVOLUTION)
@@ -271,26 +269,25 @@ class Geometry:
 
     @property
     def dense(self) -> "Geometry":
-        """That of blocks without experts, as those of an exit head are."""
+        """The geometry of blocks without experts, such as those of an exit head."""
         return replace(self, experts=None)
 
     def of_layer(self, layer: int) -> "Geometry":
-        """That of a layer's block: with experts, or without."""
+        """The geometry of a layer's block, with or without experts."""
         return self.dense if self.experts is None or layer in self.experts.dense_layers else self
 
     @property
     def score_scale(self) -> float:
-        """What the scores of attention are multiplied by."""
+        """Factor of the attention scores."""
         return self.attention_scale or self.head_dim**-0.5
 
     @property
     def rotary_columns(self) -> int:
-        """Columns of the rotary tables: D / 2, and where sliding layers have a base of their own as
-        many again behind these."""
-        return self.head_dim // 2 * (2 if self.local_theta else 1)
+        """Columns of the rotary tables: D / 2, or D if sliding layers have a base of their own."""
+        return self.head_dim if self.local_theta else self.head_dim // 2
 
     def on_rank(self, ranks: int) -> "Geometry":
-        """What each of so many ranks has of a split model. Raises :class:`EESDError` if they cannot
+        """The geometry of each rank of a split model. Raises :class:`EESDError` if the ranks cannot
         have equal parts."""
         experts = self.experts
         parts = {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size}
@@ -301,8 +298,9 @@ class Geometry:
                 raise EESDError(
                     f"{ranks} ranks do not divide the model's {size} {what}; give another number."
                 )
-        if ranks > 1 and (self.qk_norm_joint or self.taps):
-            part = "norms over all heads" if self.qk_norm_joint else "short convolutions"
+        unsplit = {"norms over all heads": self.qk_norm_joint, "short convolutions": self.taps}
+        part = next((part for part, has in unsplit.items() if has), None)
+        if ranks > 1 and part:
             raise EESDError(
                 f"{self.architecture} cannot be split over ranks: it has {part}; start one process."
             )
@@ -311,7 +309,7 @@ class Geometry:
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // ranks,
             intermediate_size=self.intermediate_size // ranks,
-            experts=None if experts is None else replace(experts, size=experts.size // ranks),
+            experts=experts and replace(experts, size=experts.size // ranks),
         )
 
 
@@ -322,19 +320,18 @@ def _check_size(name: str, value: int, most: int, least: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Eagle:
-    """Structure of an EAGLE-3 head (arXiv 2503.01840), which reads the model's states and then its
+    """Structure of an EAGLE-3 head (arXiv 2503.01840), which reads states of the model, then its
     own.
 
     Attributes:
-        layers: The layers whose hidden states verify fuses to what the head reads, ascending.
-        block: Sizes of its block, whose attention reads an embedding and a state side by side.
-            Caches have one shape, so hidden size, KV heads and their size are the model's.
-        normed_residual: Whether the block adds to the norm of the state, and not to the state
-            itself.
-        fuse_norms: Norms before the layers' states are fused: none, one of all side by side, or one
-            of each (EAGLE-3.1).
-        normed_output: Whether the next draft step reads the norm of the block's output, and not the
-            output itself (EAGLE-3.1).
+        layers: The layers whose hidden states verify fuses for the head, ascending.
+        block: Sizes of its block. The attention reads an embedding and a state side by side. All
+            caches have one shape, so hidden size, KV heads and head size equal the model's.
+        normed_residual: Whether the block adds to the norm of the state, not to the state.
+        fuse_norms: Number of norms before the states are fused: none, one over all states side by
+            side, or one for each layer (EAGLE-3.1).
+        normed_output: Whether the next draft step reads the norm of the block's output, not the
+            output (EAGLE-3.1).
     """
 
     layers: tuple[int, ...]
@@ -346,25 +343,25 @@ class Eagle:
 
 @dataclass(frozen=True)
 class ExitConfig:
-    """Position and structure of a head that drafts: an exit head, or one of EAGLE-3.
+    """Position and structure of a drafting head: an exit head, or an EAGLE-3 head.
 
     Attributes:
-        layer: N, the number of base layers before the head. L: the draft is the whole model, with
-            weights of fewer bits.
-        blocks: E, the number of decoder blocks in the head. 0: norm and LM head follow layer N, as
-            LayerSkip trains models for.
-        own_lm_head: Whether the head has its own LM head. If not, it uses the base model's. In an
-            engine directory a draft vocabulary always has an LM head of its own: the rows of its
+        layer: N, the number of base layers before the head. N = L means that the draft is the whole
+            model, with weights of fewer bits.
+        blocks: E, the number of decoder blocks in the head. 0: norm and LM head follow layer N
+            directly, as in models trained with LayerSkip.
+        own_lm_head: Whether the head has a separate LM head, not the base model's. In an engine
+            directory this is always so with a draft vocabulary: the LM head has the rows of its
             tokens.
         base: Fingerprint of the base model.
-        trained: False for an initialised head that was never trained. Without blocks: the directory
-            has no draft worth running.
+        trained: False for an initialised head that was never trained. An untrained head without
+            blocks is a place holder, not worth running.
         calibration: Calibration prior of this head. None: controllers use the default prior.
         draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
-        deep: Layers above N, ascending, whose hidden states verify puts into the deep cache, where
-            the draft reads them. Empty: there is none.
-        eagle: What an EAGLE-3 head is. It has one block, its own LM head, and stands behind the
-            embeddings: N is 0. None for an exit head.
+        deep: Layers above N, ascending, whose hidden states verify writes to the deep cache for the
+            draft to read. Empty: no deep cache.
+        eagle: Structure of an EAGLE-3 head: one block with its own LM head right after the
+            embeddings (N = 0). None for an exit head.
     """
 
     layer: int
@@ -388,12 +385,12 @@ class ExitConfig:
 
     @property
     def read_layers(self) -> tuple[int, ...]:
-        """The layers behind which verify writes states for the head, ascending."""
+        """The layers after which verify writes states for the head, ascending."""
         return self.eagle.layers if self.eagle else self.deep
 
 
 def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
-    """Why a model cannot have a head that reads these layers; None: it can."""
+    """The reason why a model cannot have this head; None if it can."""
     deep = exit_config.deep
     eagle = exit_config.eagle
     if list(deep) != sorted(set(deep)) or not all(
@@ -430,8 +427,8 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
 
 
 def state_caches(geometry: Geometry, exit_config: ExitConfig) -> int:
-    """Caches that hold states, to which nothing attends: the deep cache, or as many as an EAGLE-3
-    head's state takes."""
+    """Number of caches that hold states, without attention: the deep cache, or those of an EAGLE-3
+    head's state."""
     if exit_config.eagle:
         return geometry.state_caches
     return int(bool(exit_config.deep))
@@ -443,8 +440,8 @@ def draft_columns(geometry: Geometry, exit_config: ExitConfig) -> int:
 
 
 def exit_caches(geometry: Geometry, exit_config: ExitConfig) -> range:
-    """Indices of the exit head's caches, behind those of the base layers: those of its E blocks,
-    then those of states."""
+    """Indices of the exit head's caches, which follow those of the base layers: first those of its
+    E blocks, then those of states."""
     first = geometry.num_caches
     states = state_caches(geometry, exit_config)
     return range(first, first + exit_config.blocks + states)

@@ -1,4 +1,4 @@
-"""Whether the files of an engine directory are still as they were written: hashes, sizes, times."""
+"""Checks that the files of an engine directory are unchanged: hashes, sizes, times."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -10,8 +10,8 @@ from eesd.common.manifest import MANIFEST_FILE, FileInfo, LinkInfo, Manifest
 
 _SAMPLES = 256
 _SAMPLE_BYTES = 4096
-"""Pieces of a large file that are hashed: one megabyte in all. Weights of two models differ in
-every piece."""
+"""Number and size of the pieces of a large file that are hashed, one megabyte in all. Weights of
+two models differ in every piece."""
 
 
 def sha256_of(path: Path, progress: Callable[[int], None] = lambda _: None) -> str:
@@ -42,7 +42,7 @@ class HashedFile:
         return self._file.write(data)
 
     def info(self) -> FileInfo:
-        """Describe what was written so far."""
+        """Describe the bytes written so far."""
         self._file.flush()
         return _info(Path(self._file.name), self._digest.hexdigest())
 
@@ -79,12 +79,12 @@ def check_loaded(
 ) -> None:
     """Check files that are about to be loaded, in milliseconds: large files by samples.
 
-    The samples differ between the files of two models. They hardly ever show that single bytes were
-    changed; :func:`verify_hashes` does.
+    The samples tell files of different models apart. They rarely show a change of single bytes;
+    :func:`verify_hashes` does.
 
     Args:
-        directory: Where the files are.
-        files: What was written, by name.
+        directory: Directory of the files.
+        files: Descriptions of the files when they were written, by name.
         remedy: What to do about another file, for the message.
 
     Raises:
@@ -110,10 +110,10 @@ def verify_hashes(
     """Hash files whole.
 
     Args:
-        directory: Where the files are.
-        files: What was written, by name.
-        remedy: What to do about a file that was changed, for the message.
-        progress: Called with numbers of bytes that have been checked.
+        directory: Directory of the files.
+        files: Descriptions of the files when they were written, by name.
+        remedy: What to do about a changed file, for the message.
+        progress: Called with the bytes of each piece that was checked.
 
     Raises:
         EESDError: A file is missing or was changed. The message names the first one.
@@ -139,13 +139,13 @@ def verify_files(
 ) -> None:
     """Check that no file was changed after the export.
 
-    Files that the export wrote are hashed. For linked files the size, the time of the last change
-    and the hash of the samples are compared.
+    Files that the export wrote are hashed. Linked files are compared by size, time of the last
+    change, and hash of the samples.
 
     Args:
         directory: Engine directory.
         manifest: Its manifest.
-        progress: Called with numbers of bytes that have been checked.
+        progress: Called with the bytes of each piece that was checked.
 
     Raises:
         EESDError: A file was changed. The message names the first one.

@@ -1,9 +1,9 @@
 """JSON from outside: files and lines that anybody may have written, edited or damaged.
 
-Whatever they hold, the result is a value or an :class:`EESDError`: input that is too large, nested
-too deeply, or has a number of thousands of digits is refused before anything uses it. A byte order
-mark is accepted. A line of JSON lines ends at ``\\n`` and at nothing else, because strings may hold
-the other line separators of Unicode.
+The result is always a value or an :class:`EESDError`: input that is too large, nested too deeply,
+or has a number of thousands of digits is refused before it is used. A byte order mark is accepted.
+A line of JSON lines ends only at ``\\n``, because strings may hold Unicode's other line
+separators.
 """
 
 import json
@@ -19,8 +19,8 @@ from eesd.common.errors import EESDError
 
 T = TypeVar("T")
 MAX_BYTES = 1 << 28
-"""Largest file that is read as JSON or text. The largest real ones, tokenizers and prompts, have
-some ten megabytes."""
+"""Largest file that is read as JSON or text. The largest real ones, tokenizers and prompts, are
+around ten megabytes."""
 MAX_DEPTH = 64
 """Deepest nesting of objects and lists. Real files nest about ten deep."""
 
@@ -55,9 +55,9 @@ def _depth_exceeds(value: Any, most: int) -> bool:
         containers = [item for item in level if isinstance(item, (dict, list))]
         if not containers:
             return False
-        level = [
-            item for box in containers for item in (box.values() if isinstance(box, dict) else box)
-        ]
+        level = []
+        for item in containers:
+            level += item.values() if isinstance(item, dict) else item
     return True
 
 
@@ -100,7 +100,7 @@ def read_json(path: Path, remedy: str) -> Any:
     """
     if not path.exists():
         raise EESDError(f"{path} is missing; {remedy}.")
-    if not path.is_file():  # a pipe that nobody writes to would be read for ever
+    if not path.is_file():  # reading a pipe without a writer would never return
         raise EESDError(f"{path} is not a file; {remedy}.")
     try:
         text = read_text(path, remedy)
@@ -110,7 +110,7 @@ def read_json(path: Path, remedy: str) -> Any:
 
 
 def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Read a JSON file that holds an object. Raises as :func:`read_json` does, and for any other
+    """Read a JSON file that holds an object. Raises like :func:`read_json`, and for any other
     value."""
     value = read_json(path, remedy)
     if not isinstance(value, dict):
@@ -119,7 +119,7 @@ def read_json_object(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each line that is not blank.
+    """Yield the number and the value of each line that is not blank.
 
     Args:
         text: One JSON value a line.
@@ -135,11 +135,11 @@ def json_lines(text: str, name: str, remedy: str) -> Iterator[tuple[int, Any]]:
 
 
 def from_json(kind: type[T], value: Any) -> T:
-    """Make a dataclass of a JSON object with exactly its fields. The annotations say the types.
+    """Make a dataclass from a JSON object with exactly its fields, of the annotated types.
 
     Args:
-        kind: The dataclass. Its fields are of plain types, dataclasses, tuples of any length, dicts
-            by text, or optional.
+        kind: The dataclass. Its fields are plain types, dataclasses, tuples of any length, dicts
+            with text keys, or optional.
         value: The parsed JSON.
 
     Raises:
@@ -176,7 +176,7 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
         }
     if kind is float and type(value) is int:
         return as_float(value)
-    if type(value) is not kind:  # isinstance would accept True as a number
+    if type(value) is not kind:  # isinstance would accept True as an integer
         raise ValueError(
             f"{where.removesuffix('.') or 'it'} is {shown(value)}, which is of another type"
         )
@@ -185,5 +185,6 @@ def _converted(kind: Any, value: Any, where: str) -> Any:
 
 @cache
 def _hints(kind: Any) -> dict[str, Any]:
-    """The annotated types of a dataclass. A manifest has hundreds of values of a few classes."""
+    """The annotated types of a dataclass, cached: a manifest has hundreds of values of few
+    classes."""
     return get_type_hints(kind)

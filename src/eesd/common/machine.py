@@ -1,5 +1,5 @@
-"""Probes of this machine: packages, processors, memory, GPU. None of them loads torch unless there
-is an NVIDIA driver."""
+"""Probes of this machine: packages, processors, memory, GPU. They load torch only if there is an
+NVIDIA driver."""
 
 import ctypes
 import importlib.util
@@ -15,7 +15,7 @@ from urllib.request import url2pathname
 import eesd
 
 TORCH_ENGINE = ("torch", "safetensors", "onnx")
-"""What the torch engine imports, besides what every installation has."""
+"""Packages that the torch engine imports, besides those of every installation."""
 
 
 def installed(package: str) -> str | None:
@@ -27,10 +27,10 @@ def installed(package: str) -> str | None:
 
 
 def pip_install(extra: str = "", *options: str) -> str:
-    """The command that installs EESD again, from where it came: it may be in no package index.
+    """The command that installs EESD again from its source, since it may be in no package index.
 
     Args:
-        extra: An extra of it to install, too.
+        extra: An extra to install, too.
         options: Further options of pip.
     """
     wanted = f"[{extra}]" if extra else ""
@@ -38,15 +38,17 @@ def pip_install(extra: str = "", *options: str) -> str:
     if (checkout / "setup.py").exists():
         return shlex.join(["pip", "install", *options, "-e", f"{checkout}{wanted}"])
     url = _installed_from()
-    source = f"eesd{wanted} @ {url}" if url else f"eesd{wanted}"
+    if not url:
+        command = shlex.join(["pip", "install", *options, f"eesd{wanted}"])
+        return f"{command} (from the index or the directory that eesd came from)"
+    source = f"eesd{wanted} @ {url}"
     if url.startswith("file:"):
         source = f"{url2pathname(urlsplit(url).path)}{wanted}"
-    command = shlex.join(["pip", "install", *options, source])
-    return command if url else f"{command} (from the index or the directory that eesd came from)"
+    return shlex.join(["pip", "install", *options, source])
 
 
 def _installed_from() -> str:
-    """The URL of the checkout, wheel or repository that pip installed EESD from; "" if it was an
+    """The URL of the checkout, wheel or repository that pip installed EESD from; "" for an
     index."""
     try:
         found = distribution("eesd").read_text("direct_url.json")
@@ -57,35 +59,36 @@ def _installed_from() -> str:
 
 def cores() -> int:
     """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def release_freed_memory() -> None:
-    """Give memory that the process has freed back to the system. glibc keeps it otherwise;
-    elsewhere nothing happens."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    """Return freed memory of the process to the system, which glibc would keep. Does nothing with
+    other libraries."""
+    if os.name == "posix" and hasattr(library := ctypes.CDLL(None), "malloc_trim"):
+        library.malloc_trim(0)
 
 
 def ranks() -> int:
-    """The processes that were started together, as torchrun does, this one among them."""
+    """The number of processes that torchrun or a like program started together."""
     count = os.environ.get("WORLD_SIZE", "")
     return max(int(count), 1) if count.isdecimal() else 1
 
 
 def rank() -> int:
-    """The number of this process among them."""
+    """The number of this process among the ranks."""
     return int(os.environ.get("RANK", "0")) if ranks() > 1 else 0
 
 
 def nvidia_driver() -> bool:
-    """Whether there are traces of an NVIDIA driver."""
+    """Whether an NVIDIA driver seems to be installed."""
     return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
 
 
 def torch_sees_gpu() -> bool:
-    """Whether the torch engine could use a GPU here. Imports torch, which takes seconds, only where
+    """Whether the torch engine could use a GPU here. Imports torch, which takes seconds, only if
     there is a driver."""
     if not nvidia_driver() or any(
         importlib.util.find_spec(package) is None for package in TORCH_ENGINE
@@ -93,13 +96,13 @@ def torch_sees_gpu() -> bool:
         return False
     try:
         import torch
-    except ImportError:  # installed and broken: the torch engine says what is missing
+    except ImportError:  # installed but broken: the torch engine reports the cause
         return False
     return torch.cuda.is_available()
 
 
 def available_memory() -> int:
-    """Bytes of main memory that a program may still take; 8 GiB where the system does not say."""
+    """Bytes of main memory that are still available; 8 GiB if the system does not tell."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable"):

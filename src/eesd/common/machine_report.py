@@ -1,4 +1,4 @@
-"""This machine in words, for reports, and what the NVIDIA driver says of its GPUs."""
+"""A description of this machine for reports, and the NVIDIA driver's answers about its GPUs."""
 
 import os
 import platform
@@ -30,7 +30,7 @@ def describe() -> dict[str, str]:
 
 
 def cpu_features() -> list[str]:
-    """The vector extensions that matter for matrix products and that Linux reports."""
+    """The vector extensions useful for matrix products, as Linux reports them."""
     try:
         flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
     except (OSError, IndexError):
@@ -52,10 +52,12 @@ def _gpu() -> str:
 
 
 def compute_capability() -> str | None:
-    """Of the first GPU that CUDA programs see, such as ``9.0``; None without one.
+    """Compute capability of the first GPU that CUDA programs see, such as ``9.0``; None without
+    one.
 
-    torch is asked where it is imported anyway. Else the driver is, whose order of GPUs is that of
-    ``CUDA_VISIBLE_DEVICES`` only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or GPUs of one kind.
+    The answer comes from torch if it is imported already, and from the driver if not. The driver's
+    order of GPUs is that of ``CUDA_VISIBLE_DEVICES`` only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID`` or
+    with GPUs of one kind.
     """
     torch = sys.modules.get("torch")
     if torch is not None and nvidia_driver() and torch.cuda.is_available():
@@ -64,7 +66,7 @@ def compute_capability() -> str | None:
 
 
 def _of_first_gpu(field: str) -> str | None:
-    """What the driver says of the first GPU that CUDA programs see."""
+    """The driver's value of a field for the first GPU that CUDA programs see."""
     gpus = [
         line.split(", ")
         for line in query_gpus(f"index,uuid,{field}") or ()
@@ -73,14 +75,14 @@ def _of_first_gpu(field: str) -> str | None:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         first = visible.split(",")[0].strip()
-        # A UUID may be abbreviated. A part of a GPU (MIG) has a name that does not tell which GPU
-        # it is of: take the first.
+        # A UUID may be abbreviated. The name of a part of a GPU (MIG) does not identify the GPU:
+        # take the first.
         gpus = [
             gpu
             for gpu in gpus
             if first and (first == gpu[0] or gpu[1].startswith(first) or first.startswith("MIG-"))
         ]
-    return gpus[0][2] if gpus else None
+    return next((gpu[2] for gpu in gpus), None)
 
 
 def query_gpus(fields: str) -> list[str] | None:

@@ -11,7 +11,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from eesd.common.checks import is_file_name, shown
+from eesd.common.checks import first_fault, is_file_name, shown
 from eesd.common.errors import EESDError
 from eesd.common.geometry import (
     ExitConfig,
@@ -30,6 +30,7 @@ from eesd.common.quantization import (
     NVFP4,
     OWN_BLOCKS,
     SCALE_TYPES,
+    Quantization,
     Quantizations,
 )
 
@@ -37,11 +38,11 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 WEIGHTS_FILE = "weights.bin"
 DRAFT_VOCAB_FILE = "draft_vocab.bin"
-"""The ids of the draft vocabulary, ascending, as little-endian int64: external data of the draft
+"""The ids of the draft vocabulary, ascending, as little-endian int64. External data of the draft
 graph."""
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""The sampling options that are taken over from a model's ``generation_config.json``. vLLM takes
-the same by default."""
+"""Sampling options that are adopted from a model's ``generation_config.json``, as vLLM does by
+default."""
 SPECIAL_TOKENS = (
     "bos_token",
     "eos_token",
@@ -51,12 +52,12 @@ SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
-"""The special tokens that chat templates may use, by their names in tokenizer_config.json."""
+"""Special tokens available to chat templates, by their names in tokenizer_config.json."""
 DEFAULT_SLOTS = 4096
 DEFAULT_TREE_NODES = 32
 DEFAULT_TOP_K = 8
-"""Defaults of an export for ``max_seq_len`` (or the model's positions, if fewer),
-``max_tree_nodes`` and ``draft_top_k``."""
+"""Export defaults of ``max_seq_len`` (or the model's positions, if fewer), ``max_tree_nodes`` and
+``draft_top_k``."""
 MAX_SLOTS = 1 << 24
 MAX_TREE_NODES = 512
 MAX_TOP_K = 64
@@ -64,15 +65,14 @@ MAX_TOP_K = 64
 PREFILL_CHUNK = 128
 """Prompt tokens of one prefill call on the CPU."""
 GPU_PREFILL_CHUNK = 512
-"""The same on a GPU: each call reads all weights, and up to about this many tokens that takes
-longer than computing."""
+"""Prompt tokens of one prefill call on a GPU. Each call reads all weights; up to about this many
+tokens, that takes longer than computing."""
 MASKED = -30000.0
-"""Additive mask of a slot that must not be seen. It fits float16, and its softmax weight is exactly
-zero."""
+"""Additive mask of a hidden slot. It fits float16, and its softmax weight is exactly zero."""
 SLOTS_PROPERTY = "max_seq_len"
 """Metadata property of a graph: the rows of its rotary tables."""
 EXACT_NODES = 64
-"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call of all of
+"""Up to this many nodes, reading weights takes a GPU longer than computing, so a call with all of
 them costs little more."""
 
 
@@ -86,7 +86,7 @@ class TensorInfo:
     dtype: str
 
     def sized(self, **sizes: int) -> tuple[int, ...]:
-        """The shape with these sizes of its symbolic dimensions."""
+        """The shape with the symbolic dimensions replaced by these sizes."""
         return tuple(sizes[dim] if isinstance(dim, str) else dim for dim in self.shape)
 
 
@@ -120,8 +120,8 @@ class FileInfo:
     Attributes:
         size: Size in bytes.
         sha256: SHA-256 of the file.
-        samples: Of a file that is too large to be hashed whenever it is loaded: SHA-256 of 256
-            pieces of 4096 bytes at equal distances. Empty for a smaller file.
+        samples: For a file that is too large to be hashed at each load: SHA-256 of 256 pieces of
+            4096 bytes at equal distances. Empty for a smaller file.
     """
 
     size: int
@@ -133,8 +133,8 @@ class FileInfo:
 class LinkInfo:
     """A checkpoint file that is hard-linked into the directory.
 
-    Only samples are hashed: hashing a whole checkpoint takes longer than the rest of a linked
-    export.
+    Only samples are hashed: hashing a whole checkpoint takes longer than the rest of an export with
+    links.
 
     Attributes:
         size: Size in bytes.
@@ -149,7 +149,7 @@ class LinkInfo:
 
 @dataclass(frozen=True)
 class PlanInfo:
-    """A TensorRT plan that was built from one graph. It has the inputs and outputs of the graph.
+    """A TensorRT plan built from one graph. It has the graph's inputs and outputs.
 
     Attributes:
         file: Name of the plan file.
@@ -159,15 +159,15 @@ class PlanInfo:
         version: Version of the builder.
         compute_capabilities: GPUs that the plan was built for, such as ``8.9``. Empty: any GPU that
             the flavour supports.
-        source: SHA-256 over everything that determines the plan: graph, weights, options and
-            builder version.
-        max_batch: Largest number of sequences of a call that decodes.
-        profiles: (min, opt, max) nodes of a call: for decoding and, unless it is the draft's plan,
-            for prefill.
+        source: SHA-256 over all that determines the plan: graph, weights, options and builder
+            version.
+        max_batch: Largest number of sequences in a decoding call.
+        profiles: (min, opt, max) nodes of a call: for decoding and, except in the draft's plan, for
+            prefill.
         fused_attentions: Number of layers whose attention is a single kernel.
         fused_cache_updates: Number of cache updates that are a single kernel.
-        refit: SHA-256 of the graph and weights that loading gives a plan without weights; empty:
-            the plan has its own.
+        refit: For a plan without weights, SHA-256 of the graph and weights that it is loaded with.
+            Empty: the plan contains its weights.
         samples: As in :class:`FileInfo`.
     """
 
@@ -187,16 +187,16 @@ class PlanInfo:
 
     @property
     def written(self) -> FileInfo:
-        """The plan's file."""
+        """Description of the plan's file."""
         return FileInfo(self.size, self.sha256, self.samples)
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The sampling options of a model's ``generation_config.json``. None: the file does not say.
+    """The sampling options of a model's ``generation_config.json``. None: not in the file.
 
     Attributes:
-        not_applied: Options of the file that would change the tokens, and that are not applied.
+        not_applied: Options of the file that would change the tokens but are not applied.
     """
 
     temperature: float | None = None
@@ -208,7 +208,7 @@ class SamplingDefaults:
 
     @property
     def given(self) -> dict[str, Any]:
-        """The options that the file gives, by name."""
+        """The options in the file, by name."""
         return {
             name: getattr(self, name)
             for name in SAMPLING_OPTIONS
@@ -218,12 +218,10 @@ class SamplingDefaults:
     @property
     def notice(self) -> str:
         """One line about the options that are not applied; empty if there are none."""
+        if not self.not_applied:
+            return ""
         names = ", ".join(self.not_applied)
-        return (
-            f"generation_config.json: not applied: {names}; transformers may give other tokens."
-            if names
-            else ""
-        )
+        return f"generation_config.json: not applied: {names}; transformers may give other tokens."
 
 
 @dataclass(frozen=True)
@@ -238,21 +236,21 @@ class Manifest:
         dtype: Element type of weights, caches and activations.
         quantization: Quantization of the weights.
         max_seq_len: S, the slots of the KV cache.
-        max_tree_nodes: M, the drafted nodes that fit a round.
-        draft_top_k: K, the candidates that the draft reports for each node.
+        max_tree_nodes: M, the largest number of drafted nodes in a round.
+        draft_top_k: K, the candidates that the draft returns for each node.
         bos_token_id: Token that begins a text; None if the model has none.
         eos_token_ids: Tokens that end a text.
-        sampling: How requests sample that give no options.
+        sampling: Sampling of requests that set no options.
         draft: The draft graph.
         verify: The verify graph: its stages in order, or a single one.
-        files: Size and hash of every file that the export wrote, besides the manifest and builds
-            for the CPU.
+        files: Size and hash of every file that the export wrote, except the manifest and builds for
+            the CPU.
         linked: Checkpoint files that are hard-linked into the directory; empty without
             ``--link-weights``.
         tools: Versions of the packages that wrote the directory.
         plans: TensorRT plans by the name of the graph file that they were built from.
-        packed: If the weights are in the build for the CPU alone: SHA-256 of the list of its files.
-            Otherwise empty.
+        packed: SHA-256 of the list of files of a build for the CPU, if only that build has the
+            weights. Empty if not.
     """
 
     format_version: int
@@ -276,28 +274,27 @@ class Manifest:
     packed: str = ""
 
     def on_rank(self, ranks: int) -> "Manifest":
-        """This manifest with the geometry of one of so many ranks: that of caches and buffers
-        there, but not of weights.
+        """This manifest with the geometry of one rank: that of its caches and buffers, not of its
+        weights.
 
         Raises:
-            EESDError: The model cannot be split over so many ranks.
+            EESDError: The model cannot be split over this many ranks.
         """
-        if ranks > 1 and self.exit_head.eagle:
-            raise EESDError(
-                "An EAGLE-3 head cannot be split over ranks; start one process, or export "
-                "with an exit head."
-            )
-        if ranks > 1 and len(self.verify) > 1:
-            raise EESDError(
+        fault = first_fault(
+            {
+                "An EAGLE-3 head cannot be split over ranks; start one process, or export with an "
+                "exit head.": self.exit_head.eagle,
                 "The directory has verify in stages; export it without --stages to split its "
-                "layers over ranks."
-            )
+                "layers over ranks.": len(self.verify) > 1,
+            }
+        )
+        if ranks > 1 and fault:
+            raise EESDError(fault)
         return replace(self, geometry=self.geometry.on_rank(ranks))
 
     @property
     def gpu_slots(self) -> int:
-        """Slots of the caches on a GPU: behind those of the text there is room for the nodes that
-        pad a round.
+        """Slots of the caches on a GPU: those of the text, and room for the nodes that pad a round.
 
         A multiple of 16, so that the caches of every layer are aligned as TensorRT requires.
         """
@@ -305,25 +302,24 @@ class Manifest:
 
     @property
     def gpu_prefill_chunk(self) -> int:
-        """Prompt tokens of one prefill call on a GPU: what plans are built for unless the builder
-        is told otherwise."""
+        """Prompt tokens of one prefill call on a GPU: the builder's default for plans."""
         return min(GPU_PREFILL_CHUNK, self.max_seq_len)
 
     @property
     def graphs(self) -> tuple[GraphInfo, ...]:
-        """The graphs that run: the draft graph, unless it is a place holder, and the stages of the
-        verify graph."""
+        """The graphs that run: the draft graph, unless it is a place holder, and the stages of
+        verify."""
         return (self.draft, *self.verify) if self.exit_head.can_draft else self.verify
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file, linked files included, plans not included."""
+        """Bytes of every file, including linked files, without plans."""
         own = {name: info.size for name, info in self.files.items()}
         return own | {name: info.size for name, info in self.linked.items()}
 
     @property
     def is_packed(self) -> bool:
-        """Whether the weights are in a build for the CPU alone, and not in :data:`WEIGHTS_FILE`."""
+        """Whether only a build for the CPU has the weights, and not :data:`WEIGHTS_FILE`."""
         return WEIGHTS_FILE not in self.files
 
     def check_whole(self, directory: Path) -> None:
@@ -336,10 +332,10 @@ class Manifest:
             )
 
     def base_layers(self, graph: GraphInfo) -> range:
-        """The base layers that ``graph`` runs; the draft with an EAGLE-3 head runs none."""
+        """The base layers that ``graph`` runs: none for the draft of an EAGLE-3 head."""
         every = range(self.geometry.num_layers)
         layers = [one for one in every if self.geometry.caches_of(one).start in graph.caches]
-        return range(layers[0], layers[-1] + 1) if layers else range(0)
+        return range(min(layers, default=0), max(layers, default=-1) + 1)
 
     @property
     def num_caches(self) -> int:
@@ -357,8 +353,8 @@ class Manifest:
 
 
 def load_manifest(directory: Path) -> Manifest:
-    """Read and check the manifest of an engine directory, and check that every file is there and
-    has its full size.
+    """Read and check the manifest of an engine directory, and check that every file exists with its
+    full size.
 
     Raises:
         EESDError: ``directory`` is not an engine directory, is damaged, or has another format
@@ -415,49 +411,56 @@ def _parse(raw: Mapping[str, Any]) -> Manifest:
     """Build a manifest from JSON. Raises ValueError if a value is missing or invalid."""
     manifest = from_json(Manifest, raw)
     exit_head = manifest.exit_head
-    num_layers = manifest.geometry.num_layers
-    for name, most in (
-        ("max_seq_len", MAX_SLOTS),
-        ("max_tree_nodes", MAX_TREE_NODES),
-        ("draft_top_k", MAX_TOP_K),
-    ):
-        if not 1 <= getattr(manifest, name) <= most:
-            raise ValueError(f"{name} must be between 1 and {most}")
-    if manifest.max_seq_len <= manifest.max_tree_nodes:
-        raise ValueError("max_seq_len has no room for the nodes of a round")
-    if manifest.dtype not in DTYPES:
-        raise ValueError("the element type is unknown")
-    least = 0 if exit_head.eagle else 1
-    most = num_layers if not exit_head.blocks else num_layers - 1
-    # Before anything is sized by them.
-    most_blocks = len(manifest.geometry.attention_layers)
-    if not (least <= exit_head.layer <= most and 0 <= exit_head.blocks <= most_blocks):
-        raise ValueError("the exit head does not fit the model")
-    manifest.geometry.check_window(manifest.max_tree_nodes)
-    if fault := head_fault(manifest.geometry, exit_head):
+    geometry = manifest.geometry
+    least = int(exit_head.eagle is None)
+    most = geometry.num_layers - (exit_head.blocks > 0)
+    # Checked before the numbers size anything.
+    sizes = {
+        "max_seq_len": MAX_SLOTS,
+        "max_tree_nodes": MAX_TREE_NODES,
+        "draft_top_k": MAX_TOP_K,
+    }
+    faults = {
+        f"{name} must be between 1 and {limit}": not 1 <= getattr(manifest, name) <= limit
+        for name, limit in sizes.items()
+    } | {
+        "max_seq_len has no room for the nodes of a round": (
+            manifest.max_seq_len <= manifest.max_tree_nodes
+        ),
+        "the element type is unknown": manifest.dtype not in DTYPES,
+        "the exit head does not fit the model": (
+            not least <= exit_head.layer <= most
+            or not 0 <= exit_head.blocks <= len(geometry.attention_layers)
+        ),
+    }
+    if fault := first_fault(faults):
         raise ValueError(fault)
-    if exit_head.read_layers and len(manifest.verify) > 1:
-        raise ValueError("states of layers in several stages")
-    if not _draft_vocab_fits(manifest):
-        raise ValueError("the draft vocabulary")
-    _check_quantization(manifest.quantization)
-    if not {graph.file for graph in manifest.graphs} <= manifest.files.keys():
-        raise ValueError("a file is not listed")
-    if not all(is_file_name(name) for name in (*manifest.files, *manifest.linked)):
-        raise ValueError("a file is outside the directory")
-    _check_graph(
-        manifest.draft, draft_caches(manifest.geometry, exit_head), manifest, first=True, last=True
-    )
+    geometry.check_window(manifest.max_tree_nodes)
+    graphs = {graph.file for graph in manifest.graphs}
+    files = (*manifest.files, *manifest.linked)
+    if fault := head_fault(geometry, exit_head) or first_fault(
+        {
+            "states of layers in several stages": (
+                exit_head.read_layers and len(manifest.verify) > 1
+            ),
+            "the draft vocabulary": not _draft_vocab_fits(manifest),
+            "an unknown quantization": not _is_known(manifest.quantization),
+            "a file is not listed": not graphs <= manifest.files.keys(),
+            "a file is outside the directory": not all(map(is_file_name, files)),
+            "a plan of no graph": not manifest.plans.keys() <= graphs,
+            "a plan is outside the directory": (
+                not all(is_file_name(plan.file) for plan in manifest.plans.values())
+            ),
+        }
+    ):
+        raise ValueError(fault)
+    _check_graph(manifest.draft, draft_caches(geometry, exit_head), manifest, first=True, last=True)
     _check_stages(manifest)
-    if not manifest.plans.keys() <= {graph.file for graph in manifest.graphs}:
-        raise ValueError("a plan of no graph")
-    if not all(is_file_name(plan.file) for plan in manifest.plans.values()):
-        raise ValueError("a plan is outside the directory")
     return manifest
 
 
 def _draft_vocab_fits(manifest: Manifest) -> bool:
-    """Whether the directory has no draft vocabulary, or the file of one with enough tokens for the
+    """Whether the draft vocabulary is consistent: absent, or with a file and enough tokens for the
     candidates of a node."""
     head = manifest.exit_head
     listed = DRAFT_VOCAB_FILE in manifest.files
@@ -472,22 +475,27 @@ def _draft_vocab_fits(manifest: Manifest) -> bool:
     )
 
 
-def _check_quantization(quantization: Quantizations) -> None:
-    """Check that every kind of quantization is known."""
-    for one in quantization.used:
-        known = (
-            one.weights in LEVELS and one.block in OWN_BLOCKS and one.scales in (None, *SCALE_TYPES)
-        )
-        if one != NVFP4 and not (
-            known and (one.integers or replace(one, block=32, scales=None) == FP8_WEIGHTS)
-        ):
-            raise ValueError("an unknown quantization")
-    if not all(one in (None, NVFP4) or one.block in BLOCKS for one in quantization.places.values()):
-        raise ValueError("an unknown quantization")
+def _is_known(quantization: Quantizations) -> bool:
+    """Whether every kind of quantization is known."""
+    places = (one for one in quantization.places.values() if one not in (None, NVFP4))
+    return all(map(_is_known_kind, quantization.used)) and all(
+        one is not None and one.block in BLOCKS for one in places
+    )
+
+
+def _is_known_kind(one: Quantization) -> bool:
+    if one == NVFP4:
+        return True
+    return (
+        one.weights in LEVELS
+        and one.block in OWN_BLOCKS
+        and one.scales in (None, *SCALE_TYPES)
+        and (one.integers or replace(one, block=32, scales=None) == FP8_WEIGHTS)
+    )
 
 
 def _check_stages(manifest: Manifest) -> None:
-    """Check that each stage begins where the previous one ends, and that the first has every cache
+    """Check that each stage begins where the previous one ends, and that the first has all caches
     of the draft."""
     geometry = manifest.geometry
     end = 0
@@ -511,7 +519,7 @@ def _check_graph(
     """Check that a graph has exactly these caches, and the inputs and outputs that the runtime
     binds.
 
-    The first stage takes token ids and the last returns logits. Between stages a hidden state is
+    The first stage reads token ids and the last returns logits. Between stages, hidden states are
     passed on.
     """
     geometry = manifest.geometry
@@ -527,18 +535,18 @@ def _check_graph(
         TensorInfo("position_ids", ("B", "n"), "int64"),
         TensorInfo("write_indices", ("B",), "int64"),
         TensorInfo("attn_mask", ("B", 1, "n", "S"), dtype),
-        *([TensorInfo("logit_rows", ("R",), "int64")] if rows else ()),
-        *(TensorInfo(name, shape, dtype) for name in names),
     ]
-    top = ("B", "n", manifest.draft_top_k)
-    candidates = [TensorInfo("topk_ids", top, "int64"), TensorInfo("topk_logprobs", top, "float32")]
-    outputs = [
-        TensorInfo("logits", ("B", "R" if rows else "n", columns), "float32")
-        if last
-        else TensorInfo("hidden_out", *hidden),
-        *(candidates if is_draft else ()),
-        *(TensorInfo(f"{name}_out", shape, dtype) for name in names),
-    ]
+    outputs = [TensorInfo("hidden_out", *hidden)]
+    if rows:
+        inputs.append(TensorInfo("logit_rows", ("R",), "int64"))
+    if last:
+        outputs = [TensorInfo("logits", ("B", "R" if rows else "n", columns), "float32")]
+    if is_draft:
+        top = ("B", "n", manifest.draft_top_k)
+        outputs.append(TensorInfo("topk_ids", top, "int64"))
+        outputs.append(TensorInfo("topk_logprobs", top, "float32"))
+    inputs += [TensorInfo(name, shape, dtype) for name in names]
+    outputs += [TensorInfo(f"{name}_out", shape, dtype) for name in names]
     given = {tensor.name for tensor in graph.inputs}
     missing = [tensor.name for tensor in inputs if tensor.name not in given]
     if missing:

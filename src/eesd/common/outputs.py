@@ -1,4 +1,4 @@
-"""Where commands write, and what they delete: nothing that no command wrote."""
+"""Paths that commands write, and what they delete: only what a command wrote."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ from eesd.common.files import claimed, temporary_beside
 
 
 def resolved(path: Path) -> Path:
-    """``path`` without links and "..", as it is now. Raises OSError if links lead in a circle."""
+    """``path`` without links and "..", as of now. Raises OSError if links form a circle."""
     try:
         return path.resolve()
     except RuntimeError:
@@ -27,8 +27,8 @@ def existing_parent(path: Path) -> Path:
 
 
 def check_own(path: Path, beginning: str) -> None:
-    """Raise :class:`EESDError` if there is a link, or a file that begins otherwise than a command
-    writes it. Empty is fine."""
+    """Raise :class:`EESDError` for a link, and for a file that does not begin as the command writes
+    it. An empty file is fine."""
     own = not path.is_symlink()
     if own and path.is_file():
         with path.open("rb") as file:
@@ -40,19 +40,19 @@ def check_own(path: Path, beginning: str) -> None:
 
 
 def remove_directory(path: Path, foreign: Callable[[Path], str]) -> str:
-    """Delete a directory unless it is ``foreign``. Returns why it is kept; "" if it is gone."""
+    """Delete a directory unless it is ``foreign``. Returns the reason if it is kept, or ""."""
     with claimed(path) as claim:
         kept = claim.move_aside(foreign)
         if not kept and lexists(claim.old):
-            # The next run deletes it, and does not put it back, if this one is killed.
+            # If this run is killed, the next one deletes the directory and does not put it back.
             claim.old.rename(claim.new)
     return kept
 
 
 @contextmanager
 def scratch_directory(name: str) -> Iterator[Path]:
-    """A directory for large intermediate files, in the system's directory for temporary files. It
-    is deleted afterwards."""
+    """A directory for large intermediate files, in the system's temporary directory. It is deleted
+    afterwards."""
     owner = os.getuid() if sys.platform != "win32" else ""
     with temporary_beside(Path(tempfile.gettempdir()) / f"{name}-{owner}") as directory:
         directory.mkdir(mode=0o700)

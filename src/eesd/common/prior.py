@@ -1,11 +1,13 @@
-"""The calibration prior of an exit head: what controllers assume about its confidence before the
-first round.
+"""The calibration prior of an exit head: the controllers' assumptions about its confidence before
+the first round.
 
 ``eesd-distill`` fits one for each head. ``exit_head.json`` and ``manifest.json`` store it.
 """
 
 from dataclasses import dataclass
 from math import isfinite
+
+from eesd.common.checks import first_fault
 
 FEATURES = 5
 """Number of features of a drafted token; see :func:`eesd.controllers.calibration.features`."""
@@ -18,8 +20,7 @@ class CalibrationPrior:
     z + b).
 
     The score z is a weighted sum of a drafted token's features. The shift a and the slope s belong
-    to the model, the offset b to one request. The default values serve heads that have no prior of
-    their own.
+    to the model, the offset b to one request. The defaults are for heads without a fitted prior.
 
     Attributes:
         accept: Feature weights [5] of the score for "the drafted token is accepted".
@@ -44,9 +45,15 @@ class CalibrationPrior:
     drift: float = 0.003
 
     def __post_init__(self) -> None:
-        if len(self.accept) != FEATURES or len(self.following) != FEATURES:
-            raise ValueError(f"accept and following must have {FEATURES} weights")
-        if not all(map(isfinite, (*self.accept, *self.following))):
-            raise ValueError("weights must be finite")
-        if not all(0 <= getattr(self, name) < 100 for name in STANDARD_DEVIATIONS):
-            raise ValueError("standard deviations must be 0 or above, and below 100")
+        weights = (self.accept, self.following)
+        faults = {
+            f"accept and following must have {FEATURES} weights": (
+                {*map(len, weights)} != {FEATURES}
+            ),
+            "weights must be finite": not all(isfinite(one) for side in weights for one in side),
+            "standard deviations must be 0 or above, and below 100": (
+                not all(0 <= getattr(self, name) < 100 for name in STANDARD_DEVIATIONS)
+            ),
+        }
+        if fault := first_fault(faults):
+            raise ValueError(fault)

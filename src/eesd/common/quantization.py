@@ -1,16 +1,16 @@
-"""How the weights of an engine directory are quantized, and which names of weights that depends on.
-Needs no torch."""
+"""How the weights of an engine directory are quantized, and the names of weights that this depends
+on. Needs no torch."""
 
 from dataclasses import dataclass, field
 
 DTYPES = ("float32", "float16", "bfloat16")
 """Element types of engines."""
 QUANTIZED = ("int8", "int4", "fp8", "nvfp4")
-"""What linear weights can be quantized to."""
+"""Values of ``--quantize``: formats of linear weights."""
 FP8 = "float8e4m3fn"
 FP4 = "float4e2m1"
-"""Small floating-point numbers, by their names in ONNX: of 8 bits, from -448 to 448, and of 4, from
--6 to 6."""
+"""Small floating-point numbers by their ONNX names: 8 bits for -448 to 448, and 4 bits for -6 to
+6."""
 LEVELS = ("int8", "int4", "uint4", FP8, FP4)
 """Element types of quantized weights. Unsigned ones have zero points or minimums."""
 BITS = {
@@ -28,11 +28,11 @@ BLOCK = 32
 """Number of consecutive inputs of one output that share a scale. ONNX Runtime and TensorRT have
 kernels for 32."""
 BLOCKS = (32, 64, 128)
-"""Numbers that a checkpoint with quantized weights may have instead."""
+"""Block sizes that a checkpoint with quantized weights may use instead."""
 OWN_BLOCKS = (16, *BLOCKS)
-"""Numbers that a single tensor with the levels of its file may have."""
+"""Block sizes of a single tensor that keeps the levels of its file."""
 SCALE_TYPES = ("float16", "float32")
-"""Element types that scales and minimums may have instead of the directory's."""
+"""Element types of scales and minimums, other than the directory's."""
 
 LM_HEAD = "lm_head.weight"
 EXIT_HEAD = "exit_head."
@@ -44,8 +44,8 @@ PACKED = {
     ".kv_proj.": (".k_proj.", ".v_proj."),
     ".gate_up_proj.": (".gate_proj.", ".up_proj."),
 }
-"""Linear layers that read the same input, and so are one product: a part of the packed one's name,
-and of theirs in order."""
+"""Linear layers with the same input, packed into one product: a part of the packed name, and the
+corresponding parts of the layers' names in order."""
 
 Shape = tuple[int, ...]
 
@@ -82,12 +82,12 @@ class Quantization:
 
     @property
     def factor(self) -> bool:
-        """Whether all scales of a weight are multiplied by a factor of its own."""
+        """Whether a weight has one more factor for all its scales."""
         return self.scales == FP8
 
     @property
     def name(self) -> str:
-        """What users call the levels."""
+        """The users' name of the levels."""
         return {FP8: "fp8", FP4: "nvfp4"}.get(self.weights, self.weights)
 
     @property
@@ -98,41 +98,38 @@ class Quantization:
                 f"{self.name}, one scale of 8 bits for {self.block} inputs of an output, and a "
                 "factor for all"
             )
-        shared = (
-            "scale and minimum"
-            if self.minimums
-            else "scale and zero point"
-            if self.zero_points
-            else "scale"
-        )
+        shared = "scale"
+        if self.minimums:
+            shared = "scale and minimum"
+        elif self.zero_points:
+            shared = "scale and zero point"
         kind = f"{self.scales} " if self.scales else ""
         return f"{self.name}, one {kind}{shared} for {self.block} inputs of an output"
 
 
 FP8_WEIGHTS = Quantization(FP8, BLOCK)
-"""What ``--quantize fp8`` makes."""
+"""Result of ``--quantize fp8``."""
 NVFP4 = Quantization(FP4, 16, scales=FP8)
-"""What ``--quantize nvfp4`` makes: NVIDIA's format of that name."""
+"""Result of ``--quantize nvfp4``: NVIDIA's format of that name."""
 SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
-"""What ``--quantize int4`` makes of float32 weights. Its bytes are those of GGUF's Q4_1."""
+"""Result of ``--quantize int4`` for float32 weights. Its bytes are those of GGUF's Q4_1."""
 
 
 @dataclass(frozen=True)
 class Quantizations:
-    """Quantization of the weights by where they are used. None: they keep the directory's element
-    type.
+    """Quantization of the weights, by use. None: the directory's element type.
 
     Attributes:
-        layers: Of the base layers.
-        head: Of the base model's LM head. A head that is tied to the embedding table then has a
-            quantized copy of its own.
-        draft: Of what only the draft's tokens depend on: the exit head, and the draft's copies of
-            base layers and LM head. The draft has copies only if they take fewer bits than those of
-            verify.
-        tensors: Of single tensors, by their names in the checkpoint, instead of the above. They
-            have the levels of the checkpoint's own file. Only here the embedding table can be
-            quantized, with 8 bits, and a tied LM head is then the same tensor. The draft has no
-            copies of them.
+        layers: Quantization of the base layers.
+        head: Quantization of the base model's LM head. If it is tied to the embedding table, it
+            gets a quantized copy.
+        draft: Quantization of the exit head, and of the draft's copies of base layers and LM head.
+            Only drafted tokens depend on these. The draft has a copy only if it takes fewer bits
+            than the weight of verify.
+        tensors: Quantizations of single tensors by their checkpoint names, instead of the above.
+            These keep the levels of the checkpoint's file. Only here can the embedding table be
+            quantized, with 8 bits; a tied LM head is then the same tensor. The draft has no copies
+            of them.
     """
 
     layers: Quantization | None = None
@@ -142,8 +139,8 @@ class Quantizations:
 
     @property
     def places(self) -> dict[str, Quantization | None]:
-        """The quantizations that are not of single tensors, by the words for where they are
-        used."""
+        """The quantizations of :attr:`layers`, :attr:`head` and :attr:`draft`, by their names for
+        messages."""
         return {"layers": self.layers, "LM head": self.head, "draft": self.draft}
 
     @property
@@ -154,7 +151,7 @@ class Quantizations:
     def of(self, name: str, shape: Shape) -> Quantization | None:
         """Quantization of a weight of a graph, by its name there and its shape in the checkpoint.
 
-        The parts of a packed weight have the same, or they are not packed.
+        All parts of a packed weight have the same quantization.
         """
         own = self._own(name)
         if own is not None or not is_linear(name):
@@ -165,11 +162,11 @@ class Quantizations:
         return None if chosen is None or shape[1] % chosen.block else chosen
 
     def _own(self, name: str) -> Quantization | None:
-        """What a weight, or the first part of a packed one, has as a single tensor."""
+        """Quantization of a weight, or of the first part of a packed one, as a single tensor."""
         return self.tensors.get(parts_of(name)[0])
 
     def draft_name(self, name: str, shape: Shape, dtype: str) -> str:
-        """Name in the draft graph of a weight that verify has as ``name``: the same, or that of the
+        """Name in the draft graph of a weight that verify calls ``name``: the same, or that of the
         draft's copy."""
         if not is_linear(name) or name.startswith(EXIT_HEAD) or self._own(name) is not None:
             return name

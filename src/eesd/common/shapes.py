@@ -1,4 +1,4 @@
-"""Shapes of the weights and the caches of a model, from its description in ``architecture.py``."""
+"""Shapes of a model's weights and caches, computed from the description in ``architecture.py``."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -19,17 +19,19 @@ from eesd.common.geometry import UNROTATED, ExitConfig, Geometry
 from eesd.common.quantization import Shape
 
 NO_HEAD = ExitConfig(layer=0, blocks=0)
-"""For the weights of the base model alone."""
+"""Configuration for the weights of the base model alone."""
 
 
 class Shapes:
-    """Operations on numbers of columns, which record the weights and caches that they need.
+    """Operations on numbers of columns, which record the weights and caches in use.
+
+    The operations fill these attributes.
 
     Attributes:
         weights: Shapes of weights by name.
         caches: Indices of caches, in the order of their first use.
-        attended: Indices of those of keys and values; the others hold states.
-        rotates: Whether a layer of the base model's kind uses its rotary tables.
+        attended: Indices of caches of keys and values. Other caches hold states.
+        rotates: Whether a layer uses the rotary tables of the base model.
     """
 
     def __init__(self, model: Model) -> None:
@@ -132,13 +134,13 @@ class Shapes:
 def block_weights(of: Block) -> dict[str, Shape]:
     """Name and shape of every weight of a block."""
     shapes = Shapes(Model(of.geometry, NO_HEAD))
-    block(shapes, of, of.geometry.hidden_size * (2 if of.eagle else 1))
+    block(shapes, of, of.geometry.hidden_size * (1 + (of.eagle is not None)))
     return shapes.weights
 
 
 @lru_cache
 def graph_needs(geometry: Geometry, head: ExitConfig, layers: range | None) -> Shapes:
-    """The weights and caches of a graph. They must not be changed.
+    """The weights and caches of a graph. The result is shared: do not change it.
 
     Args:
         geometry: Geometry of the base model.

@@ -1,8 +1,7 @@
-"""What is shown on a terminal: tables, progress bars, coloured text.
+"""Terminal output: tables, progress bars, coloured text.
 
-Text is shown as it is: ``[red]`` in a model's name or a path is no style, and ``:smile:`` no
-picture. Only this module uses rich. ``NO_COLOR`` (no-color.org) and ``TERM=dumb`` switch colours
-off.
+Text is shown unchanged: ``[red]`` in a model's name or a path is not a style, and ``:smile:`` not
+an emoji. Only this module uses rich. ``NO_COLOR`` (no-color.org) and ``TERM=dumb`` disable colours.
 """
 
 import os
@@ -24,24 +23,23 @@ from rich.progress import Progress as Progress
 from rich.table import Table as Table
 
 SILENCE = 20.0
-"""Seconds between two lines about a long step, where no bar can be shown."""
+"""Seconds between two progress lines of a long step, if no bar can be shown."""
 
 
 class Console(rich.console.Console):
-    """A console that reads nothing into text."""
+    """A console that does not interpret text."""
 
     def __init__(self, stderr: bool = False) -> None:
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Let the command end as it does when other output is cut off. (rich would exit with code
-        1.)"""
+        """Let the command end as after any closed pipe (rich would exit with code 1)."""
         raise BrokenPipeError
 
 
 def progress() -> Progress:
-    """Progress bars on stderr, which disappear at the end. Shows nothing if stderr is not a
-    terminal."""
+    """Progress bars on stderr, which disappear at the end. If stderr is not a terminal, nothing is
+    shown."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description:<44.44}", markup=False),
@@ -59,36 +57,36 @@ def progress() -> Progress:
 def progress_bar(
     label: str, total: int | None, announce: bool = False
 ) -> Iterator[Callable[[int], None]]:
-    """One progress bar; gives a function that advances it. Where stderr is not a terminal, a line
-    says every :data:`SILENCE` how far it is.
+    """One progress bar. Yields a function that advances it. If stderr is not a terminal, a line
+    reports the progress every :data:`SILENCE` seconds.
 
     Args:
-        label: What runs.
-        total: The number at the end; None if it is not known.
-        announce: Whether a line says that it begins, if stderr is not a terminal.
+        label: Name of the step.
+        total: The number at the end; None if it is unknown.
+        announce: Whether to print a line at the start, if stderr is not a terminal.
     """
     with progress() as bar:
         task = bar.add_task(label, total=total)
         began = monotonic()
 
-        def tell() -> None:
+        def report() -> None:
             done = int(bar.tasks[task].completed)
             click.echo(f"{label}: {progress_text(done, total, monotonic() - began)}", err=True)
 
         if announce and bar.disable:
             click.echo(f"{label} ...", err=True)
-        with calling(tell) if bar.disable else nullcontext():
+        with calling(report) if bar.disable else nullcontext():
             yield lambda count: bar.advance(task, count)
 
 
 @contextmanager
-def calling(tell: Callable[[], None]) -> Iterator[None]:
-    """Call a function every :data:`SILENCE`, in another thread."""
+def calling(report: Callable[[], None]) -> Iterator[None]:
+    """Call a function every :data:`SILENCE` seconds, in another thread."""
     ended = Event()
 
     def repeat() -> None:
         while not ended.wait(SILENCE):
-            tell()
+            report()
 
     thread = Thread(target=repeat, daemon=True)
     thread.start()
@@ -100,7 +98,7 @@ def calling(tell: Callable[[], None]) -> Iterator[None]:
 
 
 def progress_text(done: int, total: int | None, seconds: float) -> str:
-    """How far a step is after so many seconds, and the time that is left if that is known."""
+    """Progress of a step after ``seconds``, with the remaining time if ``total`` is known."""
     if not total:
         return f"{done} done in {seconds:.0f} s"
     left = f", {seconds * max(total / done - 1, 0):.0f} s left" if done else ""
@@ -108,11 +106,11 @@ def progress_text(done: int, total: int | None, seconds: float) -> str:
 
 
 def notice(text: str) -> None:
-    """A line on stderr for what the user should know, in yellow."""
+    """Print a yellow line on stderr, about something that the user should know."""
     click.echo(coloured(text, "yellow"), err=True)
 
 
 def coloured(text: str, colour: str) -> str:
-    """Text in a colour. (click removes it if the output is not a terminal.)"""
+    """Text in a colour. (click removes colours if the output is not a terminal.)"""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") in ("dumb", "unknown")
     return text if plain else click.style(text, fg=colour)

@@ -1,4 +1,4 @@
-"""One process after another makes a file or directory; the others wait, and then find it there."""
+"""One process makes a file or directory; others wait, and then find it there."""
 
 import os
 import sys
@@ -12,21 +12,21 @@ if sys.platform != "win32":
     import fcntl
 
 _KEY = "0" * 16
-"""Stands in place of a writer's random key: this lock is the same one for all processes."""
+"""Replaces the random key of a writer: all processes use this one lock."""
 
 
 @contextmanager
 def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
-    """Hold the lock of a path while the block runs. Gives whether this process holds it.
+    """Hold the lock of a path while the block runs. Yields whether this process holds it.
 
     The operating system frees the lock when a process ends, however it ends. The lock file lies
-    beside ``target``. Its name is one of :mod:`eesd.common.files`, which removes what a killed
-    process left. Where there are no locks, as on Windows, nobody waits.
+    beside ``target``, with a name of :mod:`eesd.common.files`, which removes the leftovers of
+    killed processes. Without locks, as on Windows, processes do not wait.
 
     Args:
         target: The file or directory that the process makes. Its parent exists.
-        waits: Called once before this process waits for another one. None: it does not wait, and
-            may not hold the lock.
+        waits: Called once before this process waits for another one. None: do not wait; the lock
+            may then be missing.
     """
     path = Claim(target, _KEY).lock
     while True:
@@ -39,7 +39,7 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
                 waits()
                 waits = _nothing
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # Otherwise the process before deleted the file, and a third one may have made another.
+            # If not, the previous process deleted the file, and a third may have made another.
             if _is_named(file, path):
                 try:
                     yield True
@@ -52,7 +52,7 @@ def turn(target: Path, waits: Callable[[], None] | None) -> Iterator[bool]:
 
 
 def _nothing() -> None:
-    """Takes the place of ``waits`` after its only call."""
+    """Replaces ``waits`` after its only call."""
 
 
 def _is_named(file: int, path: Path) -> bool:

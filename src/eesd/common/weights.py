@@ -1,5 +1,5 @@
-"""The rules for weights: which ones a model, an exit head and a graph have, and how an engine
-directory stores each.
+"""The rules for weights: those of a model, an exit head and a graph, and their storage in an engine
+directory.
 
 All code that writes, reads, links, splits or counts weights uses these rules. The module needs no
 torch.
@@ -35,7 +35,7 @@ from eesd.common.shapes import NO_HEAD, Shapes, block_weights, graph_needs
 EMBEDDINGS = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 DRAFT_VOCAB = "draft_vocab"
-"""Name in the exit head of the tokens of the draft vocabulary: column i of its logits is for the
+"""Name in the exit head of the tokens of the draft vocabulary. Column i of its logits is for the
 token with the i-th id."""
 ROTARY_TABLES = ("cos", "sin")
 SCALES = ".scales"
@@ -48,21 +48,21 @@ FACTOR = ".factor"
 """Suffix that turns the name of a quantized weight into the name of the factor of its scales."""
 
 HEAD_TABLES = (f"{EXIT_HEAD}cos", f"{EXIT_HEAD}sin")
-"""The rotary tables of an EAGLE-3 head, whose frequencies are its own."""
+"""The rotary tables of an EAGLE-3 head, which has other frequencies than the model."""
 DEEP = f"{EXIT_HEAD}deep"
-"""Prefix of the weights that make deep states and read them."""
+"""Prefix of the weights that compute deep states."""
 
 OUTPUTS = 0
 INPUTS = 1
-"""The sides of a weight [out, in] at which ranks that share a model split it."""
+"""The sides of a weight [out, in] along which ranks can split it."""
 _SPLIT = {
     OUTPUTS: ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "state_proj"),
     INPUTS: ("o_proj", "down_proj", "deep_in_proj"),
 }
-"""Layers by the side. A deep state is split as the keys and values of its cache."""
+"""Split layers, by side. A deep state is split like the keys and values of its cache."""
 
 _IN_BLOCK = re.compile(r"(?:layers|blocks)\.[0-9]+\.")
-"""What stands before the name that a weight has in its block."""
+"""Prefix of a weight's name within its block."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,14 @@ class StoredWeight:
     """How an engine directory stores one weight.
 
     Attributes:
-        name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the exit
-            head's.
+        name: Name in the graphs: the checkpoint's name, or ``exit_head.`` followed by the name in
+            the exit head.
         shape: Shape in the checkpoint; [out, in] for a linear layer.
-        dtype: Element type of the weight, or of its scales: the directory's, but float32 for the
-            rotary tables and for norms that the geometry says so of, and int64 for the draft
-            vocabulary. The quantization may name another one for scales.
-        transposed: Whether the weight is stored as [in, out], the layout that MatMul takes. The
-            embedding table is not.
+        dtype: Element type of the weight, or of its scales unless the quantization names another.
+            It is the directory's, with these exceptions: float32 for rotary tables and wide norms,
+            int64 for the draft vocabulary.
+        transposed: Whether the weight is stored as [in, out], the layout of MatMul. The embedding
+            table is not.
         quantization: None if the weight is stored in ``dtype``.
     """
 
@@ -111,8 +111,8 @@ class StoredWeight:
 
     @property
     def tensors(self) -> dict[str, int]:
-        """Name and bytes of each stored tensor: the weight and, if it is quantized, scales and what
-        belongs to them."""
+        """Name and bytes of each stored tensor: the weight, and the scales, zero points, minimums
+        and factor of a quantized one."""
         count = prod(self.shape)
         if self.quantization is None:
             return {self.name: count * BITS[self.dtype] // 8}
@@ -124,9 +124,9 @@ class StoredWeight:
             return tensors | {self.name + MINIMUMS: scales}
         if self.quantization.factor:
             return tensors | {self.name + FACTOR: BITS[self.dtype] // 8}
-        return tensors | (
-            {self.name + ZEROS: (blocks * bits + 7) // 8} if self.quantization.zero_points else {}
-        )
+        if self.quantization.zero_points:
+            return tensors | {self.name + ZEROS: (blocks * bits + 7) // 8}
+        return tensors
 
     @property
     def nbytes(self) -> int:
@@ -134,14 +134,14 @@ class StoredWeight:
         return sum(self.tensors.values())
 
     def keeps_levels(self, ranks: int = 1) -> bool:
-        """Whether torch can keep the levels of a weight on a GPU, of which each of so many ranks
-        has a part: of linear layers, where no rank begins within a block."""
+        """Whether torch can keep the levels of the weight on a GPU, split over ``ranks``. It can
+        for linear layers, if no rank begins within a block."""
         of = self.quantization
         if of is None or not self.transposed or not of.integers:
             return False
         if ranks == 1 or split_side(self.name) == OUTPUTS:
             return True
-        if self.name.startswith(DEEP):  # whose heads of keys and values ranks share out
+        if self.name.startswith(DEEP):  # ranks split its rows by heads of keys and values
             return False
         return split_side(self.name) is None or self.shape[1] // of.block % ranks == 0
 
@@ -161,12 +161,12 @@ def stored_weight(
         shape: Shape in the checkpoint.
         dtype: Element type of the directory.
         quantization: Quantization of the directory's weights.
-        linked: Whether the weight stays in the checkpoint's own file, and so in its layout.
-        wide_norms: Whether norms are float32; see the geometry.
+        linked: Whether the weight stays in the checkpoint's file, and so in its layout.
+        wide_norms: Whether norms are float32, as in :class:`~eesd.common.geometry.Geometry`.
     """
     shape = tuple(shape)
     if name in (*ROTARY_TABLES, *HEAD_TABLES) or (wide_norms and name.endswith("norm.weight")):
-        # Rounded where they are used.
+        # Rounded at each use.
         return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
@@ -176,15 +176,15 @@ def stored_weight(
 
 
 def packed_name(parts: Sequence[str]) -> str:
-    """Name of the packed weight or bias of some weights or biases of a block. Raises KeyError for
-    others."""
+    """Name of the packed form of weights or biases of a block. Raises KeyError if there is
+    none."""
     modules = tuple(f".{part.split('.')[-2]}." for part in parts)
     packed = {names: name for name, names in PACKED.items()}[modules]
     return parts[0].replace(modules[0], packed)
 
 
 def split_side(name: str) -> int | None:
-    """The side at which ranks split a layer's weight, or its bias; None: each rank has all of
+    """The side along which ranks split a layer's weight or bias; None if each rank has all of
     it."""
     layer = parts_of(f".{name}")[0].split(".")[-2]
     return next((side for side, layers in _SPLIT.items() if layer in layers), None)
@@ -201,12 +201,12 @@ def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfi
 def can_be_packed(
     parts: Sequence[str], shape_of: Callable[[str], Shape], quantization: Quantizations
 ) -> bool:
-    """Whether the weights or biases of some layers can be one: the layers' weights must be
-    quantized alike.
+    """Whether the weights or biases of some layers can be packed: their weights must be quantized
+    alike.
 
     Args:
-        parts: Their names.
-        shape_of: Gives the shape of a weight by its name.
+        parts: Names of the weights or biases.
+        shape_of: Returns the shape of a weight by its name.
         quantization: Quantization of the directory.
     """
     weights = [f"{part.rpartition('.')[0]}.weight" for part in parts]
@@ -214,7 +214,7 @@ def can_be_packed(
 
 
 def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> dict[str, Shape]:
-    """The shapes with packed layers in the place of their parts."""
+    """The shapes, with packed layers instead of their parts."""
     left = dict(shapes)
     apart = set[str]()
     for packed, modules in PACKED.items():
@@ -224,7 +224,7 @@ def _packed_shapes(shapes: Mapping[str, Shape], quantization: Quantizations) -> 
             if not left.keys() >= set(names) or apart & set(names):
                 continue
             if not can_be_packed(names, shapes.__getitem__, quantization):
-                apart |= set(names)  # keys and values are not packed without the queries
+                apart |= set(names)  # without the queries, keys and values are not packed either
                 continue
             parts = [left.pop(part) for part in names]
             left[whole] = (sum(shape[0] for shape in parts), *parts[0][1:])
@@ -303,7 +303,8 @@ def graph_shapes(
         shapes |= dict.fromkeys(HEAD_TABLES, (slots, exit_config.eagle.block.rotary_columns))
     if draft and exit_config.draft_vocab:
         shapes[EXIT_HEAD + DRAFT_VOCAB] = (exit_config.draft_vocab,)
-    shapes = _packed_shapes(shapes, quantization) if packed else shapes
+    if packed:
+        shapes = _packed_shapes(shapes, quantization)
     return {
         graph_name(name, shape, geometry, draft, dtype, quantization): shape
         for name, shape in shapes.items()
@@ -318,10 +319,10 @@ def graph_name(
     dtype: str,
     quantization: Quantizations,
 ) -> str:
-    """Name in a graph of a weight of the modules.
+    """Name in a graph of a parameter of the modules.
 
     Args:
-        name: Name of the module's parameter, or of several packed ones.
+        name: Name of the parameter, or of several packed ones.
         shape: Its shape.
         geometry: Geometry of the base model.
         draft: True for the draft graph.
@@ -336,51 +337,45 @@ def graph_name(
 
 
 def checkpoint_names(name: str, geometry: Geometry) -> tuple[str, ...]:
-    """Names of the tensors of checkpoint and exit head that a weight of a graph consists of."""
+    """Names of the tensors in checkpoint and exit head that form a weight of a graph."""
     name = name.removeprefix(DRAFT)
     return (lm_head_name(geometry),) if name == LM_HEAD else parts_of(name)
 
 
 def needs_of(manifest: Manifest, graph: GraphInfo) -> Shapes:
-    """The weights and caches of a graph by its description."""
+    """The weights and caches that a graph needs."""
     layers = None if graph == manifest.draft else manifest.base_layers(graph)
     return graph_needs(manifest.geometry, manifest.exit_head, layers)
 
 
 def weights_of(manifest: Manifest, graph: GraphInfo) -> dict[str, StoredWeight]:
-    """The weights that ``graph`` uses, by name. A weight that several graphs use has the same name
-    in each.
+    """The weights that ``graph`` uses, by name. Graphs that share a weight use the same name for
+    it.
 
     Raises:
-        EESDError: Tensors with levels of their own are not the model's, or do not consist of whole
-            blocks.
+        EESDError: The manifest gives levels to single tensors that the model lacks, or that do not
+            consist of whole blocks.
     """
     _check_tensors(manifest)
-    layers = manifest.base_layers(graph)
-    dtype = manifest.dtype
-    quantization = manifest.quantization
     geometry = manifest.geometry
-    draft = graph == manifest.draft
-    packed = not manifest.linked
+    storage = (manifest.dtype, manifest.quantization)
     shapes = graph_shapes(
         geometry,
         manifest.exit_head,
         manifest.max_seq_len,
-        layers,
-        draft,
-        dtype,
-        quantization,
-        packed,
+        manifest.base_layers(graph),
+        graph == manifest.draft,
+        *storage,
+        packed=not manifest.linked,
     )
-    wide = geometry.wide_norms
     return {
-        name: stored_weight(name, shape, dtype, quantization, wide_norms=wide)
+        name: stored_weight(name, shape, *storage, wide_norms=geometry.wide_norms)
         for name, shape in shapes.items()
     }
 
 
 def _check_tensors(manifest: Manifest) -> None:
-    """Check the tensors with levels of their own, which the manifest names."""
+    """Check the single tensors for which the manifest gives levels."""
     tensors = manifest.quantization.tensors
     shapes = model_shapes(manifest.geometry) if tensors else {}
     for name, one in tensors.items():
@@ -410,5 +405,5 @@ def read_graph(path: Path) -> Any:
 
 
 def weight_bytes(manifest: Manifest, graph: GraphInfo) -> int:
-    """Bytes of the weights that ``graph`` uses, scales, zero points and minimums included."""
+    """Bytes of the weights that ``graph`` uses, including scales, zero points and minimums."""
     return sum(weight.nbytes for weight in weights_of(manifest, graph).values())
