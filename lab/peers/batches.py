@@ -23,7 +23,7 @@ from lab.peers.process import PeerError, Process
 KIND = "batches"
 BATCH_WORKERS = {
     EESD: "eesd_peer.py",
-    LLAMA_CPP: "llama_cpp_server.py",
+    LLAMA_CPP: "llama_cpp_peer.py",
     "OpenVINO": "openvino_peer.py",
 }
 """Runtimes that batch. llama.cpp's server is the one that the package xllamacpp carries."""
@@ -79,7 +79,7 @@ def measure(
     JSON file holds.
 
     Args:
-        contestants: Those of one group.
+        contestants: Those that read the GGUF file.
         prompts: Token ids.
         options: What to measure.
         pythons: Interpreter by peer.
@@ -146,7 +146,6 @@ def measure(
             "max_new_tokens": lengths,
             "rounds": options.rounds,
         },
-        "group": contestants[0].group,
         "prompt_tokens": sum(map(len, prompts)),
         "results": {
             name: {str(clients): _summary(found) for clients, found in by.items()}
@@ -240,7 +239,7 @@ def markdown(results: dict[str, Any], level: str = "#") -> list[str]:
             ]
         )
     return [
-        f"{level} Batches: {results['group']}",
+        f"{level} Batches",
         "",
         *table(
             ["setting", ""],

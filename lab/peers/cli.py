@@ -2,6 +2,8 @@
 
 import json
 import sys
+from contextlib import ExitStack, closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,32 +14,27 @@ from eesd.common import cli
 from eesd.common.errors import EESDError
 from eesd.common.files import written_whole
 from eesd.common.machine import cores
-from lab.peers import batches, passes
-from lab.peers.contestants import EESD, GGUF, GROUPS, TYPES, chosen
-from lab.peers.convert import (
-    Work,
-    convert,
-    directory_bytes,
-    exit_layer,
-    file_of,
-    variants,
-)
+from lab.peers import batches, passes, tokens
+from lab.peers.contestants import EESD, F32, GGUF, LLAMA_CPP, Contestant, chosen
+from lab.peers.convert import Work, convert, directory_bytes, variants
 from lab.peers.measure import Comparison, Options, interpreters
-from lab.peers.results import KINDS, Result
+from lab.peers.process import Process
+from lab.peers.results import Result
 from lab.peers.table import markdown
-from lab.peers.texts import choose_prompts, encoded_texts, read_encoder, read_windows
+from lab.peers.texts import choose_prompts, encoded_texts, read_codec, read_windows
 from lab.shapes import numbers
 
 COUNT = click.IntRange(1, 10**6)
 NUMBER = click.IntRange(0, 10**6)
-PROMPTS = Path("examples/pycode/prompts.jsonl")
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
 ONLY = "Only those whose name matches, with * for any text; repeatable."
 PYTHON = "Python interpreter that has the peers."
 
 
 @cli.group()
 def main() -> None:
-    """Compare EESD with llama.cpp, OpenVINO GenAI and onnxruntime-genai on one GGUF file."""
+    """Compare EESD with llama.cpp, ik_llama.cpp, OpenVINO GenAI and onnxruntime-genai on one GGUF
+    file."""
 
 
 @main.command("convert", context_settings=cli.HELP)
@@ -50,98 +47,84 @@ def main() -> None:
     help="Work directory; what it has already is kept.",
 )
 @click.option(
-    "--type",
-    "types",
-    type=click.Choice(TYPES),
-    multiple=True,
-    help="Also make a file of this type; repeatable.",
-)
-@click.option(
     "--peer-python",
     type=cli.NAME,
     default=sys.executable,
     show_default=False,
     help=f"{PYTHON}  [default: this one]",
 )
-@click.option("--exit-head", type=cli.PATH, help="Directory of a trained exit head.")
+@click.option("--exit-head", type=cli.NAME, help="As in eesd-export.")
 @click.option(
-    "--exit-layer", type=COUNT, help="Layers before the exit.  [default: of the exit head]"
+    "--max-seq-len", type=click.IntRange(2, 10**6), default=4096, help="As in eesd-export."
 )
-@click.option(
-    "--max-seq-len",
-    type=click.IntRange(2, 10**6),
-    help="Slots of EESD's KV cache, as in eesd-export.",
-)
-@click.option("--only", multiple=True, help=f"{ONLY} Such as 'llama.cpp*'.")
+@click.option("--only", multiple=True, help=f"{ONLY} Such as 'EESD*'.")
 @click.option("--timeout", type=COUNT, default=3600, help="Seconds of one conversion.")
 def convert_command(
-    model: Path, output: Path, types: tuple[str, ...], peer_python: str, **given: Any
+    model: Path,
+    output: Path,
+    peer_python: str,
+    exit_head: str | None,
+    max_seq_len: int,
+    only: tuple[str, ...],
+    timeout: int,
 ) -> None:
     """Write one model in the forms that the peers read."""
     if not model.is_file():
         raise EESDError(f"{model} is not a file; give a GGUF file.")
-    layer, head = exit_layer(given["exit_layer"], given["exit_head"])
     output.mkdir(parents=True, exist_ok=True)
-    sizes = ["--max-seq-len", str(given["max_seq_len"])] if given["max_seq_len"] else []
-    names = variants(types)
-    wanted = chosen(names, given["only"])
-    work = Work(str(model.resolve()), peer_python, layer)
+    options = ["--max-seq-len", str(max_seq_len)]
+    if exit_head is not None:
+        options += ["--exit-head", exit_head]
+    wanted = chosen(variants(), only)
+    work = Work(str(model.resolve()), peer_python)
     if (output / "work.json").exists():
         found = Work.load(output)
-        if found.model != work.model or found.exit_layer != work.exit_layer:
-            raise EESDError(
-                f"{output} is of {found.model} with an exit after layer {found.exit_layer}; "
-                "give another --output."
-            )
+        if found.model != work.model:
+            raise EESDError(f"{output} is of {found.model}; give another --output.")
         work.made = found.made
         work.skipped = found.skipped
     work.save(output)
-    convert(
-        work,
-        output,
-        head,
-        sizes,
-        [name for name in names if name in wanted],
-        given["timeout"],
-        click.echo,
-    )
+    names = [name for name in variants() if name in wanted]
+    convert(work, output, options, names, timeout, click.echo)
+
+
+WORK = click.option(
+    "--work", type=cli.OUTPUT, required=True, help="Work directory that convert made."
+)
+PEER_PYTHON = click.option(
+    "--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]"
+)
+PROMPTS_FILE = click.option(
+    "--prompts",
+    "file",
+    type=cli.PATH,
+    default=PROMPTS,
+    show_default=False,
+    help="JSON lines with a task and a prompt each.  [default: code, chat, fim, summary]",
+)
+THREADS = click.option(
+    "--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]"
+)
+KIND = click.option("--kind", "kinds", multiple=True, help="Task of the prompts; repeatable.")
 
 
 @main.command(context_settings=cli.HELP)
-@click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
+@WORK
 @click.option(
     "-o", "--output", type=cli.OUTPUT, default=Path("results.json"), help="JSON to write."
 )
+@PEER_PYTHON
+@click.option("--only", multiple=True, help=f"{ONLY} Such as 'EESD*'.")
+@PROMPTS_FILE
+@KIND
+@click.option("--per-kind", type=NUMBER, default=3, help="Prompts of each task.")
 @click.option(
-    "--eesd",
-    type=(str, cli.PATH),
-    multiple=True,
-    help=f"Name and engine directory; names begin with {', '.join(GROUPS)}.",
+    "--temperature", "temperatures", type=float, multiple=True, help="[default: 0 and 0.7]"
 )
-@click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
-@click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf*'.")
-@click.option(
-    "--prompts", type=cli.PATH, default=PROMPTS, help="Prompts, as eesd-bench takes them."
-)
-@click.option("--short", type=NUMBER, default=4, help="Number of short prompts.")
-@click.option("--short-tokens", type=COUNT, default=64, help="Tokens of a short prompt.")
-@click.option("--long", type=NUMBER, default=2, help="Number of long prompts.")
-@click.option("--long-tokens", type=COUNT, default=512, help="Tokens of a long prompt.")
-@click.option("--longest", type=NUMBER, default=0, help="Number of the longest prompts.")
-@click.option(
-    "--longest-tokens", type=COUNT, default=2048, help="Tokens of one of the longest prompts."
-)
-@click.option(
-    "-n",
-    "--max-new-tokens",
-    type=click.IntRange(2, 10**6),
-    default=96,
-    help="Tokens to generate behind each prompt.",
-)
-@click.option("--processes", type=COUNT, default=3, help="Fresh processes of each contestant.")
-@click.option(
-    "--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]"
-)
+@click.option("--lengths", default="512 2048", help="Tokens of long prompts.")
+@click.option("-n", "--max-new-tokens", type=click.IntRange(9, 10**6), default=96)
+@click.option("--processes", type=COUNT, default=2, help="Fresh processes of each contestant.")
+@THREADS
 @click.option("--quality-text", type=cli.PATH, help="Held-out text, or JSON lines.")
 @click.option("--quality-tokens", type=COUNT, default=4096, help="Most tokens of it.")
 @click.option(
@@ -150,54 +133,113 @@ def convert_command(
 @click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
 @click.option("--resume", is_flag=True, help="Continue the run in --output.")
 @click.option("--overwrite", is_flag=True, help="Replace --output.")
-def run(work: Path, output: Path, resume: bool, overwrite: bool, **given: Any) -> None:
+def run(
+    work: Path,
+    output: Path,
+    peer_python: str | None,
+    only: tuple[str, ...],
+    file: Path,
+    resume: bool,
+    overwrite: bool,
+    **given: Any,
+) -> None:
     """Let all contestants decode the same prompts, and compare speed, memory and quality."""
     record = Work.load(work)
-    everybody = record.contestants(work, dict(given["eesd"]))
-    names = chosen([*(c.name for c in everybody), *record.skipped], given["only"])
-    encoder = read_encoder([Path(c.path) for c in everybody if c.peer == EESD])
-    lengths = {kind: (given[kind], given[f"{kind}_tokens"]) for kind in KINDS}
-    prompts = choose_prompts(encoded_texts(given["prompts"], encoder), lengths, given["prompts"])
-    if not prompts and given["quality_text"] is None:
-        raise EESDError("There is nothing to measure; give --short, --long or --quality-text.")
+    everybody = record.contestants(work)
+    able = [one for one in everybody if one.variant == GGUF]
+    names = chosen([*(one.name for one in able), *record.skipped], only)
+    codec = read_codec(_engines(everybody))
+    lengths = [int(length) for length in given["lengths"].split()]
+    texts = encoded_texts(file, codec) if given["per_kind"] or lengths else []
+    prompts = choose_prompts(
+        texts,
+        given["per_kind"],
+        given["temperatures"] or (0.0, 0.7),
+        given["max_new_tokens"],
+        lengths,
+        given["kinds"],
+    )
     text = given["quality_text"]
     window = given["window"]
-    windows = (
-        read_windows(text, encoder, given["quality_tokens"], window) if text is not None else []
-    )
+    windows = [] if text is None else read_windows(text, codec, given["quality_tokens"], window)
     options = Options(
-        given["max_new_tokens"],
-        lengths["short"],
-        lengths["long"],
         given["processes"],
         given["threads"] or cores(),
-        str(given["prompts"]),
-        str(text) if text is not None else None,
+        None if text is None else str(text),
         given["quality_tokens"],
         window,
-        lengths["longest"],
     )
-    model = {"name": Path(record.model).name}
-    result = Result(options.to_dict(), model, [c for c in everybody if c.name in names], prompts)
-    result.sizes = {
-        f"{c.peer} {c.variant}": directory_bytes(Path(c.path)) for c in result.contestants
-    }
+    members = [one for one in able if one.name in names]
+    result = Result(asdict(options), {"name": Path(record.model).name}, members, prompts)
+    result.sizes = {f"{one.peer} {one.variant}": directory_bytes(Path(one.path)) for one in members}
     result.skipped = {
         name: f"not converted: {reason}" for name, reason in record.skipped.items() if name in names
     }
     result = result.begun(output, resume, overwrite)
-    pythons = interpreters(given["peer_python"] or record.python, sys.executable)
+    pythons = interpreters(peer_python or record.python, sys.executable)
     with announce_resume(output):
         Comparison(result, options, pythons, given["timeout"], output, click.echo).run(
-            windows, everybody
+            windows, [one for one in everybody if one.variant == F32]
         )
     click.echo("\n".join(markdown(Result.load(output))))
 
 
+@main.command("tokens", context_settings=cli.HELP)
+@WORK
+@click.option("-o", "--output", type=cli.OUTPUT, default=Path("tokens.json"), help="JSON to write.")
+@PEER_PYTHON
+@PROMPTS_FILE
+@KIND
+@click.option("--per-kind", type=COUNT, default=10, help="Prompts of each task.")
+@click.option("-n", "--max-new-tokens", type=click.IntRange(9, 10**6), default=64)
+@THREADS
+@click.option("--timeout", type=COUNT, default=600, help="Seconds of one answer.")
+def tokens_command(
+    work: Path,
+    output: Path,
+    peer_python: str | None,
+    file: Path,
+    kinds: tuple[str, ...],
+    per_kind: int,
+    max_new_tokens: int,
+    threads: int | None,
+    timeout: int,
+) -> None:
+    """Compare greedy tokens with llama.cpp's, and show the margins of first differences."""
+    record = Work.load(work)
+    plain = {
+        one.peer: one for one in record.contestants(work) if one.is_plain and one.variant == GGUF
+    }
+    texts = encoded_texts(file, read_codec(_engines([*plain.values()])))
+    prompts = choose_prompts(texts, per_kind, (0.0,), max_new_tokens, (), kinds)
+    slots = max(len(prompt.tokens) + prompt.count for prompt in prompts) + 1
+    count = threads or cores()
+    settings = {"mode": "plain", "variant": GGUF, "threads": count, "slots": slots}
+    pythons = interpreters(peer_python or record.python, sys.executable)
+    with ExitStack() as stack:
+        running: list[Process] = []
+        for name in (EESD, LLAMA_CPP):
+            if name not in plain:
+                raise EESDError(f"{work} lacks {name}; convert it.")
+            one = plain[name]
+            process = Process(pythons[name], one.worker, count, timeout)
+            running.append(stack.enter_context(closing(process)))
+            process.ask("load", path=one.path, options=settings)
+        found = tokens.compare_tokens(prompts, running, lambda line: click.echo(line, err=True))
+    with written_whole(output) as temporary:
+        temporary.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+    click.echo("\n".join(tokens.markdown(found)))
+
+
+def _engines(contestants: list[Contestant]) -> list[Path]:
+    """The engine directories among what contestants load."""
+    return [Path(one.path) for one in contestants if one.peer == EESD]
+
+
 @main.command("passes", context_settings=cli.HELP)
-@click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
+@WORK
 @click.option("-o", "--output", type=cli.OUTPUT, default=Path("passes.json"), help="JSON to write.")
-@click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
+@PEER_PYTHON
 @click.option("--only", multiple=True, help=f"{ONLY} Such as '*gguf'.")
 @click.option("--rows", default="1 2 4 8 16 33", callback=numbers, help="Tokens of a pass.")
 @click.option("--behind", default="64 512 2048", callback=numbers, help="Tokens in the cache.")
@@ -221,13 +263,15 @@ def passes_command(
     timeout: int,
     **given: Any,
 ) -> None:
-    """Time passes of EESD, llama.cpp and ik_llama.cpp, and show which share of the memory bandwidth
-    they reach."""
+    """Time passes of EESD and llama.cpp, and show which share of the memory bandwidth they
+    reach."""
     record = Work.load(work)
-    able = passes.takers(record.contestants(work, {}), kernels.split())
+    able = passes.takers(
+        [one for one in record.contestants(work) if one.variant == GGUF], kernels.split()
+    )
     names = chosen([c.name for c in able], only)
     members = [c for c in able if c.name in names]
-    sizes = {c.group: passes.tensor_sizes(file_of(record, work, c.group)) for c in members}
+    sizes = passes.tensor_sizes(Path(record.model))
     options = given | {"rows": sorted({1, *given["rows"]}), "behind": sorted(given["behind"])}
     result = passes.Passes(Path(record.model).name, options, sizes)
     passes.measure(
@@ -242,13 +286,11 @@ def passes_command(
 
 
 @main.command("batches", context_settings=cli.HELP)
-@click.option("--work", type=cli.OUTPUT, required=True, help="Work directory that convert made.")
+@WORK
 @click.option(
     "-o", "--output", type=cli.OUTPUT, default=Path("batches.json"), help="JSON to write."
 )
-@click.option("--eesd", type=cli.PATH, help="Engine directory.  [default: that of the group]")
-@click.option("--peer-python", type=cli.NAME, help=f"{PYTHON}  [default: as for convert]")
-@click.option("--group", type=click.Choice(GROUPS), default=GGUF, help="Form of the model.")
+@PEER_PYTHON
 @click.option(
     "--task",
     multiple=True,
@@ -277,22 +319,16 @@ def passes_command(
 @click.option(
     "--levels", type=click.IntRange(1, 64), default=3, help="Levels that 'always' drafts."
 )
-@click.option(
-    "--threads", type=click.IntRange(1, 1024), help="CPU threads of each.  [default: processors]"
-)
+@THREADS
 @click.option("--timeout", type=COUNT, default=900, help="Seconds of one measurement.")
-def batches_command(
-    work: Path, output: Path, eesd: Path | None, peer_python: str | None, group: str, **given: Any
-) -> None:
+def batches_command(work: Path, output: Path, peer_python: str | None, **given: Any) -> None:
     """Measure batches of EESD, and of other runtimes beside it: throughput and latency by the
     number of clients."""
     record = Work.load(work)
-    members = [
-        c for c in record.contestants(work, {group: eesd} if eesd else {}) if c.group == group
-    ]
-    own = next((c for c in members if c.peer == EESD), None)
+    members = [one for one in record.contestants(work) if one.variant == GGUF]
+    own = next((one for one in members if one.peer == EESD), None)
     if own is None:
-        raise EESDError(f"{work} has no EESD {group}; convert it, or give --eesd.")
+        raise EESDError(f"{work} has no form of the file for EESD; convert it.")
     most = given["max_new_tokens"]
     threads = given["threads"] or cores()
     shortest = min(given["shortest"] or most, most)

@@ -14,17 +14,7 @@ from typing import Self
 from eesd.common.errors import EESDError
 from eesd.common.files import directory_written_whole, written_whole
 from eesd.common.json_input import read_json_object
-from lab.peers.contestants import (
-    EESD,
-    F32,
-    GGUF,
-    LLAMA_CPP,
-    PEERS,
-    WORKERS,
-    Contestant,
-    group_of,
-    of_variant,
-)
+from lab.peers.contestants import EESD, F32, PEERS, VARIANTS, WORKERS, Contestant, of_variant
 from lab.peers.process import PeerError, Process, one_line
 
 RECORD = "work.json"
@@ -38,14 +28,12 @@ class Work:
     Attributes:
         model: The GGUF file.
         python: The interpreter that has the peers.
-        exit_layer: Layers before the exit.
-        made: By variant (``llama.cpp F32``): seconds of the conversion, bytes of the result.
+        made: By variant (``EESD F32``): seconds of the conversion, bytes of the result.
         skipped: By variant, why it was not made.
     """
 
     model: str
     python: str
-    exit_layer: int
     made: dict[str, dict[str, float]] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
 
@@ -64,27 +52,12 @@ class Work:
         with written_whole(directory / RECORD) as temporary:
             temporary.write_text(json.dumps(asdict(self), indent=1), "utf-8")
 
-    def contestants(self, directory: Path, engines: dict[str, Path]) -> list[Contestant]:
-        """Everybody that can run.
-
-        Args:
-            directory: The work directory.
-            engines: Engine directories of EESD by name; none for those in the work directory.
-        """
-        made = [tuple(name.split(" ")) for name in self.made]
-        own = engines or {
-            variant: variant_dir(directory, EESD, variant) for peer, variant in made if peer == EESD
-        }
-        found = [
-            c
-            for variant, path in own.items()
-            for c in of_variant(EESD, variant, group_of(variant), path)
-        ]
-        for peer, variant in made:
-            if peer != EESD:
-                found += of_variant(
-                    peer, variant, group_of(variant), variant_dir(directory, peer, variant)
-                )
+    def contestants(self, directory: Path) -> list[Contestant]:
+        """All contestants that can run, from the work directory's forms of the model."""
+        found = []
+        for name in self.made:
+            peer, variant = name.split(" ")
+            found += of_variant(peer, variant, variant_dir(directory, peer, variant))
         return found
 
 
@@ -98,38 +71,20 @@ def directory_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
 
 
-def variants(types: Sequence[str]) -> list[str]:
-    """All conversions of a model, in order: float32, which judges the quality; the file itself;
-    files of other types."""
-    groups = [F32, GGUF, *types]
-    found = [f"{name} {group}" for group in groups for name in PEERS]
-    return found + [
-        f"{name} {extra}"
-        for name, peer in PEERS.items()
-        for extra, of in peer.extra.items()
-        if of in groups
-    ]
-
-
-def exit_layer(given: int | None, exit_head: Path | None) -> tuple[int, list[str]]:
-    """Layers before the exit, and the options that ``eesd-export`` needs for it."""
-    if given is not None:
-        return given, ["--exit-layer", str(given)]
-    if exit_head is None:
-        raise EESDError("The file has no exit head; give --exit-head or --exit-layer.")
-    return int(
-        read_json_object(exit_head / "exit_head.json", "train the exit head again")["layer"]
-    ), [
-        "--exit-head",
-        str(exit_head),
+def variants() -> list[str]:
+    """All conversions of a model."""
+    return [
+        f"{peer} {variant}"
+        for variant in VARIANTS
+        for peer in PEERS
+        if variant != F32 or peer == EESD
     ]
 
 
 def convert(
     work: Work,
     directory: Path,
-    head: list[str],
-    sizes: list[str],
+    options: list[str],
     wanted: Sequence[str],
     seconds: float,
     report: Callable[[str], None],
@@ -139,7 +94,7 @@ def convert(
     Args:
         work: The record, which is updated and saved.
         directory: The work directory.
-        head, sizes: Options of ``eesd-export`` for the exit head, and others.
+        options: Of ``eesd-export``.
         wanted: Names of variants, in order.
         seconds: Longest time of one conversion.
         report: Called with a line for each variant.
@@ -155,12 +110,9 @@ def convert(
         begun = time.monotonic()
         try:
             if peer == EESD:
-                _export(work, directory, variant, head, sizes, seconds)
+                _export(work, output, variant, options, seconds)
             else:
-                source = (
-                    Path(work.model) if peer == LLAMA_CPP else file_of(work, directory, variant)
-                )
-                _convert(source, output, peer, variant, work.python, seconds)
+                _convert(work, output, peer, variant, seconds)
         except PeerError as error:
             work.skipped[name] = str(error)
             report(f"{name}: skipped; {error}")
@@ -171,61 +123,25 @@ def convert(
         work.save(directory)
 
 
-def file_of(work: Work, directory: Path, variant: str) -> Path:
-    """The GGUF file of a variant: the given one, or what llama.cpp's quantizer made of it."""
-    if group_of(variant) == GGUF:
-        return Path(work.model)
-    path = variant_dir(directory, LLAMA_CPP, variant) / "model.gguf"
-    if not path.exists():
-        raise PeerError(f"llama.cpp {variant} is missing, which is the file to read")
-    return path.absolute()
-
-
-def _convert(
-    source: Path, output: Path, peer: str, variant: str, python: str, seconds: float
-) -> None:
-    # What is there comes from a run that was stopped before it said so.
+def _convert(work: Work, output: Path, peer: str, variant: str, seconds: float) -> None:
+    # Files that are there come from a run that was stopped before it recorded them.
     made = directory_written_whole(output, lambda _: "")
     with (
-        closing(Process(python, WORKERS / PEERS[peer].worker, 1, seconds)) as process,
+        closing(Process(work.python, WORKERS / PEERS[peer].worker, 1, seconds)) as process,
         made as temporary,
     ):
-        process.ask("convert", model=str(source), output=str(temporary), variant=variant)
+        process.ask("convert", model=work.model, output=str(temporary), variant=variant)
 
 
-def _export(
-    work: Work, directory: Path, variant: str, head: list[str], sizes: list[str], seconds: float
-) -> None:
+def _export(work: Work, output: Path, variant: str, options: list[str], seconds: float) -> None:
     """Export for EESD with the benchmark's own interpreter, and load it once: the first load writes
-    packed weights.
-
-    The given exit head fits the file as it is, and its values in float32; other types get an
-    untrained one.
-    """
-    output = variant_dir(directory, EESD, variant)
+    packed weights."""
     if variant == F32:
-        source = work.model
-        options = [*head, "--dtype", "float32", "--quantize", "none"]
-    elif variant == GGUF:
-        source = work.model
-        options = head
-    else:
-        source = str(file_of(work, directory, variant))
-        options = ["--exit-layer", str(work.exit_layer)]
-    # The export of a whole model is checked, those of its quantizations are not: that takes as long
-    # again.
-    if group_of(variant) not in (F32, GGUF):
-        sizes = [*sizes, "--no-check"]
+        options = ["--dtype", "float32", "--quantize", "none", "--exit-head", "none"]
     command = [
-        sys.executable,
-        "-m",
-        "eesd.export.cli",
-        "--model",
-        source,
-        "--output",
-        str(output),
+        *(sys.executable, "-m", "eesd.export.cli"),
+        *("--model", work.model, "--output", str(output), "--no-check"),
         *options,
-        *sizes,
     ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -1,15 +1,13 @@
-"""The comparison: all contestants of a group wait side by side, and decode each prompt one after
-another."""
+"""The comparison: all contestants wait side by side, and decode each prompt one after another."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from eesd.bench.measure.run import rotated
-from lab.peers.contestants import EESD, PEERS, Contestant, grouped
+from lab.peers.contestants import EESD, PEERS, Contestant
 from lab.peers.process import PeerError, Process, busy_threads
 from lab.peers.quality import measure_quality, reference_of
 from lab.peers.results import Load, Prompt, Quality, Result, Run
@@ -27,42 +25,18 @@ class Options:
     """What to measure.
 
     Attributes:
-        new_tokens: Tokens to generate behind each prompt.
-        short, long, longest: Number and length of the prompts of each kind.
         processes: Fresh processes of each contestant.
         threads: CPU threads of each.
         window: Tokens of a window of the held-out text.
-        prompts_file, quality_file: Where the prompts and the held-out text come from.
+        quality_file: Held-out text; None measures no quality.
         quality_tokens: Most tokens of the held-out text.
     """
 
-    new_tokens: int
-    short: tuple[int, int]
-    long: tuple[int, int]
     processes: int
     threads: int
-    prompts_file: str
     quality_file: str | None = None
     quality_tokens: int = 4096
     window: int = 512
-    longest: tuple[int, int] = (0, 1)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The options as JSON values."""
-        return {
-            name: [*value] if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-        }
-
-    @property
-    def slots(self) -> int:
-        """Most tokens of a prompt and its text."""
-        lengths = [
-            length + self.new_tokens
-            for count, length in (self.short, self.long, self.longest)
-            if count
-        ]
-        return max(*lengths, self.window, WARM_UP_TOKENS) + 1
 
 
 @dataclass
@@ -86,7 +60,7 @@ class Comparison:
     report: Callable[[str], None]
 
     def run(self, windows: list[list[int]], others: Iterable[Contestant] = ()) -> None:
-        """Measure the speed of every group, and the quality if there are windows of held-out text.
+        """Measure the speed, and the quality if there are windows of held-out text.
 
         One of ``others`` can be the reference of the quality without taking part.
         """
@@ -97,8 +71,7 @@ class Comparison:
         ]:
             del self.result.skipped[name]  # a contestant that failed gets another chance
         for process in range(self.options.processes):
-            for group, members in grouped(self.result.contestants).items():
-                self._measure_group(process, group, members)
+            self._measure_process(process)
         if windows:
             self._measure_quality(windows, others)
         self.result.complete = not any(
@@ -106,13 +79,17 @@ class Comparison:
         )
         self.result.save(self.path)
 
-    def _measure_group(self, process: int, group: str, members: list[Contestant]) -> None:
+    def _measure_process(self, process: int) -> None:
         """Run all prompts that are missing in one process of each contestant."""
-        names = {c.name for c in members}
+        members = self.result.contestants
         missing = [
             p
             for p in self.result.prompts
-            if not self.result.has_round(process, p.id, names - {*self.result.skipped})
+            if not self.result.has_round(
+                process,
+                p.id,
+                {c.name for c in members if takes(c, p)} - {*self.result.skipped},
+            )
         ]
         if not missing:
             return
@@ -131,7 +108,7 @@ class Comparison:
                 before[contestant.name] = found.thread_seconds()
                 self._replace_load(load)
             for prompt in missing:
-                self._measure_round(process, group, prompt, running)
+                self._measure_round(process, prompt, running)
                 for load in [
                     load
                     for load in self.result.loads
@@ -175,26 +152,23 @@ class Comparison:
         """Start a contestant, load it, and run it on prompts that no other prompt begins like."""
         process = stack.enter_context(self._started(contestant))
         seconds = self._ask_load(process, contestant)
-        for kind in {prompt.kind: prompt for prompt in self.result.prompts}.values():
-            process.ask(
-                "generate",
-                prompt=kind.tokens[::-1],
-                count=min(WARM_UP_TOKENS, self.options.new_tokens),
-            )
+        shortest = min(self.result.prompts, key=lambda prompt: len(prompt.tokens))
+        process.ask("generate", prompt=shortest.tokens[::-1], count=WARM_UP_TOKENS, temperature=0.0)
         return process, Load(contestant.name, number, seconds)
 
-    def _measure_round(
-        self, process: int, group: str, prompt: Prompt, running: dict[str, Process]
-    ) -> None:
-        """Let everybody decode one prompt, in an order that rotates from prompt to prompt."""
-        names = [*running]
+    def _measure_round(self, process: int, prompt: Prompt, running: dict[str, Process]) -> None:
+        """Let every contestant decode one prompt. The order rotates from prompt to prompt."""
+        names = [c.name for c in self.result.contestants if c.name in running and takes(c, prompt)]
         turn = process * len(self.result.prompts) + self.result.prompts.index(prompt)
         found: list[Run] = []
         for name in rotated(names, turn):
             time.sleep(REST_SECONDS)
             try:
                 answer = running[name].ask(
-                    "generate", prompt=prompt.tokens, count=self.options.new_tokens
+                    "generate",
+                    prompt=prompt.tokens,
+                    count=prompt.count,
+                    temperature=prompt.temperature,
                 )
             except PeerError as error:
                 self._skip(name, str(error))
@@ -206,11 +180,11 @@ class Comparison:
         self.result.runs = [
             r
             for r in self.result.runs
-            if (r.process, r.prompt) != (process, prompt.id) or r.contestant not in running
+            if (r.process, r.prompt) != (process, prompt.id) or r.contestant not in names
         ]
         self.result.runs += found
-        rates = ", ".join(f"{run.contestant} {run.rate:.0f}" for run in found)
-        self.report(f"process {process + 1}, {group}, {prompt.id} (tokens/s): {rates}")
+        rates = ", ".join(f"{run.contestant} {run.rate:.1f}" for run in found)
+        self.report(f"process {process + 1}, {prompt.id} (tokens/s): {rates}")
 
     def _measure_quality(self, windows: list[list[int]], others: Iterable[Contestant]) -> None:
         members = [c for c in self.result.contestants if c.name not in self.result.skipped]
@@ -248,8 +222,13 @@ class Comparison:
             yield process
 
     def _ask_load(self, process: Process, contestant: Contestant) -> float:
-        sizes = {"threads": self.options.threads, "slots": self.options.slots}
-        settings = {"variant": contestant.variant, "mode": contestant.mode, **sizes}
+        slots = max([self.options.window, *(len(p.tokens) + p.count for p in self.result.prompts)])
+        settings = {
+            "variant": contestant.variant,
+            "mode": contestant.mode,
+            "threads": self.options.threads,
+            "slots": slots + 1,
+        }
         return float(process.ask("load", path=contestant.path, options=settings)["seconds"])
 
     def _replace_load(self, load: Load) -> None:
@@ -270,6 +249,11 @@ class Comparison:
         """Go on without a contestant."""
         self.result.skipped[name] = reason
         self.report(f"{name}: {reason}")
+
+
+def takes(contestant: Contestant, prompt: Prompt) -> bool:
+    """Whether a contestant decodes a prompt: not all are measured with a temperature."""
+    return contestant.samples or not prompt.temperature
 
 
 def interpreters(python: str, own: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,13 +18,11 @@ from eesd.bench.measure.stats import bootstrap
 from eesd.common.errors import EESDError
 from eesd.common.markdown import table
 from eesd.common.outputs import scratch_directory
-from lab.peers.contestants import EESD, IK_LLAMA_CPP, LLAMA_CPP, Contestant, grouped
+from lab.peers.contestants import EESD, LLAMA_CPP, Contestant
 from lab.peers.process import Process
 
-TAKERS = (EESD, LLAMA_CPP, IK_LLAMA_CPP)
+TAKERS = (EESD, LLAMA_CPP)
 """Peers that can be asked for a pass over several tokens."""
-WAYS = ("plain", "rtr")
-"""Modes whose passes differ: all others are those of plain decoding."""
 PEAKS = Path(__file__).with_name("peaks.cpp")
 MEMORY = "memory"
 """Stands for reading alone, which is measured in turn with the passes."""
@@ -42,7 +39,7 @@ class Pass:
     """Passes of one contestant.
 
     Attributes:
-        contestant, group: Its name and group; the name is :data:`MEMORY` for reading alone.
+        contestant: Its name, or :data:`MEMORY` for reading alone.
         threads: CPU threads.
         behind: Tokens in the cache.
         rows: Tokens of a pass, each with its logits; after none, the tokens of a prompt, the last
@@ -52,7 +49,6 @@ class Pass:
     """
 
     contestant: str
-    group: str
     threads: int
     behind: int
     rows: int
@@ -67,7 +63,7 @@ class Passes(Saved):
     Attributes:
         model: Name of the model.
         options: What was measured.
-        sizes: What :func:`tensor_sizes` gave of each group's file.
+        sizes: The result of :func:`tensor_sizes`.
         machine, packages: Where, and with what.
         peaks: By number of threads and kernels, products of 8-bit integers in a second: the most of
             a run.
@@ -76,12 +72,12 @@ class Passes(Saved):
 
     model: str
     options: dict[str, Any]
-    sizes: dict[str, list[int]]
+    sizes: list[int]
     machine: dict[str, str] = field(default_factory=describe_machine)
     packages: dict[str, str] = field(default_factory=dict)
     peaks: dict[str, dict[str, float]] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
-    schema: int = 2
+    schema: int = 3
 
     WHAT: ClassVar = "a file of passes; measure them again"
     ROWS: ClassVar[dict[str, type]] = {"passes": Pass}
@@ -112,7 +108,7 @@ def tensor_sizes(file: Path) -> list[int]:
 def takers(contestants: Iterable[Contestant], kernels: Sequence[str]) -> list[Contestant]:
     """Those whose passes can be timed: EESD once for each of these kernels, or with the fastest
     ones."""
-    able = [one for one in contestants if one.peer in TAKERS and one.mode in WAYS]
+    able = [one for one in contestants if one.peer in TAKERS and one.is_plain]
     return [
         replace(one, mode=mode)
         for one in able
@@ -128,7 +124,7 @@ def measure(
     path: Path,
     report: Callable[[str], None],
 ) -> None:
-    """Measure all groups of what :func:`takers` gave, and save after each context.
+    """Measure the result of :func:`takers`, and save after each context.
 
     ``pythons`` are interpreters by peer, ``seconds`` is the longest time of one answer, and each
     measurement is a line for ``report``.
@@ -138,12 +134,10 @@ def measure(
     )
     with scratch_directory("eesd-peaks") as scratch:
         program = _compiled(scratch)
-        for threads, (group, everybody) in product(
-            result.options["threads"], grouped(members).items()
-        ):
+        for threads in result.options["threads"]:
             with ExitStack() as stack:
                 running: dict[str, Process] = {}
-                for one in everybody:
+                for one in members:
                     process = stack.enter_context(
                         closing(Process(pythons[one.peer], one.worker, threads, seconds))
                     )
@@ -157,9 +151,7 @@ def measure(
                     process.ask("load", path=one.path, options=settings)
                     running[one.name] = process
                 read = partial(_read, program, threads, result.peaks.setdefault(str(threads), {}))
-                for found in _passes(
-                    running, group, threads, result.sizes[group][0], result.options, read
-                ):
+                for found in _passes(running, threads, result.sizes[0], result.options, read):
                     result.passes.append(found)
                     shown = (
                         f"{found.rows} after {found.behind}: "
@@ -198,13 +190,12 @@ def _read(program: Path, threads: int, most: dict[str, float]) -> list[float]:
 
 def _passes(
     running: Mapping[str, Process],
-    group: str,
     threads: int,
     weights: int,
     options: Mapping[str, Any],
     read: Callable[[], list[float]],
 ) -> Iterator[Pass]:
-    """Measure the contestants of a group: a prompt, then passes after each context. ``read`` gives
+    """Measure the contestants: a prompt, then passes after each context. ``read`` gives
     the seconds of reading."""
 
     def prefill(name: str, start: int, stop: int) -> list[float]:
@@ -219,7 +210,7 @@ def _passes(
     if prompt:
         calls = {(name, prompt): partial(prefill, name, 0, prompt) for name in running}
         for (name, count), seconds in _in_turn(calls, PROMPT_TURNS).items():
-            yield Pass(name, group, threads, 0, count, seconds, weights)
+            yield Pass(name, threads, 0, count, seconds, weights)
     for start, behind in zip([0, *options["behind"]], options["behind"], strict=False):
         sizes = {MEMORY: READ_BYTES}
         for name, process in running.items():
@@ -233,7 +224,7 @@ def _passes(
         for (name, count), seconds in _in_turn(
             {**timed, (MEMORY, 0): read}, -(-options["repeats"] // TURN)
         ).items():
-            yield Pass(name, group, threads, behind, count, seconds, sizes[name])
+            yield Pass(name, threads, behind, count, seconds, sizes[name])
 
 
 def _in_turn(
@@ -249,10 +240,10 @@ def _in_turn(
 
 
 def markdown(result: Passes, level: str = "#") -> list[str]:
-    """Lines: a table for each group and number of threads, and what is needed to read it."""
-    by: dict[tuple[str, int], list[Pass]] = {}
+    """Lines: a table for each number of threads, and what is needed to read it."""
+    by: dict[int, list[Pass]] = {}
     for one in result.passes:
-        by.setdefault((one.group, one.threads), []).append(one)
+        by.setdefault(one.threads, []).append(one)
     settings = {
         "machine": shown_machine(result.machine),
         "versions": ", ".join(result.packages.values()),
@@ -271,9 +262,9 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
         "with the passes. Several rows: over one.",
         "",
     ]
-    for (group, threads), found in by.items():
-        lines += [f"{level}# {group}, {threads} thread{'s' * (threads > 1)}", "", *_table(found)]
-        lines += _prompts(found, result.sizes[group][1], result.peaks.get(str(threads), {}))
+    for threads, found in by.items():
+        lines += [f"{level}# {threads} thread{'s' * (threads > 1)}", "", *_table(found)]
+        lines += _prompts(found, result.sizes[1], result.peaks.get(str(threads), {}))
     return lines
 
 

@@ -48,7 +48,7 @@ def _log_softmax(logits: Logits) -> Logits:
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
     """Whose logits are float32: EESD's. Raises :class:`EESDError` if it is not there."""
-    found = next((c for c in contestants if c.peer == EESD and c.is_plain and c.group == F32), None)
+    found = next((c for c in contestants if c.peer == EESD and c.variant == F32), None)
     if found is None:
         raise EESDError("The quality needs a float32 reference; convert EESD F32.")
     return found

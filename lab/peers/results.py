@@ -7,17 +7,26 @@ from typing import Any, ClassVar
 from eesd.bench.measure.results import Saved, describe_machine
 from lab.peers.contestants import Contestant
 
-SCHEMA = 1
-KINDS = ("short", "long", "longest")
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to decode behind. ``kind`` is one of ``KINDS``."""
+    """A prompt and how to continue it.
+
+    Attributes:
+        id: Unique in a run.
+        kind: The column of the tables.
+        tokens: Token ids.
+        count: Tokens to generate.
+        temperature: 0 decodes greedily.
+    """
 
     id: str
     kind: str
     tokens: list[int]
+    count: int
+    temperature: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,37 @@
 """The comparison as Markdown, from the JSON file alone."""
 
 import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from eesd.bench.measure.results import shown_machine
-from eesd.bench.measure.stats import Interval, bootstrap
+from eesd.bench.measure.stats import bootstrap
 from eesd.common.markdown import table
-from lab.peers.contestants import F32, Contestant, anchors, grouped
-from lab.peers.results import Result, Run
+from lab.peers.contestants import EESD, Contestant
+from lab.peers.results import Prompt, Result, Run
+from lab.peers.texts import PROMPT_TOKENS
 
-Value = Callable[[Run], float]
+Rate = Callable[[Run], float]
 
 
 def markdown(result: Result, level: str = "#") -> list[str]:
-    """Lines: a table for each group, and what is needed to read it. ``level`` begins the
+    """Lines: tables of speed, ratios, memory and quality, and the conditions. ``level`` begins the
     heading."""
+    members = [c for c in result.contestants if any(r.contestant == c.name for r in result.runs)]
     lines = [
         f"{level} EESD against other runtimes: {result.model['name']}",
         "",
         *_conditions(result),
     ]
-    for group, everybody in grouped(result.contestants).items():
-        if members := [c for c in everybody if any(r.contestant == c.name for r in result.runs)]:
-            lines += [f"{level}# {group}", "", *_table(result, members)]
+    if members:
+        lines += [
+            "Tokens per second: of the text, or of the prompt.",
+            "",
+            *_speeds(result, members),
+            "EESD's speed over the contestant's:",
+            "",
+            *_ratios(result, members),
+            *_costs(result, members),
+        ]
     lines += _quality(result, f"{level}# Quality")
     if result.skipped:
         lines += [
@@ -37,141 +45,143 @@ def markdown(result: Result, level: str = "#") -> list[str]:
 
 def _conditions(result: Result) -> list[str]:
     options = result.options
-    counts = Counter(len(prompt.tokens) for prompt in result.prompts)
-    prompts = (
-        " and ".join(f"{count} of {length} tokens" for length, count in counts.items()) or "none"
-    )
+    counted = ", by their processor time" if any(load.threads for load in result.loads) else ""
     settings = {
         "machine": shown_machine(result.machine),
         "versions": ", ".join(result.packages.values()),
-        "threads": f"{options['threads']}"
-        + (", by their processor time" if any(load.threads for load in result.loads) else ""),
-        "prompts": prompts,
-        "texts": f"{options['new_tokens']} new tokens, greedy, batch 1, past any EOS",
+        "threads": f"{options['threads']}{counted}",
+        "texts": f"{max([p.count for p in result.prompts], default=0)} new tokens, batch 1, past "
+        "any EOS",
         "processes": f"{options['processes']} of each contestant",
     }
     lines = [
         *table(["setting", ""], settings.items()),
-        "Contestants decode the same token ids one after another, in an order that rotates. "
-        "Figures are medians over processes "
-        "and prompts, with a 95 % bootstrap interval.",
-        "",
-        "A ratio is EESD's plain figure over the contestant's, on the same prompt. EESD is "
-        "faster above 1 for tokens/s, and "
-        "below 1 for the time to the first token (TTFT). Peak: the largest resident size. "
-        "Anonymous: memory of no file. Same "
-        "tokens: the median common prefix with plain decoding.",
+        "Contestants decode the same token ids in turn. Figures are medians over prompts and "
+        "processes, with 95 % bootstrap intervals. Ratios are paired by prompt.",
         "",
     ]
     return lines if result.complete else [*lines, "**Incomplete**; see Left out.", ""]
 
 
-def _table(result: Result, members: list[Contestant]) -> list[str]:
-    anchor = anchors(result.contestants).get(members[0].group)
-    length = {prompt.kind: len(prompt.tokens) for prompt in result.prompts}
-    columns = [
-        words for tokens in length.values() for words in (f"tokens/s after {tokens}", "ratio")
-    ]
-    columns += [words for tokens in length.values() for words in (f"TTFT of {tokens}, ms", "ratio")]
-    columns = ["", *columns, "load, s", "peak, MB", "anonymous, MB", "on disk, MB", "same tokens"]
-    return table(columns, (_row(result, one, anchor, [*length]) for one in members))
+def _kinds(result: Result) -> dict[str, list[Prompt]]:
+    found: dict[str, list[Prompt]] = {}
+    for prompt in result.prompts:
+        found.setdefault(prompt.kind, []).append(prompt)
+    return found
 
 
-def _row(
-    result: Result, contestant: Contestant, anchor: Contestant | None, kinds: list[str]
-) -> list[str]:
-    cells = [contestant.name]
-    values: tuple[tuple[Value, float], ...] = (
-        (lambda r: r.rate, 1),
-        (lambda r: r.first_seconds, 1e3),
-    )
-    for value, scale in values:
-        for kind in kinds:
-            own, ratio = _compare(result, contestant, anchor, kind, value)
-            cells += [
-                own.shown(".0f", scale, bold=False) if own else "",
-                ratio.shown() if ratio else "",
+def rates(result: Result, contestant: Contestant, prompts: Sequence[Prompt]) -> dict[str, float]:
+    """Tokens per second by process and prompt: of the new tokens, or of a long prompt."""
+    by = {prompt.id: prompt for prompt in prompts}
+    found = {}
+    for run in result.runs:
+        if run.contestant == contestant.name and run.prompt in by:
+            prompt = by[run.prompt]
+            whole = len(prompt.tokens) / run.first_seconds
+            found[f"{run.process} {run.prompt}"] = (
+                whole if prompt.count == PROMPT_TOKENS else run.rate
+            )
+    return found
+
+
+def _speeds(result: Result, members: Sequence[Contestant]) -> list[str]:
+    rows = []
+    for one in members:
+        cells = [one.name]
+        for prompts in _kinds(result).values():
+            found = rates(result, one, prompts)
+            cells.append(bootstrap([*found.values()]).shown(".1f", bold=False) if found else "")
+        rows.append(cells)
+    return table(["", *_kinds(result)], rows)
+
+
+def _ratios(result: Result, members: Sequence[Contestant]) -> list[str]:
+    rows = []
+    for own in (one for one in members if one.peer == EESD):
+        for other in members:
+            if other == own or (own.is_plain and not other.is_plain):
+                continue
+            cells = [f"{own.name} / {other.name}"]
+            for prompts in _kinds(result).values():
+                above = rates(result, own, prompts)
+                below = rates(result, other, prompts)
+                pairs = [above[key] / below[key] for key in above if key in below]
+                cells.append(bootstrap(pairs).shown() if pairs else "")
+            rows.append(cells)
+    return table(["", *_kinds(result)], rows) if rows else []
+
+
+def _costs(result: Result, members: Sequence[Contestant]) -> list[str]:
+    rows = []
+    for one in members:
+        loads = [load for load in result.loads if load.contestant == one.name]
+        rows.append(
+            [
+                one.name,
+                f"{statistics.median(load.seconds for load in loads):.2f}",
+                _megabytes(load.peak_bytes for load in loads),
+                _megabytes(load.anonymous_bytes for load in loads),
+                _megabytes([result.sizes.get(f"{one.peer} {one.variant}")]),
+                same_tokens(result, one),
             ]
-    loads = [load for load in result.loads if load.contestant == contestant.name]
-    cells.append(f"{statistics.median(load.seconds for load in loads):.2f}" if loads else "")
-    cells.append(_megabytes(load.peak_bytes for load in loads))
-    cells.append(_megabytes(load.anonymous_bytes for load in loads))
-    cells.append(_megabytes([result.sizes.get(f"{contestant.peer} {contestant.variant}")]))
-    return [*cells, same_tokens(result, contestant)]
-
-
-def _compare(
-    result: Result, contestant: Contestant, anchor: Contestant | None, kind: str, value: Value
-) -> tuple[Interval | None, Interval | None]:
-    """Median of the contestant with its interval, and the ratio of the anchor's to it."""
-    of_kind = {p.id for p in result.prompts if p.kind == kind}
-    own = {
-        key: value(run) for key, run in _runs(result, contestant).items() if run.prompt in of_kind
-    }
-    if not own:
-        return None, None
-    others = _runs(result, anchor) if anchor and anchor != contestant else {}
-    ratios = [value(others[key]) / own[key] for key in own if key in others]
-    return bootstrap([*own.values()]), bootstrap(ratios) if ratios else None
+        )
+    lines = table(["", "load, s", "peak, MB", "anonymous, MB", "on disk, MB", "same tokens"], rows)
+    return [
+        *lines,
+        "Peak: the largest resident size. Anonymous: memory of no file. Same tokens: the median "
+        "common prefix with the same runtime's plain greedy text.",
+        "",
+    ]
 
 
 def same_tokens(result: Result, contestant: Contestant) -> str:
-    """Median common prefix with the tokens that should be the same; empty if there are none."""
-    if contestant.is_plain:
-        anchor = anchors(result.contestants).get(F32) if contestant.group == F32 else None
-    else:
-        weights = (contestant.peer, contestant.variant, "plain")
-        anchor = next(
-            (c for c in result.contestants if (c.peer, c.variant, c.mode) == weights), None
-        )
-    if anchor is None or anchor == contestant:
+    """Median common prefix with plain greedy decoding; empty for plain decoding itself."""
+    plain = next(
+        (c for c in result.contestants if c.peer == contestant.peer and c.is_plain), contestant
+    )
+    greedy = [prompt for prompt in result.prompts if not prompt.temperature]
+    pairs = []
+    for prompt in greedy if plain != contestant else []:
+        runs = {
+            (run.contestant, run.process): run.tokens
+            for run in result.runs
+            if run.prompt == prompt.id
+        }
+        pairs += [
+            (tokens, runs[plain.name, process])
+            for (name, process), tokens in runs.items()
+            if name == contestant.name and (plain.name, process) in runs
+        ]
+    if not pairs:
         return ""
-    wanted = _runs(result, anchor)
-    found = _runs(result, contestant)
-    pairs = [(found[key].tokens, wanted[key].tokens) for key in found if key in wanted]
-    return (
-        f"{statistics.median(_common(*pair) for pair in pairs):.0f} of {len(pairs[0][1])}"
-        if pairs
-        else ""
-    )
+    median = statistics.median(common(*pair) for pair in pairs)
+    return f"{median:.0f} of {max(len(tokens) for tokens, _ in pairs)}"
 
 
-def _common(first: list[int], second: list[int]) -> int:
-    return next(
-        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """Length of the common prefix."""
+    pairs = zip(first, second, strict=False)
+    different = (index for index, (one, other) in enumerate(pairs) if one != other)
+    return next(different, min(len(first), len(second)))
 
 
 def _quality(result: Result, heading: str) -> list[str]:
     if not result.qualities:
         return []
-    known = {c.name: c for c in result.contestants}
-    rows = []
-    for quality in result.qualities:
-        contestant = known[quality.contestant]
-        size = _megabytes([result.sizes.get(f"{contestant.peer} {contestant.variant}")])
-        rows.append(
-            [quality.contestant, f"{quality.divergence:.4f}", f"{quality.agreement:.1%}", size]
-        )
+    rows = [
+        [one.contestant, f"{one.divergence:.5f}", f"{one.agreement:.1%}"]
+        for one in result.qualities
+    ]
     return [
         heading,
         "",
         f"Next-token distributions on {result.qualities[0].positions} tokens of held-out "
-        "text, in windows of "
-        f"{result.options['window']}, against {result.quality_reference}. KL is the mean of "
-        "KL(float32 || contestant) in nats. "
-        "Speculative modes have the distributions of plain decoding.",
+        f"text, in windows of {result.options['window']}. KL is the mean of KL(float32 || "
+        "contestant) in nats, where float32 has the file's values. Drafts do not change the "
+        "distributions.",
         "",
-        *table(["", "KL", "same top token", "on disk, MB"], rows),
+        *table(["", "KL", "same top token"], rows),
     ]
-
-
-def _runs(result: Result, contestant: Contestant) -> dict[tuple[int, str], Run]:
-    """By process and prompt."""
-    return {
-        (run.process, run.prompt): run for run in result.runs if run.contestant == contestant.name
-    }
 
 
 def _megabytes(values: Iterable[int | None]) -> str:

@@ -1,5 +1,6 @@
-"""What is decoded and judged, as token ids: the same for everybody."""
+"""Prompts to decode and texts to judge, as token ids: the same ids for every contestant."""
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -7,86 +8,93 @@ from eesd.bench.measure.tasks import read_texts
 from eesd.common.errors import EESDError
 from lab.peers.results import Prompt
 
-
-def read_encoder(engines: list[Path]) -> Any:
-    """The tokenizer of the model, which lies beside its engines."""
-    from tokenizers import Tokenizer
-
-    path = next(
-        (path for directory in engines if (path := directory / "tokenizer.json").exists()), None
-    )
-    if path is None:
-        raise EESDError(
-            "No engine directory of EESD has a tokenizer.json; convert the GGUF file for "
-            "EESD, or give --eesd."
-        )
-    return Tokenizer.from_file(str(path))
+PROMPT_TOKENS = 8
+"""Tokens to generate after a long prompt, whose own time is what counts."""
 
 
-def encoded_texts(path: Path, encoder: Any) -> list[list[int]]:
-    """Token ids of the first part of each text of a file; see
-    :func:`~eesd.bench.measure.tasks.read_texts`."""
-    return [encoder.encode(parts[0], add_special_tokens=False).ids for _, parts in read_texts(path)]
+def read_codec(engines: Iterable[Path]) -> Any:
+    """The tokenizer and chat template of the first of these engine directories."""
+    from eesd.runtime.text import TextCodec
+
+    found = next(iter(engines), None)
+    if found is None:
+        raise EESDError("The work directory has no form of the file for EESD; convert it.")
+    return TextCodec(found)
+
+
+def encoded_texts(path: Path, codec: Any) -> list[tuple[str, list[int]]]:
+    """Kind and token ids of each text of a file (:func:`~eesd.bench.measure.tasks.read_texts`).
+    Those of the kinds ``chat`` and ``summary`` are requests to an assistant, if the model has a
+    chat template."""
+    found = []
+    for kind, parts in read_texts(path):
+        if kind in ("chat", "summary") and codec.chat_template:
+            ids = codec.encode([{"role": "user", "content": parts[0]}])
+        else:
+            ids = codec.encode(parts[0])
+        found.append((kind, ids))
+    return found
 
 
 def choose_prompts(
-    texts: list[list[int]], wanted: dict[str, tuple[int, int]], source: Path
+    texts: Sequence[tuple[str, list[int]]],
+    per_kind: int,
+    temperatures: Sequence[float],
+    new_tokens: int,
+    lengths: Sequence[int],
+    kinds: Sequence[str] = (),
 ) -> list[Prompt]:
-    """Prompts of exactly the wanted lengths.
+    """The first texts of each kind, at each temperature, and prompts of exactly the wanted lengths.
 
-    Short prompts are the beginnings of the first texts that are long enough. The others are pieces,
-    one behind another, of the texts behind those, which then go on from the first. So no prompt
-    begins like another, and a peer that keeps prefixes of prompts gains nothing.
+    The long prompts are pieces of all texts, one after another. A peer that keeps prefixes of
+    prompts gains nothing, because no two pieces begin alike.
 
     Args:
-        texts: Token ids.
-        wanted: Number and length of the prompts of each kind, ``short`` first.
-        source: The file, for the message.
+        texts: Kinds and token ids.
+        per_kind: Texts of each kind.
+        temperatures: 0 decodes greedily.
+        new_tokens: Tokens to generate after a text.
+        lengths: Tokens of the long prompts.
+        kinds: Kinds to use; all without any.
 
     Raises:
         EESDError: There is not enough text.
     """
-    count, length = wanted["short"]
-    fitting = [index for index, text in enumerate(texts) if len(text) >= length]
-    if len(fitting) < count:
-        raise EESDError(
-            f"{source} has {len(fitting)} texts of at least {length} tokens, fewer than the "
-            f"{count} wanted."
+    found = []
+    for kind in kinds or dict.fromkeys(kind for kind, _ in texts):
+        own = [ids for name, ids in texts if name == kind][:per_kind]
+        if not own:
+            raise EESDError(f"No prompt is of the kind {kind!r}.")
+        for temperature in temperatures:
+            name = f"{kind}, T={temperature:g}" if temperature else kind
+            found += [
+                Prompt(f"{name}-{number}", name, ids, new_tokens, temperature)
+                for number, ids in enumerate(own, 1)
+            ]
+    rest = [token for _, ids in reversed(texts) for token in ids]
+    for length in lengths:
+        if len(rest) < length:
+            raise EESDError(f"The prompts have {len(rest)} tokens left; one of {length} is wanted.")
+        found.append(
+            Prompt(f"prompt-{length}", f"prompt of {length}", rest[:length], PROMPT_TOKENS)
         )
-    prompts = [
-        Prompt(f"short-{n + 1}", "short", texts[index][:length])
-        for n, index in enumerate(fitting[:count])
-    ]
-    start = fitting[count - 1] + 1 if count else 0
-    rest = [token for text in texts[start:] + texts[:start] for token in text]
-    for kind, (count, length) in wanted.items():
-        if kind == "short":
-            continue
-        if len(rest) < count * length:
-            raise EESDError(
-                f"{source} has {len(rest)} tokens left, too few for {count} prompts of {length}."
-            )
-        prompts += [
-            Prompt(f"{kind}-{n + 1}", kind, rest[n * length : (n + 1) * length])
-            for n in range(count)
-        ]
-        rest = rest[count * length :]
-    return prompts
+        rest = rest[length:]
+    return found
 
 
-def read_windows(path: Path, encoder: Any, count: int, window: int) -> list[list[int]]:
+def read_windows(path: Path, codec: Any, count: int, window: int) -> list[list[int]]:
     """Held-out text in whole windows.
 
     Args:
         path: A text, or JSON lines.
-        encoder: The tokenizer.
+        codec: The tokenizer.
         count: Most tokens to use.
         window: Tokens of a window.
 
     Raises:
         EESDError: There is less than one window.
     """
-    tokens = [token for text in encoded_texts(path, encoder) for token in text][:count]
+    tokens = [token for _, parts in read_texts(path) for token in codec.encode(parts[0])][:count]
     if len(tokens) < window:
         raise EESDError(f"{path} has {len(tokens)} tokens; a window needs {window}.")
     return [tokens[start : start + window] for start in range(0, len(tokens) - window + 1, window)]

@@ -6,15 +6,16 @@ import json
 import re
 import sys
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support import gguf_files
-from support.command import assert_refused, listing, run, succeed
+from support.command import assert_refused, run, succeed
 
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
 from eesd.runtime.llm import load
 from lab.peers.batches import entries
@@ -27,32 +28,12 @@ from lab.peers.process import PeerError, Process, busy_threads
 from lab.peers.quality import compare
 from lab.peers.results import Load, Prompt, Quality, Result, Run
 from lab.peers.table import markdown
-from lab.peers.texts import choose_prompts
+from lab.peers.texts import PROMPT_TOKENS, choose_prompts
 from lab.peers.workers.ort_genai_peer import nearest
 from lab.results import main as draw
 
-FEW = (
-    "--short",
-    2,
-    "--short-tokens",
-    8,
-    "--long",
-    1,
-    "--long-tokens",
-    24,
-    "-n",
-    6,
-    "--processes",
-    1,
-    "--threads",
-    1,
-)
-TEXTS = [
-    "the first text is read",
-    "short",
-    "another text to go on with",
-    "and a third one, long enough for all of this",
-]
+FEW = ("--per-kind", 1, "--lengths", "24", "-n", 9, "--processes", 1, "--threads", 1)
+TEXTS = {"code": "the first text is read", "chat": "another text to go on with, long enough"}
 
 FAKE = """
 import os, sys, threading, time
@@ -78,7 +59,7 @@ class Fake:
     def __init__(self, path, options):
         self.path, self.variant = path, options["variant"]
 
-    def generate(self, prompt, count):
+    def generate(self, prompt, count, temperature):
         with (self.path / "calls").open("a") as file:
             file.write(f"{self.variant} {prompt[0]} {count}\\n")
         trouble = self.path / self.variant
@@ -105,14 +86,16 @@ class Fake:
 
 
 @pytest.fixture
-def work(text_model: Path, tmp_path: Path) -> Path:
-    """A work directory with nothing converted; the peers' interpreter is this one."""
+def work(engine: Path, text_model: Path, tmp_path: Path) -> Path:
+    """A work directory with both forms for EESD; the peers' interpreter is this one."""
     directory = tmp_path / "work"
     directory.mkdir()
-    Work(str(text_model), sys.executable, 1).save(directory)
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text}) + "\n" for text in TEXTS)
-    )
+    made = {"EESD gguf": {"bytes": 1.0}, "EESD F32": {"bytes": 1.0}}
+    for name in made:
+        (directory / name.replace(" ", "-")).symlink_to(engine)
+    Work(str(text_model), sys.executable, made).save(directory)
+    lines = [json.dumps({"task": kind, "prompt": text}) + "\n" for kind, text in TEXTS.items()]
+    (tmp_path / "prompts.jsonl").write_text("".join(lines))
     return directory
 
 
@@ -125,15 +108,15 @@ def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Contesta
     monkeypatch.setattr("lab.peers.measure.REST_SECONDS", 0)
     monkeypatch.setitem(PEERS, "fake", Peer(str(file), ()))
     names = ("sound", "broken", "dies", "hangs", "stops", "crowds")
-    return {name: Contestant("fake", name, "plain", "Q4_0", str(tmp_path)) for name in names}
+    return {name: Contestant("fake", name, "plain", str(tmp_path)) for name in names}
 
 
 def comparison(
     contestants: list[Contestant], path: Path, result: Result | None = None
 ) -> Comparison:
-    prompts = [Prompt(f"short-{n}", "short", [n, 50]) for n in (1, 2, 3)]
-    options = Options(3, (3, 2), (0, 1), 1, 1, "prompts")
-    fresh = Result(options.to_dict(), {"name": "m", "exit_layer": 1}, contestants, prompts)
+    prompts = [Prompt(f"short-{n}", "short", [n, 50], 3) for n in (1, 2, 3)]
+    options = Options(1, 1)
+    fresh = Result(asdict(options), {"name": "m"}, contestants, prompts)
     return Comparison(result or fresh, options, {"fake": sys.executable}, 600, path, lambda _: None)
 
 
@@ -151,44 +134,32 @@ def test_eesd_decodes_as_it_does_alone_and_is_reported(
     text = tmp_path / "held.txt"
     text.write_text("some other words that nobody has seen " * 3)
     options = ("--prompts", tmp_path / "prompts.jsonl", "--quality-text", text, "--window", 32)
-    done = succeed(
-        main, "run", "--work", work, "--eesd", "F32", engine, "-o", output, *options, *FEW
-    )
+    done = succeed(main, "run", "--work", work, "-o", output, *options, *FEW)
 
     result = Result.load(output)
     assert result.complete and not result.skipped
-    names = ["EESD F32", "EESD F32, drafting"]
+    names = ["EESD, plain", "EESD, drafting"]
     assert [c.name for c in result.contestants] == names
-    assert [(p.id, len(p.tokens)) for p in result.prompts] == [
-        ("short-1", 8),
-        ("short-2", 8),
-        ("long-1", 24),
-    ]
+    kinds = ["code", "code, T=0.7", "chat", "chat, T=0.7", "prompt of 24"]
+    assert [p.kind for p in result.prompts] == kinds and len(result.prompts[-1].tokens) == 24
     llm = load(engine, speculation=None, threads=1)
     for prompt in result.prompts:
-        expected = llm.generate(prompt.tokens, max_new_tokens=6, ignore_eos=True).tokens
-        found = {r.contestant: r for r in result.runs if r.prompt == prompt.id}
-        assert sorted(found) == sorted(names)
-        assert all(
-            r.tokens == expected and r.first_seconds > 0 and r.decode_seconds > 0
-            for r in found.values()
-        )
+        sampling = Sampling(temperature=prompt.temperature, seed=1)
+        expected = llm.generate(
+            prompt.tokens, sampling, max_new_tokens=prompt.count, ignore_eos=True
+        ).tokens
+        found = {r.contestant: r.tokens for r in result.runs if r.prompt == prompt.id}
+        assert found == dict.fromkeys(names, expected)
     assert [load.contestant for load in result.loads] == names
-    assert all(
-        load.seconds > 0 and load.peak_bytes and load.anonymous_bytes for load in result.loads
-    )
-
-    assert result.quality_reference == "EESD F32"
-    assert [q.contestant for q in result.qualities] == ["EESD F32"]
-    assert all(
-        q.positions == 96 and abs(q.divergence) < 1e-6 and q.agreement == 1
-        for q in result.qualities
-    )
+    assert all(load.peak_bytes and load.anonymous_bytes for load in result.loads)
+    assert result.quality_reference == "EESD F32, plain"
+    [quality] = result.qualities
+    assert quality.positions == 96 and abs(quality.divergence) < 1e-6 and quality.agreement == 1
 
     table = "\n".join(markdown(result))
-    assert table in done.stdout and "quality, EESD F32" in done.stdout
-    row = next(line for line in table.splitlines() if line.startswith("| EESD F32, drafting |"))
-    assert row.endswith("| 6 of 6 |") and len(re.findall(r"\*\*\d+\.\d\d\*\*", row)) == 4
+    assert table in done.stdout and "quality, EESD, plain" in done.stdout
+    rows = [line for line in table.splitlines() if line.startswith("| EESD, drafting ")]
+    assert rows[-1].endswith("| 9 of 9 |") and len(re.findall(r"\*\*\d+\.\d\d\*\*", rows[1])) == 5
 
 
 def test_everybody_decodes_each_prompt_in_a_rotating_order(
@@ -205,7 +176,7 @@ def test_everybody_decodes_each_prompt_in_a_rotating_order(
         "broken 3",
     ]
     assert measured.result.complete and len(measured.result.runs) == 6
-    assert measured.result.runs[0] == Run("fake sound", 0, "short-1", 0.5, 1.0, [7, 7, 7])
+    assert measured.result.runs[0] == Run("fake sound, plain", 0, "short-1", 0.5, 1.0, [7, 7, 7])
     assert measured.result.runs[0].rate == 2.0
 
 
@@ -224,12 +195,12 @@ def test_who_fails_is_left_out_and_the_others_go_on(
     measured = comparison([fakes["sound"], fakes[name]], tmp_path / "r.json")
     measured.run([])
     found = Result.load(tmp_path / "r.json")
-    assert found.skipped == {f"fake {name}": reason} and not found.complete
-    assert [(r.contestant, r.prompt) for r in found.runs if r.contestant == "fake sound"] == [
-        ("fake sound", f"short-{n}") for n in (1, 2, 3)
-    ]
-    assert [r.prompt for r in found.runs if r.contestant == f"fake {name}"] == ["short-1"]
-    assert f"* fake {name}: {reason}" in markdown(found)
+    assert found.skipped == {f"fake {name}, plain": reason} and not found.complete
+    assert [
+        (r.contestant, r.prompt) for r in found.runs if r.contestant == "fake sound, plain"
+    ] == [("fake sound, plain", f"short-{n}") for n in (1, 2, 3)]
+    assert [r.prompt for r in found.runs if r.contestant == f"fake {name}, plain"] == ["short-1"]
+    assert f"* fake {name}, plain: {reason}" in markdown(found)
 
 
 def test_who_computes_with_other_threads_is_refused(
@@ -238,67 +209,17 @@ def test_who_computes_with_other_threads_is_refused(
     (tmp_path / "crowds").write_text("2")
     measured = comparison([fakes["sound"], fakes["crowds"]], tmp_path / "r.json")
     measured.run([])
-    assert measured.result.skipped == {"fake crowds": "computed with 3 threads instead of 1"}
+    assert measured.result.skipped == {"fake crowds, plain": "computed with 3 threads instead of 1"}
     assert (
         {run.contestant for run in measured.result.runs}
         == {load.contestant for load in measured.result.loads}
-        == {"fake sound"}
+        == {"fake sound, plain"}
     )
 
 
 def test_threads_that_hardly_compute_are_not_counted() -> None:
     assert busy_threads({"1": 5.0, "2": 1.0}, {"1": 7.0, "2": 2.5, "3": 0.4}) == 2
     assert busy_threads({}, {}) == 0
-
-
-@pytest.mark.slow
-def test_a_gguf_file_is_compared_with_its_dequantized_weights(tmp_path: Path) -> None:
-    file = gguf_files.write(
-        tmp_path / "m.gguf", gguf_files.Spec("llama", table="Q8_0", matrices="Q4_0")
-    )
-    base = ("--model", file, "-o", tmp_path / "work", "--only", "EESD*", "--only", "llama.cpp gguf")
-    assert_refused(run(main, "convert", *base), "has no exit head", "--exit-layer")
-    succeed(main, "convert", *base, "--exit-layer", 1, "--max-seq-len", 64)
-    record = Work.load(tmp_path / "work")
-    assert sorted(record.made) == ["EESD F32", "EESD gguf", "llama.cpp gguf"]
-    assert {c.peer for c in record.contestants(tmp_path / "work", {})} == {"EESD", "llama.cpp"}
-    (tmp_path / "held.txt").write_text("".join(gguf_files.CHARACTERS[:40]))
-    texts = [gguf_files.CHARACTERS[n] * 40 for n in range(5)]
-    (tmp_path / "prompts.jsonl").write_text(
-        "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
-    )
-    sizes = (
-        "--longest",
-        1,
-        "--longest-tokens",
-        30,
-        "--quality-text",
-        tmp_path / "held.txt",
-        "--window",
-        20,
-    )
-    output = tmp_path / "r.json"
-    common = (
-        "--work",
-        tmp_path / "work",
-        "-o",
-        output,
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-        "--only",
-        "EESD gguf*",
-    )
-    done = succeed(main, "run", *common, *FEW, *sizes)
-    result = Result.load(output)
-    assert [c.name for c in result.contestants] == [
-        "EESD gguf",
-        "EESD gguf, drafting",
-    ] and result.complete
-    assert result.quality_reference == "EESD F32"
-    assert [(q.contestant, q.positions) for q in result.qualities] == [
-        ("EESD gguf", 40)
-    ] and result.qualities[0].divergence < 0.1
-    assert "tokens/s after 30" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -342,63 +263,47 @@ def test_a_resumed_run_measures_only_the_rounds_that_are_missing(
 
 
 @pytest.mark.slow
-def test_a_peer_that_is_not_installed_is_skipped_with_its_reason(tmp_path: Path) -> None:
-    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.Spec("llama"))
+def test_forms_are_made_once_and_peers_that_are_not_installed_are_skipped(tmp_path: Path) -> None:
+    file = gguf_files.write(
+        tmp_path / "m.gguf", gguf_files.Spec("llama", table="Q8_0", matrices="Q4_0")
+    )
     work = tmp_path / "work"
-    options = ("--model", file, "--exit-layer", 1, "-o", work)
-    done = succeed(main, "convert", *options, "--only", "llama.cpp F32", "--only", "EESD F32")
+    options = ("--model", file, "-o", work, "--max-seq-len", 64)
+    done = succeed(main, "convert", *options, "--only", "ort-genai*", "--only", "EESD*")
     record = Work.load(work)
-    assert listing(work) == ["EESD-F32", "work.json"] and record.made["EESD F32"]["bytes"] > 1000
+    assert sorted(record.made) == ["EESD F32", "EESD gguf"]
     lines = done.stdout.splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["llama.cpp F32", "EESD F32"]
-    assert lines[0].startswith("llama.cpp F32: skipped; convert: ModuleNotFoundError")
+    assert lines[1].startswith("ort-genai gguf: skipped; convert: ")
     again = succeed(main, "convert", *options, "--only", "EESD F32")
     assert again.stdout == "EESD F32: there already\n"
-    missing = succeed(
-        main, "convert", *options, "--only", "ort-genai F32", "--peer-python", tmp_path / "none"
-    )
-    assert (
-        "ort-genai F32: skipped; llama.cpp F32 is missing, which is the file to read"
-        in missing.stdout
-    )
-    missing = succeed(
-        main, "convert", *options, "--only", "llama.cpp F32", "--peer-python", tmp_path / "none"
-    )
-    assert "cannot be started (No such file or directory)" in missing.stdout
-    peers = {(c.peer, c.variant) for c in Work.load(work).contestants(work, {})}
-    assert peers == {("EESD", "F32")}
+    missing = ("--only", "ik_llama.cpp*", "--peer-python", tmp_path / "none")
+    assert "cannot be started (No such file" in succeed(main, "convert", *options, *missing).stdout
+
+    (tmp_path / "held.txt").write_text("".join(gguf_files.CHARACTERS[:40]))
+    texts = [json.dumps({"prompt": letter * 40}) for letter in gguf_files.CHARACTERS[:5]]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(texts))
+    output = tmp_path / "r.json"
+    given = ("--prompts", tmp_path / "prompts.jsonl", "--quality-text", tmp_path / "held.txt")
+    succeed(main, "run", "--work", work, "-o", output, *given, "--window", 20, *FEW)
+    [quality] = Result.load(output).qualities
+    assert quality.positions == 40 and 0 < quality.divergence < 0.1
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--eesd", "small", "."), ("'small'", "Q4_0-small")),
-        (("--only", "rwkv*"), ("--only 'rwkv*'", "EESD F32")),
-        (("--short-tokens", 500), ("0 texts of at least 500 tokens", "3 wanted")),
-        (("--short", 0, "--long", 0), ("nothing to measure",)),
-        (("--long", 9, "--long-tokens", 50, "--short-tokens", 4), ("too few for 9 prompts of 50",)),
+        (("--only", "rwkv*"), ("--only 'rwkv*'", "EESD, plain")),
+        (("--kind", "poems"), ("'poems'",)),
+        (("--lengths", "5000"), ("one of 5000 is wanted",)),
         (("--prompts", "missing.jsonl"), ("missing.jsonl",)),
         (("--quality-text", "missing.txt"), ("missing.txt",)),
     ],
 )
 def test_bad_input_is_refused_in_one_sentence(
-    options: tuple[object, ...], words: tuple[str, ...], work: Path, engine: Path, tmp_path: Path
+    options: tuple[object, ...], words: tuple[str, ...], work: Path, tmp_path: Path
 ) -> None:
-    few = () if "--short-tokens" in options else ("--short-tokens", 8)
-    base = (
-        "--work",
-        work,
-        "-o",
-        tmp_path / "r.json",
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-        "--short",
-        3,
-        "--long",
-        0,
-        *few,
-    )
-    assert_refused(run(main, "run", *base, "--eesd", "F32", engine, *options), *words)
+    base = ("--work", work, "-o", tmp_path / "r.json", "--prompts", tmp_path / "prompts.jsonl")
+    assert_refused(run(main, "run", *base, *FEW, *options), *words)
     assert not (tmp_path / "r.json").exists()
 
 
@@ -409,28 +314,15 @@ def test_results_are_neither_overwritten_nor_mixed_nor_misread(
         run(main, "run", "--work", tmp_path / "empty"), "work.json is missing", "convert"
     )
     result = tmp_path / "r.json"
-    base = (
-        "--work",
-        work,
-        "-o",
-        result,
-        "--prompts",
-        tmp_path / "prompts.jsonl",
-        "--eesd",
-        "F32",
-        engine,
-        *FEW,
-    )
+    base = ("--work", work, "-o", result, "--prompts", tmp_path / "prompts.jsonl", *FEW)
     comparison([], result).run([])
     before = result.read_bytes()
     assert_refused(run(main, "run", *base), "--resume", "--overwrite")
-    assert_refused(run(main, "run", *base, "--resume"), "other options", "--overwrite")
+    assert_refused(run(main, "run", *base, "--resume"), "other model", "--overwrite")
     assert result.read_bytes() == before
-    result.write_text(before.decode().replace('"schema": 1', '"schema": 9'))
+    result.write_text(before.decode().replace('"schema": 2', '"schema": 9'))
     assert_refused(run(main, "run", *base, "--resume"), "schema 9")
-    result.write_text(
-        before.decode().replace('"new_tokens"', '"new"').replace('"prompts": [', '"prompt": [')
-    )
+    result.write_text(before.decode().replace('"prompts": [', '"prompt": ['))
     assert_refused(run(main, "run", *base, "--resume"), "damaged")
     result.write_text("{}")
     assert_refused(run(main, "run", *base, "--resume"), "not a comparison")
@@ -442,37 +334,63 @@ def test_results_are_neither_overwritten_nor_mixed_nor_misread(
 
 
 def test_ratios_are_paired_and_medians_are_shown(tmp_path: Path) -> None:
-    eesd = of_variant("EESD", "Q4_0", "Q4_0", Path("e"))[0]
-    peer = of_variant("llama.cpp", "Q4_0", "Q4_0", Path("l"))[0]
-    prompts = [Prompt("short-1", "short", [1, 2]), Prompt("short-2", "short", [3, 4])]
-    options = Options(11, (2, 2), (0, 1), 1, 2, "p").to_dict()
-    result = Result(options, {"name": "m", "exit_layer": 1}, [eesd, peer], prompts, complete=True)
-    tokens = [5] * 11
-    # EESD takes twice the time of the peer on one prompt, four times on the other.
-    for prompt, seconds, factor in (("short-1", 1.0, 2), ("short-2", 0.1, 4)):
-        result.runs.append(Run(eesd.name, 0, prompt, 0.3, seconds * factor, tokens))
-        result.runs.append(Run(peer.name, 0, prompt, 0.1, seconds, tokens))
-    result.loads.append(Load(peer.name, 0, 1.25, 3_000_000, 2_000_000))
-    result.sizes["llama.cpp Q4_0"] = 4_000_000
+    eesd = of_variant("EESD", "gguf", Path("e"))[0]
+    peer = of_variant("llama.cpp", "gguf", Path("l"))[0]
+    prompts = [Prompt(f"code-{n}", "code", [1, n], 11) for n in (1, 2)]
+    prompts.append(Prompt("prompt-2", "prompt of 2", [1, 2], PROMPT_TOKENS))
+    result = Result(asdict(Options(1, 2)), {"name": "m"}, [eesd, peer], prompts, complete=True)
+    # EESD takes half the time of the peer on one prompt, a quarter on the other.
+    for prompt, seconds, factor in (("code-1", 1.0, 2), ("code-2", 0.1, 4), ("prompt-2", 1.0, 1)):
+        result.runs.append(Run(eesd.name, 0, prompt, 0.1, seconds, [5] * 11))
+        result.runs.append(Run(peer.name, 0, prompt, 0.4, seconds * factor, [5] * 11))
+    for one in (eesd, peer):
+        result.loads.append(Load(one.name, 0, 1.25, 3_000_000, 2_000_000))
+    result.sizes["llama.cpp gguf"] = 4_000_000
     result.qualities.append(Quality(peer.name, 64, 0.0123, 0.75))
-    table = "\n".join(markdown(result))
-    assert "| EESD Q4_0 | 15 (5 to 25) |  | 300 (300 to 300) |  |  |  |  |  |  |" in table
-    speeds = (
-        "| llama.cpp Q4_0 | 55 (10 to 100) | **0.38** (0.25 to 0.50) | 100 (100 to 100) | "
-        "**3.00** (3.00 to 3.00) |"
-    )
-    assert f"{speeds} 1.25 | 3 | 2 | 4 |  |" in table
-    assert "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in table
-    assert "**Incomplete**" not in table
     result.save(tmp_path / "peers.json")
     succeed(draw, tmp_path / "peers.json", "-o", tmp_path / "results.md")
     report = (tmp_path / "results.md").read_text()
+    assert "\n## EESD against other runtimes: m\n" in report and "**Incomplete**" not in report
+    assert "| EESD, plain | 55.0 (10.0 to 100.0) | 20.0 (20.0 to 20.0) |" in report
     assert (
-        "\n## EESD against other runtimes: m\n" in report
-        and "| llama.cpp Q4_0 | 0.0123 | 75.0% | 4 |" in report
+        "| EESD, plain / llama.cpp, plain | **3.00** (2.00 to 4.00) | **4.00** (4.00 to 4.00) |"
+        in report
     )
+    assert "| llama.cpp, plain | 1.25 | 3 | 2 | 4 |  |" in report
+    assert "| llama.cpp, plain | 0.01230 | 75.0% |" in report
 
 
+def test_first_differences_are_shown_with_both_margins(work: Path, tmp_path: Path) -> None:
+    """EESD beside itself is equal; beside a peer that always says 7, the margins are logits."""
+    record = Work.load(work)
+    (tmp_path / "same.py").write_text((WORKERS / PEERS["EESD"].worker).read_text("utf-8"))
+    record.made["llama.cpp gguf"] = {}
+    record.save(work)
+    (work / "llama.cpp-gguf").symlink_to((work / "EESD-gguf").resolve())
+    options = ("--work", work, "-o", tmp_path / "t.json", "--prompts", tmp_path / "prompts.jsonl")
+    for worker, said in ((tmp_path / "same.py", "2 of 2"), (tmp_path / "seven.py", "0 of 2")):
+        (tmp_path / "seven.py").write_text(SEVEN)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(PEERS, "llama.cpp", replace(PEERS["llama.cpp"], worker=str(worker)))
+            done = succeed(main, "tokens", *options, "-n", 9, "--threads", 1)
+        assert f"{said} greedy texts of 9 tokens equal" in done.stdout
+    assert re.search(r"^\| code-1 \| \d \| -?\d+\.\d+ \| 1\.000 \|$", done.stdout, re.M)
+
+
+SEVEN = """
+import numpy as np
+PACKAGE = "pytest"
+
+def load(path, options):
+    return Seven()
+
+class Seven:
+    def generate(self, prompt, count, temperature):
+        return [7] * count, [0.5] * count
+
+    def logits(self, tokens):
+        return np.eye(512, dtype=np.float32)[[7] * len(tokens)]
+"""
 LLAMA_CPP = """
 import time
 PACKAGE = "pytest"
@@ -506,22 +424,22 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     )
     work = tmp_path / "work"
     output = tmp_path / "passes.json"
-    only = ("--only", "EESD gguf", "--exit-layer", 1, "--max-seq-len", 64)
+    only = ("--only", "EESD gguf", "--max-seq-len", 64)
     succeed(main, "convert", "--model", file, "-o", work, *only)
     record = Work.load(work)
-    record.made |= {"llama.cpp gguf": {}, "ik_llama.cpp gguf": {}}
+    record.made["llama.cpp gguf"] = {}
     record.save(work)
     (tmp_path / "fake.py").write_text(LLAMA_CPP)
-    for name in ("llama.cpp", "ik_llama.cpp"):
-        monkeypatch.setitem(PEERS, name, replace(PEERS[name], worker=str(tmp_path / "fake.py")))
+    fake = replace(PEERS["llama.cpp"], worker=str(tmp_path / "fake.py"))
+    monkeypatch.setitem(PEERS, "llama.cpp", fake)
     kernels = ["scalar", "scalar:int8"] if not operators.missing() else []
     sizes = ("--rows", "3", "--behind", "20 10", "--prompt", 16, "--repeats", 3, "--threads", "1")
     done = succeed(
         main, "passes", "--work", work, "-o", output, *sizes, "--kernels", " ".join(kernels)
     )
     found = Passes.load(output)
-    own = [f"EESD gguf, {name}" for name in kernels] or ["EESD gguf"]
-    names = [*own, "llama.cpp gguf", "ik_llama.cpp gguf", "ik_llama.cpp gguf, rtr"]
+    own = [f"EESD, {name}" for name in kernels] or ["EESD, plain"]
+    names = [*own, "llama.cpp, plain"]
     assert {(p.contestant, p.behind, p.rows) for p in found.passes} == {
         *product(names, (10, 20), (1, 3)),
         *product(names, (0,), (16,)),
@@ -532,7 +450,7 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     )
     blocks = 3 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512)
     weights = (blocks + len(gguf_files.VOCABULARY) * 256) // 32 * 18 + 4 * 256 * 7
-    assert found.sizes == {"gguf": [weights, blocks]}
+    assert found.sizes == [weights, blocks]
     assert {p.bytes - weights for p in found.passes if p.contestant == names[-1]} == {
         0,
         10_000,
@@ -550,23 +468,21 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     replace(found, passes=second, peaks={"1": {"avx2": blocks * 64.0}}).save(output)
     succeed(draw, output, "-o", tmp_path / "results.md")
     report = (tmp_path / "results.md").read_text()
-    [row] = re.findall(r"^\| 10 \| ik_llama.cpp gguf, rtr \|.*", report, re.M)
+    [row] = re.findall(r"^\| 10 \| llama.cpp, plain \|.*", report, re.M)
     cells = [cell.strip() for cell in row.split("|")[1:-1]]
     assert (
         cells[2] == "1000.00"
         and cells[6] == f"{(weights + 10_000) / 1e6:.0%}"
         and cells[-1] == "3.00"
     )
-    assert re.search(r"\| llama.cpp gguf \| 500 \| \*\*[\d.]+\*\* \(.*\) \| 50% \|", report)
+    assert re.search(r"\| llama.cpp, plain \| 500 \| \*\*[\d.]+\*\* \(.*\) \| 50% \|", report)
     assert f"{own[-1]}, 1 threads, 3 after 20: " in done.stdout
     assert_refused(
         run(main, "passes", "--work", work, "--rows", "1 x"), "--rows '1 x'", "positive integers"
     )
 
 
-def test_batches_are_measured_and_their_tokens_compared(
-    engine: Path, work: Path, tmp_path: Path
-) -> None:
+def test_batches_are_measured_and_their_tokens_compared(work: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "tasks.jsonl"
     output = tmp_path / "batches.json"
     lines = [{"id": str(n), "task": "t", "prompt": "def f(x): return x" * n} for n in (1, 3, 2)]
@@ -583,9 +499,8 @@ def test_batches_are_measured_and_their_tokens_compared(
         "--threads",
         1,
     )
-    base = ("--work", work, "--output", output, "--group", "F32")
-    assert_refused(run(main, "batches", *base), "has no EESD F32", "--eesd")
-    found = succeed(main, "batches", *base, "--eesd", engine, *options, "-n", 6, "--shortest", 4)
+    base = ("--work", work, "--output", output)
+    found = succeed(main, "batches", *base, *options, "-n", 6, "--shortest", 4)
     results = json.loads(output.read_text())
     assert (
         set(results["results"]) == {"EESD, automatic", "EESD, always", "EESD, never"}
@@ -604,17 +519,15 @@ def test_batches_are_measured_and_their_tokens_compared(
     report = (tmp_path / "results.md").read_text()
     row = next(line for line in report.splitlines() if line.startswith("| EESD, never |"))
     assert row in found.output and row.endswith("| 100% |")
-    assert_refused(
-        run(main, "batches", *base, "--eesd", engine, "--concurrency", "1 x"), "--concurrency '1 x'"
-    )
+    assert_refused(run(main, "batches", *base, "--concurrency", "1 x"), "--concurrency '1 x'")
 
 
 def test_who_batches_takes_part() -> None:
     everybody = [
-        *of_variant("EESD", "gguf", "gguf", Path("e")),
-        *of_variant("llama.cpp", "gguf", "gguf", Path("l")),
+        *of_variant("EESD", "gguf", Path("e")),
+        *of_variant("llama.cpp", "gguf", Path("l")),
     ]
-    everybody += of_variant("ort-genai", "gguf", "gguf", Path("o"))
+    everybody += of_variant("ort-genai", "gguf", Path("o"))
     assert [*entries(everybody)] == ["EESD, automatic", "EESD, always", "EESD, never", "llama.cpp"]
 
 
@@ -630,14 +543,15 @@ def test_divergence_is_that_of_the_distributions() -> None:
 
 
 def test_prompts_do_not_begin_alike() -> None:
-    texts = [[1] * 5, [2] * 9, [3] * 2, [4] * 9, [5] * 6]
-    prompts = choose_prompts(texts, {"short": (2, 4), "long": (1, 6), "longest": (1, 7)}, Path("p"))
-    assert [p.tokens for p in prompts] == [[1] * 4, [2] * 4, [3, 3, 4, 4, 4, 4], [4] * 5 + [5] * 2]
-    assert [(p.id, p.kind) for p in prompts] == [
-        ("short-1", "short"),
-        ("short-2", "short"),
-        ("long-1", "long"),
-        ("longest-1", "longest"),
+    texts = [("a", [1] * 5), ("b", [2] * 9), ("a", [3] * 2)]
+    prompts = choose_prompts(texts, 1, (0.0, 1.0), 9, (3, 7))
+    assert [(p.id, p.tokens, p.temperature) for p in prompts] == [
+        ("a-1", [1] * 5, 0),
+        ("a, T=1-1", [1] * 5, 1),
+        ("b-1", [2] * 9, 0),
+        ("b, T=1-1", [2] * 9, 1),
+        ("prompt-3", [3, 3, 2], 0),
+        ("prompt-7", [2] * 7, 0),
     ]
 
 
@@ -655,9 +569,7 @@ def test_workers_need_nothing_of_eesd() -> None:
         tree = ast.parse(path.read_text("utf-8"))
         top = {n for node in tree.body for n in _imported(node)}
         everywhere = {n for node in ast.walk(tree) for n in _imported(node)}
-        assert top <= {*sys.stdlib_module_names} | (
-            {"numpy"} if path.name == "eesd_peer.py" else set()
-        ), path
+        assert top <= {*sys.stdlib_module_names, "numpy"}, path
         assert "eesd" not in everywhere or path.name == "eesd_peer.py"
 
 
@@ -673,7 +585,7 @@ def test_who_gives_no_answer_is_ended(fakes: dict[str, Contestant], tmp_path: Pa
         process.ask("load", path=str(tmp_path), options={"variant": "hangs"})
         process.seconds = 0.1
         with pytest.raises(PeerError, match="generate: no answer within 0 seconds"):
-            process.ask("generate", prompt=[2], count=3)
+            process.ask("generate", prompt=[2], count=3, temperature=0.0)
 
 
 def test_a_process_ends_with_its_block(fakes: dict[str, Contestant]) -> None:

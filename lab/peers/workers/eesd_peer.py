@@ -45,10 +45,15 @@ class Contestant:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
 
-    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    def generate(
+        self, prompt: list[int], count: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
+        from eesd.runtime.decoding.sampling import Sampling
+
         seconds: list[float] = []
+        sampling = Sampling(temperature=temperature, seed=1)
         started = time.perf_counter()
-        with self.llm.session(prompt, max_new_tokens=count, ignore_eos=True) as session:
+        with self.llm.session(prompt, sampling, max_new_tokens=count, ignore_eos=True) as session:
             while session.finish_reason is None:
                 new = len(session.step().tokens)
                 seconds += [time.perf_counter() - started] * new

@@ -1,122 +1,84 @@
-"""ik_llama.cpp, from a directory with its source and its build, which the environment variable
-``IK_LLAMA_CPP`` names.
+"""ik_llama.cpp, by the C functions of the package ik-llama-cpp-python: plain, or plain from weights
+that it repacks when it loads them (``rtr``). The package has no drafts."""
 
-Decodes plainly, plainly from weights that it repacks when it loads them (``rtr``), or with drafts
-by n-grams of the text.
-"""
-
-import ctypes
-import os
-import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "ik_llama.cpp"
+import numpy as np
+
+PACKAGE = "ik-llama-cpp-python"
 FILE = "model.gguf"
-SOURCE = Path(__file__).with_name("ik_llama_cpp.cpp")
-
-
-def home() -> Path:
-    """Its directory."""
-    if not (found := os.environ.get("IK_LLAMA_CPP")):
-        raise RuntimeError(
-            "the environment variable IK_LLAMA_CPP must name a directory with its source and "
-            "its build"
-        )
-    return Path(found).resolve()
-
-
-def version(_: str) -> str:
-    """The commit of its source."""
-    done = subprocess.run(
-        ["git", "-C", str(home()), "rev-parse", "--short", "HEAD"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "of unknown version"
 
 
 def convert(model: str, output: str, _: str) -> None:
-    """Link to the file, and compile what calls its library, with its headers."""
-    directory = Path(output)
-    root = home()
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / FILE).symlink_to(model)
-    libraries = [root / "build" / "src", root / "build" / "ggml" / "src"]
-    command = [
-        "c++",
-        "-std=c++17",
-        "-O2",
-        "-shared",
-        "-fPIC",
-        "-Wl,--disable-new-dtags",
-        "-o",
-        str(directory / "peer.so"),
-        str(SOURCE),
-    ]
-    command += [str(root / "common" / name) for name in ("ngram-cache.cpp", "log.cpp")]
-    command += [
-        f"-I{root / part}"
-        for part in ("include", "src", "common", "ggml/include", "ggml/src", "vendor")
-    ]
-    command += [option for path in libraries for option in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    done = subprocess.run(
-        [*command, "-lllama", "-lggml", "-pthread"], capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"c++ fails: {done.stderr}")
+    """Link to the file."""
+    Path(output).mkdir(parents=True, exist_ok=True)
+    (Path(output) / FILE).symlink_to(model)
 
 
 class Contestant:
     def __init__(self, path: str, options: dict[str, Any]) -> None:
-        directory = Path(path)
-        self.lib = ctypes.CDLL(str(directory / "peer.so"))
-        self.lib.peer_open.restype = ctypes.c_void_p
-        self.lib.peer_pass.restype = ctypes.c_double
-        self.lookup = options["mode"] == "lookup"
-        file = str(directory / FILE).encode()
-        repack = options["mode"] == "rtr"
-        found = self.lib.peer_open(file, options["slots"], options["threads"], repack)
-        if not found:
-            raise RuntimeError(f"ik_llama.cpp cannot load {directory / FILE}")
-        self.model = ctypes.c_void_p(found)
+        from ik_llama_cpp import _ctypes_api
 
-    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
-        tokens = (ctypes.c_int32 * count)()
-        seconds = (ctypes.c_double * count)()
-        if not self.lib.peer_generate(
-            self.model, _ids(prompt), len(prompt), count, self.lookup, tokens, seconds
-        ):
+        self.lib: Any = _ctypes_api
+        self.lib.llama_backend_init()
+        params = self.lib.llama_model_default_params()
+        params.repack_tensors = options["mode"] == "rtr"
+        params.use_mmap = not params.repack_tensors
+        self.model = self.lib.llama_model_load_from_file(str(Path(path, FILE)).encode(), params)
+        sizes = self.lib.llama_context_default_params()
+        sizes.n_ctx = options["slots"]
+        sizes.n_batch = options["slots"]
+        sizes.n_threads = options["threads"]
+        sizes.n_threads_batch = options["threads"]
+        sizes.flash_attn = False  # as the package does
+        self.context = self.lib.llama_init_from_model(self.model, sizes)
+        if not self.context:
+            raise RuntimeError(f"ik_llama.cpp cannot load {path}")
+        self.vocab = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(self.model))
+
+    def generate(
+        self, prompt: list[int], count: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
+        if temperature:
+            raise RuntimeError("is measured greedily alone")
+        tokens: list[int] = []
+        seconds: list[float] = []
+        self.lib.llama_kv_cache_clear(self.context)
+        started = time.perf_counter()
+        pending = prompt
+        while True:
+            self._decode(pending, len(prompt) + len(tokens) - len(pending), every=False)
+            pending = [int(self._logits(len(pending) - 1).argmax())]
+            tokens += pending
+            seconds.append(time.perf_counter() - started)
+            if len(tokens) == count:
+                return tokens, seconds
+
+    def logits(self, tokens: list[int]) -> Any:
+        self.lib.llama_kv_cache_clear(self.context)
+        self._decode(tokens, 0, every=True)
+        return np.stack([self._logits(index).copy() for index in range(len(tokens))])
+
+    def _logits(self, index: int) -> Any:
+        row = self.lib.llama_get_logits_ith(self.context, index)
+        return np.ctypeslib.as_array(row, (self.vocab,))
+
+    def _decode(self, tokens: list[int], start: int, every: bool) -> None:
+        """Compute tokens from a position on, with the logits of every one or of the last."""
+        batch = self.lib.llama_batch_init(len(tokens), 0, 1)
+        batch.n_tokens = len(tokens)
+        for index, token in enumerate(tokens):
+            batch.token[index] = token
+            batch.pos[index] = start + index
+            batch.logits[index] = every or index == len(tokens) - 1
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = 0
+        failed = self.lib.llama_decode(self.context, batch)
+        self.lib.llama_batch_free(batch)
+        if failed:
             raise RuntimeError("llama_decode failed")
-        return [*tokens], [*seconds]
-
-    def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Gives the
-        seconds."""
-        return self._pass(tokens, start, every=False)
-
-    def passes(self, rows: int, behind: int, count: int) -> list[float]:
-        """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token.
-        The cache stays as it was."""
-        return [self._pass([7] * rows, behind, every=True) for _ in range(count)]
-
-    def slot_bytes(self) -> int:
-        """Bytes of keys and values of a token."""
-        return int(self.lib.peer_slot_bytes(self.model))
-
-    def logits(self, tokens: list[int]) -> None:
-        """None: they are nearly those of llama.cpp."""
-
-    def _pass(self, tokens: list[int], start: int, every: bool) -> float:
-        seconds = float(self.lib.peer_pass(self.model, _ids(tokens), len(tokens), start, every))
-        if seconds < 0:
-            raise RuntimeError("llama_decode failed")
-        return seconds
 
 
 load = Contestant
-
-
-def _ids(tokens: list[int]) -> Any:
-    return (ctypes.c_int32 * len(tokens))(*tokens)

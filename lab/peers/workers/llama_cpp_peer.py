@@ -1,192 +1,266 @@
-"""llama.cpp by llama-cpp-python. Plain decoding calls llama.cpp directly; prompt lookup is that of
-llama-cpp-python."""
+"""llama.cpp, as the package xllamacpp carries it: plain decoding by calls of its C functions, and
+drafts by n-grams of the text (``ngram``) by its server."""
 
 import ctypes
+import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-PACKAGE = "llama-cpp-python"
+import numpy as np
+
+PACKAGE = "xllamacpp"
 FILE = "model.gguf"
-LOOKUP_TOKENS = 2
-"""What its documentation advises for machines without a GPU."""
+NGRAM = "COMMON_SPECULATIVE_TYPE_NGRAM_SIMPLE"
+NGRAM_SIZES = {"size_n": 4, "size_m": 8}
+"""Tokens that must repeat, and most drafted tokens. With the server's defaults, 12 and 48, texts of
+less than a hundred tokens are hardly ever drafted."""
+CONTEXT = (512, 2048, 512, 1, 0, 0, 1, 4, 4)
+"""The first values of llama_context_default_params(): n_ctx, n_batch, n_ubatch, n_seq_max, three
+others, n_threads, n_threads_batch."""
 
 
-def convert(model: str, output: str, variant: str) -> None:
-    """Write the model as GGUF of a type, by llama.cpp's quantizer, without an importance matrix; a
-    given file as ``gguf``.
+class Struct(ctypes.Structure):
+    """Parameters of llama.cpp, which fit in it. They are passed as they were received."""
 
-    The quantizer reads any GGUF file, and turns its values to float32 first.
-    """
-    directory = Path(output)
-    directory.mkdir(parents=True, exist_ok=True)
-    file = directory / FILE
-    if variant == "gguf":
-        file.symlink_to(model)
-        return
-    import llama_cpp
-
-    llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = (
-        llama_cpp.LLAMA_FTYPE_ALL_F32
-        if variant == "F32"
-        else getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{variant}")
-    )
-    params.allow_requantize = True
-    params.nthread = 2
-    if llama_cpp.llama_model_quantize(model.encode(), str(file).encode(), ctypes.byref(params)):
-        raise RuntimeError("llama_model_quantize failed")
+    _fields_ = [("values", ctypes.c_int32 * 256)]
 
 
-def load(path: str, options: dict[str, Any]) -> "Plain | Lookup":
+class BatchStruct(ctypes.Structure):
+    """llama_batch."""
+
+    _fields_ = [
+        ("n_tokens", ctypes.c_int32),
+        ("token", ctypes.POINTER(ctypes.c_int32)),
+        ("embd", ctypes.c_void_p),
+        ("pos", ctypes.POINTER(ctypes.c_int32)),
+        ("n_seq_id", ctypes.POINTER(ctypes.c_int32)),
+        ("seq_id", ctypes.POINTER(ctypes.POINTER(ctypes.c_int32))),
+        ("logits", ctypes.POINTER(ctypes.c_int8)),
+    ]
+
+
+def convert(model: str, output: str, _: str) -> None:
+    """Link to the file."""
+    Path(output).mkdir(parents=True, exist_ok=True)
+    (Path(output) / FILE).symlink_to(model)
+
+
+def load(path: str, options: dict[str, Any]) -> "Plain | Server":
+    """The option ``rows`` makes a server of that many slots."""
     file = str(Path(path) / FILE)
-    return Lookup(file, options) if options["mode"] == "lookup" else Plain(file, options)
+    if "rows" in options or options["mode"] == "ngram":
+        return Server(file, options)
+    return Plain(file, options)
+
+
+def library() -> ctypes.CDLL:
+    """llama.cpp's C functions, which the Python module exports."""
+    import xllamacpp
+
+    pointer = ctypes.c_void_p
+    lib = ctypes.CDLL(str(Path(xllamacpp.__file__).with_name("xllamacpp.abi3.so")))
+    for name, result, arguments in (
+        ("llama_model_default_params", Struct, []),
+        ("llama_context_default_params", Struct, []),
+        ("llama_model_load_from_file", pointer, [ctypes.c_char_p, Struct]),
+        ("llama_init_from_model", pointer, [pointer, Struct]),
+        ("llama_get_memory", pointer, [pointer]),
+        ("llama_memory_clear", None, [pointer, ctypes.c_bool]),
+        ("llama_memory_seq_rm", ctypes.c_bool, [pointer, *[ctypes.c_int32] * 3]),
+        ("llama_batch_init", BatchStruct, [ctypes.c_int32] * 3),
+        ("llama_batch_free", None, [BatchStruct]),
+        ("llama_decode", ctypes.c_int32, [pointer, BatchStruct]),
+        ("llama_get_logits_ith", ctypes.POINTER(ctypes.c_float), [pointer, ctypes.c_int32]),
+        ("llama_model_get_vocab", pointer, [pointer]),
+        ("llama_vocab_n_tokens", ctypes.c_int32, [pointer]),
+        ("llama_sampler_chain_default_params", ctypes.c_bool, []),
+        ("llama_sampler_chain_init", pointer, [ctypes.c_bool]),
+        ("llama_sampler_chain_add", None, [pointer, pointer]),
+        ("llama_sampler_init_greedy", pointer, []),
+        ("llama_sampler_init_temp", pointer, [ctypes.c_float]),
+        ("llama_sampler_init_dist", pointer, [ctypes.c_uint32]),
+        ("llama_sampler_sample", ctypes.c_int32, [pointer, pointer, ctypes.c_int32]),
+        ("llama_model_n_embd", ctypes.c_int32, [pointer]),
+        ("llama_model_n_head", ctypes.c_int32, [pointer]),
+        ("llama_model_n_head_kv", ctypes.c_int32, [pointer]),
+        ("llama_model_n_layer", ctypes.c_int32, [pointer]),
+        ("llama_log_set", None, [pointer, pointer]),
+    ):
+        function = getattr(lib, name)
+        function.restype = result
+        function.argtypes = arguments
+    lib.llama_log_set(ctypes.cast(SILENT, pointer), None)
+    return lib
 
 
 class Plain:
-    """The calls that llama.cpp's own programs make: decode, and sample greedily in C."""
+    """The calls that llama.cpp's own programs make: decode, and sample in C."""
 
     def __init__(self, file: str, options: dict[str, Any]) -> None:
-        import llama_cpp
-
-        self.lib = llama_cpp
-        llama_cpp.llama_log_set(SILENT, ctypes.c_void_p(0))
-        llama_cpp.llama_backend_init()
-        self.model = llama_cpp.llama_model_load_from_file(
-            file.encode(), llama_cpp.llama_model_default_params()
+        self.lib = library()
+        params = self.lib.llama_context_default_params()
+        if tuple(params.values[: len(CONTEXT)]) != CONTEXT:
+            raise RuntimeError("this version of llama.cpp has other parameters of a context")
+        slots = options["slots"]
+        threads = options["threads"]
+        params.values[: len(CONTEXT)] = (slots, slots, *CONTEXT[2:7], threads, threads)
+        self.model = self.lib.llama_model_load_from_file(
+            file.encode(), self.lib.llama_model_default_params()
         )
-        params = llama_cpp.llama_context_default_params()
-        params.n_ctx = params.n_batch = options["slots"]
-        params.n_threads = params.n_threads_batch = options["threads"]
-        self.context = llama_cpp.llama_init_from_model(self.model, params)
+        self.context = self.lib.llama_init_from_model(self.model, params)
         if not self.context:
             raise RuntimeError(f"llama.cpp cannot load {file}")
-        self.sampler = llama_cpp.llama_sampler_init_greedy()
+        self.memory = self.lib.llama_get_memory(self.context)
 
-    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    def generate(
+        self, prompt: list[int], count: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
         lib = self.lib
         tokens: list[int] = []
         seconds: list[float] = []
+        sampler = self._sampler(temperature)
+        lib.llama_memory_clear(self.memory, True)
         started = time.perf_counter()
-        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
         pending = prompt
         while True:
-            ids = (lib.llama_token * len(pending))(*pending)
-            if lib.llama_decode(self.context, lib.llama_batch_get_one(ids, len(pending))):
-                raise RuntimeError("llama_decode failed")
-            pending = [lib.llama_sampler_sample(self.sampler, self.context, -1)]
+            self._decode(pending, len(prompt) + len(tokens) - len(pending), every=False)
+            pending = [lib.llama_sampler_sample(sampler, self.context, -1)]
             tokens += pending
             seconds.append(time.perf_counter() - started)
             if len(tokens) == count:
                 return tokens, seconds
 
     def prefill(self, tokens: list[int], start: int) -> float:
-        """Fill the cache from a position on, with the logits of the last token. Gives the
+        """Fill the cache from a position on, with the logits of the last token. Returns the
         seconds."""
-        lib = self.lib
         started = time.perf_counter()
-        lib.llama_memory_seq_rm(lib.llama_get_memory(self.context), 0, start, -1)
-        ids = (lib.llama_token * len(tokens))(*tokens)
-        if lib.llama_decode(self.context, lib.llama_batch_get_one(ids, len(tokens))):
-            raise RuntimeError("llama_decode failed")
+        self.lib.llama_memory_seq_rm(self.memory, 0, start, -1)
+        self._decode(tokens, start, every=False)
+        self.lib.llama_get_logits_ith(self.context, -1)
         return time.perf_counter() - started
 
     def passes(self, rows: int, behind: int, count: int) -> list[float]:
         """Seconds of ``count`` passes over ``rows`` tokens, which give the logits of each token.
         The cache stays as it was."""
-        lib, memory = self.lib, self.lib.llama_get_memory(self.context)
         seconds = []
         for _ in range(count):
-            lib.llama_memory_seq_rm(memory, 0, behind, -1)
-            batch = self._batch([7] * rows, behind)
+            self.lib.llama_memory_seq_rm(self.memory, 0, behind, -1)
             started = time.perf_counter()
-            if lib.llama_decode(self.context, batch):
-                raise RuntimeError("llama_decode failed")
-            lib.llama_get_logits(self.context)  # waits for them
+            self._decode([7] * rows, behind, every=True)
+            self.lib.llama_get_logits_ith(self.context, 0)
             seconds.append(time.perf_counter() - started)
-            lib.llama_batch_free(batch)
         return seconds
 
     def slot_bytes(self) -> int:
         """Bytes of keys and values of a token; llama.cpp keeps them in float16."""
         lib = self.lib
-        model = self.model
-        width = (
-            lib.llama_model_n_embd(model)
-            // lib.llama_model_n_head(model)
-            * lib.llama_model_n_head_kv(model)
-        )
-        return int(2 * 2 * lib.llama_model_n_layer(model) * width)
+        heads = lib.llama_model_n_head(self.model)
+        width = lib.llama_model_n_embd(self.model) // heads * lib.llama_model_n_head_kv(self.model)
+        return int(2 * 2 * lib.llama_model_n_layer(self.model) * width)
 
-    def _batch(self, tokens: list[int], start: int) -> Any:
-        """Tokens from a position on that all get logits."""
+    def logits(self, tokens: list[int]) -> Any:
+        lib = self.lib
+        lib.llama_memory_clear(self.memory, True)
+        self._decode(tokens, 0, every=True)
+        vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
+        rows = (lib.llama_get_logits_ith(self.context, index) for index in range(len(tokens)))
+        return np.stack([np.ctypeslib.as_array(row, (vocab,)).copy() for row in rows])
+
+    def _sampler(self, temperature: float) -> Any:
+        lib = self.lib
+        chain = lib.llama_sampler_chain_init(lib.llama_sampler_chain_default_params())
+        if temperature:
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_temp(temperature))
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_dist(1))
+        else:
+            lib.llama_sampler_chain_add(chain, lib.llama_sampler_init_greedy())
+        return chain
+
+    def _decode(self, tokens: list[int], start: int, every: bool) -> None:
+        """Compute tokens from a position on, with the logits of every one or of the last."""
         batch = self.lib.llama_batch_init(len(tokens), 0, 1)
         batch.n_tokens = len(tokens)
         for index, token in enumerate(tokens):
             batch.token[index] = token
             batch.pos[index] = start + index
-            batch.logits[index] = 1
+            batch.logits[index] = every or index == len(tokens) - 1
             batch.n_seq_id[index] = 1
             batch.seq_id[index][0] = 0
-        return batch
-
-    def logits(self, tokens: list[int]) -> Any:
-        import numpy as np
-
-        lib = self.lib
-        lib.llama_memory_clear(lib.llama_get_memory(self.context), True)
-        batch = self._batch(tokens, 0)
-        if lib.llama_decode(self.context, batch):
+        failed = self.lib.llama_decode(self.context, batch)
+        self.lib.llama_batch_free(batch)
+        if failed:
             raise RuntimeError("llama_decode failed")
-        vocab = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
-        rows = [
-            np.ctypeslib.as_array(lib.llama_get_logits_ith(self.context, i), (vocab,))
-            for i in range(len(tokens))
-        ]
-        found = np.stack(rows)
-        lib.llama_batch_free(batch)
-        return found
 
 
-class Lookup:
-    """Prompt lookup decoding of llama-cpp-python."""
+class Server:
+    """llama.cpp's server, without HTTP."""
 
     def __init__(self, file: str, options: dict[str, Any]) -> None:
-        from llama_cpp import Llama
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+        import xllamacpp
 
-        threads = options["threads"]
-        slots = options["slots"]
-        self.llama = Llama(
-            file,
-            n_ctx=slots,
-            n_batch=slots,
-            n_threads=threads,
-            n_threads_batch=threads,
-            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS),
-            verbose=False,
-        )
+        parameters = xllamacpp.CommonParams()
+        parameters.model.path = file
+        parameters.n_parallel = options.get("rows", 1)
+        parameters.n_ctx = options["slots"] * parameters.n_parallel
+        parameters.cpuparams.n_threads = options["threads"]
+        parameters.cpuparams_batch.n_threads = options["threads"]
+        if options["mode"] == "ngram":
+            parameters.speculative.types = [getattr(xllamacpp.common_speculative_type, NGRAM)]
+            for name, value in NGRAM_SIZES.items():
+                setattr(parameters.speculative.ngram_simple, name, value)
+        self.server = xllamacpp.Server(parameters)
 
-    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    def generate(
+        self, prompt: list[int], count: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         seconds: list[float] = []
-        self.llama.reset()
+        wanted = {
+            "prompt": prompt,
+            "n_predict": count,
+            "temperature": temperature,
+            "top_k": 0,
+            "top_p": 1,
+            "min_p": 0,
+            "seed": 1,
+            "stream": True,
+            "verbose": True,  # with the ids of tokens
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
         started = time.perf_counter()
-        for token in self.llama.generate(prompt, temp=0.0, repeat_penalty=1.0):
-            tokens.append(int(token))
-            seconds.append(time.perf_counter() - started)
-            if len(tokens) == count:
-                break
-        return tokens, seconds
+
+        def on_chunk(chunk: str) -> bool:
+            found = json.loads(chunk)["__verbose"]
+            # The ids of tokens that are only a part of a character never come.
+            held = [-1] * (found["tokens_predicted"] - len(tokens) - len(found["tokens"]))
+            new = [*held, *found["tokens"]]
+            tokens.extend(new)
+            seconds.extend([time.perf_counter() - started] * len(new))
+            return False
+
+        self.server.handle_completions(json.dumps(wanted), on_chunk)
+        return tokens[:count], seconds[:count]
+
+    def serve(
+        self, prompts: list[list[int]], counts: list[int], concurrency: int
+    ) -> list[dict[str, Any]]:
+        def ask(prompt: list[int], count: int) -> dict[str, Any]:
+            tokens, times = self.generate(prompt, count, 0.0)
+            return {"tokens": tokens, "times": times}
+
+        with ThreadPoolExecutor(concurrency) as pool:
+            return list(pool.map(ask, prompts, counts))
 
     def logits(self, tokens: list[int]) -> None:
-        """Those of plain decoding; they are measured once."""
+        """None: they are those of plain decoding."""
 
 
 def _drop(level: int, text: bytes, data: int) -> None:
-    """llama.cpp's log, which is long, goes nowhere."""
+    """Drop a line of llama.cpp's long log."""
 
 
 SILENT = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)(_drop)
-"""Kept for the life of the process: llama.cpp calls it."""
+"""llama.cpp calls it as long as the process lives."""

@@ -1,7 +1,6 @@
 """OpenVINO GenAI, with what it makes of GGUF files; plain, with prompt lookup, or in batches.
 
-Models of floats compute in float32. The others get no hints, so OpenVINO chooses the precision of
-activations and KV cache.
+It gets no hints, so OpenVINO chooses the precision of activations and KV cache.
 """
 
 import time
@@ -9,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = "openvino-genai"
-FLOAT32 = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-FLOATS = ("F32", "F16", "BF16")
 LOOKUP_TOKENS = 5
 LOOKUP_NGRAM = 3
 """Of the example in its documentation."""
@@ -34,10 +31,7 @@ def load(path: str, options: dict[str, Any]) -> "Contestant | Batch":
     """The option ``rows`` makes a batch of at most that many requests."""
     import openvino_genai as genai
 
-    properties = {
-        "INFERENCE_NUM_THREADS": options["threads"],
-        **(FLOAT32 if options["variant"] in FLOATS else {}),
-    }
+    properties = {"INFERENCE_NUM_THREADS": options["threads"]}
     if "rows" in options:
         scheduler = genai.SchedulerConfig()
         scheduler.max_num_seqs = options["rows"]
@@ -58,7 +52,9 @@ class Contestant:
         self.mode = mode
         self._compiled: Any = None
 
-    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    def generate(
+        self, prompt: list[int], count: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
         import numpy as np
         import openvino as ov
         import openvino_genai as genai
@@ -79,7 +75,12 @@ class Contestant:
         config = genai.GenerationConfig()
         config.max_new_tokens = count
         config.ignore_eos = True
-        config.do_sample = False
+        config.do_sample = temperature > 0
+        if temperature:
+            config.temperature = temperature
+            config.top_k = 0
+            config.top_p = 1.0
+            config.rng_seed = 1
         if self.mode == "lookup":
             config.num_assistant_tokens = LOOKUP_TOKENS
             config.max_ngram_size = LOOKUP_NGRAM

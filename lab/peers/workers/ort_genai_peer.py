@@ -2,8 +2,7 @@
 quantized GGUF files.
 
 The nearest form: transformers dequantizes it, and the builder quantizes again in blocks of 32, to 4
-bits if most weights of the file have about as many, with zero points if they have minimums. That
-costs quality; ``gguf-int8`` keeps it, with 8 bits.
+bits if most weights of the file have about 4, with zero points if they have minimums.
 """
 
 import json
@@ -21,15 +20,10 @@ MOST_BITS_OF_INT4 = 6.0
 INT8 = ["block_size=32"]
 
 
-def convert(model: str, output: str, variant: str) -> None:
-    """By its model builder, from the values of a GGUF file; ``gguf-int8`` in 8 bits."""
+def convert(model: str, output: str, _: str) -> None:
+    """By its model builder, from the values of a GGUF file."""
     with tempfile.TemporaryDirectory() as cache:
         precision, extra = nearest(model)
-        if variant == "gguf-int8":
-            if precision != "int4":
-                raise RuntimeError("the file has 8 bits or more itself: gguf is the same")
-            precision = "int8"
-            extra = INT8
         source = dequantized(Path(model), Path(cache) / "checkpoint")
         builder = [
             "-m",
@@ -112,20 +106,24 @@ class Contestant:
         self.model = model
         self.lookup = lookup
 
-    def _generator(self, slots: int) -> Any:
+    def _generator(self, slots: int, temperature: float) -> Any:
         import onnxruntime_genai as genai
 
         params = genai.GeneratorParams(self.model)
-        params.set_search_options(do_sample=False, max_length=slots)
+        params.set_search_options(do_sample=temperature > 0, max_length=slots)
+        if temperature:
+            params.set_search_options(temperature=temperature, top_p=1.0, top_k=0)
         if self.lookup:
             params.set_speculative_options(ngram_size=LOOKUP_NGRAM)
         return genai.Generator(self.model, params)
 
-    def generate(self, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    def generate(
+        self, prompt: list[int], count: int, temperature: float
+    ) -> tuple[list[int], list[float]]:
         tokens: list[int] = []
         seconds: list[float] = []
         started = time.perf_counter()
-        generator = self._generator(len(prompt) + count)
+        generator = self._generator(len(prompt) + count, temperature)
         generator.append_tokens(prompt)
         while len(tokens) < count:
             generator.generate_next_token()
@@ -136,7 +134,7 @@ class Contestant:
         return tokens, seconds
 
     def logits(self, tokens: list[int]) -> Any:
-        generator = self._generator(len(tokens) + 1)
+        generator = self._generator(len(tokens) + 1, 0.0)
         generator.append_tokens(tokens)
         found = generator.get_output("logits")
         return found[0] if found.shape[1] == len(tokens) else None

@@ -38,8 +38,8 @@ class Server:
         self.contestant = self.peer.load(path, options)
         return {"seconds": time.perf_counter() - started}
 
-    def generate(self, prompt: list[int], count: int) -> dict[str, Any]:
-        tokens, seconds = self.contestant.generate(prompt, count)
+    def generate(self, prompt: list[int], count: int, temperature: float) -> dict[str, Any]:
+        tokens, seconds = self.contestant.generate(prompt, count, temperature)
         if len(tokens) != count or len(seconds) != count:
             raise RuntimeError(
                 f"gave {len(tokens)} tokens with {len(seconds)} times instead of {count}"
