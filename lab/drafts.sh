@@ -4,12 +4,12 @@
 #
 #   lab/drafts.sh SPEC_BENCH.jsonl [CELL ...]
 #
-# Cells: float32, bfloat16, int8 (SmolLM2-135M), pycode (bundled), second (build/second-model, without an exit head).
-# Minutes on two idle cores: 8, 5, 4, 2, 2; and one for each engine directory that is not there yet.
+# Cells: float32, bfloat16, int8 (SmolLM2-135M), pycode (bundled).
+# Minutes on two idle cores: 8, 5, 4, 2; and one for each engine directory that is not there yet.
 set -eu
 questions=$1
 shift
-[ $# -gt 0 ] || set -- float32 bfloat16 int8 pycode second
+[ $# -gt 0 ] || set -- float32 bfloat16 int8 pycode
 export_engines() { [ -e "$1/manifest.json" ] || eesd-export --output "$@"; }
 measure() { # NAME, DIRECTORY, more options
     name=$1 quantized=$2
@@ -35,10 +35,6 @@ for cell; do
         export_engines build/pycode-head --model examples/pycode/model --dtype float32
         measure pycode build/pycode-quantized --method build/pycode-head:exit --method build/pycode-head:both \
             --questions bench/measure/tasks.jsonl --per-category 12 --others 4 -n 64
-        ;;
-    second)
-        export_engines build/second-quantized --model build/second-model --dtype float32 --exit-head quantized
-        measure second build/second-quantized --questions bench/measure/tasks.jsonl --per-category 12 --others 4 -n 64
         ;;
     *)
         echo "drafts.sh: there is no cell '$cell'" >&2

@@ -63,7 +63,7 @@ class Passes(Saved):
     Attributes:
         model: Name of the model.
         options: What was measured.
-        sizes: The result of :func:`tensor_sizes`.
+        weights, products: The results of :func:`tensor_sizes`.
         machine, packages: Where, and with what.
         peaks: By number of threads and kernels, products of 8-bit integers in a second: the most of
             a run.
@@ -72,7 +72,8 @@ class Passes(Saved):
 
     model: str
     options: dict[str, Any]
-    sizes: list[int]
+    weights: int
+    products: int
     machine: dict[str, str] = field(default_factory=describe_machine)
     packages: dict[str, str] = field(default_factory=dict)
     peaks: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -83,9 +84,8 @@ class Passes(Saved):
     ROWS: ClassVar[dict[str, type]] = {"passes": Pass}
 
 
-def tensor_sizes(file: Path) -> list[int]:
-    """Of a GGUF file, the bytes of the tensors that a pass reads, and the elements of the layers'
-    matrices.
+def tensor_sizes(file: Path) -> tuple[int, int]:
+    """Bytes of the tensors that a pass reads, and elements of the layers' matrices.
 
     An embedding table is read only if it is the LM head as well.
     """
@@ -99,10 +99,10 @@ def tensor_sizes(file: Path) -> list[int]:
         for name, tensor in tensors.items()
         if name.startswith("blk.") and len(tensor.shape) == 2
     )
-    return [
+    return (
         sum(tensor.nbytes for tensor in tensors.values()),
         sum(prod(tensor.shape) for tensor in matrices),
-    ]
+    )
 
 
 def takers(contestants: Iterable[Contestant], kernels: Sequence[str]) -> list[Contestant]:
@@ -151,7 +151,7 @@ def measure(
                     process.ask("load", path=one.path, options=settings)
                     running[one.name] = process
                 read = partial(_read, program, threads, result.peaks.setdefault(str(threads), {}))
-                for found in _passes(running, threads, result.sizes[0], result.options, read):
+                for found in _passes(running, threads, result.weights, result.options, read):
                     result.passes.append(found)
                     shown = (
                         f"{found.rows} after {found.behind}: "
@@ -264,7 +264,7 @@ def markdown(result: Passes, level: str = "#") -> list[str]:
     ]
     for threads, found in by.items():
         lines += [f"{level}# {threads} thread{'s' * (threads > 1)}", "", *_table(found)]
-        lines += _prompts(found, result.sizes[1], result.peaks.get(str(threads), {}))
+        lines += _prompts(found, result.products, result.peaks.get(str(threads), {}))
     return lines
 
 

@@ -450,7 +450,7 @@ def test_passes_are_timed_side_by_side_with_their_share_of_the_bandwidth(
     )
     blocks = 3 * (256 * 256 * 2 + 256 * 128 * 2 + 3 * 256 * 512)
     weights = (blocks + len(gguf_files.VOCABULARY) * 256) // 32 * 18 + 4 * 256 * 7
-    assert found.sizes == [weights, blocks]
+    assert (found.weights, found.products) == (weights, blocks)
     assert {p.bytes - weights for p in found.passes if p.contestant == names[-1]} == {
         0,
         10_000,
