@@ -20,7 +20,16 @@ from typing import Any
 import numpy as np
 from onnx import TensorProto, helper
 
-from eesd.common.architecture import EMBEDDING, TAPS, Block, Linear, Mixture, Model, Norm
+from eesd.common.architecture import (
+    EMBEDDING,
+    TAPS,
+    XIELU,
+    Block,
+    Linear,
+    Mixture,
+    Model,
+    Norm,
+)
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD, Quantizations, Shape
@@ -38,6 +47,7 @@ from eesd.common.weights import (
     packed_name,
     stored_weight,
 )
+from eesd.export.activations import activated, xielu
 
 FEW_NODES = 3
 """Verify folds query heads in calls of B sequences with at most this many times B nodes each; see
@@ -226,8 +236,29 @@ class OnnxOperations:
         weight = self._weight(f"{norm.name}.weight")
         x = self._cast(x, self.dtype, weight.dtype)
         attributes: dict[str, Any] = {"axis": -1, "epsilon": norm.eps, "stash_type": 1}
-        normed = self.node("RMSNormalization", [x, weight.name], **attributes)
+        given = [x, weight.name]
+        if norm.bias:
+            given.append(self._weight(f"{norm.name}.bias").name)
+        kind = "LayerNormalization" if norm.centred else "RMSNormalization"
+        normed = self.node(kind, given, **attributes)
         return self._cast(normed, weight.dtype, self.dtype)
+
+    def scale(self, x: str, gate: str, name: str) -> str:
+        return self.node("Mul", [x, self.node("Sigmoid", [gate])])
+
+    def activate(self, x: str, block: Block, name: str) -> str:
+        """xielu is computed in float32: 16 bits have no small differences of exponentials."""
+        kind = block.geometry.activation
+        if kind != "xielu":
+            return activated(self.node, x, kind)
+        weight = self._weight(f"{block.prefix}{XIELU}.weight")
+        factors = self._split(self._cast(weight.name, weight.dtype, "float32"), [1, 1], 0)
+        wide = self._cast(x, self.dtype, "float32")
+        found = xielu(self.node, self._float, wide, factors)
+        return self._cast(found, "float32", self.dtype)
+
+    def _float(self, value: float) -> str:
+        return self.constant(value, "float32")
 
     def product(
         self,

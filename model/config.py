@@ -238,7 +238,7 @@ def _read(fields: Fields, family: Family) -> ModelConfig:
         )
         or heads,
         "head_dim": head_dim,
-        "rms_norm_eps": fields.number("rms_norm_eps", family.eps),
+        "rms_norm_eps": fields.number(family.eps_name, family.eps),
         "tied_embeddings": fields.flag("tie_word_embeddings", family.tied),
         "rope_theta": rope.theta,
         "rope_scaling": rope.scaling,

@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import layer_norm
 
 from eesd.common.architecture import (
     EMBEDDING,
     Model,
+    Norm,
     attend_in_head,
     deep_in,
     deep_state,
@@ -32,25 +34,35 @@ PARTS = ("blocks", "norm", "lm_head", "deep", "deep_in_proj", "fuse_norm", "fuse
 state of their optimizers."""
 
 
-class RMSNorm(nn.Module):
-    """Root mean square normalization; statistics in float32.
+class Normalization(nn.Module):
+    """A norm, RMSNorm or LayerNorm; statistics in float32.
 
     Args:
         size: Number of values.
         wide: Whether the weight is float32 whatever the type of x. Then only the product is rounded
             to that type.
+        has_bias: Whether it adds a bias.
     """
 
-    def __init__(self, size: int, wide: bool) -> None:
+    def __init__(self, size: int, wide: bool, has_bias: bool) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size, dtype=torch.float32 if wide else None))
+        dtype = torch.float32 if wide else None
+        self.weight = nn.Parameter(torch.ones(size, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(size, dtype=dtype)) if has_bias else None
         self.wide = wide
 
-    def forward(self, x: Tensor, eps: float) -> Tensor:
-        """Normalize x. ``eps`` is added to the mean square."""
+    def forward(self, x: Tensor, norm: Norm) -> Tensor:
+        """Normalize x."""
         wide = x.float()
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        if norm.centred:
+            return layer_norm(wide, x.shape[-1:], self.weight.float(), self._bias(), norm.eps).to(
+                x.dtype
+            )
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
         return (self.weight * wide).to(x.dtype) if self.wide else self.weight * wide.to(x.dtype)
+
+    def _bias(self) -> Tensor | None:
+        return None if self.bias is None else self.bias.float()
 
 
 def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> None:
@@ -72,7 +84,7 @@ def add_modules(root: nn.Module, shapes: Mapping[str, Shape], wide: bool) -> Non
 def _layer(name: str, shapes: Mapping[str, Shape], wide: bool) -> nn.Module:
     shape = shapes[f"{name}.weight"]
     if len(shape) == 1:
-        return RMSNorm(shape[0], wide)
+        return Normalization(shape[0], wide, f"{name}.bias" in shapes)
     if len(shape) == 3:
         return nn.Conv1d(shape[0], shape[0], shape[2], groups=shape[0], bias=False)
     if name == EMBEDDING:

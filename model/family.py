@@ -29,9 +29,14 @@ class ChangedTensor:
     shape: tuple[int, ...]
     nbytes: int
 
-    def __init__(self, stored: "StoredTensor", change: Callable[[Array], Array]) -> None:
+    def __init__(
+        self,
+        stored: "StoredTensor",
+        change: Callable[[Array], Array],
+        shape: tuple[int, ...] | None = None,
+    ) -> None:
         self.name = stored.name
-        self.shape = stored.shape
+        self.shape = stored.shape if shape is None else shape
         self.nbytes = stored.nbytes
         self._stored = stored
         self._change = change
@@ -97,6 +102,7 @@ class Gguf:
             is true.
         fields: Reads metadata that Llama does not have, and returns the fields of ``config.json``
             for them.
+        eps: Key of the epsilon of norms.
         interleaved: Whether q and k are stored for a rotation of neighbouring rows.
         tensors: Converts the tensors of a file to the decoder's. None: like the family's other
             checkpoints.
@@ -109,6 +115,7 @@ class Gguf:
     names: Mapping[str, str] = field(default_factory=dict)
     biases: Mapping[str, str] = field(default_factory=dict)
     fields: Callable[[Fields, Mapping[str, Any]], dict[str, Any]] = lambda own, raw: {}
+    eps: str = "attention.layer_norm_rms_epsilon"
     interleaved: bool = False
     tensors: "Callable[[Tensors, Geometry], Tensors] | None" = None
     heads_by_layer: bool = False
@@ -127,7 +134,8 @@ class Family:
         kv_heads_null: Whether null also stands for the number of heads.
         head_dim: Default of ``head_dim``; None: hidden_size / num_attention_heads.
         theta: Default of ``rope_theta``.
-        eps: Default of ``rms_norm_eps``.
+        eps_name: Name of the field with the epsilon of norms.
+        eps: Default of the epsilon.
         tied: Default of ``tie_word_embeddings``.
         inner: Default of ``intermediate_size``; ``...``: required.
         activation: Name of the field with the activation, and its default.
@@ -152,6 +160,7 @@ class Family:
     kv_heads_null: bool = True
     head_dim: int | None = None
     theta: float = 10000.0
+    eps_name: str = "rms_norm_eps"
     eps: float = 1e-6
     tied: bool = False
     inner: Any = ...
@@ -171,6 +180,8 @@ class Family:
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 """Kinds of layers in transformers."""
+LAYER_NORM_EPS = "attention.layer_norm_epsilon"
+"""llama.cpp's key of the epsilon of norms that subtract the mean."""
 
 
 def attention_biases(fields: Fields) -> dict[str, Any]:
@@ -179,9 +190,16 @@ def attention_biases(fields: Fields) -> dict[str, Any]:
     return {"qkv_bias": bias, "output_bias": bias}
 
 
-def take_kinds(fields: Fields, types: list[str]) -> dict[str, Any]:
-    """Parts of the geometry for ``sliding_window`` and layers of these types."""
-    window: int | None = fields.integer("sliding_window", 4096, optional=True)
+def rope_or(fields: Fields, default: Mapping[str, Any]) -> Fields:
+    """The rotary fields, with ``rope_parameters`` of a config that has none."""
+    given = fields.take("rope_scaling", None) or fields.take("rope_parameters", None)
+    return fields if given else Fields({**fields.raw, "rope_parameters": default})
+
+
+def take_kinds(fields: Fields, types: list[str], window: int = 4096) -> dict[str, Any]:
+    """Parts of the geometry for ``sliding_window`` (default: ``window``) and layers of these
+    types."""
+    window = fields.integer("sliding_window", window, optional=True)
     if "sliding_attention" not in types:
         return {}
     if window is None:

@@ -91,7 +91,7 @@ def _fields(file: GgufFile) -> dict[str, Any]:
     raw: dict[str, Any] = {name: own.integer(key) for key, name in _SIZES.items()}
     raw |= {
         "model_type": family.model_type,
-        "rms_norm_eps": own.number("attention.layer_norm_rms_epsilon"),
+        family.eps_name: own.number(gguf.eps),
     }
     raw["num_key_value_heads"] = _kv_heads(own, raw, gguf.heads_by_layer)
     partial = family.partial_rotary is not None
@@ -266,8 +266,8 @@ def model_tensors(
 
 def _hugging_face_name(name: str, block: Mapping[str, str]) -> str:
     module, _, part = name.rpartition(".")
-    if module in _TENSORS and part == "weight":
-        return _TENSORS[module]
+    if module in _TENSORS and (part == "weight" or module == "output_norm"):
+        return _TENSORS[module].replace("weight", part)
     found = re.fullmatch(r"blk\.(\d+)\.(\w+)", module, re.ASCII)
     if found and found[2] in block:
         return f"model.layers.{int(found[1])}.{block[found[2]]}.{part}"

@@ -46,12 +46,16 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
     from the base model's. A block's MLP starts from as many experts of its layer as fit into it.
     """
     names: dict[str, tuple[str, ...]] = {"norm.weight": (FINAL_NORM,)}
+    if geometry.norm_bias:
+        names["norm.bias"] = (FINAL_NORM.replace(".weight", ".bias"),)
     if exit_config.own_lm_head:
         names[LM_HEAD] = (lm_head_name(geometry),)
     for index, layer in enumerate(geometry.head_layers(exit_config.blocks)):
         experts = geometry.of_layer(layer).experts
-        for name in block_shapes(geometry.dense):
+        for name in block_shapes(geometry.of_head):
             parts = [name]
+            if geometry.parallel:  # which has one norm for attention and MLP
+                parts = [name.replace("post_attention_layernorm", "input_layernorm")]
             if experts is not None and name.startswith("mlp."):
                 count = min(experts.count, -(-geometry.intermediate_size // experts.size))
                 parts = [name.replace("mlp.", f"mlp.experts.{expert}.") for expert in range(count)]
@@ -67,7 +71,7 @@ def joined(name: str, parts: Sequence[Array], geometry: Geometry) -> Array:
     Those of several experts are placed side by side, as if a token used all of them with equal
     weights. Excess parts are cut off, and missing ones are 0, which adds nothing.
     """
-    block = block_shapes(geometry.dense)
+    block = block_shapes(geometry.of_head)
     shape = block.get(name.partition(".")[2].partition(".")[2])
     if shape is None or (len(parts) == 1 and parts[0].shape == shape):
         return parts[0]

@@ -65,6 +65,8 @@ def _initial_deep(geometry: Geometry, count: int) -> dict[str, Tensor]:
     found = {"deep_in_proj.weight": torch.zeros(hidden, width)}
     for index in range(count):
         found[f"deep.{index}.norm.weight"] = torch.ones(hidden)
+        if geometry.norm_bias:
+            found[f"deep.{index}.norm.bias"] = torch.zeros(hidden)
         found[f"deep.{index}.state_proj.weight"] = (
             torch.randn(width, hidden, generator=generator) / (hidden * count) ** 0.5
         )

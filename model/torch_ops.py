@@ -14,9 +14,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, pad, scaled_dot_product_attention, silu
+from torch.nn.functional import gelu, pad, relu, scaled_dot_product_attention, silu
 
-from eesd.common.architecture import EMBEDDING, TAPS, Block, Linear, Mixture, Model, Norm
+from eesd.common.architecture import (
+    EMBEDDING,
+    TAPS,
+    XIELU,
+    XIELU_LIMIT,
+    XIELU_SLOPE,
+    Block,
+    Linear,
+    Mixture,
+    Model,
+    Norm,
+)
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import MASKED
 from eesd.common.quantization import EXIT_HEAD
@@ -205,8 +216,23 @@ class TorchOperations:
         return x if scale == 1 else (x.float() * scale).to(x.dtype)
 
     def norm(self, x: Tensor, norm: Norm) -> Tensor:
-        normed: Tensor = self.module(norm.name)(x, norm.eps)
+        normed: Tensor = self.module(norm.name)(x, norm)
         return normed
+
+    def scale(self, x: Tensor, gate: Tensor, name: str) -> Tensor:
+        return x * gate.sigmoid()
+
+    def activate(self, x: Tensor, block: Block, name: str) -> Tensor:
+        kind = block.geometry.activation
+        if kind == "relu2":
+            return relu(x).square()
+        if kind == "gelu_tanh":
+            return gelu(x, approximate="tanh")
+        above, below = self.module(f"{block.prefix}{XIELU}").weight.float()
+        wide = x.float()
+        curved = (torch.expm1(wide.clamp_max(XIELU_LIMIT)) - wide) * below
+        curved = torch.where(wide > 0, above * wide.square(), curved)
+        return (curved + XIELU_SLOPE * wide).to(x.dtype)
 
     def product(
         self,

@@ -17,7 +17,17 @@ import onnx
 from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
-from eesd.common.architecture import TAPS, Block, Linear, Mixture, Model, Norm, draft, verify
+from eesd.common.architecture import (
+    TAPS,
+    XIELU,
+    Block,
+    Linear,
+    Mixture,
+    Model,
+    Norm,
+    draft,
+    verify,
+)
 from eesd.common.geometry import SLIDING, UNROTATED, Geometry
 from eesd.common.manifest import GraphInfo, Manifest
 from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD
@@ -29,6 +39,7 @@ from eesd.common.weights import (
     packed_name,
     weights_of,
 )
+from eesd.export.activations import activated, xielu
 from eesd.export.cpu.panels import PLANES, UPPER
 from eesd.runtime.engines.cpu_build import WEIGHTS
 from eesd.runtime.engines.cpu_cache import slots_of
@@ -144,15 +155,35 @@ class _Builder:
 
     def norm(self, x: str, norm: Norm) -> str:
         weight = f"{norm.name}.weight"
-        return self._node(
-            "RMSNormalization",
-            [x, self._small(weight)],
-            f"{weight}.normed",
-            domain="",
+        given = [x, self._small(weight)]
+        if norm.bias:
+            given.append(self._small(f"{norm.name}.bias"))
+        return self._standard(
+            "LayerNormalization" if norm.centred else "RMSNormalization",
+            given,
             axis=-1,
             stash_type=1,
             epsilon=norm.eps,
         )
+
+    def scale(self, x: str, gate: str, name: str) -> str:
+        return self._standard("Mul", [x, self._standard("Sigmoid", [gate])])
+
+    def activate(self, x: str, block: Block, name: str) -> str:
+        kind = block.geometry.activation
+        if kind != "xielu":
+            return activated(self._standard, x, kind)
+        weight = self._small(f"{block.prefix}{XIELU}.weight")
+        factors = self.split(weight, [1, 1], [f"{name}.above", f"{name}.below"])
+        return xielu(self._standard, self._float, x, factors)
+
+    def _standard(self, kind: str, inputs: Sequence[str], **attributes: Any) -> str:
+        """Add a node of standard ONNX, and return its output."""
+        name = f"{kind}_{len(self.nodes)}"
+        return self._node(kind, inputs, name, domain="", **attributes)
+
+    def _float(self, value: float) -> str:
+        return self._number(f"number {value}", value)
 
     def product(
         self,
@@ -163,6 +194,9 @@ class _Builder:
         residual: Sequence[str] = (),
         activation: str = "",
     ) -> str:
+        if norm is not None and norm.centred:  # which products do not compute
+            x = self.norm(x, norm)
+            norm = None
         parts = self._parts(layers)
         biases = self._biases(layers)
         given = [x, self._norm_weight(norm), biases, self._residual(residual, name)]

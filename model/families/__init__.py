@@ -1,5 +1,9 @@
 """The families that can be read: one file each, which says what its models have of their own."""
 
+from eesd.model.families.apertus import APERTUS
+from eesd.model.families.arcee import ARCEE
+from eesd.model.families.cohere import COHERE, COHERE2
+from eesd.model.families.cwm import CWM
 from eesd.model.families.ernie4_5 import ERNIE4_5
 from eesd.model.families.exaone4 import EXAONE4
 from eesd.model.families.gemma import GEMMA
@@ -8,21 +12,27 @@ from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.glm import GLM, GLM4
 from eesd.model.families.granite import GRANITE
 from eesd.model.families.granite_hybrid import GRANITE_HYBRID
+from eesd.model.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
 from eesd.model.families.hunyuan import HUNYUAN
 from eesd.model.families.lfm2 import LFM2
 from eesd.model.families.llama import INTERNLM3, IQUESTCODER, LLAMA
 from eesd.model.families.ministral import MINISTRAL, MINISTRAL3
 from eesd.model.families.mistral import MISTRAL
 from eesd.model.families.mixtral import MIXTRAL
+from eesd.model.families.nemotron import JAIS2, NEMOTRON
 from eesd.model.families.olmo2 import OLMO2
 from eesd.model.families.olmo3 import OLMO3
 from eesd.model.families.olmoe import OLMOE
 from eesd.model.families.phi3 import PHI3
 from eesd.model.families.qwen2 import QWEN2
+from eesd.model.families.qwen2_moe import QWEN2_MOE
 from eesd.model.families.qwen3 import QWEN3
 from eesd.model.families.qwen3_moe import QWEN3_MOE
 from eesd.model.families.seed_oss import SEED_OSS
 from eesd.model.families.smollm3 import SMOLLM3
+from eesd.model.families.stablelm import STABLELM
+from eesd.model.families.starcoder2 import STARCODER2
+from eesd.model.families.vaultgemma import VAULTGEMMA
 from eesd.model.family import Family
 
 _DENSE = (
@@ -50,8 +60,17 @@ _DENSE = (
     GRANITE_HYBRID,
     MINISTRAL,
     MINISTRAL3,
+    ARCEE,
+    APERTUS,
+    COHERE,
+    COHERE2,
+    STABLELM,
+    NEMOTRON,
+    JAIS2,
+    STARCODER2,
+    CWM,
+    VAULTGEMMA,
 )
-FAMILIES: dict[str, Family] = {
-    family.model_type: family for family in (*_DENSE, MIXTRAL, QWEN3_MOE, OLMOE)
-}
+_MIXED = (MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GRANITE_MOE, GRANITE_MOE_SHARED)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXED)}
 """By ``model_type``."""

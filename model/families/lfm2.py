@@ -68,7 +68,6 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     taps = fields.integer("conv_L_cache", 3, most=MOST_TAPS)
     tied = fields.flag("tie_word_embeddings", True)
     parts = {
-        "rms_norm_eps": fields.number("norm_eps", 1e-5),
         "intermediate_size": _intermediate(fields),
         "tied_embeddings": fields.flag("tie_embedding", tied),
         "qk_norm": True,
@@ -84,11 +83,10 @@ def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
     return renamed(own, NAMES)
 
 
-def _of_gguf(own: Fields, raw: Mapping[str, Any]) -> dict[str, Any]:
+def _of_gguf(own: Fields, _: Mapping[str, Any]) -> dict[str, Any]:
     """The converter writes the intermediate size that counts."""
     heads = own.take("attention.head_count_kv")
     found = {
-        "norm_eps": raw["rms_norm_eps"],
         "conv_L_cache": own.integer("shortconv.l_cache"),
         "block_auto_adjust_ff_dim": False,
     }
@@ -118,6 +116,8 @@ LFM2 = Family(
     positions=128000,
     kv_heads=8,
     theta=1e6,
+    eps_name="norm_eps",
+    eps=1e-5,
     tied=True,
     inner=INNER,
     activation=("", "silu"),

@@ -6,8 +6,11 @@ from eesd.model.family import Family, Gguf, Own, Sizes, take_window
 from eesd.model.fields import Fields
 
 
-def _own(fields: Fields, sizes: Sizes) -> Own:
-    return _llama(fields, sizes, fields.flag("attention_bias"), fields.flag("mlp_bias"))
+def take_llama(fields: Fields, sizes: Sizes, biased: bool = False) -> Own:
+    """The parts that Llama's fields choose. ``biased``: whether there are biases if a config does
+    not say."""
+    biases = (fields.flag(name, biased) for name in ("attention_bias", "mlp_bias"))
+    return _llama(fields, sizes, *biases)
 
 
 def _llama(fields: Fields, sizes: Sizes, bias: bool, mlp_bias: bool) -> Own:
@@ -15,7 +18,7 @@ def _llama(fields: Fields, sizes: Sizes, bias: bool, mlp_bias: bool) -> Own:
     if kinds is not None and kinds != ["full_attention"] * sizes.layers:
         # Transformers does not support it either.
         raise ValueError(
-            f"layer_types is {shown(kinds)}, which is not supported for LlamaForCausalLM"
+            f"layer_types is {shown(kinds)}, which is not supported; all layers have full attention"
         )
     # The window of a Llama config is in no mask of transformers, but its KV cache forgets what lies
     # before it.
@@ -27,7 +30,7 @@ LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
     positions=2048,
-    own=_own,
+    own=take_llama,
     gguf=Gguf(
         "llama", biases={"attention_bias": "attn_q", "mlp_bias": "ffn_gate"}, interleaved=True
     ),
@@ -56,7 +59,7 @@ def _iquestcoder(fields: Fields, sizes: Sizes) -> Own:
         raise ValueError(
             "clip_qkv and use_sliding_window are not supported, which transformers refuses, too"
         )
-    return _own(fields, sizes)
+    return take_llama(fields, sizes)
 
 
 INTERNLM3 = Family(

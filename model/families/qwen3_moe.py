@@ -21,13 +21,13 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     (count, used) = take_experts(fields, 128, 8, least=0)
     size = fields.integer("moe_intermediate_size", 768)
     normed = fields.flag("norm_topk_prob")
-    dense = _dense_layers(fields, sizes.layers)
+    dense = dense_layers(fields, sizes.layers)
     if count and len(dense) < sizes.layers:
         parts["experts"] = Experts(count, used, size, normed, dense)
     return Own(parts, window if fields.flag("use_sliding_window") else None)
 
 
-def _dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
+def dense_layers(fields: Fields, layers: int) -> tuple[int, ...]:
     """The layers without experts."""
     listed = fields.take("mlp_only_layers", None)
     step = fields.integer("decoder_sparse_step", 1)

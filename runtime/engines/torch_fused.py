@@ -580,6 +580,9 @@ def _has_other_parts(geometry: Geometry) -> bool:
         or geometry.qk_norm_joint
         or geometry.qk_norm_rotated
         or geometry.norm_behind
+        or geometry.centred_norms
+        or geometry.parallel
+        or not geometry.gated
         or geometry.wide_norms
         or geometry.activation != "silu"
         or geometry.attention_scale

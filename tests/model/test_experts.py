@@ -137,12 +137,12 @@ def test_experts_that_are_one_tensor_are_those_apart(model: Path, tmp_path: Path
         ({"num_local_experts": 3}, ("mlp.gate.weight", "[4, 32]", "[3, 32]")),
         ({"intermediate_size": 16}, ("mlp.experts.0.gate_proj.weight", "[32, 32]", "[16, 32]")),
         (
-            {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]},
-            ("Qwen2MoeForCausalLM", "MixtralForCausalLM"),
+            {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"]},
+            ("DeepseekV2ForCausalLM", "MixtralForCausalLM"),
         ),
         (
-            {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"]},
-            ("GptOssForCausalLM", "not supported"),
+            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+            ("DeepseekV3ForCausalLM", "not supported"),
         ),
     ],
 )

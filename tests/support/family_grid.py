@@ -44,7 +44,7 @@ class FamilyCase:
         config = AutoConfig.for_model(self.model_type, **self.options)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         randomise(model, self.seed)
-        if self.model_type.startswith("gemma"):  # stores its norms minus 1
+        if "gemma" in self.model_type:  # whose norms are stored less 1
             for name, parameter in model.named_parameters():
                 parameter.data -= float(name.endswith("norm.weight"))
         dtype = random.Random(self.seed).choice((torch.float32, torch.bfloat16, torch.float16))
@@ -333,6 +333,85 @@ def _ministral3(rng: random.Random, _: Options) -> Options:
     return {"rope_parameters": rope} | own
 
 
+def _arcee(rng: random.Random, sizes: Options) -> Options:
+    own = {"hidden_act": rng.choice(("relu2", "gelu_pytorch_tanh"))}
+    return _as_llama(rng, sizes) | own | _biases(rng, "attention_bias", "mlp_bias")
+
+
+def _apertus(rng: random.Random, _: Options) -> Options:
+    own = {"hidden_act": rng.choice(("xielu", "xielu", "relu2"))}
+    return rng.choice((_rope(rng), {})) | _biases(rng, "attention_bias") | own
+
+
+def _layer_norms(rng: random.Random, name: str) -> Options:
+    return _rope(rng) | {name: rng.choice((1e-3, 1e-5))}
+
+
+def _cohere(rng: random.Random, _: Options) -> Options:
+    own = {"logit_scale": rng.choice((0.0625, 0.25, 0.3, 1.0))}
+    return _layer_norms(rng, "layer_norm_eps") | own | _biases(rng, "attention_bias")
+
+
+def _cohere2(rng: random.Random, sizes: Options) -> Options:
+    own: Options = {"sliding_window": rng.choice((9, 30)), "layer_types": _kinds(rng, sizes)}
+    if rng.random() < 0.5:
+        own |= {"layer_types": None, "sliding_window_pattern": rng.choice((2, 3, 4))}
+    return _cohere(rng, sizes) | own
+
+
+def _stablelm(rng: random.Random, sizes: Options) -> Options:
+    size = sizes["hidden_size"] // sizes["num_attention_heads"]
+    parts = [part for part in (1.0, 0.5, 0.25) if size * part in (4, 6, 8, 12, 16, 32)]
+    rope = _layer_norms(rng, "layer_norm_eps")
+    rope["rope_parameters"]["partial_rotary_factor"] = rng.choice(parts)
+    return rope | _biases(rng, "use_qkv_bias") | {"use_parallel_residual": rng.random() < 0.5}
+
+
+def _nemotron(rng: random.Random, sizes: Options) -> Options:
+    own = _layer_norms(rng, "norm_eps") | {"head_dim": rng.choice((8, 16))}
+    own["rope_parameters"] |= rng.choice(({}, {"partial_rotary_factor": rng.choice((0.75, 1.0))}))
+    return own | {"hidden_act": _arcee(rng, sizes)["hidden_act"]} | _llama_biases(rng)
+
+
+def _llama_biases(rng: random.Random) -> Options:
+    return _biases(rng, "attention_bias", "mlp_bias")
+
+
+def _jais2(rng: random.Random, sizes: Options) -> Options:
+    own = {key: one for key, one in sizes.items() if key != "rms_norm_eps"}
+    sizes.clear()
+    return own | _layer_norms(rng, "layer_norm_eps") | _llama_biases(rng)
+
+
+def _starcoder2(rng: random.Random, _: Options) -> Options:
+    own = {"sliding_window": rng.choice((None, 50)), "use_bias": rng.random() < 0.7}
+    return _layer_norms(rng, "norm_epsilon") | own
+
+
+def _cwm(rng: random.Random, sizes: Options) -> Options:
+    own = {"sliding_window": rng.choice((9, 30)), "head_dim": rng.choice((8, 16))}
+    kinds = {"layer_types": rng.choice((None, _kinds(rng, sizes)))}
+    return rng.choice((_rope(rng), {})) | own | kinds | _biases(rng, "mlp_bias")
+
+
+def _qwen2_moe(rng: random.Random, sizes: Options) -> Options:
+    own = _qwen3_moe(rng, sizes) | {"qkv_bias": rng.random() < 0.5}
+    for name in ("attention_bias", "head_dim"):
+        del own[name]
+    own["num_experts"] = own.pop("num_local_experts")
+    return own | {"shared_expert_intermediate_size": rng.choice((8, 13, 48))}
+
+
+def _granite_moe(rng: random.Random, sizes: Options) -> Options:
+    (count, used) = _experts(rng)
+    own = {key: one for key, one in _granite(rng, sizes).items() if key != "mlp_bias"}
+    return own | {"num_local_experts": count, "num_experts_per_tok": used}
+
+
+def _granite_moe_shared(rng: random.Random, sizes: Options) -> Options:
+    return _granite_moe(rng, sizes) | {"shared_intermediate_size": rng.choice((0, 24, 37))}
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -357,5 +436,18 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "granitemoehybrid": _granite_hybrid,
     "ministral": _ministral,
     "ministral3": _ministral3,
+    "arcee": _arcee,
+    "apertus": _apertus,
+    "cohere": _cohere,
+    "cohere2": _cohere2,
+    "stablelm": _stablelm,
+    "nemotron": _nemotron,
+    "jais2": _jais2,
+    "starcoder2": _starcoder2,
+    "cwm": _cwm,
+    "vaultgemma": _gemma2,
+    "qwen2_moe": _qwen2_moe,
+    "granitemoe": _granite_moe,
+    "granitemoeshared": _granite_moe_shared,
 }
 """Variations of each family, by ``model_type``."""

@@ -44,6 +44,7 @@ from eesd.common.geometry import (
     FULL,
     Eagle,
     ExitConfig,
+    Experts,
     Geometry,
     draft_columns,
     exit_caches,
@@ -58,6 +59,9 @@ LM_HEAD = "lm_head"
 """Modules at the ends of the base model. A weight has its module's name followed by ``.weight``."""
 ROUTER = "mlp.gate"
 """Name within a block of the product that chooses experts."""
+SHARED = "mlp.shared_expert"
+"""Name within a block of the expert that every token uses. The name of its gate ends in
+``_gate``."""
 FUSE = "fuse_proj"
 FUSE_NORM = "fuse_norm"
 """Names in an EAGLE-3 head: the product that fuses the states of layers, and its norms."""
@@ -66,6 +70,13 @@ TAPS = "conv.conv"
 token itself."""
 DEEP_IN = "deep_in_proj"
 """Name in the exit head of the product that projects a deep state into the draft."""
+XIELU = "mlp.act_fn"
+"""Name in a block of the parameters of xielu, whose weight is [2]: the factor of squares above 0,
+and that of the exponential below."""
+XIELU_SLOPE = 0.5
+"""Factor of x in xielu."""
+XIELU_LIMIT = -1e-6
+"""Largest argument of the exponential in xielu."""
 
 
 class Linear(NamedTuple):
@@ -83,10 +94,24 @@ class Linear(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """An RMSNorm: the name of the module, and the constant added to the mean square."""
+    """A norm.
+
+    Attributes:
+        name: Name of the module.
+        eps: Added to the mean square, or to the variance.
+        centred: Whether it is a LayerNorm, which subtracts the mean, not an RMSNorm.
+        bias: Whether it adds a bias.
+    """
 
     name: str
     eps: float
+    centred: bool = False
+    bias: bool = False
+
+
+def norm_of(geometry: Geometry, name: str) -> Norm:
+    """The norm of this name."""
+    return Norm(name, geometry.rms_norm_eps, geometry.centred_norms, geometry.norm_bias)
 
 
 class Mixture(NamedTuple):
@@ -118,7 +143,7 @@ class Block:
 
     def norm(self, name: str) -> Norm:
         """A norm of the block."""
-        return Norm(f"{self.prefix}{name}", self.geometry.rms_norm_eps)
+        return norm_of(self.geometry, f"{self.prefix}{name}")
 
     @property
     def state_caches(self) -> range:
@@ -137,7 +162,15 @@ class Operations(Protocol[X]):
         ...
 
     def norm(self, x: X, norm: Norm) -> X:
-        """RMSNorm."""
+        """RMSNorm or LayerNorm."""
+        ...
+
+    def scale(self, x: X, gate: X, name: str) -> X:
+        """x times the sigmoid of a gate, which has one column."""
+        ...
+
+    def activate(self, x: X, block: Block, name: str) -> X:
+        """The activated values of an MLP without a gate."""
         ...
 
     def product(
@@ -247,18 +280,18 @@ class Model(NamedTuple):
         if eagle is not None:
             return Block(eagle.block, prefix, cache, FULL, eagle)
         layer = geometry.head_layers(self.head.blocks)[index]
-        return Block(geometry.dense, prefix, cache, geometry.kind(layer))
+        return Block(geometry.of_head, prefix, cache, geometry.kind(layer))
 
     @property
     def final_norm(self) -> Norm:
         """The norm before the base model's LM head."""
-        return Norm(FINAL_NORM, self.geometry.rms_norm_eps)
+        return norm_of(self.geometry, FINAL_NORM)
 
     def head_norm(self, name: str) -> Norm:
         """A norm of the exit head."""
         eagle = self.head.eagle
         geometry = self.geometry if eagle is None else eagle.block
-        return Norm(f"{EXIT_HEAD}{name}", geometry.rms_norm_eps)
+        return norm_of(geometry, f"{EXIT_HEAD}{name}")
 
     @property
     def state_width(self) -> int:
@@ -347,7 +380,10 @@ def finish_head(o: Operations[X], model: Model, x: X) -> X:
 
 def block(o: Operations[X], of: Block, x: X) -> X:
     """A block's output for hidden states x."""
-    return feed_forward(o, of, attend(o, of, x, [x]))
+    attended = attend(o, of, x, [x])
+    if of.geometry.parallel:
+        return _feed(o, of, x, of.norm("input_layernorm"), attended)
+    return feed_forward(o, of, attended)
 
 
 def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
@@ -370,21 +406,51 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
     """The second half of a block, for each token alone: x plus the output of an MLP or mixture."""
+    norm = of.norm("post_attention_layernorm") if of.geometry.norm_before else None
+    return _feed(o, of, x, norm, x)
+
+
+def _feed(o: Operations[X], of: Block, x: X, norm: Norm | None, to: X) -> X:
+    """What the MLP or a mixture makes of x, added ``to`` a state."""
     geometry = of.geometry
     prefix = of.prefix
-    norm = of.norm("post_attention_layernorm") if geometry.norm_before else None
     behind = geometry.norm_behind
     name = f"{prefix}down" if behind else f"{prefix}out"
-    residual = () if behind else (x,)
+    residual = () if behind else (to,)
     if geometry.experts is None:
-        gate, up, down = _mlp(f"{prefix}mlp", geometry, geometry.intermediate_size)
-        gated = o.product(x, [gate, up], f"{prefix}gated", norm, activation=geometry.activation)
-        added = o.product(gated, [down], name, residual=residual)
+        inner, down = _inner(o, of, x, norm)
+        added = o.product(inner, [down], name, residual=residual)
     else:
+        if geometry.experts.shared:
+            residual = (*residual, _shared(o, of, geometry.experts, x, norm))
         added = o.mixture(x, of, mixture_of(of), name, norm, residual)
     if not behind:
         return added
-    return o.add([x], o.norm(added, of.norm("post_mlp_layernorm")), f"{prefix}out")
+    return o.add([to], o.norm(added, of.norm("post_mlp_layernorm")), f"{prefix}out")
+
+
+def _inner(o: Operations[X], of: Block, x: X, norm: Norm | None) -> tuple[X, Linear]:
+    """The activated values of a block's MLP, and the layer that reads them."""
+    geometry = of.geometry
+    prefix = of.prefix
+    gate, up, down = _mlp(f"{prefix}mlp", geometry, geometry.intermediate_size)
+    if geometry.gated:
+        gated = o.product(x, [gate, up], f"{prefix}gated", norm, activation=geometry.activation)
+        return gated, down
+    return o.activate(o.product(x, [up], f"{prefix}up", norm), of, f"{prefix}active"), down
+
+
+def _shared(o: Operations[X], of: Block, experts: Experts, x: X, norm: Norm | None) -> X:
+    """The output of the expert that every token uses."""
+    name = f"{of.prefix}{SHARED}"
+    gate, up, down = _mlp(name, of.geometry.dense, experts.shared)
+    kind = of.geometry.activation
+    gated = o.product(x, [gate, up], f"{name}.gated", norm, activation=kind)
+    given = o.product(gated, [down], f"{name}.out")
+    if not experts.shared_gate:
+        return given
+    weight = o.product(x, [Linear(f"{name}_gate", 1)], f"{name}.weight", norm)
+    return o.scale(given, weight, f"{name}.weighted")
 
 
 def mixture_of(of: Block) -> Mixture:

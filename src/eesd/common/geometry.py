@@ -49,8 +49,11 @@ CONVOLUTION = "convolution"
 """Kinds of layers. FULL: rotary embedding, and attention to all previous tokens. SLIDING: attention
 within a window, with the local rotary base if there is one. UNROTATED: no rotary embedding.
 CONVOLUTION: a short convolution instead of attention."""
-ACTIVATIONS = ("silu", "gelu_tanh")
+GATES = ("silu", "gelu_tanh")
 """Activations of the gate of an MLP."""
+PLAIN = ("relu2", "xielu", "gelu_tanh")
+"""Activations of an MLP without a gate. xielu (arXiv 2411.13010) has two parameters in each
+block."""
 MOST_LAYERS = 4096
 WIDEST = 512
 LARGEST_SIZE = 1 << 24
@@ -69,6 +72,8 @@ class Experts:
         normed: Whether the weights of a token's experts are divided by their sum.
         dense_layers: Layers with one MLP of the model's intermediate size instead, ascending. May
             name layers beyond the last.
+        shared: Intermediate size of an MLP that every token uses as well; 0: none.
+        shared_gate: Whether its output is multiplied by a gate of one number.
 
     Raises:
         ValueError: A value is out of range.
@@ -79,13 +84,20 @@ class Experts:
     size: int
     normed: bool
     dense_layers: tuple[int, ...] = ()
+    shared: int = 0
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         _check_size("the number of experts", self.count, MOST_LAYERS)
+        _check_size("the size of the shared expert", self.shared, LARGEST_SIZE, least=0)
         _check_size("the number of experts that a token uses", self.used, self.count)
         _check_size("the size of the experts", self.size, LARGEST_SIZE)
         if list(self.dense_layers) != sorted({*self.dense_layers} & {*range(MOST_LAYERS)}):
             raise ValueError("the layers without experts must ascend")
+
+    def on_rank(self, ranks: int) -> "Experts":
+        """What each of so many ranks has of them: equal parts of each expert."""
+        return replace(self, size=self.size // ranks, shared=self.shared // ranks)
 
 
 @dataclass(frozen=True)
@@ -100,9 +112,14 @@ class Geometry:
         qk_norm_joint: Whether it is over all heads together instead.
         norm_before: Whether a norm precedes attention and MLP.
         norm_behind: Whether a norm follows each of them, before its output is added to x.
+        centred_norms: Whether norms are LayerNorms, which subtract the mean, instead of RMSNorms.
+        norm_bias: Whether these add a bias.
+        parallel: Whether attention and MLP read the same normalized x, and both are added to x.
+            The blocks of an exit head run them one after the other.
         wide_norms: Whether norms have float32 weights and multiply in float32, regardless of the
             directory's element type.
-        activation: One of :data:`ACTIVATIONS`.
+        gated: Whether the MLP multiplies an activated gate by another projection.
+        activation: One of :data:`GATES`, or without a gate one of :data:`PLAIN`.
         embedding_scale: Factor of the embeddings.
         attention_scale: Factor of the scores; 0: D ** -0.5.
         attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: no cap.
@@ -140,7 +157,11 @@ class Geometry:
     qk_norm_joint: bool = False
     norm_before: bool = True
     norm_behind: bool = False
+    centred_norms: bool = False
+    norm_bias: bool = False
+    parallel: bool = False
     wide_norms: bool = False
+    gated: bool = True
     activation: str = "silu"
     embedding_scale: float = 1.0
     attention_scale: float = 0.0
@@ -190,10 +211,11 @@ class Geometry:
     def _faults_of_parts(self) -> dict[str, bool]:
         """Faults of the options that Llama does not use."""
         kinds = {*self.layer_kinds}
+        activations = GATES if self.gated else PLAIN
         scales = ("embedding_scale", "attention_scale", "attention_cap", "logit_cap", "local_theta")
         return {
             f"activation is {self.activation[:40]!r}, and must be one of "
-            f"{', '.join(ACTIVATIONS)}": self.activation not in ACTIVATIONS,
+            f"{', '.join(activations)}": self.activation not in activations,
             **{
                 f"{name} is {getattr(self, name)}, and must be between 0 and 1e9": (
                     not 0 <= getattr(self, name) <= 1e9
@@ -218,7 +240,18 @@ class Geometry:
             ),
             "a state is too large for the caches": self.taps > 0 and self.state_caches > WIDEST,
             "a block has no norm": not (self.norm_before or self.norm_behind),
-            "experts have no biases": self.experts is not None and self.mlp_bias,
+            "experts have gates, and no biases": (
+                self.experts is not None and (self.mlp_bias or not self.gated)
+            ),
+            "only norms that subtract the mean have biases": (
+                self.norm_bias and not self.centred_norms
+            ),
+            "norms of queries and keys that subtract the mean are not supported": (
+                self.centred_norms and (self.qk_norm or self.qk_norm_joint)
+            ),
+            "attention and MLP side by side have one norm, before both": (
+                self.parallel and (self.norm_behind or not self.norm_before)
+            ),
         }
 
     def check_window(self, nodes: int) -> None:
@@ -272,6 +305,11 @@ class Geometry:
         """The geometry of blocks without experts, such as those of an exit head."""
         return replace(self, experts=None)
 
+    @property
+    def of_head(self) -> "Geometry":
+        """That of an exit head's blocks: without experts, and with the MLP after attention."""
+        return replace(self, experts=None, parallel=False)
+
     def of_layer(self, layer: int) -> "Geometry":
         """The geometry of a layer's block, with or without experts."""
         return self.dense if self.experts is None or layer in self.experts.dense_layers else self
@@ -293,6 +331,7 @@ class Geometry:
         parts = {"key-value heads": self.num_kv_heads, "columns of the MLP": self.intermediate_size}
         if experts is not None:
             parts["columns of an expert"] = experts.size
+            parts["columns of the shared expert"] = experts.shared
         for what, size in parts.items():
             if size % ranks:
                 raise EESDError(
@@ -309,7 +348,7 @@ class Geometry:
             num_heads=self.num_heads // ranks,
             num_kv_heads=self.num_kv_heads // ranks,
             intermediate_size=self.intermediate_size // ranks,
-            experts=experts and replace(experts, size=experts.size // ranks),
+            experts=experts and experts.on_rank(ranks),
         )
 
 

@@ -6,6 +6,7 @@ from functools import lru_cache
 from eesd.common.architecture import (
     EMBEDDING,
     TAPS,
+    XIELU,
     Block,
     Linear,
     Mixture,
@@ -48,6 +49,16 @@ class Shapes:
 
     def norm(self, x: int, norm: Norm) -> int:
         self.weights[f"{norm.name}.weight"] = (x,)
+        if norm.bias:
+            self.weights[f"{norm.name}.bias"] = (x,)
+        return x
+
+    def scale(self, x: int, gate: int, name: str) -> int:
+        return x
+
+    def activate(self, x: int, block: Block, name: str) -> int:
+        if block.geometry.activation == "xielu":
+            self.weights[f"{block.prefix}{XIELU}.weight"] = (2,)
         return x
 
     def product(

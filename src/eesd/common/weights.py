@@ -165,8 +165,10 @@ def stored_weight(
         wide_norms: Whether norms are float32, as in :class:`~eesd.common.geometry.Geometry`.
     """
     shape = tuple(shape)
-    if name in (*ROTARY_TABLES, *HEAD_TABLES) or (wide_norms and name.endswith("norm.weight")):
-        # Rounded at each use.
+    if name in (*ROTARY_TABLES, *HEAD_TABLES) or (
+        wide_norms and name.endswith(("norm.weight", "norm.bias"))
+    ):
+        # Rounded where they are used.
         return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
@@ -192,7 +194,7 @@ def split_side(name: str) -> int | None:
 
 def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfig) -> list[Shape]:
     """Shapes of weights or biases of a block of the model or of a head."""
-    shapes = block_shapes(geometry.dense) | block_shapes(geometry)
+    shapes = block_shapes(geometry.of_head) | block_shapes(geometry)
     if exit_config.eagle and parts[0].startswith(EXIT_HEAD):
         shapes = block_weights(replace(Model(geometry, exit_config).exit_block(0), prefix=""))
     return [shapes[_IN_BLOCK.split(part)[-1]] for part in parts]

@@ -1,0 +1,92 @@
+"""Apertus: norms of queries and keys, and an MLP without a gate, whose activation xielu has two
+parameters in each block."""
+
+from functools import partial
+
+import numpy as np
+
+from eesd.common.architecture import XIELU, XIELU_LIMIT, XIELU_SLOPE
+from eesd.common.errors import EESDError
+from eesd.common.geometry import Geometry
+from eesd.model.arrays import Array, to_float32
+from eesd.model.family import (
+    ChangedTensor,
+    Family,
+    Own,
+    Sizes,
+    StoredTensor,
+    Tensors,
+    attention_biases,
+    renamed,
+    rope_or,
+)
+from eesd.model.fields import Fields
+
+THETA = 12000000.0
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "original_max_position_embeddings": 8192,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+"""``rope_parameters`` where a config does not say."""
+NAMES = {
+    "attention_layernorm": "input_layernorm",
+    "feedforward_layernorm": "post_attention_layernorm",
+}
+NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
+"""Names of the stored numbers of xielu."""
+
+
+def _rope_fields(fields: Fields) -> Fields:
+    return rope_or(fields, ROPE)
+
+
+def _own(fields: Fields, _: Sizes) -> Own:
+    for name, only in {"qk_norm": True, "post_norm": False, "mlp_bias": False}.items():
+        if fields.flag(name, only) is not only:
+            raise ValueError(f"{name} must be {str(only).lower()}, as in all published models")
+    fields.taken.add("hidden_dropout")  # only in training
+    return Own(attention_biases(fields) | {"qk_norm": True, "gated": False})
+
+
+def _tensors(tensors: Tensors, _: Geometry) -> Tensors:
+    """The tensors with a block's factors of xielu as one."""
+    found = renamed(tensors, NAMES)
+    for name, above in tensors.items():
+        prefix = name.removesuffix(".alpha_p")
+        numbers = [found.get(f"{prefix}.{number}") for number in NUMBERS]
+        if not prefix.endswith(XIELU) or prefix == name or None in numbers:
+            continue
+        stored_numbers = [one for one in numbers if one is not None]
+        below = stored_numbers[1]
+        constants = stored_numbers[2:]
+        for stored, only in zip(constants, (XIELU_SLOPE, XIELU_LIMIT), strict=True):
+            if abs(float(to_float32(stored.read()).reshape(-1)[0]) / only - 1) > 0.05:
+                raise EESDError(f"The tensor {stored.name} must be {only}, as in published models.")
+        for number in NUMBERS:
+            del found[f"{prefix}.{number}"]
+        found[f"{prefix}.weight"] = ChangedTensor(above, partial(_factors, below), (2,))
+    return found
+
+
+def _factors(below: StoredTensor, above: Array) -> Array:
+    """The factors above and below 0: the stored numbers are their logarithms, nearly."""
+    stored = np.concatenate([above.reshape(-1), to_float32(below.read()).reshape(-1)])
+    factors: Array = np.logaddexp(0, stored) + np.array([0, XIELU_SLOPE])
+    return factors.astype(np.float32)
+
+
+APERTUS = Family(
+    "apertus",
+    "ApertusForCausalLM",
+    positions=65536,
+    theta=THETA,
+    eps=1e-5,
+    activation=("hidden_act", "xielu"),
+    activation_names={"xielu": "xielu", "relu2": "relu2"},
+    rope_fields=_rope_fields,
+    own=_own,
+    tensors=_tensors,
+)
