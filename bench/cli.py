@@ -69,7 +69,7 @@ def prompt_options(
             "--max-new-tokens",
             type=COUNT,
             default=new_tokens,
-            help="Tokens to generate behind each prompt.",
+            help="Tokens to generate after each prompt.",
         ),
         click.option(
             "--per-task", type=COUNT, default=per_task, help="Most reported prompts of each task."
@@ -115,7 +115,7 @@ def read_options(given: dict[str, Any]) -> Options:
 
 
 def show_report(results: Sequence[Result], simulations: Sequence[Simulation], path: Path) -> None:
-    """Write the report beside the JSON file at ``path``, and print it."""
+    """Write the report next to the JSON file at ``path``, and print it."""
     report = path.with_name("report.md")
     write_report(results, simulations, report)
     click.echo(report.read_text("utf-8"))

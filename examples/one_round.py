@@ -66,7 +66,7 @@ def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
     while len(tokens) < end:
         root = len(tokens) - 1
         drafted = list[int]()
-        # Draft: the bonus token must fit behind it.
+        # Draft: the bonus token must fit after it.
         for step in range(min(LENGTH, end - len(tokens) - 1)):
             _, ids, _ = call(draft, [[tokens[-1], *drafted][step]], root + step)
             drafted.append(int(ids[0, 0, 0]))
@@ -74,7 +74,7 @@ def generate(directory: Path, prompt: list[int], new_tokens: int) -> list[int]:
         [logits] = call(verify, [tokens[-1], *drafted], root)
         chosen = logits[0].argmax(-1).tolist()
         accepted = next((i for i, token in enumerate(drafted) if token != chosen[i]), len(drafted))
-        # Commit: what was accepted, and the bonus token, the next root.
+        # Commit the accepted tokens, and the bonus token, which is the next root.
         for token in chosen[: accepted + 1]:
             tokens.append(token)
             if token in manifest["eos_token_ids"]:

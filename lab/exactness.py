@@ -4,8 +4,8 @@ same bits.
 For each engine directory and kind of activations, the fastest kernels decode each prompt plainly
 with one thread. Those are the expected bits. Then all kernels of this processor, with one and two
 threads, decode it plainly, drafted in chains, in trees and with a tree budget, with the prompt in
-other chunks, and in batches, with and without kept beginnings of prompts. The whole logits behind
-each committed token are compared; of a batch, the tokens and their most likely alternatives with
+other chunks, and in batches, with and without kept beginnings of prompts. The whole logits after
+each committed token are compared; for a batch, the tokens and their most likely alternatives with
 log-probabilities. Prompts are random tokens, so every part of the vocabulary occurs.
 """
 
@@ -54,7 +54,7 @@ class Row:
     """Runs of one kind, with one engine.
 
     Attributes:
-        directory, activations, kernels, threads: What ran.
+        directory, activations, kernels, threads: The engine that ran.
         kind: ``calls`` (of all sizes, with other caches and chunks, and trees), a key of
             :data:`WAYS`, ``chunks``, ``batch`` or ``prefix``. For ``calls`` a run is a call of the
             engine.
@@ -306,7 +306,7 @@ def totals(rows: Sequence[Row]) -> tuple[int, int]:
 @click.option("--new-tokens", type=click.IntRange(1), default=24, help="Of each text.")
 @click.option("--backend", default="ort")
 @click.option(
-    "-o", "--output", type=OUTPUT, help="JSON to write; what it has of other directories is kept."
+    "-o", "--output", type=OUTPUT, help="JSON to write; its rows of other directories are kept."
 )
 def main(directories: tuple[Path, ...], new_tokens: int, backend: str, output: Path | None) -> None:
     """Compare the bits of logits between all ways to compute a text, on engine DIRECTORIES."""

@@ -39,7 +39,7 @@ from eesd.runtime.llm import LLM
 
 PROMPT = 512
 MEMORY_BYTES = 1 << 29
-"""What is copied or read to measure the bandwidth, larger than any cache."""
+"""Bytes that are copied or read to measure the bandwidth: more than any cache holds."""
 
 
 def timed(calls: dict[Any, Callable[[], object]], repeats: int) -> dict[Any, Interval]:
@@ -86,7 +86,7 @@ def time_passes(
     counts: Sequence[int],
     behind: Sequence[int],
 ) -> dict[str, Any]:
-    """Time draft steps and verify passes by node count, behind contexts of several lengths.
+    """Time draft steps and verify passes by node count, after contexts of several lengths.
 
     Returns seconds of each kind of call with their interval, as ``share`` the share that reading
     the weights and the cache must take at ``per_second`` bytes, and as ``predicted`` the predicted
@@ -197,7 +197,7 @@ def markdown(result: dict[str, Any]) -> str:
         predicted = "" if row["predicted"] is None else f"{row['predicted'] * 1e3:.3f}"
         rows.append(
             [
-                f"{name} behind {row['behind']}",
+                f"{name} after {row['behind']}",
                 row["seconds"].shown(".3f", 1e3, bold=False),
                 f"{row['share']:.0%}",
                 predicted,

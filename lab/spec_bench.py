@@ -59,7 +59,7 @@ KEPT_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Question:
-    """What the user says, turn by turn; each follows the answer to the one before. ``category`` is
+    """The user's messages, turn by turn; each follows the answer to the one before. ``category`` is
     the file's."""
 
     id: int
@@ -127,7 +127,7 @@ def parse_method(text: str, default: Path) -> Method:
         else:
             controller = part
     if not tree.isascii() or not tree.isdigit():
-        raise EESDError(f"{text!r} is not a method: {tree!r} is no number of nodes.")
+        raise EESDError(f"{text!r} is not a method: {tree!r} is not a number of nodes.")
     speculation = Speculation(controller, int(tree), drafter=drafter)
     return Method(name, Path(directory) if directory else default, speculation)
 

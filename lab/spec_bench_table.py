@@ -34,7 +34,7 @@ class Answer:
         engine: Name of the engine directory that decodes plainly, and of the kernels if they were
             chosen.
         sampling: ``greedy``, ``coupled`` (temperature 0.7) or ``coupled-1``.
-        method: What drafts and how; ``plain`` without drafting.
+        method: Drafter and its options; ``plain`` without drafting.
         question: Number of the question.
         tokens: Tokens generated.
         rounds: Rounds by shape: [draft steps, drafted nodes, number of rounds].
@@ -68,14 +68,14 @@ class Result(Saved):
     """Everything that one run measured.
 
     Attributes:
-        options: What was measured.
+        options: Measurements that were made.
         engines: Description of each engine directory by name.
         categories: Category of each question by its number.
         skipped: How many questions leave no room for an answer.
         machine: Where it was measured.
         answers: Those of one question, engine and sampling are saved together.
         complete: Whether every question was answered.
-        kind, schema: Of the file.
+        kind, schema: Kind and version of the file format.
     """
 
     options: dict[str, Any]
@@ -93,7 +93,7 @@ class Result(Saved):
 
     @property
     def costs(self) -> CostModel | None:
-        """What the seconds were counted with; None: they were measured."""
+        """The cost model that counted the seconds; None if they were measured."""
         name = self.options.get("costs")
         return COST_MODELS[name] if name else None
 

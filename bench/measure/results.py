@@ -123,7 +123,7 @@ class Run:
 
 @dataclass(frozen=True)
 class CallLatency:
-    """Seconds of a round's calls, measured behind one prompt with trees of one width.
+    """Seconds of a round's calls, measured after one prompt with trees of one width.
 
     Attributes:
         draft: All draft steps of a round by their number: [[steps, seconds], ...].
@@ -178,7 +178,7 @@ class Saved:
     """A dataclass that is a JSON file, with a line for each item of its lists."""
 
     WHAT: ClassVar[str]
-    """What the file is, for a message."""
+    """Name of the kind of file, for a message."""
     ROWS: ClassVar[Mapping[str, Callable[..., Any]]]
     """Lists of dataclasses, and what makes an item of its values. A file of this kind has all of
     them."""
@@ -262,7 +262,7 @@ class Result(Saved):
         prompts: The reported prompts: id, task, number of tokens.
         machine: Where it was measured.
         tunings: Tuned controllers.
-        configurations: What ``Run.configuration`` indexes.
+        configurations: Ways to decode; ``Run.configuration`` is an index of them.
         sweeps: Call latencies of each prompt and width.
         runs: All runs. Those of one prompt and engine are saved together.
         complete: Whether every prompt was measured.

@@ -51,12 +51,12 @@ def measure_engine(
     the result after each step.
 
     Args:
-        result: Receives the measurements. What it has already is not measured again.
+        result: Receives the measurements. Those that it has are not repeated.
         path: Its file.
         name: Name of the engine directory in the result.
         bench: Its engines.
         prompts: Prompts to tune on and to report.
-        options: What to measure.
+        options: Measurements to make.
 
     Raises:
         EESDError: A tree width is not allowed, no prompt fits, or the result to resume has other

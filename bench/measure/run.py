@@ -44,7 +44,7 @@ class Options:
     Attributes:
         widths: Tree widths; 1 is a chain.
         samplings: Some of ``SAMPLINGS``.
-        temperature: Of the samplings that are not greedy.
+        temperature: Temperature of all samplings except greedy.
         per_task, tuning_per_task: Most reported and most tuning prompts of each task.
         guard: Whether the guard may pause drafting. It does in normal use, but it hides differences
             between controllers.
@@ -52,8 +52,7 @@ class Options:
         threads: CPU threads of an engine; None for the backend's default.
         tasks: Files with prompts; none for the bundled ones.
         budgeted: Those of ``widths`` that are also measured with a tree budget.
-        drafter: What drafts: ``exit``, ``text`` or ``both``. The text hides differences between
-            controllers.
+        drafter: ``exit``, ``text`` or ``both``. The text hides differences between controllers.
         kv_cache_dtype: See :func:`eesd.load`.
     """
 
@@ -188,7 +187,7 @@ class Bench:
         )
 
     def _drafting(self, speculation: Speculation, budget: bool = False) -> LLM:
-        """An LLM that drafts so, and without a ``budget`` verifies all that it drafts."""
+        """An LLM with this drafting. Without a ``budget`` it verifies every drafted token."""
         llm = self.llm.with_speculation(speculation)
         if not budget:
             llm.budget = None
@@ -202,7 +201,7 @@ class Bench:
         new_tokens: int,
         ignore_eos: bool = True,
     ) -> Generation:
-        """Generate exactly ``new_tokens`` behind a prompt, past any EOS, so that every
+        """Generate exactly ``new_tokens`` after a prompt, past any EOS, so that every
         configuration does the same work.
 
         ``drafting`` is of :meth:`drafting_llm`; None decodes plainly. Without ``ignore_eos`` EOS
@@ -239,7 +238,7 @@ class Bench:
         self.latencies(engine, prompt, options)
 
     def latencies(self, engine: str, prompt: EncodedPrompt, options: Options) -> list[CallLatency]:
-        """Measure the latency of calls behind this prompt, for each tree width."""
+        """Measure the latency of calls after this prompt, for each tree width."""
         found = []
         room = self.manifest.max_seq_len - len(prompt.tokens)
         for width in options.widths:
@@ -393,6 +392,6 @@ def _run(
 
 
 def rotated(items: Sequence[T], by: int) -> list[T]:
-    """The items from number ``by`` on, those before it behind them."""
+    """The items rotated left by ``by``."""
     start = by % len(items) if items else 0
     return [*items[start:], *items[:start]]

@@ -1,4 +1,4 @@
-"""Cost models: what a round costs by its draft steps and verified nodes. Measured, or predicted."""
+"""Cost models: seconds of a round by draft steps and verified nodes, measured or predicted."""
 
 import statistics
 from collections.abc import Iterable, Mapping

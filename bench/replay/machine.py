@@ -14,11 +14,11 @@ from eesd.controllers import Controller
 from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
 
 COLD = 0.1
-"""A plain round right behind a drafting one is this share slower: the draft has taken the
+"""A plain round right after a drafting one is this share slower: the draft has taken the
 processor's caches."""
 
 STALL_SECONDS = 4e-3
-"""Mean length of a stall: what another program gets of the processor."""
+"""Mean length of a stall, in which another program has the processor."""
 
 Disturbance = Callable[[int, float], tuple[float, float]]
 """Factors of the draft's and of the verify pass's seconds, by the number of rounds and the seconds
@@ -130,7 +130,7 @@ class Run:
         return float(spent[part].sum() / (plain * self.rounds[part, 0].sum()) - 1)
 
     def drafting(self, first: int) -> float:
-        """Share of the rounds behind the first tokens that drafted."""
+        """Share of drafting rounds after the first tokens."""
         return float((self.rounds[self.rounds[:, 0].cumsum() > first, 1] > 0).mean())
 
 

@@ -39,7 +39,7 @@ class Threshold(Controller):
 
 
 REPLAYED = CONTROLLERS | {"threshold": Threshold}
-"""All controllers that a replay knows, by name."""
+"""All controllers of a replay, by name."""
 
 
 class Clairvoyant(Controller):
@@ -69,7 +69,7 @@ class Replay:
     spread over the rounds.
 
     Attributes:
-        tokens, cost: Of each request [R].
+        tokens, cost: Tokens and seconds of each request [R].
         rounds: One row for each round: request, committed tokens, draft tokens, cost [n, 4]. Of
             several seeds the first one's.
         own_seconds: The controller's own time per round, measured on this machine.

@@ -105,12 +105,12 @@ class Simulation(Saved):
     """All comparisons on one pair of traces.
 
     Attributes:
-        origin: Of the trace.
+        origin: Origin of the trace.
         options: Cost models and seeds.
         prompts, tuning_prompts: Numbers by task.
         replays: One comparison for each cost model.
         machine: Where the controllers' own time was measured.
-        kind, schema: Of the file.
+        kind, schema: Kind and version of the file format.
     """
 
     origin: dict[str, Any]

@@ -33,7 +33,7 @@ STALLS = 20.0
 REQUESTS = 18
 TOKENS = 128
 SETTLED = 256
-"""Tokens behind which a process should know whether drafting pays."""
+"""Tokens after which a process should have found out whether drafting pays."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,9 @@ class Start:
 
     Attributes:
         first: Share of the first 100 tokens' time.
-        thousand: Of the first 1,000.
-        behind: Of those behind the first ``SETTLED``.
-        drafting: Share of the rounds behind the first ``SETTLED`` tokens that drafted.
+        thousand: Loss over the first 1,000 tokens.
+        behind: Loss over the tokens after the first ``SETTLED``.
+        drafting: Share of drafting rounds after the first ``SETTLED`` tokens.
     """
 
     first: float
@@ -95,7 +95,7 @@ def table(head: str, machine: str, found: Sequence[Start]) -> str:
         for label, name, worst in (
             ("lost of 100 tokens", "first", max),
             ("of 1000", "thousand", max),
-            (f"behind {SETTLED}", "behind", max),
+            (f"after {SETTLED}", "behind", max),
             ("drafting", "drafting", min),
         )
     ]

@@ -3,12 +3,12 @@
 Decoding is lossless (greedy, or ``coupled`` with a fixed seed), so the text of a request does not
 depend on the policy. The policy only determines which positions of the text become roots. A trace
 therefore holds, for *every* position of the text as root, the chain that the draft proposes there:
-up to ``depth`` draft tokens, each conditioned on those before it, what a controller is told about
-each, and how many the verifier accepts. A replay starts at position 0, lets the policy draft n
+up to ``depth`` draft tokens, each conditioned on those before it, a controller's features of each,
+and the number that the verifier accepts. A replay starts at position 0, lets the policy draft n
 tokens of the chain, and continues at position + min(n, accepted) + 1. Its rounds are those of a
 real run with this policy.
 
-Chains continue behind their first wrong token, because a policy may draft beyond it.
+Chains continue after their first wrong token, because a policy may draft beyond it.
 """
 
 import hashlib
@@ -75,7 +75,7 @@ class TracedRequest:
 
     @cached_property
     def steps(self) -> list[list[DraftStep]]:
-        """What a controller is told, by position and depth."""
+        """Features for a controller, by position and depth."""
         logprob = self.logprob.astype(np.float64)
         columns = [
             array.tolist()
@@ -90,7 +90,7 @@ class TracedRequest:
         ]
 
     def room(self, position: int) -> int:
-        """Tokens that a round at ``position`` may draft: the bonus token must fit behind them."""
+        """Tokens that a round at ``position`` may draft: the bonus token must fit after them."""
         return min(self.tokens - 1 - position, int(self.logprob.shape[1]))
 
 
@@ -209,7 +209,7 @@ def check_depth(manifest: Manifest, depth: int) -> None:
 
 
 class ChainDrafter:
-    """Drafts chains behind the last token of a session, and commits nothing."""
+    """Drafts chains after the last token of a session, and commits nothing."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class ChainDrafter:
         self._sampler = make_sampler(sampling, vocab_size, columns)
 
     def draft(self, count: int) -> tuple[list[int], list[DraftStep]]:
-        """Draft ``count`` tokens. Returns them, and what a controller would be told about each."""
+        """Draft ``count`` tokens. Returns them, and the features of each for a controller."""
         tokens = self._session.tokens
         steps = list[DraftStep]()
         tree = DraftTree(tokens[-1], count)
@@ -245,7 +245,7 @@ class ChainDrafter:
 def record(
     llm: LLM, task: str, prompt: Prompt, sampling: Sampling, new_tokens: int = 128, depth: int = 16
 ) -> TracedRequest:
-    """Generate behind a prompt, and draft ``depth`` tokens from every position.
+    """Generate after a prompt, and draft ``depth`` tokens from every position.
 
     The LLM is loaded with speculation; its controller is not used.
 
@@ -301,7 +301,7 @@ def record_traces(
     Yields after each prompt.
 
     ``options`` say how to sample, and how many prompts of each task to record. Interrupted, it
-    leaves no old trace beside a new one in ``output``.
+    leaves no old trace next to a new one in ``output``.
 
     Raises:
         EESDError: The depth is not allowed, or no prompt fits.
@@ -337,7 +337,7 @@ def record_traces(
 
 
 def _measure_costs(bench: Bench, prompts: Sequence[EncodedPrompt], options: Options) -> CostModel:
-    """Costs of a chain's calls, measured in rounds behind these prompts."""
+    """Costs of a chain's calls, measured in rounds after these prompts."""
     latencies = [latency for prompt in prompts for latency in bench.latencies("", prompt, options)]
     manifest = bench.manifest
     return CostModel.from_seconds(

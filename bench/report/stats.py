@@ -34,7 +34,7 @@ class Summary:
         plain_tokens_per_second, tokens_per_second: Medians over prompts.
         acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
         host_share: Share of the decode time outside both engines.
-        equal: Of all prompts those whose tokens equal those of plain decoding.
+        equal: Number of prompts whose tokens equal those of plain decoding.
         worst_gap: Largest logit gap where tokens differ; None if none differ.
     """
 

@@ -27,7 +27,7 @@ def generate(controller: Controller, prompt: list[int], count: int) -> tuple[lis
     while len(tokens) < len(prompt) + count:
         drafted = list[int]()
         path = 1.0
-        room = len(prompt) + count - len(tokens) - 1  # the bonus token must fit behind the draft
+        room = len(prompt) + count - len(tokens) - 1  # the bonus token must fit after the draft
         wanted = controller.begin_round(1) != 0
         while wanted and len(drafted) < room:
             logits = DRAFT[row(drafted[-1] if drafted else tokens[-1], len(tokens) + len(drafted))]

@@ -1,4 +1,4 @@
-"""Many requests at once: throughput and latency of batches by concurrency, EESD beside other
+"""Many requests at once: throughput and latency of batches by concurrency, EESD and other
 runtimes that batch.
 
 Each contestant is a process of its own and waits while another runs. For each concurrency, so many
@@ -39,8 +39,7 @@ class Options:
 
     Attributes:
         concurrency: Clients, in turn.
-        new_tokens, shortest: Of the longest text and of the shortest; the others have lengths
-            between them.
+        new_tokens, shortest: Tokens of the longest and of the shortest text; others lie between.
         prompt_tokens: Most tokens of a prompt.
         rounds: Repetitions.
         levels: Levels that EESD drafts where it always drafts.
@@ -57,8 +56,7 @@ class Options:
 
 
 def entries(contestants: Sequence[Contestant]) -> dict[str, tuple[Contestant, str]]:
-    """By name, who takes part and how: EESD in three modes, and the other plain contestants that
-    batch."""
+    """Contestants and modes by name: EESD in three modes, and the other runtimes that batch."""
     found = {}
     for one in contestants:
         if one.is_plain and one.peer in BATCH_WORKERS:
@@ -75,13 +73,13 @@ def measure(
     seconds: float,
     report: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Measure all contestants; a contestant that cannot be loaded is left out. Returns what the
-    JSON file holds.
+    """Measure all contestants; a contestant that cannot be loaded is left out. Returns the
+    content of the JSON file.
 
     Args:
         contestants: Those that read the GGUF file.
         prompts: Token ids.
-        options: What to measure.
+        options: Measurements to make.
         pythons: Interpreter by peer.
         seconds: Longest time of one measurement.
         report: Called with a line for each measurement.

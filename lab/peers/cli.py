@@ -44,7 +44,7 @@ def main() -> None:
     "--output",
     type=cli.OUTPUT,
     required=True,
-    help="Work directory; what it has already is kept.",
+    help="Work directory; forms that it has are kept.",
 )
 @click.option(
     "--peer-python",
@@ -322,8 +322,8 @@ def passes_command(
 @THREADS
 @click.option("--timeout", type=COUNT, default=900, help="Seconds of one measurement.")
 def batches_command(work: Path, output: Path, peer_python: str | None, **given: Any) -> None:
-    """Measure batches of EESD, and of other runtimes beside it: throughput and latency by the
-    number of clients."""
+    """Measure throughput and latency of batches of EESD and other runtimes, by the number of
+    clients."""
     record = Work.load(work)
     members = [one for one in record.contestants(work) if one.variant == GGUF]
     own = next((one for one in members if one.peer == EESD), None)

@@ -1,5 +1,5 @@
-"""One model in the forms that the peers read, in a work directory, with a record of what was made
-and what was not."""
+"""One model in the forms that the peers read, in a work directory with a record of successes and
+failures."""
 
 import json
 import subprocess

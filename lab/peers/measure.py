@@ -41,11 +41,11 @@ class Options:
 
 @dataclass
 class Comparison:
-    """Measures what a result lacks, and saves it after each step.
+    """Makes the missing measurements of a result, and saves it after each step.
 
     Attributes:
         result: Everything measured so far.
-        options: What to measure.
+        options: Measurements to make.
         pythons: Interpreter by peer.
         seconds: Longest time of one answer.
         path: Where to save.
@@ -139,7 +139,7 @@ class Comparison:
         the system does not say.
 
         Raises:
-            PeerError: They are not as many as were asked for.
+            PeerError: Their number differs from the one asked for.
         """
         if sum(now.values()) - sum(before.values()) < COUNTED_SECONDS:
             return None

@@ -44,7 +44,7 @@ class Pass:
         behind: Tokens in the cache.
         rows: Tokens of a pass, each with its logits; after none, the tokens of a prompt, the last
             of which has logits.
-        seconds: Of each pass.
+        seconds: Seconds of each pass.
         bytes: Weights, keys and values that a pass reads.
     """
 
@@ -62,7 +62,7 @@ class Passes(Saved):
 
     Attributes:
         model: Name of the model.
-        options: What was measured.
+        options: Measurements that were made.
         weights, products: The results of :func:`tensor_sizes`.
         machine, packages: Where, and with what.
         peaks: By number of threads and kernels, products of 8-bit integers in a second: the most of
@@ -240,7 +240,7 @@ def _in_turn(
 
 
 def markdown(result: Passes, level: str = "#") -> list[str]:
-    """Lines: a table for each number of threads, and what is needed to read it."""
+    """Lines: a table for each number of threads, with its explanation."""
     by: dict[int, list[Pass]] = {}
     for one in result.passes:
         by.setdefault(one.threads, []).append(one)

@@ -1,4 +1,4 @@
-"""A contestant's process, which answers requests over a pipe, and what it costs in memory."""
+"""A contestant's process, which answers requests over a pipe, and its memory."""
 
 import json
 import os

@@ -47,7 +47,7 @@ def _log_softmax(logits: Logits) -> Logits:
 
 
 def reference_of(contestants: list[Contestant]) -> Contestant:
-    """Whose logits are float32: EESD's. Raises :class:`EESDError` if it is not there."""
+    """The contestant with float32 logits, EESD's. Raises :class:`EESDError` if it is not there."""
     found = next((c for c in contestants if c.peer == EESD and c.variant == F32), None)
     if found is None:
         raise EESDError("The quality needs a float32 reference; convert EESD F32.")
@@ -58,7 +58,7 @@ def _judged(
     name: str, process: Process, windows: list[list[int]], expected: list[Path], file: Path
 ) -> Quality:
     """Compare one contestant with the reference, whose logits of each window are in files. ``file``
-    is for its own."""
+    gets the contestant's logits."""
     divergence = 0.0
     same = 0
     for window, reference in zip(windows, expected, strict=True):
@@ -84,15 +84,15 @@ def measure_quality(
     done: set[str],
     report: Callable[[str, Quality | str], None],
 ) -> None:
-    """Judge every plain contestant, each in a process of its own.
+    """Judge every plain contestant, each in a separate process.
 
     Args:
-        contestants: Who takes part. Speculative modes have the distributions of plain decoding.
-        reference: Whose logits are float32.
+        contestants: Runtimes to judge. Speculative modes have the distributions of plain decoding.
+        reference: The contestant with float32 logits.
         windows: Held-out text.
         start: Starts a contestant.
         done: Names that are judged already.
-        report: Called with each name, and its quality or why there is none.
+        report: Called with each name, and its quality or the error.
     """
     waiting = [c for c in contestants if c.is_plain and c.name not in done]
     if not waiting:

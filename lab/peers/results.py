@@ -74,8 +74,7 @@ class Run:
 
     @property
     def rate(self) -> float:
-        """Tokens per second behind the first one; tokens that came with the first one are counted,
-        too."""
+        """Tokens per second after the first one; tokens that came with the first one count, too."""
         return (len(self.tokens) - 1) / max(self.decode_seconds, 1e-9)
 
 
@@ -101,14 +100,14 @@ class Result(Saved):
     """Everything that one comparison measured.
 
     Attributes:
-        options: What was measured.
+        options: Measurements that were made.
         model: Name of the file.
         contestants: The contestants that ran.
-        prompts: What was decoded.
+        prompts: Prompts that were decoded.
         machine: Where it was measured.
         packages: Package and version by peer.
         sizes: Bytes on disk by peer and variant.
-        skipped: By contestant or variant, why there are no figures, or not all.
+        skipped: By contestant or variant, the reason for missing figures.
         quality_reference: The contestant that is float32 for :attr:`qualities`.
         qualities, loads, runs: The measurements.
         complete: Whether everything was measured.

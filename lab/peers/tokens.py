@@ -1,4 +1,4 @@
-"""Greedy tokens of EESD beside llama.cpp's: equal, or the first difference with both margins.
+"""Greedy tokens of EESD and llama.cpp: equal, or the first difference with both margins.
 
 A margin is the logit of a runtime's token less that of the other's token. Where rounding decides,
 both are small.

@@ -105,7 +105,7 @@ def held_out_files() -> Iterator[tuple[str, str]]:
 @click.option("--per-task", default=16, show_default=True)
 @click.option("--seed", default=0, show_default=True)
 def main(output: Path, per_task: int, seed: int) -> None:
-    """Choose prompts evenly from the packages, as far as each package has enough."""
+    """Choose prompts evenly from the packages; a package with too few gives all."""
     rng = random.Random(seed)
     passages: dict[str, dict[str, list[str]]] = {task: {} for task in TASKS}
     for package, text in held_out_files():

@@ -155,7 +155,7 @@ ASKED_ABOUT = {
         *("Find possible problems in this code:\n\n{}", "Write tests for this code:\n{}"),
     ),
 }
-"""What the model is asked about passages, by kind."""
+"""Questions about passages, by kind."""
 MOST_ASKED = {
     "guide": 1500,
     "manual": 900,

@@ -21,11 +21,11 @@ def test_calls_of_a_directory_are_timed(engine: Path, backend: str) -> None:
     sizes = ("--nodes", "1 2", "--behind", f"16 {longest}", "--threads", 1, "--repeats", 3)
     shown = succeed(main, engine, "--backend", backend, *sizes).stdout
     rows = dict(re.findall(r"^\| (.*\d) \| (.*\)) \|", shown, re.MULTILINE))
-    # After the longest text is no room.
+    # There is no room after the longest text.
     assert [*rows] == [
-        "draft step behind 16",
-        "verify 1 behind 16",
-        "verify 2 behind 16",
+        "draft step after 16",
+        "verify 1 after 16",
+        "verify 2 after 16",
         "first token of 16",
     ]
     for cell in rows.values():

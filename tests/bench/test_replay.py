@@ -217,7 +217,7 @@ def test_cost_models_interpolate_round_trip_and_refuse_bad_costs() -> None:
 
 
 def test_an_outcome_has_the_draft_seconds_of_its_steps() -> None:
-    """The first step of a round costs more than a later one, and the controller is told so."""
+    """The first step of a round costs more than a later one, and the controller learns it."""
     outcomes = []
 
     class Listening(Fixed):
@@ -260,7 +260,7 @@ def test_a_replay_has_the_rounds_of_a_session(bundled: Path, llm: LLM, sampling:
 
 
 class Seeing(RandomStop):
-    """Drafts four tokens, and keeps what it is told."""
+    """Drafts four tokens, and keeps its observations."""
 
     def __init__(self) -> None:
         super().__init__(seed=0)

@@ -1,4 +1,4 @@
-"""The steps of ``gpu_lease.py``: what a GPU is asked first."""
+"""The steps of ``gpu_lease.py``, the first checks of a GPU."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Step:
     """One measurement.
 
     Attributes:
-        run: Returns JSON values. What it prints is shown if it fails.
+        run: Returns JSON values. Its output is shown if it fails.
         seconds: Its time limit.
     """
 

@@ -101,7 +101,7 @@ def random_engines(
     """Verify and draft of a manifest, with random weights.
 
     Args:
-        manifest: What :func:`made_up` makes.
+        manifest: From :func:`made_up`.
         device: Torch device.
         exact: As in ``open_engines``: whether all rounds have one node count.
         fused: Whether blocks run the kernels of ``torch_fused.py``. None: on a GPU, where they can.
@@ -191,7 +191,7 @@ def _quantized(layers: Sequence[Any]) -> QuantizedLinear:
 
 
 def _fill(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Norms of 1, and matrices whose products keep the size of what they multiply."""
+    """Norms of 1, and matrices whose products keep the size of their inputs."""
     for name, value in parameters:
         if value.ndim == 1:
             value.fill_(0 if name.endswith("bias") else 1)

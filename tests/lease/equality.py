@@ -1,4 +1,4 @@
-"""Whether a GPU computes what the CPU computes, of every family, and whether drafting changes a
+"""Whether a GPU computes the CPU's values for every family, and whether drafting changes a
 token there."""
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What the machine is, and what it can do: memory, products, launches."""
+"""The machine and its rates: memory, products, launches."""
 
 import importlib.util
 import os

@@ -41,7 +41,7 @@ def tests(lease: Lease) -> dict[str, Any]:
 
 
 def command(module: str, *arguments: object) -> str:
-    """What a command of the project prints. It fails with what it says."""
+    """Output of a command of the project. Raises with its error message."""
     done = subprocess.run(
         [sys.executable, "-m", module, *map(str, arguments)], capture_output=True, text=True
     )

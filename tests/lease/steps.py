@@ -1,4 +1,4 @@
-"""The steps, the most telling first, and what each takes at most."""
+"""The steps, the most telling first, and the time limit of each."""
 
 from functools import partial
 

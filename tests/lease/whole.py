@@ -61,7 +61,7 @@ class Script:
     """The text that engines say.
 
     Attributes:
-        rate: How often a draft behind right tokens is right.
+        rate: Share of right drafts after right tokens.
     """
 
     rate = 1.0
@@ -252,7 +252,7 @@ def served(clients: int, lease: Lease) -> dict[str, Any]:
 
 
 def choices(lease: Lease) -> dict[str, Any]:
-    """Milliseconds in which a device chooses the tokens behind the nodes of a round."""
+    """Milliseconds in which a device chooses the tokens after the nodes of a round."""
     size = 128256 if lease.on_gpu else 512
     found = dict[str, Any]()
     for name, options in SAMPLINGS.items():

@@ -1,5 +1,5 @@
-"""Files that run in the peers' own interpreter, which need not have EESD: but for EESD's own, none
-of them imports EESD.
+"""Files that run in the peers' interpreter, which need not have EESD. Only EESD's worker imports
+EESD.
 
 ``serve.py`` is the program. Each other file is one peer, with the same things:
 

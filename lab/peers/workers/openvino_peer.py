@@ -1,4 +1,4 @@
-"""OpenVINO GenAI, with what it makes of GGUF files; plain, with prompt lookup, or in batches.
+"""OpenVINO GenAI with its own reader of GGUF files: plain, with prompt lookup, or in batches.
 
 It gets no hints, so OpenVINO chooses the precision of activations and KV cache.
 """

@@ -78,7 +78,7 @@ def dequantized(file: Path, output: Path) -> str:
     model: Any = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.float32
     )
-    # Otherwise it is taken for quantized, and not saved.
+    # transformers does not save a model that it takes for quantized.
     model.hf_quantizer = None
     model.config.quantization_config = None
     del model.config.quantization_config

@@ -1,8 +1,8 @@
 """Serve one contestant over a pipe: ``python serve.py FILE`` reads one JSON request a line and
 answers each with one line.
 
-An answer is an object; one with ``error`` has failed. What libraries print to stdout goes to stderr
-instead.
+An answer is an object; one with ``error`` has failed. Output of libraries to stdout goes to
+stderr.
 """
 
 import importlib.util
@@ -54,21 +54,21 @@ class Server:
         return {"bytes": self.contestant.slot_bytes()}
 
     def passes(self, rows: int, behind: int, count: int) -> dict[str, Any]:
-        """Time ``count`` passes over ``rows`` tokens behind a filled cache; one more comes before,
+        """Time ``count`` passes over ``rows`` tokens after a filled cache; one more comes before,
         to warm up."""
         return {"seconds": self.contestant.passes(rows, behind, count + 1)[1:]}
 
     def serve(
         self, prompts: list[list[int]], counts: list[int], concurrency: int
     ) -> dict[str, Any]:
-        """Generate after all prompts, so many at a time. Of each: its tokens, and the seconds until
-        they came."""
+        """Generate after all prompts, ``concurrency`` at a time. Returns the tokens of each, and
+        their seconds."""
         started = time.perf_counter()
         found = self.contestant.serve(prompts, counts, concurrency)
         return {"seconds": time.perf_counter() - started, "requests": found}
 
     def logits(self, tokens: list[int], output: str) -> dict[str, Any]:
-        """Write the logits behind each token to the file ``output``, float32 [n, V]. Answers
+        """Write the logits after each token to the file ``output``, float32 [n, V]. Answers
         whether the peer gives them."""
         found = self.contestant.logits(tokens)
         if found is not None:
