@@ -225,7 +225,7 @@ def _check(directory: Path, manifest: Manifest) -> None:
         click.echo(f"{name}: lowest cosine {cosine:.6f} (required: {least})")
     if wrong := [name for name, cosine in cosines.items() if cosine < least]:
         raise EESDError(
-            f"The plans do not compute what their graphs compute ({wrong[0]}); please report "
+            f"The plans do not compute the same as their graphs ({wrong[0]}); please report "
             "this model."
         )
 

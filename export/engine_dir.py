@@ -144,8 +144,8 @@ def untrained_head(checkpoint: Checkpoint, layer: int) -> Head:
 
 
 def early_exit(checkpoint: Checkpoint, layer: int) -> Head:
-    """The exit after ``layer`` layers of a model that was trained for it: the model's final norm
-    and LM head, without a block."""
+    """An early exit after ``layer`` layers, for a model that was trained for it. It uses the
+    model's final norm and LM head, without a block."""
     return _models_own(
         checkpoint, ExitConfig(layer=layer, blocks=0, base=checkpoint.fingerprint(), trained=True)
     )

@@ -514,7 +514,7 @@ def most_have_few_bits(geometry: Geometry, quantization: Quantizations) -> bool:
 
 
 def _has_few_bits(levels: Quantization | None) -> bool:
-    """Whether a draft cannot read weights with these levels at half of their bits."""
+    """Whether weights with these levels are too small for a draft in half of their bits."""
     return (
         levels is not None
         and levels.weights != FP8
@@ -554,7 +554,7 @@ def _choose_head(
         return early_exit(checkpoint, exit_layer)
     if directory is not None and not (directory / CONFIG_FILE).exists() and is_eagle(directory):
         if exit_layer is not None:
-            raise EESDError("An EAGLE-3 head stands behind the embeddings; leave --exit-layer out.")
+            raise EESDError("An EAGLE-3 head follows the embeddings; leave --exit-layer out.")
         return eagle_head(checkpoint, directory)
     if directory is not None:
         head = stored_head(checkpoint, directory)
@@ -640,7 +640,7 @@ def _check_with_torch(
     bad = [kind for kind, difference in differences.items() if not difference.acceptable]
     if bad:
         raise EESDError(
-            f"The {' and '.join(bad)} graph does not compute what the model does; please "
+            f"The {' and '.join(bad)} graph does not compute the same as the model; please "
             "report this model."
         )
     lines = [

@@ -221,7 +221,7 @@ def check_cache_readers(nodes: Sequence[Any], name: str) -> None:
             copies = node.op_type == "GatherElements" and found.intersection(node.output)
             if cache in node.input and node is not writer and not copies:
                 raise EESDError(
-                    f"In the graph {name} a {node.op_type} reads {cache} beside the node that "
+                    f"In the graph {name} a {node.op_type} reads {cache} besides the node that "
                     "writes it in place, and may run after it; please report this model."
                 )
 

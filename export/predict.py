@@ -26,8 +26,8 @@ from eesd.runtime.engines.trt_plans import attended_slots
 
 KERNELS_PER_BLOCK = 13
 OTHER_KERNELS = 27
-"""Kernels, measured. Of a block: norms, products, rotation, cache updates, attention and
-activation. Others: mask, embedding, head and copies."""
+"""Measured numbers of kernels. A block has norms, products, rotation, cache updates, attention and
+activation; others are mask, embedding, head and copies."""
 MANY_NODES = 33
 LEVELS_TAKE = {8: (0.82, 1.15), 4: (0.64, 1.02)}
 """Measured: times of a block's products with weights of 8 and 4 bits, relative to 16 bits, for one
@@ -167,8 +167,8 @@ def _seconds(
     counts: Sequence[int],
     ranks: int,
 ) -> list[float]:
-    """Seconds of a call for each number of nodes in ``counts``. Lists the weights once: a graph
-    with experts has many."""
+    """Seconds of a call for each number of nodes in ``counts``. Lists the weights only
+    once, because a graph with experts has many."""
     seconds = [hardware.host + TELLING * (ranks > 1) for _ in counts]
     for graph in graphs:
         as_read = _bytes_of_16_bits(manifest, graph, slots, ranks)

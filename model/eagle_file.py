@@ -248,8 +248,8 @@ def _check_embeddings(
     if own is None:
         return
     other = EESDError(
-        f"The EAGLE-3 head in {directory} has an embedding table of its own, which is not "
-        "supported, or is of another model."
+        f"The EAGLE-3 head in {directory} has a separate embedding table, which is not "
+        "supported, or is for another model."
     )
     if own.shape != (checkpoint.geometry.vocab_size, checkpoint.geometry.hidden_size):
         raise other

@@ -106,7 +106,9 @@ def read_gguf(path: Path) -> GgufFile:
     if count in (0, 1):
         return first
     if type(count) is not int or not 0 < count < 10**5:
-        raise EESDError(f"{path} has a {_COUNT} that is no number of parts; fetch the file again.")
+        raise EESDError(
+            f"{path} has a {_COUNT} that is not a number of parts; fetch the file again."
+        )
     if first.metadata.get(_NUMBER) != 0 or path != part_of(path, 1, count):
         raise EESDError(
             f"{path} is one of the {count} parts of a model; give the first one, with its own "
@@ -162,7 +164,7 @@ def _read_header(path: Path) -> GgufFile:
         entries = [header.entry() for _ in range(num_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if type(alignment) is not int or alignment < 1:
-            raise header.damaged("general.alignment is no size")
+            raise header.damaged("general.alignment is not a size")
         start = -(-file.tell() // alignment) * alignment
         tensors = {entry[0]: header.tensor(start, *entry) for entry in entries}
     if len(tensors) < len(entries):

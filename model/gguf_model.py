@@ -77,7 +77,7 @@ def _fields(file: GgufFile) -> dict[str, Any]:
     general = Fields(file.metadata)
     kind = general.text("general.type")
     if kind not in (None, "model"):
-        raise ValueError(f"it is no model but of the type {shown(kind)}")
+        raise ValueError(f"it is not a model but of the type {shown(kind)}")
     family, gguf = _family(general)
     prefix = f"{gguf.architecture}."
     own = _Own(

@@ -29,7 +29,7 @@ _CODE_ENDS = {
 """Tokens that a code model writes after the text in the middle. The names are used if the file does
 not have the key."""
 _MORE_ENDS = {"\u2581<EOT>", "<|end_of_turn|>", "<|eot|>"}
-"""Of CodeLlama, OpenChat and Llama 4. llama.cpp uses them only if the file names the id."""
+"""Names in CodeLlama, OpenChat and Llama 4. llama.cpp uses them only if the file has the id."""
 _MARKS = {
     *(f"<|{part}|>" for part in ("fim_prefix", "fim_suffix", "fim_middle")),
     *(f"<{part}>" for part in ("fim-prefix", "fim-suffix", "fim-middle")),

@@ -62,12 +62,16 @@ def join_quantized(parts: Sequence[Quantized], inputs: int) -> Quantized:
     bits = 8 if len(parts[0].levels) == inputs * widths[0] else 4
     zeros = [part.zeros for part in parts if part.zeros is not None]
     minimums = [part.minimums for part in parts if part.minimums is not None]
-    return Quantized(
+    joined = Quantized(
         _side_by_side([part.levels for part in parts], inputs, widths, bits),
         np.concatenate([part.scales for part in parts], 1),
-        _side_by_side(zeros, parts[0].scales.shape[0], widths, bits) if zeros else None,
-        np.concatenate(minimums, 1) if minimums else None,
     )
+    if zeros:
+        packed = _side_by_side(zeros, parts[0].scales.shape[0], widths, bits)
+        joined = joined._replace(zeros=packed)
+    if minimums:
+        joined = joined._replace(minimums=np.concatenate(minimums, 1))
+    return joined
 
 
 def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits: int) -> Bytes:

@@ -11,8 +11,8 @@ def _start(module: str) -> None:
     """Import a command and run it.
 
     During the import, and after the command, there is nothing to clean up: Ctrl-C ends the process
-    at once, as for programs that are not written in Python. If the shell started the command in the
-    background with Ctrl-C ignored, it stays ignored.
+    at once, as for programs that are not written in Python. A command that the shell started in the
+    background with Ctrl-C ignored keeps ignoring it.
     """
     interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if interruptible:

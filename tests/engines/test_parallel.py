@@ -16,7 +16,7 @@ import pytest
 import torch
 from support import team_member, tiny_models
 from support.command import assert_refused, export_engine, run, slow_but, succeed
-from support.deep_heads import deep_head
+from support.eagle_heads import deep_head
 from support.family_grid import SMALL, FamilyCase
 from support.started_ranks import codes, started
 

@@ -22,8 +22,7 @@ from support.command import (
     slow_but,
     succeed,
 )
-from support.deep_heads import deep_head
-from support.eagle_heads import write_head
+from support.eagle_heads import deep_head, write_head
 from support.family_grid import FamilyCase
 from support.killing import kill_command
 from support.tiny_checkpoints import FAMILIES, GEOMETRY

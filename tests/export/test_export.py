@@ -103,27 +103,6 @@ def test_manifest_describes_the_export(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_manifest_describes_the_graphs(exported: Callable[[str], Path], family: str) -> None:
-    directory = exported(family)
-    manifest = load_manifest(directory)
-    types = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64}
-    for info in manifest.graphs:
-        graph = graph_of(directory, info.file).graph
-        for values, tensors in ((graph.input, info.inputs), (graph.output, info.outputs)):
-            assert [value.name for value in values] == [tensor.name for tensor in tensors]
-            for value, tensor in zip(values, tensors, strict=True):
-                shape = tuple(
-                    dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim
-                )
-                assert (shape, value.type.tensor_type.elem_type) == (
-                    tensor.shape,
-                    types[tensor.dtype],
-                )
-    assert manifest.draft.caches == (0, manifest.geometry.num_layers)
-    assert manifest.verify[0].caches == tuple(range(manifest.geometry.num_layers + 1))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_each_weight_is_stored_once(
     exported: Callable[[str], Path], family_dir: FamilyDir, family: str
 ) -> None:

@@ -125,7 +125,7 @@ def test_half_of_a_head_is_refused(model: Path, tmp_path: Path) -> None:
 
 
 def test_an_exit_layer_that_is_not_the_heads_is_refused(text_model: Path, tmp_path: Path) -> None:
-    """``tests/model/test_exit_head.py`` has other heads that do not fit."""
+    """``tests/model/test_heads.py`` has other heads that do not fit."""
     head = trained_head(text_model, tmp_path / "head", 1, False, layer=2)
     result = export_to(tmp_path / "plans", text_model, "--exit-head", head)
     assert_refused(result, "exit after layer 2", "--exit-layer is 1")

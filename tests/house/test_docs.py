@@ -1,4 +1,5 @@
-"""Names in the documentation can be imported."""
+"""Names in the documentation can be imported, and each line of docs/threats.md names tests that
+exist."""
 
 import re
 from importlib import import_module
@@ -55,3 +56,20 @@ def test_all_exported_names_have_a_home() -> None:
     assert set(eesd.__all__) == {"__version__", *eesd._HOMES}
     for name, home in eesd._HOMES.items():
         assert getattr(eesd, name) is getattr(import_module(home), name)
+
+
+def test_each_threat_has_a_test() -> None:
+    defined = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.M)
+    }
+    lines = [
+        line
+        for line in (ROOT / "docs/threats.md").read_text().splitlines()
+        if line.startswith("| ") and not line.startswith("| tries")
+    ]
+    assert len(lines) > 15
+    for line in lines:
+        named = set(re.findall(r"`(test_\w+)`", line.rpartition("|")[0].rpartition("|")[2]))
+        assert named and named <= defined, line

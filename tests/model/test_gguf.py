@@ -269,7 +269,9 @@ def llama3_divisors(factor: float, head_dim: int, theta: float) -> Any:
     for wave in waves:
         smooth = (8192 / wave - 1.0) / (4.0 - 1.0)
         between = 1 / ((1 - smooth) / factor + smooth)
-        divisors.append(1.0 if wave < 8192 / 4 else factor if wave > 8192 / 1 else between)
+        divisors.append(factor if wave > 8192 else between)
+        if wave < 8192 / 4:
+            divisors[-1] = 1.0
     return np.array(divisors, np.float32)
 
 
@@ -596,7 +598,7 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
         (Spec("granite"), ("'granite' is not supported",)),
         (Spec(metadata={"general.type": "adapter"}), ("no model", "'adapter'")),
         (Spec(metadata={"split.count": 3}), ("one of the 3 parts", "model-00001-of-00003.gguf")),
-        (Spec(metadata={"split.count": "x"}), ("split.count", "no number of parts")),
+        (Spec(metadata={"split.count": "x"}), ("split.count", "not a number of parts")),
         (Spec(metadata={"llama.expert_count": 8}), ("no 'llama.expert_used_count'",)),
         (
             Spec(metadata={"llama.expert_count": 8, "llama.expert_used_count": 2}),

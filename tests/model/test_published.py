@@ -122,7 +122,7 @@ LARGEST = {
 def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(
     family: str, tmp_path: Path
 ) -> None:
-    """Of the first layers, up to one of each kind."""
+    """For the first layers, up to one of each kind."""
     manifest = outlined(str(write(tmp_path, unquantized(LARGEST[family]))))
     whole = manifest.geometry
     layers = (
@@ -144,8 +144,8 @@ def test_graphs_of_full_width_have_the_weights_that_memory_is_counted_of(
 
 
 def narrowed(name: str) -> dict[str, Any]:
-    """The config with few layers and small sizes. Everything else is as it was published, and so is
-    the way it is written."""
+    """The config with few layers and small sizes. Everything else, including the notation, is as
+    published."""
     config = unquantized(name)
     heads = config["num_attention_heads"]
     kv_heads = config["num_key_value_heads"]
@@ -183,7 +183,7 @@ def narrowed(name: str) -> dict[str, Any]:
 
 @cache
 def distinct() -> list[str]:
-    """One checkpoint of those whose narrow configs are equal but for fields of no effect."""
+    """One checkpoint for each narrow config. Fields without effect do not distinguish configs."""
     kept = (
         "transformers_version",
         "torch_dtype",
@@ -210,7 +210,7 @@ def test_narrow_models_have_the_logits_of_transformers(name: str, tmp_path: Path
         AutoConfig.from_pretrained(tmp_path), dtype=torch.float32
     )  # type: ignore[no-untyped-call]
     randomise(model, 0)
-    if config["model_type"].startswith("gemma"):  # whose norms are stored less 1
+    if config["model_type"].startswith("gemma"):  # stores its norms minus 1
         for parameter, values in model.named_parameters():
             values.data -= float(parameter.endswith("norm.weight"))
     model.save_pretrained(tmp_path)

@@ -61,8 +61,8 @@ def _out_of_order(log: Sequence[Call]) -> list[str]:
 
 
 class Figures(NamedTuple):
-    """Numbers of waits of the host, and of its launches of an engine's work, as graphs or as
-    calls."""
+    """How often the host waits, and how often it launches an engine's work as a graph or as a
+    call."""
 
     waits: int
     replays: int

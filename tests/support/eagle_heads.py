@@ -1,5 +1,5 @@
-"""EAGLE-3 heads with random weights in the published layouts, and a reference from the paper's
-text.
+"""Random heads: exit heads with deep layers, and EAGLE-3 heads in the published layouts with a
+reference from the paper's text.
 
 The reference shares no code with the project: at every step it recomputes the whole text, without
 caches.
@@ -13,6 +13,12 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from eesd.common.geometry import ExitConfig
+from eesd.model.checkpoint import Checkpoint
+from eesd.model.decoder import ExitHead
+from eesd.model.loading import load_exit_head, make_initial_head, save_exit_head
+from support.tiny_checkpoints import randomise
 
 LAYOUTS = ("safeailab", "specforge", "speculators", "eagle-3.1")
 """The last one is what Speculators writes with a norm for each state; the third has one norm for
@@ -281,3 +287,14 @@ def train(
         for group in adam.param_groups:
             group["lr"] = 4e-3 * (1 - step / steps)
     save_file({name: value.detach().contiguous() for name, value in tensors.items()}, file)
+
+
+def deep_head(checkpoint: Checkpoint, directory: Path, blocks: int = 1) -> ExitHead:
+    """A random head after layer 1 that reads the states after all further layers. It is also
+    written to ``directory``."""
+    deep = tuple(range(2, checkpoint.geometry.num_layers + 1))
+    config = ExitConfig(1, blocks, base=checkpoint.fingerprint(), trained=True, deep=deep)
+    head = make_initial_head(checkpoint, config).requires_grad_(False)
+    randomise(head, seed=4)
+    save_exit_head(head, directory, torch.float32)
+    return load_exit_head(checkpoint, directory)

@@ -71,10 +71,9 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
     random = np.random.default_rng(seed)
     for name, shape in _shapes(spec).items():
         matrix = len(shape) >= 2 and "gate_inp" not in name and "shortconv.conv" not in name
-        kind = spec.types.get(
-            name,
-            (spec.table if name == "token_embd.weight" else spec.matrices) if matrix else "F32",
-        )
+        kind = spec.types.get(name, spec.matrices if matrix else "F32")
+        if name == "token_embd.weight":
+            kind = spec.types.get(name, spec.table)
         data, raw = stored(random, name, shape, kind)
         if name not in spec.tensors:
             writer.add_tensor(name, data, raw_dtype=raw)

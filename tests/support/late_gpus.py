@@ -17,7 +17,7 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import trt_engine, trt_plans  # noqa: F401  # before torch.cuda is replaced, which its annotations name
 from eesd.runtime.llm import LLM, Speculation
 from support import fake_tensorrt, tiny_models
-from support.deep_heads import deep_head
+from support.eagle_heads import deep_head
 from support.fake_cuda import Machine, install
 
 PROMPTS = (

@@ -55,7 +55,7 @@ def streamed(address: str, clients: int, body: dict[str, Any]) -> dict[str, Any]
 def _ask(
     address: str, body: dict[str, Any], together: threading.Barrier
 ) -> tuple[float, float, float, list[int]]:
-    """Times of a request's start, first token and end, and its tokens."""
+    """The times at which a request starts, gets its first token and ends, and its tokens."""
     connection = HTTPConnection(address, timeout=120)
     tokens = list[int]()
     first = 0.0

@@ -13,7 +13,7 @@ from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs
 
 class OnCache:
     def __init__(self, engine: Engine, kv_cache: KVCache) -> None:
-        self._engine = engine
+        self.engine = engine
         self._kv_cache = kv_cache
 
     def forward(
@@ -24,18 +24,18 @@ class OnCache:
         context_len: int = 0,
         tree_mask: NDArray[np.bool_] | None = None,
     ) -> StepOutputs:
-        return self._engine.forward(
+        return self.engine.forward(
             [Call(self._kv_cache, tokens, positions, slot, context_len, tree_mask)]
         )[0]
 
     def prefill(self, tokens: Sequence[int], slot: int) -> None:
-        self._engine.forward(
+        self.engine.forward(
             [Call(self._kv_cache, tokens, range(slot, slot + len(tokens)), slot, logits=False)]
         )
 
     def draft_chain(self, token: int, slot: int, count: int) -> StepOutputs:
-        assert self._engine.draft_chain is not None
-        return self._engine.draft_chain(self._kv_cache, token, slot, count)
+        assert self.engine.draft_chain is not None
+        return self.engine.draft_chain(self._kv_cache, token, slot, count)
 
 
 def both_on_cache(directory: Path, backend: str, slots: int) -> tuple[OnCache, OnCache, KVCache]:

@@ -2,10 +2,10 @@
 
     python tests/support/trt_signatures.py MODULE [DIRECTORY]
 
-writes ``<name>-<version>.json``: what the classes that this project touches offer, as pybind11 describes it. The committed files
-are in ``tests/data/tensorrt_api``. The module need not run, so a machine without a GPU will do. ``tensorrt_rtx`` can be imported
-as it is installed. For TensorRT itself the wheel ``tensorrt_cu13_bindings`` of PyPI is enough: it is one shared object that needs
-three libraries and a few C functions, which empty ones can replace:
+It writes ``<name>-<version>.json``: the classes that this project uses, as pybind11 describes them. The committed files are in
+``tests/data/tensorrt_api``. The module need not run, so no GPU is needed. ``tensorrt_rtx`` can be imported as installed. For
+TensorRT, the PyPI wheel ``tensorrt_cu13_bindings`` is enough: it is one shared object that needs three libraries and a few C
+functions, which empty ones can replace:
 
     pip download --no-deps tensorrt_cu13_bindings==10.15.1.* && unzip tensorrt_cu13_bindings-*.whl
     nm -D --undefined-only tensorrt_bindings/tensorrt.so | awk '/INTERNAL|PluginRegistry|OnnxParserVersion|initLib/ {print "void *" $2 "(void){return 0;}"}' > empty.c

@@ -78,7 +78,7 @@ class _Bytes(click.types.StringParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         found = fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
         if found is None:
-            self.fail(f"{value} is no number of bytes; give one such as 5GiB or 5GB", param, ctx)
+            self.fail(f"{value} is not a number of bytes; give one such as 5GiB or 5GB", param, ctx)
         number, unit, binary = found.groups()
         if not unit:
             return int(number)

@@ -440,7 +440,7 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
             f"{geometry.num_layers}"
         )
     if deep and not exit_config.blocks:
-        return "a head without blocks has no attention behind which they could be added"
+        return "a head without blocks has no attention after which they could be added"
     if eagle is None:
         return None
     for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):

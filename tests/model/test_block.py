@@ -1,19 +1,22 @@
-"""With the same weights and tokens, the decoder and the modules of both graphs compute the logits
-of transformers."""
+"""One block in its descriptions: with the same weights and tokens, the decoder and the modules of
+both graphs compute the logits of transformers; graphs pack the weights of layers with one input."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lease.engines import llama
 from support.tiny_checkpoints import FAMILIES, randomise
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from eesd.common.geometry import ExitConfig, Geometry, draft_caches, exit_caches
 from eesd.common.manifest import MASKED
+from eesd.common.quantization import LM_HEAD, Quantization, Quantizations, parts_of
+from eesd.common.weights import EMBEDDINGS, SCALES, graph_shapes, packed_name, stored_weight
 from eesd.model.as_torch import as_torch
 from eesd.model.checkpoint import Checkpoint
 from eesd.model.decoder import Decoder, ExitHead
@@ -23,6 +26,7 @@ from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.loading import load_decoder
 from eesd.model.rotary import rotary_tables
 from eesd.model.torch_ops import KV, Inputs
+from eesd.runtime.engines.trt_plans import LONG_CACHE, one_node_is_faster
 
 TOLERANCE = 1e-4
 PARENTS = [-1, 0, 0, 0, 1, 1, 2, 4, 4, 6, 7, 9]
@@ -211,14 +215,6 @@ def assert_same_caches(actual: list[KV], expected: list[KV]) -> None:
         torch.testing.assert_close(values, expected_values, rtol=0, atol=1e-5)
 
 
-def test_verify_computes_the_logits_and_caches_of_the_decoder(graphs: Graphs) -> None:
-    tokens = random_tokens(2, 9)
-    logits, caches = graphs.verify(tokens, graphs.inputs(tokens, 0), graphs.caches())
-    expected, expected_caches = prompt_pass(graphs.decoder, tokens, graphs.slots)
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-6)
-    assert_same_caches(caches[: len(expected_caches)], expected_caches)
-
-
 def test_verify_fills_the_draft_caches_as_draft_steps_do(graphs: Graphs) -> None:
     """The draft runs token by token, verify in one pass, on a prompt and its continuation."""
     tokens = random_tokens(2, 11)
@@ -292,3 +288,79 @@ def test_untrained_draft_computes_the_model_without_its_middle_layers(
     pair.reference.model.layers = nn.ModuleList([layers[0], *layers[-blocks:]])
     pair.reference.config.num_hidden_layers = 1 + blocks
     assert_close(logits, pair.expected(tokens))
+
+
+SLOTS = 16
+LLAMA = llama(4, 64, 96, 4, 2, 97)
+INT8 = Quantization("int8", 32)
+INT4 = Quantization("int4", 32)
+
+
+@pytest.mark.fast
+def test_packed_weights_have_the_rows_of_their_parts() -> None:
+    config = ExitConfig(1)
+    apart = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False, packed=False)
+    packed = graph_shapes(LLAMA, config, SLOTS, range(2), draft=False)
+    # Verify computes only keys and values there.
+    assert "exit_head.blocks.0.self_attn.kv_proj.weight" in packed
+    for name, shape in packed.items():
+        parts = [apart[part] for part in parts_of(name)]
+        assert shape == (sum(part[0] for part in parts), *parts[0][1:])
+        assert len(parts) == 1 or packed_name(parts_of(name)) == name
+    assert sorted(part for name in packed for part in parts_of(name)) == sorted(apart)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("quantization", "drafts_with_int8"),
+    [
+        (Quantizations(), False),
+        (Quantizations(layers=INT4, head=INT4, draft=INT4), False),
+        (Quantizations(layers=INT8, head=INT8, draft=INT8), True),
+        (Quantizations(layers=INT8, head=INT8, draft=INT4), False),
+        (Quantizations(layers=INT8), True),
+        (Quantizations(draft=INT8), True),
+    ],
+)
+def test_one_node_is_not_faster_where_the_draft_has_int8_weights(
+    quantization: Quantizations, drafts_with_int8: bool
+) -> None:
+    assert one_node_is_faster(LONG_CACHE, quantization) != drafts_with_int8
+
+
+@pytest.mark.fast
+def test_layers_with_levels_of_their_own_are_packed_if_they_are_alike() -> None:
+    """A tied LM head is the embedding table, of which the draft has no copy. Biases stay separate
+    like their layers."""
+    geometry = replace(LLAMA, qkv_bias=True, tied_embeddings=True)
+    layer = "model.layers.0"
+    own = {EMBEDDINGS: replace(INT8, scales="float16")}
+    own |= {f"{layer}.self_attn.{part}_proj.weight": INT4 for part in "qk"}
+    own |= {
+        f"{layer}.mlp.{part}_proj.weight": replace(INT4, minimums=True, scales="float32")
+        for part in ("gate", "up")
+    }
+    quantization = Quantizations(draft=INT4, tensors=own)
+    for draft in (True, False):
+        shapes = graph_shapes(
+            geometry, ExitConfig(1), SLOTS, range(4), draft, quantization=quantization
+        )
+        of_layer = {name for name in shapes if name.removeprefix("draft.").startswith(layer)}
+        first = {name for name in of_layer if "self_attn" in name and "o_proj" not in name}
+        value = f"{'draft.' * draft}{layer}.self_attn.v_proj.weight"
+        apart = {
+            f"{layer}.self_attn.{part}_proj.{kind}" for part in "qkv" for kind in ("weight", "bias")
+        }
+        assert first == apart - {f"{layer}.self_attn.v_proj.weight"} | {value}
+        assert (
+            f"{layer}.mlp.gate_up_proj.weight" in of_layer
+            and LM_HEAD not in shapes
+            and "draft.lm_head.weight" not in shapes
+        )
+        table = stored_weight(EMBEDDINGS, shapes[EMBEDDINGS], "float32", quantization)
+        rows, width = shapes[EMBEDDINGS]
+        assert not table.transposed and table.scales_shape == (rows, width // 32)
+        assert table.tensors == {
+            EMBEDDINGS: rows * width,
+            EMBEDDINGS + SCALES: rows * width // 32 * 2,
+        }
