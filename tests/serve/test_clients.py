@@ -21,7 +21,7 @@ from eesd.runtime.decoding.sampling import Sampling
 
 pytestmark = pytest.mark.slow
 
-CLIENTS = Path(__file__).parent.parent / "clients"
+CLIENTS = Path(__file__).parent
 CALLS = {
     "openai": "chat stream object responses",
     "anthropic": "chat stream function object",
