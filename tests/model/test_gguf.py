@@ -596,7 +596,7 @@ ZEROS = np.zeros((HIDDEN, HIDDEN), np.float32)
     [
         (Spec("gpt2"), ("'gpt2' is not supported", "llama, qwen2, qwen3")),
         (Spec("granite"), ("'granite' is not supported",)),
-        (Spec(metadata={"general.type": "adapter"}), ("no model", "'adapter'")),
+        (Spec(metadata={"general.type": "adapter"}), ("not a model", "'adapter'")),
         (Spec(metadata={"split.count": 3}), ("one of the 3 parts", "model-00001-of-00003.gguf")),
         (Spec(metadata={"split.count": "x"}), ("split.count", "not a number of parts")),
         (Spec(metadata={"llama.expert_count": 8}), ("no 'llama.expert_used_count'",)),
