@@ -44,7 +44,7 @@ class FamilyCase:
         config = AutoConfig.for_model(self.model_type, **self.options)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)  # type: ignore[no-untyped-call]
         randomise(model, self.seed)
-        if "gemma" in self.model_type:  # whose norms are stored less 1
+        if "gemma" in self.model_type:  # stores its norms minus 1
             for name, parameter in model.named_parameters():
                 parameter.data -= float(name.endswith("norm.weight"))
         dtype = random.Random(self.seed).choice((torch.float32, torch.bfloat16, torch.float16))

@@ -71,8 +71,8 @@ token itself."""
 DEEP_IN = "deep_in_proj"
 """Name in the exit head of the product that projects a deep state into the draft."""
 XIELU = "mlp.act_fn"
-"""Name in a block of the parameters of xielu, whose weight is [2]: the factor of squares above 0,
-and that of the exponential below."""
+"""Name within a block of xielu's parameters. The weight is [2]: the factor of the square above 0,
+and the factor of the exponential below 0."""
 XIELU_SLOPE = 0.5
 """Factor of x in xielu."""
 XIELU_LIMIT = -1e-6
@@ -110,7 +110,7 @@ class Norm(NamedTuple):
 
 
 def norm_of(geometry: Geometry, name: str) -> Norm:
-    """The norm of this name."""
+    """The norm called ``name`` of a geometry."""
     return Norm(name, geometry.rms_norm_eps, geometry.centred_norms, geometry.norm_bias)
 
 
@@ -411,7 +411,7 @@ def feed_forward(o: Operations[X], of: Block, x: X) -> X:
 
 
 def _feed(o: Operations[X], of: Block, x: X, norm: Norm | None, to: X) -> X:
-    """What the MLP or a mixture makes of x, added ``to`` a state."""
+    """Add the output of the MLP or mixture for x ``to`` a state."""
     geometry = of.geometry
     prefix = of.prefix
     behind = geometry.norm_behind

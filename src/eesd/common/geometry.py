@@ -73,7 +73,7 @@ class Experts:
         dense_layers: Layers with one MLP of the model's intermediate size instead, ascending. May
             name layers beyond the last.
         shared: Intermediate size of an MLP that every token uses as well; 0: none.
-        shared_gate: Whether its output is multiplied by a gate of one number.
+        shared_gate: Whether the output of that MLP is multiplied by a gate of one number.
 
     Raises:
         ValueError: A value is out of range.
@@ -96,7 +96,7 @@ class Experts:
             raise ValueError("the layers without experts must ascend")
 
     def on_rank(self, ranks: int) -> "Experts":
-        """What each of so many ranks has of them: equal parts of each expert."""
+        """The experts on each rank: equal parts of each expert."""
         return replace(self, size=self.size // ranks, shared=self.shared // ranks)
 
 
@@ -113,7 +113,7 @@ class Geometry:
         norm_before: Whether a norm precedes attention and MLP.
         norm_behind: Whether a norm follows each of them, before its output is added to x.
         centred_norms: Whether norms are LayerNorms, which subtract the mean, instead of RMSNorms.
-        norm_bias: Whether these add a bias.
+        norm_bias: Whether norms add a bias.
         parallel: Whether attention and MLP read the same normalized x, and both are added to x.
             The blocks of an exit head run them one after the other.
         wide_norms: Whether norms have float32 weights and multiply in float32, regardless of the
@@ -307,7 +307,7 @@ class Geometry:
 
     @property
     def of_head(self) -> "Geometry":
-        """That of an exit head's blocks: without experts, and with the MLP after attention."""
+        """The geometry of an exit head's blocks: no experts, and the MLP after attention."""
         return replace(self, experts=None, parallel=False)
 
     def of_layer(self, layer: int) -> "Geometry":

@@ -168,7 +168,7 @@ def stored_weight(
     if name in (*ROTARY_TABLES, *HEAD_TABLES) or (
         wide_norms and name.endswith(("norm.weight", "norm.bias"))
     ):
-        # Rounded where they are used.
+        # Rounded at each use.
         return StoredWeight(name, shape, "float32")
     if name == EXIT_HEAD + DRAFT_VOCAB:
         return StoredWeight(name, shape, "int64")
