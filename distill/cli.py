@@ -236,7 +236,12 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option(
     "--seed", type=cli.SEED, default=0, help="Seed of data order, prompt selection and generation."
 )
-def main(**options: Any) -> None:
+@click.option(
+    "--charts",
+    is_flag=True,
+    help="Also draw losses and acceptance, as training.svg; needs matplotlib.",
+)
+def main(charts: bool, **options: Any) -> None:
     """Train an exit head for a frozen model on text that the model generates.
 
     Without data the model writes its own prompts. The same command continues a run that was
@@ -245,6 +250,7 @@ def main(**options: Any) -> None:
     try:
         import accelerate  # noqa: F401
 
+        from eesd.distill.charts import check_training_chart, draw_training
         from eesd.distill.run import make_run
     except ImportError as error:
         raise EESDError(
@@ -259,8 +265,12 @@ def main(**options: Any) -> None:
     )
     try:
         run = make_run(options, partial(progress_bar, announce=True))
+        if charts:
+            check_training_chart(run.output)
         with run.resources:
             _run(run)
+        if charts and run.is_main:
+            click.echo(draw_training(run.output), err=True)
     except RuntimeError as error:
         # What torch raises on CPUs, and on GPUs.
         if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":

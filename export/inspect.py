@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -23,6 +24,9 @@ from eesd.model.hub import find_model
 from eesd.runtime.engines.backends import BACKENDS, EngineOptions, open_engines
 from eesd.runtime.engines.cpu_build import built_for_cpu, describe_build, find_build, place_of
 from eesd.runtime.engines.exactness import Exactness
+
+BAR_WIDTH = 48
+"""Letters of the longest bar."""
 
 
 @command()
@@ -232,6 +236,9 @@ def _memory(
         click.echo(json.dumps(sizes | {"devices": [device.to_dict() for device in devices]}))
     else:
         console.print(memory_table(manifest, devices, batch, ranks))
+        console.print()
+        for line in memory_bars(devices, ranks, console.encoding.startswith("utf")):
+            console.print(line, highlight=False)
 
 
 def _predict(
@@ -341,6 +348,33 @@ def memory_table(
     for name, cells in rows.items():
         table.add_row(name, *cells)
     return table
+
+
+def memory_bars(devices: list[DeviceMemory], ranks: int, blocks: bool) -> list[str]:
+    """Format a memory estimate as a bar for each device, and a legend.
+
+    Args:
+        devices: The estimate.
+        ranks: The number of ranks that it is for.
+        blocks: Whether the terminal shows block characters; else the bars are of ASCII.
+    """
+    letters = "█▓░" if blocks else "#=-"
+    most = max(device.total for device in devices)
+    lines = []
+    for number, device in enumerate(devices):
+        buffers = max(device.round_buffers, device.prefill_buffers)
+        weights = device.total - device.kv_cache - buffers
+        # Rounded ends, not lengths, so that the whole bar is as long as its total says.
+        ends = [
+            round(BAR_WIDTH * part / most)
+            for part in (0, weights, weights + device.kv_cache, device.total)
+        ]
+        parts = zip(letters, pairwise(ends), strict=True)
+        bar = "".join(letter * (end - start) for letter, (start, end) in parts)
+        name = f"device {number}" if ranks == 1 else "a rank  "
+        lines.append(f"{name}  {bar:{BAR_WIDTH}}  {format_bytes(device.total)}")
+    legend = zip(letters, ("weights", "KV cache", "buffers"), strict=True)
+    return [*lines, "          " + "  ".join(f"{letter} {name}" for letter, name in legend)]
 
 
 def _summary(directory: Path, manifest: Manifest) -> Table:

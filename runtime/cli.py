@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from itertools import zip_longest
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -45,6 +46,8 @@ CACHED = (
     " [default: float32]"
 )
 DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
+DEEPEST = 8
+"""Last depth whose acceptance is shown."""
 
 
 drafting_options = cli.options(
@@ -404,15 +407,14 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
         ("generated", speed),
     ]
     if stats.drafting_rounds:
-        pairs = zip(stats.accepted_at_depth, stats.verified_at_depth, strict=True)
-        by_depth = [f"{accepted / judged:.2f}" for accepted, judged in pairs if judged]
+        by_depth = _acceptance_by_depth([stats])
         rows += [
             ("rounds", f"{stats.rounds}, {stats.tokens_per_round:.2f} tokens each"),
             (
                 "draft tokens",
                 f"{stats.draft_tokens}, accepted {stats.accepted_tokens}{_from_text(stats, llm)}",
             ),
-            ("acceptance", f"{stats.acceptance:.2f}, by depth {' '.join(by_depth[:8])}"),
+            ("acceptance", f"{stats.acceptance:.2f}, by depth {by_depth}"),
             ("time", _shares(stats)),
         ]
     if stats.exact:
@@ -429,6 +431,14 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
             ("exit head", "untrained: acceptance is low until it is trained with eesd-distill")
         )
     return rows
+
+
+def _acceptance_by_depth(runs: Sequence[Stats]) -> str:
+    """Shares of the accepted draft tokens at the first depths, of several runs together."""
+    accepted = zip_longest(*(one.accepted_at_depth for one in runs), fillvalue=0)
+    judged = zip_longest(*(one.verified_at_depth for one in runs), fillvalue=0)
+    pairs = [(sum(good), sum(all_)) for good, all_ in zip(accepted, judged, strict=True)]
+    return " ".join(f"{good / all_:.2f}" for good, all_ in pairs[:DEEPEST] if all_)
 
 
 def _from_text(stats: Stats, llm: LLM) -> str:
@@ -508,6 +518,9 @@ def _show_comparisons(found: Sequence[Comparison]) -> None:
         table.add_section()
         table.add_row("all", *_speeds(found))
     Console(stderr=True).print(table)
+    by_depth = _acceptance_by_depth([comparison.drafting for comparison in found])
+    if by_depth:
+        click.echo(f"acceptance by depth: {by_depth}", err=True)
     alone = [comparison.one_node for comparison in found if comparison.one_node]
     if alone:
         rate = _rate(alone)

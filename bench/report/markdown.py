@@ -164,7 +164,9 @@ class _Section:
         tasks = list(dict.fromkeys(prompt["task"] for prompt in self.result.prompts))
         rows = []
         for s in self.summaries:
-            values = [f"{s.by_task[task]:.2f}" if task in s.by_task else "" for task in tasks]
+            values = [
+                f"{s.by_task[task].median:.2f}" if task in s.by_task else "" for task in tasks
+            ]
             rows.append(
                 [s.configuration.sampling, _shape(s.configuration), self._controller(s), *values]
             )

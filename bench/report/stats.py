@@ -28,7 +28,7 @@ class Summary:
         against_fixed: Median over prompts of the best fixed length's decode seconds over those of
             this configuration, with the same sampling and width. None if there is no fixed length,
             or if this configuration is it.
-        by_task: Median speed-up of each task.
+        by_task: The same as ``speedup`` for each task.
         predicted: What ``speedup_total`` should be by :func:`predicted_seconds`; None if call costs
             were not measured.
         plain_tokens_per_second, tokens_per_second: Medians over prompts.
@@ -42,7 +42,7 @@ class Summary:
     speedup: Interval
     speedup_total: float
     against_fixed: Interval | None
-    by_task: Mapping[str, float]
+    by_task: dict[str, Interval]
     predicted: float | None
     plain_tokens_per_second: float
     tokens_per_second: float
@@ -116,7 +116,7 @@ def _summary(
         against_fixed=bootstrap([reference[p].decode_seconds / own[p].decode_seconds for p in own])
         if reference
         else None,
-        by_task={task: statistics.median(values) for task, values in by_task.items()},
+        by_task={task: bootstrap(values) for task, values in by_task.items()},
         predicted=predicted,
         plain_tokens_per_second=statistics.median(
             run.new_tokens / run.decode_seconds for run in plains

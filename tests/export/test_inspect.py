@@ -4,12 +4,14 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.command import assert_one_line, assert_refused, run, succeed
 
-from eesd.export.inspect import main
+from eesd.export.inspect import BAR_WIDTH, main, memory_bars
+from eesd.export.memory import DeviceMemory
 
 
 def words_of(output: str) -> set[str]:
@@ -46,6 +48,26 @@ def test_verify_detects_a_changed_file(engine_copy: Path) -> None:
     result = run(main, engine_copy, "--verify")
     assert result.exit_code == 2 and "as exported" not in result.stdout
     assert_one_line(result.stderr, "weights.bin was changed")
+
+
+def test_memory_has_a_bar_for_each_device(engine: Path) -> None:
+    [device] = json.loads(succeed(main, engine, "--memory", "--json").stdout)["devices"]
+    bar, legend = succeed(main, engine, "--memory").stdout.splitlines()[-2:]
+    assert bar.startswith("device 0  █") and bar.endswith(" MB")
+    assert legend.split() == ["█", "weights", "▓", "KV", "cache", "░", "buffers"]
+    parts = {letter: bar.count(letter) / BAR_WIDTH for letter in "█▓░"}
+    assert sum(parts.values()) == 1
+    assert parts["▓"] == pytest.approx(device["kv_cache"] / device["total"], abs=1 / BAR_WIDTH)
+
+
+def test_bars_have_one_scale_and_need_no_blocks() -> None:
+    small = DeviceMemory(("a",), (0, 1), 10, 60, 10, 30, 5, 10, 0)
+    large = replace(small, kv_cache=130)
+    first, second, legend = memory_bars([small, large], 1, blocks=False)
+    assert first.count("#") == second.count("#") == round(BAR_WIDTH * 60 / 200)
+    assert first.count("=") == pytest.approx(BAR_WIDTH * 30 / 200, abs=1)
+    assert legend.split()[:2] == ["#", "weights"]
+    assert sum(map(second.count, "#=-")) == BAR_WIDTH
 
 
 def test_other_directories_are_refused(tmp_path: Path) -> None:

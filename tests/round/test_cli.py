@@ -199,7 +199,18 @@ def test_compare_stops_where_told_and_sums_up_several_prompts(engine: Path) -> N
         f"tokens are equal ({2 * COUNT})" in result.stderr
         and f"bit for bit ({2 * COUNT} positions)" in result.stderr
     )
-    assert len(objects(engine, "--compare", *options)) == 2
+
+
+def test_compare_shows_acceptance_by_depth(engine: Path) -> None:
+    draft = ("--drafter", "exit", "--controller", "fixed:k=2", "--no-guard", "--ignore-eos")
+    options = ("-p", PROMPT, "-p", PROMPT[::-1], "--compare", *draft)
+    runs = [found["drafting"] for found in objects(engine, *options)]
+    shares = []
+    for depth in range(2):
+        accepted = sum(run["accepted_at_depth"][depth] for run in runs)
+        shares.append(f"{accepted / sum(run['verified_at_depth'][depth] for run in runs):.2f}")
+    shown = succeed(main, "--engine-dir", engine, "-n", COUNT, *options).stderr
+    assert f"acceptance by depth: {' '.join(shares)}\n" in shown
 
 
 def test_compare_finds_a_difference(
