@@ -64,7 +64,7 @@ def prompt_options(
             "--temperature",
             type=cli.Number(0, 100),
             default=DEFAULT.temperature,
-            help="Where it is not greedy.",
+            help="Temperature of samplings other than greedy.",
         ),
         click.option(
             "-n",
@@ -74,13 +74,16 @@ def prompt_options(
             help="Tokens to generate after each prompt.",
         ),
         click.option(
-            "--per-task", type=COUNT, default=per_task, help="Most reported prompts of each task."
+            "--per-task",
+            type=COUNT,
+            default=per_task,
+            help="Maximum number of reported prompts of a task.",
         ),
         click.option(
             "--tuning-per-task",
             type=COUNT,
             default=tuning_per_task,
-            help="Most tuning prompts of each task.",
+            help="Maximum number of tuning prompts of a task.",
         ),
         click.option("--chat", is_flag=True, help="Send prompts as chat messages."),
         click.option(
@@ -140,16 +143,25 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
     multiple=True,
     help="Engine directory; repeatable.",
 )
-@click.option("--controllers", default=" ".join(DEFAULT.controllers), help="fixed is tuned.")
 @click.option(
-    "--tree-widths", "widths", default=" ".join(map(str, DEFAULT.widths)), help="1 drafts a chain."
+    "--controllers",
+    default=" ".join(DEFAULT.controllers),
+    help="Controllers to measure. The length of fixed is tuned.",
 )
 @click.option(
-    "--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="What drafts."
+    "--tree-widths",
+    "widths",
+    default=" ".join(map(str, DEFAULT.widths)),
+    help="Tree widths to measure; 1 is a chain.",
 )
-@click.option("--budgeted", default="", help="Tree widths to measure also with a tree budget.")
 @click.option(
-    "--samplings", default=" ".join(DEFAULT.samplings), help="greedy, coupled, rejection."
+    "--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="Source of drafts."
+)
+@click.option("--budgeted", default="", help="Tree widths to measure with a tree budget, too.")
+@click.option(
+    "--samplings",
+    default=" ".join(DEFAULT.samplings),
+    help="Samplings to measure: greedy, coupled, rejection.",
 )
 @click.option(
     "--guard/--no-guard",
@@ -169,8 +181,8 @@ def main(
     """Measure drafting against plain decoding, for every controller, tree width and sampling, and
     compare all tokens.
 
-    Lists are separated by spaces. Of several engine directories, such as exit heads of one model,
-    all are measured alike.
+    Lists are separated by spaces. Several engine directories, such as exit heads of one model, are
+    measured in the same way.
     """
     if context.invoked_subcommand is not None:
         return

@@ -33,7 +33,7 @@ def draw_training(output: Path) -> Path:
         )
         for axes in (loss, tokens):
             axes.set_xlabel("step")
-        ends = dict.fromkeys((0, len(validations) - 1)) if validations else ()
-        by_depth = {f"step {validations[at]['step']}": validations[at]["acceptance"] for at in ends}
+        ends = (*validations[:1], *validations[1:][-1:])
+        by_depth = {f"step {line['step']}": line["acceptance"] for line in ends}
         draw_acceptance(acceptance, by_depth)
     return output / NAME

@@ -28,24 +28,22 @@ from eesd.runtime.request import Constraint, check_lengths
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
 MODELS_SAMPLING = (
-    "Sampling options of the model's generation_config.json: take them where none is given, or not."
+    "Whether the model's generation_config.json gives the sampling options that are left out."
 )
 EXACT = "logits are the same bits for every number of tokens in a call"
 BITS = (
-    "Drafting changes no bit of a logit, also in trees and on a GPU. With --no-exact a call "
-    "on a GPU has as few nodes and "
-    "slots as its requests need; other requests may then change the last bits of a logit.  "
+    "Drafting changes no bit of a logit, also in trees and on a GPU. --no-exact computes less on "
+    "a GPU, but other requests may change the last bits of a logit.  "
     "[default: exact where cheap]"
 )
 ROUNDED = (
-    "What quantized weights are multiplied by on the CPU: activations of 8 bits, or float32.  "
-    "[default: int8]"
+    "Type of the activations that quantized weights are multiplied by on the CPU.  [default: int8]"
 )
 CACHED = (
-    "The KV cache on the CPU: float16 takes half the memory and the time to read; int8 a quarter. "
-    " [default: float32]"
+    "Type of the KV cache on the CPU: float16 needs half the memory and reading time of float32, "
+    "int8 a quarter.  [default: float32]"
 )
-DRAFTED = "What drafts: the exit head, the text itself where it repeats, or both."
+DRAFTED = "Source of drafts: the exit head, the text itself where it repeats, or both."
 DEEPEST = 8
 """Last depth whose acceptance is shown."""
 
@@ -64,13 +62,13 @@ drafting_options = cli.options(
         help=f"{', '.join(CONTROLLERS)}; options as in fixed:k=4.",
     ),
     click.option(
-        "--tree", type=int, default=0, help="Nodes of a level of the draft tree; 0 drafts a chain."
+        "--tree", type=int, default=0, help="Nodes in a level of the draft tree; 0 drafts a chain."
     ),
     click.option(
-        "--no-draft", is_flag=True, help="Plain decoding; the draft engine is not loaded."
+        "--no-draft", is_flag=True, help="Decode plainly, without loading the draft engine."
     ),
     click.option(
-        "--no-guard", is_flag=True, help="Draft even where it is slower than plain decoding."
+        "--no-guard", is_flag=True, help="Keep drafting even if it is slower than plain decoding."
     ),
 )
 """The options of commands that say how to draft; see :func:`speculation_of`."""
@@ -127,7 +125,7 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
 @click.option(
     "--chat",
     is_flag=True,
-    help="Prompts are chat messages. Without a prompt: chat on the terminal.",
+    help="Send prompts as chat messages. Without a prompt, chat in the terminal.",
 )
 @click.option("-n", "--max-new-tokens", type=int, default=256)
 @click.option("--temperature", type=float, help="0 is greedy.  [default: the model's, else 0]")
@@ -139,7 +137,7 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
     "--seed",
     type=int,
     default=0,
-    help="Of all random numbers. Each further prompt gets others.  [default: 0]",
+    help="Random seed. Each further prompt gets a seed that follows from it.",
 )
 @click.option(
     "--sampling",
@@ -149,39 +147,37 @@ def speculation_of(options: dict[str, Any]) -> Speculation:
     help="How drafts are verified.",
 )
 @click.option("--stop", multiple=True, help="Stop before this text; may be given several times.")
-@click.option("--min-tokens", type=int, default=0, help="No end before so many new tokens.")
+@click.option("--min-tokens", type=int, default=0, help="Minimum number of new tokens.")
 @click.option(
-    "--json-schema", type=cli.PATH, metavar="FILE", help="The text is JSON by this schema."
+    "--json-schema", type=cli.PATH, metavar="FILE", help="Generate JSON that fits this schema."
 )
-@click.option("--regex", help="The text matches this regular expression.")
+@click.option("--regex", help="Generate text that matches this regular expression.")
 @click.option(
     "--grammar",
     type=cli.PATH,
     metavar="FILE",
-    help="The text follows this grammar, in Lark's or GBNF's form.",
+    help="Generate text that fits this grammar, in Lark or GBNF form.",
 )
 @click.option(
     "--logprobs",
     type=int,
     metavar="N",
-    help="With --json: log-probabilities of the tokens, and N alternatives.",
+    help="With --json: report each token's log-probability and N alternatives.",
 )
 @click.option("--ignore-eos", is_flag=True, help="Do not stop at EOS (for measuring).")
 @drafting_options
 @loading_options
-@click.option(
-    "--show-drafts", is_flag=True, help="Colour the tokens that were drafted (on a terminal)."
-)
+@click.option("--show-drafts", is_flag=True, help="Colour drafted tokens (in a terminal).")
 @click.option(
     "--compare",
     "comparing",
     is_flag=True,
-    help="Run with and without drafting; compare speed, tokens and bits.",
+    help="Run with and without drafting, and compare speed, tokens and bits.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt.")
-@click.option("--stats/--no-stats", default=True, help="Table of statistics on stderr.")
+@click.option("--stats/--no-stats", default=True, help="Print a table of statistics on stderr.")
 def main(prompts: tuple[str, ...], prompt_file: Path | None, **options: Any) -> None:
-    """Generate text with a model, which is exported first, or with the engines of a directory."""
+    """Generate text with a model or an engine directory. A model is exported first."""
     chosen = {
         name: options[name]
         for name in (*SAMPLING_OPTIONS, "seed", "method")
@@ -246,7 +242,7 @@ def _compiled(constraint: tuple[str, str] | None, llm: LLM) -> Callable[[], Cons
 
 
 def _asked(options: dict[str, Any]) -> Options:
-    """What the options ask of a request."""
+    """The options of a request, from those of the command."""
     return {
         "max_new_tokens": options["max_new_tokens"],
         "stop": options["stop"],
@@ -442,8 +438,7 @@ def _acceptance_by_depth(runs: Sequence[Stats]) -> str:
 
 
 def _from_text(stats: Stats, llm: LLM) -> str:
-    """How many of the accepted tokens the text alone proposed, and in how many rounds nothing else
-    did."""
+    """Describe the accepted tokens that the text proposed, and the rounds without draft steps."""
     if llm.text is None:
         return ""
     return (
@@ -485,7 +480,7 @@ def _compare(
 
 
 def _question(prompt: Prompt) -> str:
-    """What a prompt asks, in one line: its text, or its last message."""
+    """A prompt in one line: its text, or its last message."""
     if isinstance(prompt, str):
         text = prompt
     else:

@@ -1,5 +1,5 @@
-"""What runs say about each configuration, paired with plain decoding, and the speed-up that call
-costs predict."""
+"""Statistics of each configuration, paired with plain decoding, and the speed-up that call costs
+predict."""
 
 import statistics
 from collections.abc import Mapping
@@ -29,8 +29,8 @@ class Summary:
             this configuration, with the same sampling and width. None if there is no fixed length,
             or if this configuration is it.
         by_task: The same as ``speedup`` for each task.
-        predicted: What ``speedup_total`` should be by :func:`predicted_seconds`; None if call costs
-            were not measured.
+        predicted: ``speedup_total`` by :func:`predicted_seconds`; None if call costs were not
+            measured.
         plain_tokens_per_second, tokens_per_second: Medians over prompts.
         acceptance: [accepted, judged] draft tokens at depth 1, 2, ...
         host_share: Share of the decode time outside both engines.

@@ -5,13 +5,12 @@ import threading
 from collections import deque
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any
 
 from eesd.common.checks import check_type
 from eesd.common.errors import EESDError
-from eesd.controllers.calibration import Calibrator
-from eesd.controllers.cost_aware_ts import CalibratedDraft
+from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.decoding.round import Drafting
 from eesd.runtime.llm import LLM, Completion, completion_of
 from eesd.runtime.request import Generation, OnUpdate, QueueFullError, Request, Update
 
@@ -167,27 +166,11 @@ class Service:
         """Whether the service's thread runs."""
         return self._thread.is_alive()
 
-    def beliefs(self) -> dict[str, Any]:
-        """What the rule that decided the last round estimates, as JSON values.
-
-        Returns:
-            ``accept`` and ``text``: mean and covariance of the
-            :class:`~eesd.controllers.calibration.Calibrator` of the exit head's drafts, and of
-            drafts from the text, where the rule has one. ``alone``: whether it is the rule of a
-            request that ran alone. ``plain_seconds``: then, seconds of a plain round, if known.
-        """
-        alone = self._scheduler.alone
-        if alone is None:
-            rule = self._scheduler.rule
-            return {"alone": False, "accept": _state(rule.accept), "text": _state(rule.text)}
-        found: dict[str, Any] = {"alone": True}
-        if alone.guard is not None and alone.guard.plain_seconds:
-            found["plain_seconds"] = alone.guard.plain_seconds
-        if alone.drafter is not None and isinstance(alone.drafter.controller, CalibratedDraft):
-            found["accept"] = _state(alone.drafter.controller.accept)
-        if alone.text is not None:
-            found["text"] = _state(alone.text.accept)
-        return found
+    @property
+    def deciding(self) -> Drafting | LoadRule:
+        """What decided how far the last round drafted: the rules of a request that ran alone, or
+        the rule of the batch."""
+        return self._scheduler.alone or self._scheduler.rule
 
     def _run(self) -> None:
         """The thread: take what was asked for, and run rounds while there is work."""
@@ -215,7 +198,3 @@ class Service:
                 self._inbox = deque()
             for generation in left:
                 generation.tell(Update(finish_reason="cancelled"))
-
-
-def _state(calibrator: Calibrator) -> dict[str, list[float]]:
-    return {"mean": calibrator.mean, "covariance": calibrator.covariance}

@@ -143,6 +143,7 @@ class Guard:
 
     Attributes:
         pauses: Number of pauses so far.
+        plain_step: Seconds of a plain round; 0 while unknown.
     """
 
     def __init__(self) -> None:
@@ -154,8 +155,7 @@ class Guard:
         self._plain: deque[float] = deque(maxlen=5)
         """Seconds of plain rounds since the last draft, but for the first: the draft took the
         processor's caches from it."""
-        self._plain_step = 0.0
-        """Seconds of a plain round; 0 while unknown."""
+        self.plain_step = 0.0
         self._recent: deque[RoundOutcome] = deque(maxlen=NEAR)
         """The last drafting rounds."""
         self._pace: deque[float] = deque(maxlen=2 * NEAR)
@@ -167,11 +167,6 @@ class Guard:
         """Plain rounds that the probe still needs."""
         self._behind_draft = True
 
-    @property
-    def plain_seconds(self) -> float:
-        """Seconds of a plain round; 0 while unknown."""
-        return self._plain_step
-
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
         """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the
         bonus token, as far as is known without drafting. While plain decoding is measured, nothing
@@ -182,7 +177,7 @@ class Guard:
         """Note a committed round."""
         if not outcome.nodes:
             self._measure_plain(outcome.seconds)
-        elif self._plain_step:
+        elif self.plain_step:
             self._measure_draft(outcome)
             account = self._accounts[EXIT_HEAD if outcome.steps else TEXT]
             self.pauses += account.drafted(outcome)
@@ -199,7 +194,7 @@ class Guard:
             return
         self._plain.append(seconds)
         if len(self._plain) >= PROBE - 1:
-            self._plain_step = median(self._plain)
+            self.plain_step = median(self._plain)
             for outcome in self._recent:
                 self._compare(outcome)
             self._recent.clear()
@@ -214,7 +209,7 @@ class Guard:
         if self._drafts_since <= NEAR or outcome.steps not in draft or outcome.nodes not in verify:
             self._compare(outcome)
         self._recent.append(outcome)
-        usual = self._plain_step * (draft[outcome.steps] + verify[outcome.nodes])
+        usual = self.plain_step * (draft[outcome.steps] + verify[outcome.nodes])
         self._pace.append(outcome.seconds / usual)
         changed = len(self._pace) == 2 * NEAR and not 1 / SLOWER < median(self._pace) < SLOWER
         if changed or self._drafts_since >= self._interval:
@@ -227,5 +222,5 @@ class Guard:
         """Note the price of a drafting round that is close to plain ones."""
         drafting = outcome.draft_seconds if outcome.steps else 0.0
         if outcome.steps:
-            self._draft.add(outcome.steps, drafting / self._plain_step)
-        self._verify.add(outcome.nodes, (outcome.seconds - drafting) / self._plain_step)
+            self._draft.add(outcome.steps, drafting / self.plain_step)
+        self._verify.add(outcome.nodes, (outcome.seconds - drafting) / self.plain_step)

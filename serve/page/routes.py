@@ -16,6 +16,10 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, Field
 
 import eesd
+from eesd.controllers.calibration import Calibrator
+from eesd.controllers.cost_aware_ts import CalibratedDraft
+from eesd.controllers.load_rule import LoadRule
+from eesd.runtime.decoding.round import Drafting
 from eesd.runtime.request import Update
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.json_route import JSONRoute, Shared
@@ -137,8 +141,32 @@ async def _events(generations: Generations, serving: Serving, writer: TokenWrite
             learned = None
             if update.finish_reason or monotonic() - told >= LEARNED_SECONDS:
                 told = monotonic()
-                learned = serving.service.beliefs()
+                learned = estimates(serving.service.deciding)
             yield event(_event(update, learned, serving, writer))
+
+
+def estimates(deciding: Drafting | LoadRule) -> dict[str, Any]:
+    """What the rule that decided the last round estimates, as JSON values.
+
+    Returns:
+        ``accept`` and ``text``: mean and covariance of the calibrators of the exit head's drafts,
+        and of drafts from the text, where the rule has one. ``alone``: whether it is the rule of a
+        request that ran alone. ``plain_seconds``: then, seconds of a plain round, if known.
+    """
+    if isinstance(deciding, LoadRule):
+        return {"alone": False, "accept": _state(deciding.accept), "text": _state(deciding.text)}
+    found: dict[str, Any] = {"alone": True}
+    if deciding.guard is not None and deciding.guard.plain_step:
+        found["plain_seconds"] = deciding.guard.plain_step
+    if deciding.drafter is not None and isinstance(deciding.drafter.controller, CalibratedDraft):
+        found["accept"] = _state(deciding.drafter.controller.accept)
+    if deciding.text is not None:
+        found["text"] = _state(deciding.text.accept)
+    return found
+
+
+def _state(calibrator: Calibrator) -> dict[str, list[float]]:
+    return {"mean": calibrator.mean, "covariance": calibrator.covariance}
 
 
 def _event(

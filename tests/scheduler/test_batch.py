@@ -43,6 +43,7 @@ from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.prefix_cache import BLOCK, PrefixCache
 from eesd.runtime.request import Generation, QueueFullError, Request, Update
 from eesd.runtime.session import Session
+from eesd.serve.page.routes import estimates
 
 ENGINE: Any = OrtEngine if operators.missing() else CpuEngine
 CACHE: Any = HostKVCache if operators.missing() else CpuKVCache
@@ -539,10 +540,10 @@ def test_closing_drains_or_cancels(llm: LLM) -> None:
 
 def test_what_the_batch_believes_changes_with_what_it_sees(llm: LLM) -> None:
     service = Service(llm, replace(OPTIONS, levels=2))
-    before = service.beliefs()
+    before = estimates(service.deciding)
     for request in requests(6):
         service.generate(request)
-    after = service.beliefs()
+    after = estimates(service.deciding)
     service.close()
     assert before.keys() == after.keys() == {"alone", "accept", "text"}
     assert not after["alone"]
@@ -555,14 +556,14 @@ def test_a_lone_request_reports_the_controller_that_drafted_it(llm: LLM) -> None
     service = Service(fresh, OPTIONS)
     request = Request(tokens=[1, 2, 1, 2, 1], max_new_tokens=60, ignore_eos=True)
     service.generate(request)
-    found = service.beliefs()
+    found = estimates(service.deciding)
     assert found["alone"] and found["plain_seconds"] > 0
     controller = fresh.controller
     assert isinstance(controller, CostAwareTS) and fresh.text is not None
     assert found["accept"]["mean"] == controller.accept.mean != [0.0, 1.0, 0.0]
     assert found["text"]["covariance"] == fresh.text.accept.covariance
     service.generate(replace(request, draft=False))
-    assert service.beliefs() == {"alone": True}
+    assert estimates(service.deciding) == {"alone": True}
     service.close()
 
 
