@@ -64,9 +64,13 @@ def _conditions(result: Result) -> list[str]:
 
 
 def _kinds(result: Result) -> dict[str, list[Prompt]]:
+    """Prompts by column: each kind, and all greedy texts of several kinds."""
     found: dict[str, list[Prompt]] = {}
     for prompt in result.prompts:
         found.setdefault(prompt.kind, []).append(prompt)
+    texts = [p for p in result.prompts if p.count != PROMPT_TOKENS and not p.temperature]
+    if len({prompt.kind for prompt in texts}) > 1:
+        found["all, greedy"] = texts
     return found
 
 

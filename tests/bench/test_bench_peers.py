@@ -159,7 +159,7 @@ def test_eesd_decodes_as_it_does_alone_and_is_reported(
     table = "\n".join(markdown(result))
     assert table in done.stdout and "quality, EESD, plain" in done.stdout
     rows = [line for line in table.splitlines() if line.startswith("| EESD, drafting ")]
-    assert rows[-1].endswith("| 9 of 9 |") and len(re.findall(r"\*\*\d+\.\d\d\*\*", rows[1])) == 5
+    assert rows[-1].endswith("| 9 of 9 |") and len(re.findall(r"\*\*\d+\.\d\d\*\*", rows[1])) == 6
 
 
 def test_everybody_decodes_each_prompt_in_a_rotating_order(
