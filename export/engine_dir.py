@@ -249,7 +249,7 @@ def export(
             f"{checkpoint.path / GENERATION_CONFIG_FILE} cannot be used: {error} Correct the file."
         ) from None
     progress("loading the tokenizer", 0, 0)
-    # Before the long work, because it refuses some models.
+    # Some models are refused here, so this comes before the long work.
     texts = resolved_tokenizer(checkpoint.path)
     engines = prepared(checkpoint, head, options)
     layout = engines.layout

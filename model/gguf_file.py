@@ -330,7 +330,7 @@ class GgufTensor:
         return self._values(rows).tobytes()[:FINGERPRINTED]
 
     def levels(self, quantization: Quantization, is_transposed: bool = True) -> Quantized | None:
-        """The stored levels, if the quantization is that of the file, or the same in 8 bits.
+        """The stored levels, if the quantization is the file's, or differs only in using 8 bits.
 
         Args:
             quantization: The wanted quantization.
@@ -367,8 +367,7 @@ class GgufTensor:
             if part is not None and not all_finite(part):
                 raise EESDError(
                     f"{self._stored.path}: the tensor {self.name} has scales or minimums that "
-                    "are not finite numbers; "
-                    "fetch it again."
+                    "are not finite numbers; fetch it again."
                 )
         if is_transposed:
             levels = transposed(levels)

@@ -22,8 +22,8 @@ class Rope:
     Attributes:
         theta: Base of the frequencies.
         scaling: Scaling of the frequencies, or None.
-        positions: Number of positions up to which it is meant and its frequencies are constant:
-            keys in the KV cache must stay valid when a text grows.
+        positions: Number of positions that the model supports with constant frequencies: keys in
+            the KV cache must stay valid when a text grows.
         rotated: Pairs of values of a head that are rotated; 0: all.
         notices: Sentences about values that are ignored.
     """

@@ -20,7 +20,7 @@ def tekken_tokenizer(source: Mapping[str, Any]) -> Tokenizer:
     them.
 
     Raises:
-        Exception: Any, for a damaged file.
+        Exception: The file is damaged; the type varies.
     """
     config = source["config"]
     special = [token["token_str"] for token in sorted(source["special_tokens"], key=_rank)]

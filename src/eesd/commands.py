@@ -25,7 +25,7 @@ def _start(module: str) -> None:
         if interruptible:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         main()
-    except KeyboardInterrupt:  # while another one was reported
+    except KeyboardInterrupt:  # a second one, while the first was reported
         sys.exit(130)
     finally:
         if interruptible:

@@ -262,8 +262,7 @@ def test_outdated_and_missing_plans_are_built_again(copy: Path) -> None:
 
 
 def test_plans_without_weights_need_a_gpu(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one, the real builder makes none. It writes plans with weights only, although others
-    were requested."""
+    """Without a GPU, the real builder writes plans with weights, even if others were requested."""
     assert_refused(
         run(main, copy, "--strip-weights"), "only where it finds a GPU", "leave --strip-weights out"
     )

@@ -111,7 +111,7 @@ def _signatures(cls: type, name: str) -> list[str]:
 
 
 def _plain(doc: str) -> str:
-    """A docstring without the names of modules."""
+    """Remove the names of modules from a docstring."""
     return re.sub(
         r"\b(?:typing|typing_extensions|nvinfer1|collections\.abc|(?:\w+\.)?tensorrt\w*)(?:\.|::)",
         "",

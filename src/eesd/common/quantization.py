@@ -139,8 +139,8 @@ class Quantizations:
 
     @property
     def places(self) -> dict[str, Quantization | None]:
-        """The quantizations of :attr:`layers`, :attr:`head` and :attr:`draft`, by their names for
-        messages."""
+        """The quantizations of :attr:`layers`, :attr:`head` and :attr:`draft`, by the names that
+        messages use."""
         return {"layers": self.layers, "LM head": self.head, "draft": self.draft}
 
     @property

@@ -33,7 +33,7 @@ class Console(rich.console.Console):
         super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Let the command end as after any closed pipe (rich would exit with code 1)."""
+        """End the command as after any closed pipe (rich would exit with code 1)."""
         raise BrokenPipeError
 
 
