@@ -46,16 +46,22 @@ class PrefixCache:
         self._root = _Block(None, (), None)
         self._clock = count(1)
 
-    def find(self, tokens: Sequence[int], salt: str = "") -> list[Values]:
+    def find(self, tokens: Sequence[int], salt: str = "", taken: int | None = None) -> list[Values]:
         """The keys and values of the longest beginning of ``tokens`` that is known, in blocks of
         :data:`BLOCK` tokens.
 
-        Only what was added with the same ``salt`` is known.
+        Args:
+            tokens: The text.
+            salt: Only what was added with the same one is known.
+            taken: Tokens that an earlier call found, whose blocks are left out; None: this is the
+                first call for this text.
         """
         found = []
         block = self._root
         now = next(self._clock)
-        self.queries += len(tokens)
+        if taken is None:
+            self.queries += len(tokens)
+            taken = 0
         for key in _keys(tokens, salt):
             following = block.following.get(key)
             if following is None:
@@ -63,6 +69,7 @@ class PrefixCache:
             block, block.used = following, now
             assert block.values is not None
             found.append(block.values)
+        found = found[taken // BLOCK :]
         self.hits += BLOCK * len(found)
         return found
 

@@ -69,8 +69,8 @@ class Request:
         stop_token_ids: Tokens that end the text as EOS does, also with ``ignore_eos``.
         draft: False decodes plainly.
         ignore_eos: Do not stop at EOS.
-        min_tokens: EOS is not chosen before so many new tokens, unless the constraint allows
-            nothing else.
+        min_tokens: EOS is not chosen before this number of new tokens, unless the constraint
+            allows nothing else; and stop strings do not end the text before it.
         logprobs: Report each token's log-probability under the model, and so many
             alternatives; None: report none.
         prompt_logprobs: The same for the tokens of the prompt, but the first.

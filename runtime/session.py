@@ -101,7 +101,9 @@ class Session:
         self.finish_reason: str | None = None
         self.lock = lock or RLock()
         self.index = TextIndex()
-        self._text = TextStream(codec, request.tokens, request.stop) if codec is not None else None
+        self._text = None
+        if codec is not None:
+            self._text = TextStream(codec, request.tokens, request.stop, request.min_tokens)
         self.ends = (
             *(() if request.ignore_eos else manifest.eos_token_ids),
             *request.stop_token_ids,
@@ -125,6 +127,7 @@ class Session:
         self._target = len(request.tokens) - 1
         self._kv_cache = kv_cache
         self._moved = False
+        self._looked_up = False
         self._closed = False
         generation.began = self.began = time.monotonic()
 
@@ -181,10 +184,12 @@ class Session:
 
     def take_prefix(self, prefixes: PrefixCache) -> None:
         """Take the kept keys and values of the text's beginning, unless log-probabilities of the
-        prompt are asked for."""
+        prompt are asked for. Until a piece is computed, this may be called again."""
         if self.request.prompt_logprobs is not None:
             return
-        for part in prefixes.find(self.tokens[:-1], self.request.salt):
+        taken = self._prefilled if self._looked_up else None
+        self._looked_up = True
+        for part in prefixes.find(self.tokens[:-1], self.request.salt, taken):
             stop = self._prefilled + part.shape[3]
             self._kv_cache.reserve(stop)
             self._kv_cache.fill(self._prefilled, part)
@@ -204,6 +209,7 @@ class Session:
         self.check_open()
         self._kv_cache = kv_cache
         self._moved = True
+        self._looked_up = False
         self._prefilled, self._target = 0, len(self.tokens) - 1
 
     # Rounds

@@ -259,6 +259,7 @@ class TextStream:
 
     ``push`` returns the text that is certain: whole characters that cannot be the beginning of a
     stop string. When a stop string is complete, it becomes ``stop``, and the text ends before it.
+    One that is complete within the first ``min_tokens`` tokens is text.
     A special token is no text: a stop string of its name is complete with one of ``stop_tokens``.
 
     A token may end anywhere inside a character, and so may a prompt. The decoders of tokenizers
@@ -272,11 +273,14 @@ class TextStream:
     it. One that is never completed is not shown.
     """
 
-    def __init__(self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str]) -> None:
+    def __init__(
+        self, codec: TextCodec, prompt: Sequence[int], stop: Sequence[str], min_tokens: int = 0
+    ) -> None:
         self._bytes = TokenBytes(codec)
         self._rest = b""
         self._before: int | None = None
         self._stop = tuple(stop)
+        self._unstopped = min_tokens
         self.stop_tokens = {
             token: name for token, name in self._bytes.special.items() if name in self._stop
         }
@@ -293,10 +297,11 @@ class TextStream:
             return ""
         self.stop = self.stop_tokens.get(token)
         text = self._held + self._characters(token)
+        self._unstopped -= 1
         found = min(
             ((at, stop) for stop in self._stop if (at := text.find(stop)) >= 0), default=None
         )
-        if found is not None:
+        if found is not None and self._unstopped < 0:
             (at, self.stop) = found
             self._held = ""
             return text[:at]

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from starlette.types import Receive, Scope, Send
 
 import eesd
 from eesd.runtime.batch.service import Service
@@ -28,6 +29,13 @@ ROUTERS = (
 )
 
 
+class _Application(FastAPI):
+    """Drops the query of a URL: no route reads it, and a trace would show it."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await super().__call__({**scope, "query_string": b""}, receive, send)
+
+
 def make_app(service: Service, options: ServeOptions) -> FastAPI:
     """The application over a running service.
 
@@ -41,8 +49,13 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages
     # of documentation: they load scripts from elsewhere.
     traced: Any = {"operation_spans": False, "exclude": lambda scope: path_of(scope) in QUIET}
-    app = FastAPI(
-        title="EESD", version=eesd.__version__, docs_url=None, redoc_url=None, telemetry=traced
+    app = _Application(
+        title="EESD",
+        version=eesd.__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        telemetry=traced,
     )
     app.state.serving = Serving(service=service, options=options)
     for router in ROUTERS:

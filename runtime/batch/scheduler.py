@@ -3,7 +3,7 @@ beside rows that decode."""
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -21,8 +21,12 @@ from eesd.runtime.session import Session, check_prompt
 
 MEASURING_SECONDS = 3.0
 """Time in which calls are timed at the start."""
-MOST_PREFILLING = 4
-"""Prompts that are prefilled in turn, so that a long one does not keep short ones waiting."""
+IN_TURN = 4
+"""Prompts that are prefilled in turn, so that a long one does not keep later ones waiting."""
+SHORT = 64
+"""Tokens of a prompt that may go before these."""
+PASSING = 0.05
+"""Tokens of prompts that do so, as a share of the others' tokens."""
 HEADROOM = 64
 """Tokens by which a text is expected to grow that is longer than the last ``KNOWN`` ones became."""
 KNOWN = 64
@@ -81,6 +85,7 @@ class Scheduler:
         waiting: Requests that have not begun.
         rounds: Rounds so far.
         pauses: How often a request lost its keys and values to others.
+        round_tokens: Rounds by their tokens: of prompts, and new ones.
         drafted: Levels that the last round verified.
         request_seconds: Time that requests took lately, from their place in a row to their end.
     """
@@ -95,11 +100,15 @@ class Scheduler:
         self.prefixes = PrefixCache(options.prefix_memory)
         self.waiting: deque[Generation] = deque()
         self.rounds = self.pauses = 0
+        self.round_tokens = Counter[int]()
         self.request_seconds = 1.0
         self._lengths: deque[int] = deque(maxlen=KNOWN)
         self._paused: deque[Session] = deque()
         self._active: list[Session] = []
-        self._prefilling: deque[Session] = deque()
+        self._prefilling: list[Session] = []
+        """The first ones take turns, the others wait in the order of arrival."""
+        self._may_pass = float(SHORT)
+        """Tokens of short prompts that may go before others."""
         self._kv_caches = llm.engines.new_kv_caches(options.max_rows)
         self._slot_bytes = self._kv_caches[0].slot_bytes
         self._check_memory()
@@ -154,8 +163,13 @@ class Scheduler:
     @property
     def longest(self) -> int:
         """Most tokens of a text, for which there is memory."""
-        slots = self._options.kv_memory // self._slot_bytes - self._llm.manifest.max_tree_nodes
+        slots = self.slots - self._llm.manifest.max_tree_nodes
         return min(slots, self._llm.manifest.max_seq_len)
+
+    @property
+    def slots(self) -> int:
+        """Slots for which there is memory."""
+        return self._options.kv_memory // self._slot_bytes
 
     def add(self, generation: Generation) -> None:
         """Let a request wait for its turn. It must have passed :meth:`check`."""
@@ -233,9 +247,7 @@ class Scheduler:
     def _begin_some(self) -> None:
         """Let paused requests go on, and others begin, in their order, while there is a row and
         memory for them."""
-        while (
-            len(self._rows()) < self._options.max_rows and len(self._prefilling) < MOST_PREFILLING
-        ):
+        while len(self._rows()) < self._options.max_rows:
             if self._paused:
                 row = self._paused[0]
                 if not self._has_room(len(row.tokens), row.stats.new_tokens, row.left):
@@ -278,12 +290,21 @@ class Scheduler:
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
     def _next_pieces(self) -> list[PromptPiece]:
-        """Pieces of the next prompts: one, and more if they are whole prompts."""
+        """Pieces of the next prompts, for one call: one, and more if they are whole prompts or
+        fill half of it."""
         pieces: list[PromptPiece] = []
-        left = self._prompt_tokens()
-        for row in [*self._prefilling]:
+        order = self._order()
+        most = self._prompt_tokens(order)
+        left = most
+        for row in order:
+            if not row.stats.prefill_seconds:  # another prompt may have brought its beginning
+                row.take_prefix(self.prefixes)
             unfilled = row.unfilled
-            if pieces and unfilled > left:
+            if not unfilled:
+                self._prefilling.remove(row)
+                self._go_on(row)
+                continue
+            if pieces and left < min(unfilled, most / 2):
                 break
             try:
                 pieces_left = max(-(-unfilled // left), 1)  # as few as possible, and alike
@@ -296,11 +317,42 @@ class Scheduler:
             left -= len(call.tokens)
         return pieces
 
-    def _prompt_tokens(self) -> int:
+    def _order(self) -> list[Session]:
+        """The prompts in the order of prefill: those in turn, short ones first. Short ones that
+        wait go before them while they hold the others up little."""
+        order = sorted(self._prefilling[:IN_TURN], key=lambda row: row.unfilled > SHORT)
+        passing = []
+        left = self._may_pass
+        for row in self._prefilling[IN_TURN:]:
+            if row.unfilled <= SHORT and left >= 0:
+                passing.append(row)
+                left -= row.unfilled
+        return [*passing, *order]
+
+    def _prefilled(self, pieces: Sequence[PromptPiece]) -> None:
+        """Note what a call did for prompts: count those that passed others, and let others have
+        their turn."""
+        in_turn = self._prefilling[:IN_TURN]
+        for piece in pieces:
+            row = piece.session
+            tokens = len(piece.call.tokens)
+            self._may_pass += PASSING * tokens if row in in_turn else -tokens
+            if piece.error is not None:
+                self._fail(row, piece.error)
+                continue
+            if row in in_turn:
+                self._prefilling.remove(row)
+                self._prefilling.insert(IN_TURN - 1, row)
+            if not row.unfilled:
+                self._prefilling.remove(row)
+                self._go_on(row)
+        self._may_pass = min(self._may_pass, SHORT)
+
+    def _prompt_tokens(self, order: Sequence[Session]) -> int:
         """Tokens of prompts that the next call takes."""
-        if not (self._active and self._prefilling):
+        if not (self._active and order):
             return self._engine.prefill_chunk
-        first = self._prefilling[0]
+        first = order[0]
         behind = len(first.tokens) - 1 - first.unfilled
         most = self._options.prefill_tokens
         return self._policy.prompt_tokens(self._active, behind, most)
@@ -343,14 +395,11 @@ class Scheduler:
                 self._end(row, "error", error)
             return
         self.drafted = max((len(current.nodes) - 1 for current in rounds), default=0)
+        new = [len(current.result.tokens) for current in rounds if current.result]
+        self.round_tokens[sum(new) + sum(len(piece.call.tokens) for piece in pieces)] += 1
         for row, current in zip(rows, rounds, strict=True):
             self._report(row, current)
-        for piece in pieces:
-            if piece.error is None:
-                self._prefilling.remove(piece.session)
-                self._go_on(piece.session)
-            else:
-                self._fail(piece.session, piece.error)
+        self._prefilled(pieces)
 
     def _report(self, row: Session, current: Round) -> None:
         """Tell what a round brought a row, and end the row if it is finished or failed."""

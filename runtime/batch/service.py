@@ -3,7 +3,8 @@
 import os
 import threading
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from eesd.common.checks import check_type
@@ -34,6 +35,7 @@ class Load:
             kept from earlier ones.
         drafted: Levels that the last round verified.
         pauses: How often a request lost its keys and values to others, for a while.
+        round_tokens: Rounds by their tokens: of prompts, and new ones.
     """
 
     queued: int = 0
@@ -45,6 +47,7 @@ class Load:
     prefix_hits: int = 0
     drafted: int = 0
     pauses: int = 0
+    round_tokens: Mapping[int, int] = field(default_factory=dict)
 
 
 class Service:
@@ -56,6 +59,7 @@ class Service:
 
     Attributes:
         llm: The model.
+        options: Limits of the batch.
     """
 
     def __init__(self, llm: LLM, options: BatchOptions = OPTIONS) -> None:
@@ -63,7 +67,7 @@ class Service:
         check_type("llm", llm, LLM, "an LLM")
         check_type("options", options, BatchOptions, "BatchOptions")
         self.llm = llm
-        self._options = options
+        self.options = options
         with llm.lock:
             self._scheduler = Scheduler(llm, options)
         self._inbox: deque[Generation] = deque()
@@ -98,10 +102,10 @@ class Service:
             if self._closing or not self._thread.is_alive():
                 raise ClosedError("The service takes no more requests; it is being stopped.")
             waiting = len(self._inbox) + len(self._scheduler.waiting)
-            free = self._options.max_rows - self._scheduler.running - self._scheduler.prefilling
-            if waiting >= self._options.max_queue + max(free, 0):
+            free = self.options.max_rows - self._scheduler.running - self._scheduler.prefilling
+            if waiting >= self.options.max_queue + max(free, 0):
                 until_half_empty = max(
-                    1.0, self._scheduler.request_seconds * (waiting / 2) / self._options.max_rows
+                    1.0, self._scheduler.request_seconds * (waiting / 2) / self.options.max_rows
                 )
                 raise QueueFullError(
                     f"The queue is full: {waiting} requests wait; try again later.",
@@ -119,7 +123,7 @@ class Service:
     @property
     def places(self) -> int:
         """Requests that can run or wait at once."""
-        return self._options.max_rows + self._options.max_queue
+        return self.options.max_rows + self.options.max_queue
 
     def generate(self, request: Request) -> Completion:
         """Ask for a text, and wait for it. Raises :class:`EESDError` also if the request fails
@@ -159,7 +163,13 @@ class Service:
             prefixes.hits,
             scheduler.drafted,
             scheduler.pauses,
+            dict(scheduler.round_tokens),
         )
+
+    @property
+    def slots(self) -> int:
+        """Slots of the KV cache for which there is memory."""
+        return self._scheduler.slots
 
     @property
     def alive(self) -> bool:

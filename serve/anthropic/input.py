@@ -5,13 +5,28 @@ from collections.abc import Sequence
 from typing import Any
 
 from eesd.common.checks import shown
-from eesd.serve.anthropic.schemas import Block, MessagesBody, PromptBody, Tool, ToolChoice, Turn
+from eesd.serve.anthropic.schemas import (
+    Amount,
+    Block,
+    Edit,
+    MessagesBody,
+    PromptBody,
+    Tool,
+    ToolChoice,
+    Turn,
+)
 from eesd.serve.http.errors import APIError, unsupported
 from eesd.serve.openai.params import chat_of
 from eesd.serve.openai.schemas import ChatBody, GenerationBody
 
-REFUSED = ("mcp_servers", "container", "context_management")
+REFUSED = ("mcp_servers", "container")
 """Fields that ask for what this server does not do."""
+BILLING = "x-anthropic-billing-header:"
+"""Begins a line that Claude Code puts in front of its system prompt, with other digits in each
+request. No kept prefix would fit the next request, so the line is left out."""
+SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_")
+"""Types of tools that Anthropic's servers run."""
+THOUGHTS = ("thinking", "redacted_thinking")
 EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}
 
 
@@ -39,34 +54,102 @@ def as_chat(body: PromptBody) -> ChatBody:
         shared["max_tokens"] = body.max_tokens
     else:
         shared = {}
-    system = (
-        [] if body.system is None else [{"role": "system", "content": _text(body.system, "system")}]
-    )
-    messages = [message for turn in body.messages for message in _messages(turn)]
-    last = body.messages[-1]
-    config = body.output_config
+    turns = _edited(body)
+    messages = [message for turn in turns for message in _messages(turn)]
+    goes_on = turns[-1].role == "assistant" and bool(messages[-1].get("content"))
     choice = body.tool_choice
-    effort = EFFORTS[body.thinking.type] if body.thinking else None
-    schema = config.format.schema_ if config and config.format else None
     values = {
         **{name: value for name, value in extra.items() if name not in ChatBody.model_fields},
         **shared,
-        "messages": [*system, *messages],
+        "messages": [*_system(body.system), *messages],
         "tools": [_tool(tool) for tool in body.tools or ()] or None,
         "tool_choice": _choice(choice) if choice else None,
         "parallel_tool_calls": False if choice and choice.disable_parallel_tool_use else None,
-        "reasoning_effort": (config.effort if config and config.effort else None) or effort,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"schema": schema, "strict": True},
-        }
-        if schema
-        else None,
-        "continue_final_message": True
-        if last.role == "assistant" and messages[-1].get("content")
-        else None,
+        "continue_final_message": goes_on or None,
     }
+    if body.thinking:
+        values["reasoning_effort"] = EFFORTS[body.thinking.type]
+    if config := body.output_config:
+        values["reasoning_effort"] = config.effort or values.get("reasoning_effort")
+        if config.format:
+            schema = {"schema": config.format.schema_, "strict": True}
+            values["response_format"] = {"type": "json_schema", "json_schema": schema}
     return chat_of(values)
+
+
+def _system(given: str | Sequence[Block] | None) -> list[dict[str, Any]]:
+    """The system message, if there is one, without the line of Claude Code that changes in every
+    request."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        if given.startswith(BILLING):
+            given = given.partition("\n")[2]
+    else:
+        given = [block for block in given if not (block.text or "").startswith(BILLING)]
+    return [{"role": "system", "content": _text(given, "system")}] if given else []
+
+
+def _edited(body: PromptBody) -> list[Turn]:
+    """The turns without the thoughts that ``context_management`` clears. Other edits are left to
+    :func:`check_edits`.
+
+    Raises:
+        APIError: It asks for another edit.
+    """
+    turns = body.messages
+    for edit in _edits(body):
+        if edit.type.startswith("clear_thinking_"):
+            turns = _without_thoughts(turns, edit)
+        elif not edit.type.startswith("clear_tool_uses_"):
+            raise unsupported(
+                "context_management",
+                f"The edit {shown(edit.type)} is not supported; leave it out.",
+            )
+    return turns
+
+
+def _edits(body: PromptBody) -> Sequence[Edit]:
+    return (body.context_management and body.context_management.edits) or ()
+
+
+def _without_thoughts(turns: list[Turn], edit: Edit) -> list[Turn]:
+    """The turns, of which only the last ones with thoughts keep them: ``edit.keep``, or one."""
+    if edit.keep == "all":
+        return turns
+    left = edit.keep.value if edit.keep else 1
+    found: list[Turn] = []
+    for turn in reversed(turns):
+        rest = turn.content
+        if not isinstance(rest, str):
+            rest = [block for block in rest if block.type not in THOUGHTS]
+        if len(rest) < len(turn.content):
+            left -= 1
+            if left < 0:
+                turn = turn.model_copy(update={"content": rest})
+        found.append(turn)
+    return found[::-1]
+
+
+def check_edits(body: PromptBody, tokens: int) -> None:
+    """Refuse to clear results of tools, which this server does not do, if the prompt has so many
+    tokens, or so many uses of tools, that ``context_management`` asks for it.
+
+    Raises:
+        APIError: There is something to clear.
+    """
+    blocks = [block for turn in body.messages for block in turn.content]
+    uses = sum(isinstance(block, Block) and block.type == "tool_use" for block in blocks)
+    for edit in _edits(body):
+        trigger = edit.trigger or Amount(type="input_tokens", value=100_000)
+        have = uses if trigger.type == "tool_uses" else tokens
+        if edit.type.startswith("clear_tool_uses_") and have > trigger.value:
+            raise unsupported(
+                "context_management",
+                f"The request has {have} {trigger.type}, and {edit.type} would clear results of "
+                f"tools beyond {trigger.value}, which this server does not do; leave the edit "
+                "out, or shorten the messages.",
+            )
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
@@ -77,13 +160,13 @@ def _messages(turn: Turn) -> list[dict[str, Any]]:
     results = [block for block in turn.content if block.type == "tool_result"]
     uses = [block for block in turn.content if block.type == "tool_use"]
     thoughts = [block.thinking or "" for block in turn.content if block.type == "thinking"]
-    others = ("tool_result", "tool_use", "thinking", "redacted_thinking")
+    others = ("tool_result", "tool_use", *THOUGHTS)
     texts = [block for block in turn.content if block.type not in others]
     found = [
         {
             "role": "tool",
             "tool_call_id": block.tool_use_id,
-            "content": _text(block.content or "", "messages"),
+            "content": _text(block.content or "", "messages", "A result of a tool"),
         }
         for block in results
     ]
@@ -109,14 +192,15 @@ def _call(block: Block) -> dict[str, Any]:
     }
 
 
-def _text(given: str | Sequence[Block], param: str) -> str:
+def _text(given: str | Sequence[Block], param: str, place: str = "A content") -> str:
     if isinstance(given, str):
         return given
     for block in given:
         if block.type != "text":
             raise unsupported(
                 param,
-                f"A content has a block of type {shown(block.type)}; this version reads text only.",
+                f"{place} has a block of type {shown(block.type)}, and this version reads text "
+                "only; leave the block out, and do not let an agent read such files.",
             )
         if block.text is None:
             raise APIError(400, "A block of text has no text; give it.", param, "invalid_value")
@@ -125,13 +209,13 @@ def _text(given: str | Sequence[Block], param: str) -> str:
 
 def _tool(tool: Tool) -> dict[str, Any]:
     if tool.type not in (None, "custom"):
-        raise unsupported(
-            "tools",
-            (
-                f"The tool {shown(tool.type)} is not supported; this server knows the client's "
-                "own only."
-            ),
-        )
+        remedy = "give it as a tool with a description and an input_schema"
+        if tool.type.startswith(SERVER_TOOLS):
+            remedy = (
+                "Anthropic's servers run it: switch it off in the client (in Claude Code, deny "
+                "WebSearch and WebFetch)"
+            )
+        raise unsupported("tools", f"The tool {shown(tool.type)} is not supported; {remedy}.")
     values = {
         "name": tool.name,
         "description": tool.description,

@@ -10,7 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
 from eesd.runtime.request import Update
-from eesd.serve.anthropic.input import as_chat
+from eesd.serve.anthropic.input import as_chat, check_edits
 from eesd.serve.anthropic.schemas import (
     AnswerBlock,
     Count,
@@ -44,6 +44,7 @@ REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 async def messages(body: MessagesBody, request: Request, serving: Shared) -> Response:
     """Answer messages, with thoughts, text and uses of tools."""
     generations, (reader,) = await begin(as_chat(body), request, serving)
+    check_edits(body, len(reader.progress.request.tokens))
     writer = _Writer(serving, generations, reader)
     if body.stream:
         return EventStream(_events(writer, generations))
@@ -97,7 +98,7 @@ class _Writer:
     def __init__(self, serving: Serving, generations: Generations, reader: Reader) -> None:
         self._generations = generations
         self._reader = reader
-        self._id = f"msg_{uuid4().hex}"
+        self._id = generations.id = f"msg_{uuid4().hex}"
         self._model = serving.model_name
         self._blocks: list[AnswerBlock] = []
         self._pieces: list[str] = []
@@ -165,25 +166,30 @@ class _Writer:
     def answer(self) -> MessageAnswer:
         """The answer as far as it has come."""
         progress = self._reader.progress
-        usage = self._generations.usage(1)
+        usage = self._generations.usage()
         cached = usage.prompt_tokens_details.cached_tokens
-        stop = progress.stop_reason if progress.finish_reason == "stop" else None
-        return MessageAnswer(
+        answer = MessageAnswer(
             id=self._id,
             type="message",
             role="assistant",
             model=self._model,
             content=self._blocks,
-            stop_reason="stop_sequence" if stop else REASONS.get(progress.finish_reason or ""),
-            stop_sequence=stop,
+            stop_reason=REASONS.get(progress.finish_reason or ""),
+            stop_sequence=None,
             usage=MessageUsage(
                 input_tokens=usage.prompt_tokens - cached,
                 output_tokens=usage.completion_tokens,
                 cache_creation_input_tokens=0,
                 cache_read_input_tokens=cached,
             ),
-            **(self._generations.extras() if progress.finish_reason else {}),
         )
+        if progress.finish_reason == "stop" and progress.stop_reason:
+            answer.stop_reason = "stop_sequence"
+            answer.stop_sequence = progress.stop_reason
+        if progress.finish_reason:
+            for name, value in self._generations.extras().items():
+                setattr(answer, name, value)
+        return answer
 
 
 def _object(text: str) -> dict[str, Any]:

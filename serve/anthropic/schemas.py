@@ -57,6 +57,26 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
+class Amount(Body):
+    """A number of ``input_tokens``, ``tool_uses`` or ``thinking_turns``."""
+
+    type: str
+    value: Annotated[int, Field(ge=0)]
+
+
+class Edit(Body):
+    """What to clear from the messages (``clear_thinking_...``, ``clear_tool_uses_...``), and
+    when."""
+
+    type: str
+    keep: Literal["all"] | Amount | None = None
+    trigger: Amount | None = None
+
+
+class ContextManagement(Body):
+    edits: Annotated[list[Edit], Field(max_length=16, fail_fast=True)] | None = None
+
+
 class PromptBody(Body):
     """What becomes the prompt."""
 
@@ -65,6 +85,7 @@ class PromptBody(Body):
     tools: Annotated[list[Tool], Field(max_length=1 << 10, fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
     output_config: OutputConfig | None = None
 
 

@@ -17,6 +17,8 @@ _FIELDS = {
     **{"json_schema": "json", "regex": "regex", "grammar": "grammar", "ebnf": "grammar"},
 }
 """vLLM's older fields, and those of llama.cpp and SGLang."""
+FIELDS = {*_FIELDS, "response_format", "guided_json_object", "format", "structured_outputs"}
+"""All fields of a request that constrain its output."""
 _OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
 """The entries of vLLM's ``structured_outputs`` that say what is allowed."""
 _IGNORED = ("disable_any_whitespace", "disable_fallback")

@@ -23,8 +23,13 @@ class ThinkParser:
     """
 
     def __init__(self, begun: bool) -> None:
-        self._held = BEGIN if begun else ""
+        self._held = BEGIN * begun
         self._state = "before"
+
+    @property
+    def thinking(self) -> bool:
+        """Whether the text so far ends inside thoughts."""
+        return self._state in ("start", "thinking")
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
         """What is certain with more text: thoughts and answer; all of it with the ``last``

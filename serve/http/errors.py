@@ -23,6 +23,7 @@ STATUSES = {
     405: ("invalid_request_error", ""),
     408: ("timeout_error", "The body came too slowly."),
     413: ("invalid_request_error", "The body is too large."),
+    415: ("invalid_request_error", "The body has a coding that is not read."),
     429: ("rate_limit_error", "The queue is full; Retry-After says when to try again."),
     500: ("server_error", "The server failed."),
     503: ("service_unavailable_error", "The server is stopping, or cannot answer in time."),
@@ -106,11 +107,9 @@ class APIError(Exception):
 
     def response_for(self, scope: Scope) -> Response:
         """The response of a request. Anthropic's form has one field more."""
-        body = (
-            b'{"type": "error", ' + self.body[1:]
-            if path_of(scope).startswith("/v1/messages")
-            else self.body
-        )
+        body = self.body
+        if path_of(scope).startswith("/v1/messages"):
+            body = b'{"type": "error", ' + body[1:]
         return Response(body, self.status, self.headers, "application/json")
 
 
@@ -144,14 +143,12 @@ def as_api_error(error: Exception) -> APIError:
     if isinstance(error, RequestValidationError):
         return _invalid(error)
     if isinstance(error, HTTPException):
-        status = (
-            error.status_code
-            if error.status_code in STATUSES
-            else 400
-            if error.status_code < 500
-            else 500
-        )
-        message = NO_PATH if status == 404 else f"{str(error.detail).rstrip('.')}."
+        status = error.status_code
+        if status not in STATUSES:
+            status = 400 if status < 500 else 500
+        message = f"{str(error.detail).rstrip('.')}."
+        if status == 404:
+            message = NO_PATH
         return APIError(status, message, headers=error.headers)
     return APIError(500, "The server failed; its log says why.", code="internal_error")
 

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from eesd.common.checks import shown
 from eesd.serve.http.errors import APIError, path_of
 from eesd.serve.http.observe import QUIET
 from eesd.serve.http.options import Serving
@@ -96,6 +97,13 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer", **CLOSE},
             )
+        coding = headers.get("content-encoding", "identity").strip().lower()
+        if coding != "identity":
+            message = (
+                f"The body has the coding {shown(coding)}, which this server does not read; send "
+                "it as it is, without Content-Encoding."
+            )
+            raise APIError(415, message, code="unsupported_coding", headers=CLOSE)
         if self._serving.draining and path not in QUIET:
             raise APIError(
                 503, "The server is stopping; ask another one.", code="stopping", headers=CLOSE

@@ -1,6 +1,7 @@
-"""What Prometheus is told, under the names that vLLM uses, so that its dashboards work."""
+"""Metrics for Prometheus, under the names that vLLM uses, so that its dashboards work."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from math import inf
 
 from prometheus_client import (
     CollectorRegistry,
@@ -10,13 +11,18 @@ from prometheus_client import (
     ProcessCollector,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 import eesd
 from eesd.runtime.batch.service import Load, Service
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.request import Generation, Update
+from eesd.runtime.request import Generation, Request, Update
 
 FIRST_TOKEN = (
     0.001,
@@ -86,10 +92,35 @@ WHOLE = (
     960,
 )
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
+ITERATIONS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of histograms: seconds of three kinds, and tokens of a request and of a round."""
 REASONS = {"cancelled": "abort"}
-"""Finish reasons that vLLM calls otherwise."""
+"""vLLM's names of finish reasons, where they differ."""
+METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 
-
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time to the first token.", FIRST_TOKEN),
+    "inter_token_latency_seconds": ("Time between rounds that bring tokens.", BETWEEN),
+    "e2e_request_latency_seconds": ("Time of a whole request.", WHOLE),
+    "request_queue_time_seconds": ("Time until a request has a row of the batch.", FIRST_TOKEN),
+    "request_prefill_time_seconds": ("Time in calls that prefill a prompt.", FIRST_TOKEN),
+    "request_decode_time_seconds": ("Time from the first token to the last.", WHOLE),
+    "request_inference_time_seconds": ("Time in the batch, to the last token.", WHOLE),
+    "request_time_per_output_token_seconds": ("Decode time, per token after the first.", BETWEEN),
+    "request_prompt_tokens": ("Tokens of a prompt.", LENGTHS),
+    "request_generation_tokens": ("Tokens generated for a text.", LENGTHS),
+    "request_max_num_generation_tokens": ("Tokens of the longest of n texts.", LENGTHS),
+    "request_params_max_tokens": ("Most tokens that a text may have.", LENGTHS),
+    "request_params_n": ("Texts asked for, per prompt.", LENGTHS[:7]),
+}
+TOKENS = {
+    "prompt_tokens": "Tokens of prompts.",
+    "prompt_tokens_cached": "Tokens of prompts that earlier requests had computed.",
+    "generation_tokens": "Tokens generated.",
+    "spec_decode_num_drafts": "Rounds that verified a draft.",
+    "spec_decode_num_draft_tokens": "Draft tokens verified.",
+    "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
+}
 GAUGES: dict[str, tuple[str, Callable[[Load], float]]] = {
     "vllm:num_requests_running": (
         "Requests in the batch.",
@@ -112,103 +143,111 @@ COUNTERS: dict[str, tuple[str, Callable[[Load], int]]] = {
     ),
     "vllm:prefix_cache_hits": ("Those of them that were found.", lambda load: load.prefix_hits),
     "vllm:num_preemptions": (
-        "How often a request paused because others needed its memory.",
+        "Pauses of requests whose memory others needed.",
         lambda load: load.pauses,
     ),
     "eesd:rounds": ("Rounds of the batch.", lambda load: load.rounds),
 }
-"""What a batch says of itself."""
+"""Metrics of the batch itself."""
 
 
 class Metrics:
-    """The counters and histograms of one server, in a registry of their own."""
+    """The counters and histograms of one server, in a registry of their own. vLLM numbers its
+    engines; a server of this project has one, with the number 0."""
 
     def __init__(self, service: Service, model: str) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self.registry.register(_LoadCollector(service, model))
-        self._model = model
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(name, text, ("model_name", *labels), registry=self.registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(
-                f"vllm:{name}", text, ["model_name"], registry=self.registry, buckets=buckets
-            )
-            return made.labels(model)
-
-        self.first_token = histogram(
-            "time_to_first_token_seconds", "Time until the first token.", FIRST_TOKEN
+        self._labels = {"model_name": model, "engine": "0"}
+        self.registry.register(_LoadCollector(service, self._labels))
+        self._histograms = {
+            name: Histogram(
+                f"vllm:{name}", text, self._labels, registry=self.registry, buckets=buckets
+            ).labels(**self._labels)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
+        self._tokens = {
+            name: self._counter(f"vllm:{name}", text).labels(**self._labels)
+            for name, text in TOKENS.items()
+        }
+        self._success = self._counter(
+            "vllm:request_success", "Requests that ended, by the reason.", "finished_reason"
         )
-        self.between = histogram(
-            "inter_token_latency_seconds", "Time between rounds that bring tokens.", BETWEEN
+        self._positions = self._counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by their place in the draft.",
+            "position",
         )
-        self.whole = histogram("e2e_request_latency_seconds", "Time of a whole request.", WHOLE)
-        self.queued = histogram(
-            "request_queue_time_seconds",
-            "Time until a request has a place in the batch.",
-            FIRST_TOKEN,
-        )
-        self.prefill = histogram(
-            "request_prefill_time_seconds", "Time in calls that read a prompt.", FIRST_TOKEN
-        )
-        self.prompt_length = histogram("request_prompt_tokens", "Tokens of a prompt.", LENGTHS)
-        self.text_length = histogram(
-            "request_generation_tokens", "Tokens generated for a request.", LENGTHS
-        )
-        self._answers = counter(
+        self._answers = self._counter(
             "eesd:http_requests",
             "Requests of HTTP by path and status; 499: the client left.",
             "route",
             "status",
         )
-        labels = ["model_name", "version"]
-        build = Gauge("eesd:build_info", "1; which version runs.", labels, registry=self.registry)
-        build.labels(model, eesd.__version__).set(1)
-        self.prompt_tokens = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(model)
-        self.generation_tokens = counter("vllm:generation_tokens", "Tokens generated.").labels(
-            model
+        self._classes = Counter(
+            "http_requests",
+            "Requests of HTTP by path, method and class of status, such as 2xx.",
+            ("handler", "method", "status"),
+            registry=self.registry,
         )
-        self._success = counter(
-            "vllm:request_success", "Requests that ended, by the reason.", "finished_reason"
-        )
-        self.drafts = counter(
-            "vllm:spec_decode_num_drafts", "Rounds that verified a draft."
-        ).labels(model)
-        self.draft_tokens = counter(
-            "vllm:spec_decode_num_draft_tokens", "Draft tokens verified."
-        ).labels(model)
-        self.accepted = counter(
-            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted."
-        ).labels(model)
-        self._positions = counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by their place in the draft.",
-            "position",
+        self._set("eesd:build_info", "1; the version that runs.", version=eesd.__version__)
+        self._set("vllm:engine_sleep_state", "1: the engine runs.", sleep_state="awake")
+        self._set(
+            "vllm:cache_config_info",
+            "1; the size of the KV cache, in blocks of one slot.",
+            block_size="1",
+            num_gpu_blocks=str(service.slots),
+            enable_prefix_caching=str(service.options.prefix_memory > 0),
         )
 
-    def answered(self, route: str, status: int) -> None:
-        """Count a request of HTTP, refused ones, too. ``route``: its path in the schema, or
-        ``other``."""
-        self._answers.labels(self._model, route, str(status)).inc()
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, (*self._labels, *labels), registry=self.registry)
+
+    def _set(self, name: str, text: str, **labels: str) -> None:
+        """A gauge that says something with its labels, and is always 1."""
+        labels = self._labels | labels
+        Gauge(name, text, labels, registry=self.registry).labels(**labels).set(1)
+
+    def answered(self, method: str, route: str, status: int) -> None:
+        """Count a request of HTTP, refused ones included.
+
+        Args:
+            method: Its method. Those that anybody can make up count together.
+            route: Its path in the schema, or ``other``.
+            status: Of the answer.
+        """
+        self._answers.labels(**self._labels, route=route, status=str(status)).inc()
+        known = method if method in METHODS else "other"
+        self._classes.labels(handler=route, method=known, status=f"{status // 100}xx").inc()
+
+    def observe(self, name: str, value: float) -> None:
+        """Add a value to one of :data:`HISTOGRAMS`."""
+        self._histograms[name].observe(value)
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to one of :data:`TOKENS`."""
+        self._tokens[name].inc(amount)
+
+    def asked(self, requests: list[Request]) -> None:
+        """Note the limits of the texts that were asked for, for one prompt."""
+        self.observe("request_params_n", len(requests))
+        for request in requests:
+            self.observe("request_params_max_tokens", request.max_new_tokens)
 
     def ended(self, reason: str) -> None:
-        self._success.labels(self._model, REASONS.get(reason, reason)).inc()
+        """Count the end of a text."""
+        reason = REASONS.get(reason, reason)
+        self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def drafted(self, before: Stats, now: Stats) -> None:
         """Count what was drafted between two statistics of one request."""
-        self.drafts.inc(num_drafts(now) - num_drafts(before))
-        self.draft_tokens.inc(now.draft_tokens - before.draft_tokens)
-        self.accepted.inc(now.accepted_tokens - before.accepted_tokens)
+        self.count("spec_decode_num_drafts", num_drafts(now) - num_drafts(before))
+        self.count("spec_decode_num_draft_tokens", now.draft_tokens - before.draft_tokens)
+        self.count("spec_decode_num_accepted_tokens", now.accepted_tokens - before.accepted_tokens)
         for position, accepted in enumerate(now.accepted_at_depth):
-            earlier = (
-                before.accepted_at_depth[position]
-                if position < len(before.accepted_at_depth)
-                else 0
-            )
-            if accepted > earlier:
-                self._positions.labels(self._model, position).inc(accepted - earlier)
+            new = accepted - sum(before.accepted_at_depth[position : position + 1])
+            if new:
+                self._positions.labels(**self._labels, position=str(position)).inc(new)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""
@@ -216,63 +255,141 @@ class Metrics:
 
 
 class Meter:
-    """Measures one request. Times are seconds of one monotonic clock."""
+    """Measures one text. Times are seconds of one monotonic clock.
 
-    def __init__(self, metrics: Metrics, generation: Generation, start: float) -> None:
+    Args:
+        metrics: The server's.
+        generation: The text.
+        start: When it was asked for.
+        keep_tokens: Whether the client gets the tokens. If it wants only the prompt's
+            log-probabilities, none count.
+
+    Attributes:
+        tokens: Tokens that the client got.
+    """
+
+    def __init__(
+        self, metrics: Metrics, generation: Generation, start: float, keep_tokens: bool
+    ) -> None:
         self._metrics = metrics
         self._generation = generation
         self._start = start
-        self._last: float | None = None
+        self._keep = keep_tokens
+        self._first = 0.0
+        self._last = 0.0
         self._stats = Stats()
         self._ended = False
+        self.tokens = 0
 
     def see(self, update: Update, now: float) -> None:
-        metrics = self._metrics
+        """Take in an update that came ``now``."""
         if update.tokens:
-            if self._last is None:
-                metrics.first_token.observe(now - self._start)
-                metrics.prompt_tokens.inc(update.stats.prompt_tokens)
-                metrics.prompt_length.observe(update.stats.prompt_tokens)
-                metrics.prefill.observe(update.stats.prefill_seconds)
-            else:
-                metrics.between.observe(now - self._last)
-            self._last = now
-            metrics.generation_tokens.inc(len(update.tokens))
-        metrics.drafted(self._stats, update.stats)
+            self._take(update, now)
+        self._metrics.drafted(self._stats, update.stats)
         self._stats = update.stats
         if update.finish_reason:
             self.end(update.finish_reason, now)
 
+    def _take(self, update: Update, now: float) -> None:
+        metrics = self._metrics
+        if self._first:
+            metrics.observe("inter_token_latency_seconds", now - self._last)
+        else:
+            self._first = now
+            metrics.observe("time_to_first_token_seconds", now - self._start)
+            metrics.count("prompt_tokens", update.stats.prompt_tokens)
+            metrics.count("prompt_tokens_cached", update.cached_tokens)
+            metrics.observe("request_prompt_tokens", update.stats.prompt_tokens)
+            metrics.observe("request_prefill_time_seconds", update.stats.prefill_seconds)
+        self._last = now
+        if self._keep:
+            self.tokens += len(update.tokens)
+            metrics.count("generation_tokens", len(update.tokens))
+
     def end(self, reason: str, now: float) -> None:
-        """Count the end of the request, once."""
-        if not self._ended:
-            self._ended = True
-            self._metrics.ended(reason)
-            self._metrics.text_length.observe(self._stats.new_tokens)
-            began = self._generation.began
-            self._metrics.queued.observe((now if began is None else began) - self._start)
-            self._metrics.whole.observe(now - self._start)
+        """Count the end of the text, once."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        metrics.ended(reason)
+        metrics.observe("request_generation_tokens", self.tokens)
+        metrics.observe("request_queue_time_seconds", self._began(now) - self._start)
+        metrics.observe("e2e_request_latency_seconds", now - self._start)
+        if self._first:
+            decoding = self._last - self._first
+            metrics.observe("request_decode_time_seconds", decoding)
+            metrics.observe("request_inference_time_seconds", self._last - self._began(now))
+            if self.tokens > 1:
+                per_token = decoding / (self.tokens - 1)
+                metrics.observe("request_time_per_output_token_seconds", per_token)
+
+    def _began(self, now: float) -> float:
+        """When the text got its row; ``now`` if it waits."""
+        return self._generation.began or now
+
+    def facts(self) -> dict[str, float]:
+        """The times of the text so far, in seconds, for the log and for traces."""
+        began = self._generation.began
+        if began is None:
+            return {}
+        found = {
+            "queue_seconds": began - self._start,
+            "prefill_seconds": self._stats.prefill_seconds,
+        }
+        if self._first:
+            found["first_token_seconds"] = self._first - self._start
+        return {name: round(value, 4) for name, value in found.items()}
 
 
 def num_drafts(stats: Stats) -> int:
     """Rounds that verified at least one draft token."""
-    return stats.verified_at_depth[0] if stats.verified_at_depth else 0
+    return sum(stats.verified_at_depth[:1])
 
 
 class _LoadCollector(Collector):
-    """How busy the batch is when Prometheus asks."""
+    """The state of the batch when Prometheus asks."""
 
-    def __init__(self, service: Service, model: str) -> None:
+    def __init__(self, service: Service, labels: Mapping[str, str]) -> None:
         self._service = service
-        self._model = model
+        self._names = [*labels]
+        self._values = [*labels.values()]
 
     def collect(self) -> Iterator[Metric]:
         load = self._service.load()
         for name, (text, value) in GAUGES.items():
-            gauge = GaugeMetricFamily(name, text, labels=["model_name"])
-            gauge.add_metric([self._model], float(value(load)))
+            gauge = GaugeMetricFamily(name, text, labels=self._names)
+            gauge.add_metric(self._values, float(value(load)))
             yield gauge
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests in the queue: all wait for a row or for memory.",
+            labels=[*self._names, "reason"],
+        )
+        waiting.add_metric([*self._values, "capacity"], load.queued)
+        yield waiting
         for name, (text, count) in COUNTERS.items():
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], float(count(load)))
+            counter = CounterMetricFamily(name, text, labels=self._names)
+            counter.add_metric(self._values, float(count(load)))
             yield counter
+        yield self._iterations(load.round_tokens)
+
+    def _iterations(self, rounds: Mapping[int, int]) -> Metric:
+        """The histogram of the tokens of a round."""
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total",
+            "Tokens of a round: of prompts, and new ones.",
+            labels=self._names,
+        )
+        buckets = [
+            (str(float(bound)).replace("inf", "+Inf"), _up_to(bound, rounds))
+            for bound in (*ITERATIONS, inf)
+        ]
+        total = sum(tokens * count for tokens, count in rounds.items())
+        family.add_metric(self._values, buckets, total)
+        return family
+
+
+def _up_to(bound: float, rounds: Mapping[int, int]) -> int:
+    """Rounds with at most ``bound`` tokens."""
+    return sum(count for tokens, count in rounds.items() if tokens <= bound)

@@ -26,11 +26,28 @@ QUIET = ("/health", "/ready", "/metrics")
 """Paths that are asked for all the time. They are not logged, need no place in the batch, and
 answer while the server stops."""
 TRACED = {
+    "route": "http.route",
+    "operation": "gen_ai.operation.name",
+    "provider": "gen_ai.provider.name",
+    "model": "gen_ai.request.model",
+    "response_model": "gen_ai.response.model",
+    "response_id": "gen_ai.response.id",
+    "max_tokens": "gen_ai.request.max_tokens",
+    "temperature": "gen_ai.request.temperature",
     "prompt_tokens": "gen_ai.usage.input_tokens",
     "completion_tokens": "gen_ai.usage.output_tokens",
     "finish_reasons": "gen_ai.response.finish_reasons",
+    "first_token_seconds": "gen_ai.response.time_to_first_chunk",
+    "queue_seconds": "gen_ai.latency.time_in_queue",
+    "prefill_seconds": "gen_ai.latency.time_in_model_prefill",
 }
-"""Facts that have a name in OpenTelemetry's conventions. The others begin with ``eesd.``."""
+"""Names of facts in OpenTelemetry's conventions, and vLLM's for two times that these lack. Others
+begin with ``eesd.``."""
+OPERATIONS = {
+    "/v1/completions": "text_completion",
+    **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
+}
+"""The operation of each route that generates, by OpenTelemetry's conventions."""
 _REQUEST_ID: ContextVar[str | None] = ContextVar("request_id", default=None)
 _GIVEN_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 
@@ -104,7 +121,7 @@ class Observe:
         """``paths`` are those of the routes. Metrics count all other ones together, as anybody can
         make up more."""
         self._app = app
-        self._metrics = serving.metrics
+        self._serving = serving
         self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,6 +136,7 @@ class Observe:
         facts: dict[str, Any] = {"method": scope["method"], "path": path}
         if scope.get("client"):
             facts["client"] = scope["client"][0]
+        traced = self._traced(path_of(scope))
         status = LEFT
         start = monotonic()
 
@@ -128,10 +146,12 @@ class Observe:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                if ignored := _outcome(scope, status, start).get("ignored_keywords"):
-                    headers["X-Ignored-Keywords"] = ", ".join(ignored)
+                outcome = _outcome(scope, status, start)
+                for name in ("keywords", "fields"):
+                    if ignored := outcome.get(f"ignored_{name}"):
+                        headers[f"X-Ignored-{name.title()}"] = ", ".join(ignored)
             elif not message.get("more_body", False):  # sending this ends the span
-                _add_to_span(facts | _outcome(scope, status, start))
+                _add_to_span(traced | facts | _outcome(scope, status, start))
             await send(message)
 
         try:
@@ -141,16 +161,36 @@ class Observe:
             if status == LEFT:
                 await as_api_error(error).response_for(scope)(scope, receive, sending)
         finally:
+            if scope.get("state", {}).get("left"):
+                status = LEFT
             facts |= _outcome(scope, status, start)
-            _add_to_span(facts)
-            route = path_of(scope)
-            self._metrics.answered(route if route in self._paths else "other", status)
+            _add_to_span(traced | facts)
+            self._serving.metrics.answered(scope["method"], traced["route"], status)
             LOGGER.info("%s %s %s", facts["method"], facts["path"], status, extra={"facts": facts})
+
+    def _traced(self, path: str) -> dict[str, str]:
+        """What a trace has of a request besides the facts of the log: its route, and if it
+        generates, the operation."""
+        if path not in self._paths:
+            return {"route": "other"}
+        if path not in OPERATIONS:
+            return {"route": path}
+        return {
+            "route": path,
+            "operation": OPERATIONS[path],
+            "provider": "eesd",
+            "response_model": self._serving.model_name,
+        }
 
 
 def _outcome(scope: Scope, status: int, start: float) -> dict[str, Any]:
-    """What became of a request so far: status, seconds, the name of its key, tokens."""
+    """What became of a request so far: status, seconds, the name of its key, the model that it
+    names, fields that change nothing, tokens."""
     state = scope.get("state", {})
-    key = {"key": state["key"]} if state.get("key") else {}
-    tokens = state["generations"].facts() if state.get("generations") else {}
-    return {"status": status, "seconds": round(monotonic() - start, 4), **key, **tokens}
+    found: dict[str, Any] = {"status": status, "seconds": round(monotonic() - start, 4)}
+    for name in ("key", "model", "ignored_fields"):
+        if state.get(name):
+            found[name] = state[name]
+    if "generations" in state:
+        found |= state["generations"].facts()
+    return found

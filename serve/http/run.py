@@ -164,7 +164,8 @@ class _PatientProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(msg)
-        self.serving.metrics.answered("other", 400)  # no application hears of what is no HTTP
+        # No application hears of what is no HTTP.
+        self.serving.metrics.answered("other", "other", 400)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for timer in (self._head, self._unread):

@@ -65,8 +65,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            with suppress(ClientLeftError):
-                await _unless_left(self._send(send), receive)
+            await _unless_left(self._send(send), receive)
+        except ClientLeftError:  # the status may have been sent; the log and the metrics say 499
+            scope.setdefault("state", {})["left"] = True
         finally:
             await self._events.aclose()
 

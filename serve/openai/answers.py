@@ -35,13 +35,14 @@ class Writer(Protocol):
 
 
 def new_answer(
-    model: type[Answer], kind: str, prefix: str, serving: Serving
+    model: type[Answer], kind: str, prefix: str, serving: Serving, generations: Generations
 ) -> Callable[..., Answer]:
-    """Makes an answer, or its chunks, of a ``kind`` that is its ``object``. Its id begins with
-    ``prefix``."""
+    """A function that makes an answer, or its chunks. Their ``object`` is ``kind``, and their id
+    begins with ``prefix``."""
+    generations.id = f"{prefix}-{uuid4().hex}"
     return partial(
         model,
-        id=f"{prefix}-{uuid4().hex}",
+        id=generations.id,
         object=kind,
         created=int(time()),
         model=serving.model_name,
@@ -50,8 +51,10 @@ def new_answer(
 
 def finished(progress: Progress) -> dict[str, Any]:
     """How a choice ended, so far not at all."""
-    reason = {"stop_reason": progress.stop_reason} if progress.finish_reason else {}
-    return {"finish_reason": progress.finish_reason, **reason}
+    found = {"finish_reason": progress.finish_reason}
+    if progress.finish_reason:
+        found["stop_reason"] = progress.stop_reason
+    return found
 
 
 async def respond(
@@ -74,11 +77,10 @@ async def respond(
     """
     if body.stream:
         return EventStream(_chunks(body, generations, writers, new, first))
-    return json_response(await unless_left(request, _whole(body, generations, writers, new)))
+    return json_response(await unless_left(request, _whole(generations, writers, new)))
 
 
 async def _whole(
-    body: GenerationBody,
     generations: Generations,
     writers: Sequence[Writer],
     new: Callable[..., Answer],
@@ -88,7 +90,7 @@ async def _whole(
             writers[index].see(update)
     # In a thread: the log-probabilities of many tokens take long to write.
     choices = [await run_in_threadpool(writer.choice) for writer in writers]
-    return new(choices=choices, usage=generations.usage(body.choices), **generations.extras())
+    return new(choices=choices, usage=generations.usage(), **generations.extras())
 
 
 async def _chunks(
@@ -113,5 +115,5 @@ async def _chunks(
                 )
                 yield event(new(choices=[choice], **(generations.extras() if last else {})))
     if body.include_usage:
-        yield event(new(choices=[], usage=generations.usage(body.choices), **generations.extras()))
+        yield event(new(choices=[], usage=generations.usage(), **generations.extras()))
     yield DONE

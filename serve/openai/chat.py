@@ -6,7 +6,6 @@ from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import Response
 
-from eesd.runtime.chat_template import Message
 from eesd.runtime.request import Update
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.thinking import BEGIN, END, ThinkParser, may_think
@@ -18,7 +17,7 @@ from eesd.serve.http.options import Serving
 from eesd.serve.openai.answers import finished, new_answer, respond
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.logprobs import TokenWriter
-from eesd.serve.openai.params import check_model, requests_of
+from eesd.serve.openai.params import admit, requests_of
 from eesd.serve.openai.schemas import (
     ChatAnswer,
     ChatBody,
@@ -27,7 +26,7 @@ from eesd.serve.openai.schemas import (
     ChatChunkChoice,
     ChatMessage,
     Delta,
-    TemplateBody,
+    TokenizeBody,
     ToolCall,
 )
 
@@ -43,17 +42,15 @@ async def chat_completions(body: ChatBody, request: Request, serving: Shared) ->
         )
     generations, readers = await begin(body, request, serving)
     writers = [_Writer(body, serving, index, reader) for index, reader in enumerate(readers)]
-    model, kind = (
-        (ChatChunk, "chat.completion.chunk") if body.stream else (ChatAnswer, "chat.completion")
-    )
+    new = new_answer(ChatAnswer, "chat.completion", "chatcmpl", serving, generations)
+    if body.stream:
+        new = new_answer(ChatChunk, "chat.completion.chunk", "chatcmpl", serving, generations)
     role = Delta(role="assistant", content="")
     first = [
         ChatChunkChoice(index=index, delta=role, finish_reason=None)
         for index in range(len(writers))
     ]
-    return await respond(
-        body, request, generations, writers, new_answer(model, kind, "chatcmpl", serving), first
-    )
+    return await respond(body, request, generations, writers, new, first)
 
 
 async def begin(
@@ -64,7 +61,7 @@ async def begin(
     Raises:
         APIError, EESDError: The server cannot do what is asked for.
     """
-    check_model(body.model, serving)
+    admit(body, request, serving)
     codec = serving.service.llm.codec
     tools, tokens = await run_in_threadpool(encode, body, codec)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
@@ -73,32 +70,19 @@ async def begin(
     requests = await run_in_threadpool(
         requests_of, body, [tokens], serving, most, logprobs, tools=tools, key=request.state.key
     )
-    generations = Generations(serving, requests)
+    generations = Generations(serving, requests, body.choices)
     request.state.generations = generations
     return generations, [
         Reader(choice, tools, codec, bool(body.stream)) for choice in generations.progress
     ]
 
 
-def encode(body: ChatBody, codec: TextCodec) -> tuple[Tools | None, list[int]]:
+def encode(body: ChatBody | TokenizeBody, codec: TextCodec) -> tuple[Tools | None, list[int]]:
     """The tools, and the messages as tokens. A template is a program and may take long: call this
-    in a thread."""
-    tools = tools_of(body.given(), codec)
-    messages = [message.given() for message in body.messages]
-    return tools, prompt_of(messages, tools, codec, body, body.reasoning_effort)
-
-
-def prompt_of(
-    messages: Sequence[Message],
-    tools: Tools | None,
-    codec: TextCodec,
-    body: TemplateBody,
-    effort: str | None = None,
-) -> list[int]:
-    """Token ids of messages, as a body says that they become a prompt.
+    in a thread.
 
     Raises:
-        APIError, EESDError: The body contradicts itself, or a message cannot be used.
+        APIError, EESDError: The body contradicts itself, or a message or a tool cannot be used.
     """
     if body.continue_final_message and body.add_generation_prompt:
         message = (
@@ -106,14 +90,16 @@ def prompt_of(
             "give one of them."
         )
         raise APIError(400, message, "continue_final_message", "invalid_value")
-    ending = (
-        "continue"
-        if body.continue_final_message
-        else "end"
-        if body.add_generation_prompt is False
-        else "answer"
-    )
-    return encode_chat(messages, tools, codec, effort, body.chat_template_kwargs or {}, ending)
+    ending = "answer"
+    if body.continue_final_message:
+        ending = "continue"
+    elif body.add_generation_prompt is False:
+        ending = "end"
+    tools = tools_of(body.given(), codec)
+    messages = [message.given() for message in body.messages or ()]
+    variables = body.chat_template_kwargs or {}
+    tokens = encode_chat(messages, tools, codec, body.reasoning_effort, variables, ending)
+    return tools, tokens
 
 
 class Reader:
@@ -143,22 +129,42 @@ class Reader:
         """Take an update in. Returns what it adds to the answer."""
         text = self.progress.see(update)
         last = self.progress.finish_reason is not None
-        marks = self._marks if self._parser is None else self._parser.marks | self._marks
+        marks = dict(self._marks)
+        if self._parser:
+            marks |= self._parser.marks
         if self._thoughts or self._parser:
-            text = (
-                "".join(marks.get(output.token, "") + output.text for output in update.tokens)
-                + update.held
-            )
-        thought = ""
+            pieces = [marks.get(output.token, "") + output.text for output in update.tokens]
+            text = "".join(pieces) + update.held
+        deltas = []
         if self._thoughts:
-            thought, text = self._thoughts.push(text, last)
-        deltas = [ToolDelta(thought=thought)] if thought else []
+            thought, text = self._think(self._thoughts, pieces, update.held, last)
+            if thought:
+                deltas.append(ToolDelta(thought=thought))
         if self._parser is None:
-            return [*deltas, ToolDelta(text)] if text else deltas
-        deltas += self._parser.push(text) + (self._parser.finish() if last else [])
+            if text:
+                deltas.append(ToolDelta(text))
+            return deltas
+        deltas += self._parser.push(text)
+        if last:
+            deltas += self._parser.finish()
         if self._parser.calls and self.progress.finish_reason == "stop":
             self.progress.finish_reason = "tool_calls"
         return deltas
+
+    def _think(
+        self, thoughts: ThinkParser, pieces: Sequence[str], held: str, last: bool
+    ) -> tuple[str, str]:
+        """The thought and the text that tokens added. Counts the tokens of thoughts."""
+        thought = ""
+        text = ""
+        for piece in pieces:
+            before = thoughts.thinking
+            more, said = thoughts.push(piece, last=False)
+            thought += more
+            text += said
+            self.progress.thought_tokens += before or thoughts.thinking
+        more, said = thoughts.push(held, last)
+        return thought + more, text + said
 
 
 class _Writer:

@@ -15,7 +15,7 @@ from eesd.serve.http.options import Serving
 from eesd.serve.openai.answers import finished, new_answer, respond
 from eesd.serve.openai.generations import Generations, Progress
 from eesd.serve.openai.logprobs import TokenWriter
-from eesd.serve.openai.params import check_ids, check_model, requests_of
+from eesd.serve.openai.params import admit, check_ids, requests_of
 from eesd.serve.openai.schemas import (
     CompletionAnswer,
     CompletionBody,
@@ -29,7 +29,7 @@ router = APIRouter(route_class=JSONRoute)
 @router.post("/v1/completions", response_model=CompletionAnswer, responses=ANSWERS)
 async def completions(body: CompletionBody, request: Request, serving: Shared) -> Response:
     """Continue one prompt, or several."""
-    check_model(body.model, serving)
+    admit(body, request, serving)
     if body.max_tokens == 0 and not body.echo:
         raise APIError(
             400, "max_tokens is 0; give at least 1, or echo.", "max_tokens", "invalid_value"
@@ -45,12 +45,12 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
     requests = await run_in_threadpool(
         requests_of, body, tokens, serving, body.max_tokens, body.logprobs, shown, key=key
     )
-    generations = Generations(serving, requests, keep_tokens=body.max_tokens != 0)
+    generations = Generations(serving, requests, body.choices, body.max_tokens != 0)
     request.state.generations = generations
     echoed = [text if body.echo else "" for _, text in prompts for _ in range(body.choices)]
     places = enumerate(zip(generations.progress, echoed, strict=True))
     writers = [_Writer(body, serving, index, progress, text) for index, (progress, text) in places]
-    new = new_answer(CompletionAnswer, "text_completion", "cmpl", serving)
+    new = new_answer(CompletionAnswer, "text_completion", "cmpl", serving, generations)
     return await respond(body, request, generations, writers, new)
 
 

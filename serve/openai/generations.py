@@ -17,7 +17,13 @@ from eesd.serve.grammar.token_filter import TokenFilter
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.metrics import Meter, num_drafts
 from eesd.serve.http.options import Serving
-from eesd.serve.openai.schemas import PromptDetails, ResponseMetrics, SpeculativeDecoding, Usage
+from eesd.serve.openai.schemas import (
+    CompletionDetails,
+    PromptDetails,
+    ResponseMetrics,
+    SpeculativeDecoding,
+    Usage,
+)
 
 LIVENESS_SECONDS = 5.0
 """How often a request that hears nothing looks whether the batch is alive."""
@@ -26,7 +32,7 @@ LIVENESS_SECONDS = 5.0
 @dataclass
 class Progress:
     """What has come for one choice. ``finish_reason`` is OpenAI's; ``stop_reason`` a stop string,
-    or ``deadline``."""
+    or ``deadline``. The reader of a chat sets ``thought_tokens``."""
 
     request: Request
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -34,6 +40,7 @@ class Progress:
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | None = None
+    thought_tokens: int = 0
     cached_tokens: int = 0
     stats: Stats = field(default_factory=Stats)
 
@@ -42,12 +49,15 @@ class Progress:
         text = "".join(output.text for output in update.tokens) + update.held
         self.outputs += update.tokens
         self.text.append(text)
-        self.stats, self.cached_tokens = update.stats, max(self.cached_tokens, update.cached_tokens)
+        self.stats = update.stats
+        self.cached_tokens = max(self.cached_tokens, update.cached_tokens)
         self.prompt_logprobs = update.prompt_logprobs or self.prompt_logprobs
         if update.finish_reason:
-            late = update.finish_reason == "deadline"
-            self.finish_reason = "length" if late else update.finish_reason
-            self.stop_reason = "deadline" if late else update.stop
+            self.finish_reason = update.finish_reason
+            self.stop_reason = update.stop
+            if update.finish_reason == "deadline":
+                self.finish_reason = "length"
+                self.stop_reason = "deadline"
         return text
 
 
@@ -57,9 +67,14 @@ class Generations:
 
     Args:
         serving: The server.
-        requests: One for each choice.
+        requests: One for each choice; those of a prompt follow each other.
+        choices: Choices of each prompt.
         keep_tokens: False: only the prompts are wanted, and the token that each request generates
             is dropped.
+
+    Attributes:
+        id: The id of the answer; its writer sets it.
+        progress: What has come for each choice.
 
     Raises:
         EESDError: When the block is entered: a request cannot be used, or the queue is full.
@@ -68,9 +83,15 @@ class Generations:
     """
 
     def __init__(
-        self, serving: Serving, requests: Sequence[Request], keep_tokens: bool = True
+        self,
+        serving: Serving,
+        requests: Sequence[Request],
+        choices: int = 1,
+        keep_tokens: bool = True,
     ) -> None:
+        self.id = ""
         self.progress = [Progress(request) for request in requests]
+        self._choices = choices
         self._serving = serving
         self._keep = keep_tokens
         self._updates: asyncio.Queue[tuple[int, Update, float]] = asyncio.Queue()
@@ -91,7 +112,8 @@ class Generations:
                 self._running.append(
                     self._serving.service.submit(choice.request, partial(deliver, index))
                 )
-                self._meters.append(Meter(self._serving.metrics, self._running[-1], start))
+                meter = Meter(self._serving.metrics, self._running[-1], start, self._keep)
+                self._meters.append(meter)
         except BaseException:
             self._cancel()
             raise
@@ -104,6 +126,12 @@ class Generations:
         trace: TracebackType | None,
     ) -> None:
         self._cancel()
+        metrics = self._serving.metrics
+        for first in range(0, len(self._meters), self._choices):
+            texts = slice(first, first + self._choices)
+            metrics.asked([choice.request for choice in self.progress[texts]])
+            longest = max(meter.tokens for meter in self._meters[texts])
+            metrics.observe("request_max_num_generation_tokens", longest)
 
     def _cancel(self) -> None:
         for generation in self._running:
@@ -160,18 +188,21 @@ class Generations:
             return APIError(400, message, code="constraint_failed")
         return APIError(500, message, code="internal_error")
 
-    def usage(self, choices: int) -> Usage:
-        """Tokens so far, with so many choices for each prompt."""
-        prompts = self.progress[::choices]
+    def usage(self) -> Usage:
+        """Tokens so far, each prompt counted once."""
+        prompts = self.progress[:: self._choices]
         prompt = sum(len(choice.request.tokens) for choice in prompts)
         new = sum(len(choice.outputs) for choice in self.progress)
         cached = sum(choice.cached_tokens for choice in prompts)
-        return Usage(
+        usage = Usage(
             prompt_tokens=prompt,
             completion_tokens=new,
             total_tokens=prompt + new,
             prompt_tokens_details=PromptDetails(cached_tokens=cached),
         )
+        if thoughts := sum(choice.thought_tokens for choice in self.progress):
+            usage.completion_tokens_details = CompletionDetails(reasoning_tokens=thoughts)
+        return usage
 
     def metrics(self) -> ResponseMetrics:
         """What drafting did for all choices together."""
@@ -209,13 +240,19 @@ class Generations:
         return {"ignored_keywords": sorted(known)} if known else {}
 
     def facts(self) -> dict[str, Any]:
-        """What the log and a trace say about the request."""
+        """The facts of the request for the log and for traces. The times are those of the first
+        choice."""
         spec = self.metrics().speculative_decoding
+        request = self.progress[0].request
         return {
+            "response_id": self.id,
+            "max_tokens": request.max_new_tokens,
+            "temperature": request.sampling.temperature,
             "prompt_tokens": sum(len(choice.request.tokens) for choice in self.progress),
             "completion_tokens": sum(len(choice.outputs) for choice in self.progress),
             "finish_reasons": [choice.finish_reason or "none" for choice in self.progress],
             "draft_tokens": spec.num_draft_tokens,
             "accepted_tokens": spec.num_accepted_draft_tokens,
+            **dict(*(meter.facts() for meter in self._meters[:1])),
             **self._ignored(),
         }

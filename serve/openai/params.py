@@ -1,21 +1,24 @@
 """From the body of a request to what the batch is asked for."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
+from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from eesd.common.checks import shown
+from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.llm import LLM
 from eesd.runtime.request import Constraint, Request
-from eesd.serve.grammar.fields import constraint_of
+from eesd.serve.grammar.fields import FIELDS, constraint_of
 from eesd.serve.grammar.token_filter import TokenFilter, word_tokens
 from eesd.serve.grammar.tools import Tools
 from eesd.serve.http.errors import APIError, unsupported
 from eesd.serve.http.options import Serving
-from eesd.serve.openai.schemas import ALIASES, Body, ChatBody, GenerationBody
+from eesd.serve.openai.schemas import ALIASES, Body, ChatBody, GenerationBody, TemplateBody
 
 SAMPLING = (
     "temperature",
@@ -62,13 +65,17 @@ NEUTRAL: dict[str, Any] = {
     **dict.fromkeys(
         ("top_a", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "no_repeat_ngram_size"), 0
     ),
-    **dict.fromkeys(("top_n_sigma", "repeat_last_n"), -1),
+    "top_n_sigma": -1,
     **dict.fromkeys(ALIASES, None),
     **{"do_sample": True, "negative_prompt": "", "echo": False},
 }
 """Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the
 text and are not supported, and the value that changes nothing. An alias is refused beside the field
 that it stands for, and where there is no such field."""
+TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+MOST_NAMED = 32
+"""Ignored fields that an answer names."""
 
 
 def chat_of(values: dict[str, Any]) -> ChatBody:
@@ -104,6 +111,33 @@ def check_supported(body: Body, choices: int = 1) -> None:
         if value is not None and value != neutral:
             wanted = "leave it out" if neutral is None else f"leave it out or give {neutral!r}"
             raise unsupported(name, f"{name} {shown(value)} is not supported; {wanted}.")
+
+
+class Named(Protocol):
+    """A body that may name a model."""
+
+    model: str | None
+
+    @property
+    def model_extra(self) -> dict[str, Any] | None: ...
+
+
+def admit(body: Named, request: HTTPRequest, serving: Serving) -> None:
+    """Check the model that a body names, and note for the answer and the log which of its fields
+    change nothing.
+
+    Raises:
+        APIError: There is no such model.
+    """
+    check_model(body.model, serving)
+    request.state.model = body.model or serving.model_name
+    read = {*NEUTRAL, "best_of", "repeat_last_n"}
+    if isinstance(body, GenerationBody):
+        read |= FIELDS
+    if isinstance(body, TemplateBody):
+        read |= TOOLS
+    ignored = [name for name in body.model_extra or () if name not in read]
+    request.state.ignored_fields = [*filter(_NAME.fullmatch, ignored)][:MOST_NAMED]
 
 
 def check_model(model: str | None, serving: Serving) -> None:
@@ -185,6 +219,7 @@ def requests_of(
     if body.seed is not None:
         chosen["seed"] = body.seed % 2**63
     sampling = replace(llm.default_sampling, **chosen)
+    _check_window(body, sampling)
     requests = []
     for number, tokens in enumerate(prompts):
         check_prompt(tokens, serving)
@@ -210,6 +245,18 @@ def requests_of(
             )
             requests.append(request)
     return requests
+
+
+def _check_window(body: Body, sampling: Sampling) -> None:
+    """Refuse a window of the penalties, if there are penalties: they count all tokens."""
+    window = (body.model_extra or {}).get("repeat_last_n")
+    if window in (None, -1) or not (sampling.counts or sampling.repetition_penalty != 1):
+        return
+    raise unsupported(
+        "repeat_last_n",
+        f"repeat_last_n {shown(window)} is not supported with a penalty, which counts all tokens; "
+        "give -1, or leave the penalties out.",
+    )
 
 
 def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constraint | None:

@@ -1,6 +1,7 @@
 """A request of the Responses API as the chat request that it is."""
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from eesd.common.checks import shown
@@ -20,6 +21,13 @@ REFUSED = {
 }
 """Fields that ask for what a server without memory cannot do."""
 LOGPROBS = "message.output_text.logprobs"
+CUSTOM = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+"""The parameters of the function as which a model sees a custom tool."""
 TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
 
@@ -63,6 +71,7 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
         for name, value in extra.items()
         if name not in ChatBody.model_fields and name not in REFUSED
     }
+    unknown |= _without_effect(body)
     logprobs = LOGPROBS in (body.include or ())
     values = {
         "messages": messages,
@@ -76,6 +85,18 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
         "top_logprobs": body.top_logprobs if logprobs else None,
     }
     return chat_of(unknown | shared | values)
+
+
+def _without_effect(body: ResponsesBody) -> dict[str, Any]:
+    """Values that change nothing here, under the names by which the answer lists them."""
+    found: dict[str, Any] = {}
+    if set(body.include or ()) - {LOGPROBS}:
+        found["include"] = body.include
+    if body.text and body.text.verbosity:
+        found["text.verbosity"] = body.text.verbosity
+    for name, value in ((body.reasoning and body.reasoning.model_extra) or {}).items():
+        found[f"reasoning.{name}"] = value
+    return found
 
 
 def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
@@ -140,10 +161,24 @@ def _call(item: InputItem, number: int) -> dict[str, Any]:
             "three."
         )
         raise APIError(400, message, "input", "invalid_value")
+    return _called(item.call_id, item.name, item.arguments)
+
+
+def _custom_call(item: InputItem, number: int) -> dict[str, Any]:
+    if item.call_id is None or item.name is None or item.input is None:
+        message = (
+            f"Input item {number} is a custom tool call without call_id, name or input; give all "
+            "three."
+        )
+        raise APIError(400, message, "input", "invalid_value")
+    return _called(item.call_id, item.name, json.dumps({"input": item.input}))
+
+
+def _called(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     call = {
-        "id": item.call_id,
+        "id": call_id,
         "type": "function",
-        "function": {"name": item.name, "arguments": item.arguments},
+        "function": {"name": name, "arguments": arguments},
     }
     return {"role": "assistant", "content": None, "tool_calls": [call]}
 
@@ -166,6 +201,8 @@ _READERS: dict[str, Callable[[InputItem, int], dict[str, Any]]] = {
     "message": _message,
     "function_call": _call,
     "function_call_output": _output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _output,
 }
 
 
@@ -202,13 +239,22 @@ def _text(
 
 
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
+    kind = tool.get("type")
+    if kind == "custom":
+        tool = {**tool, "parameters": CUSTOM, "strict": True}
+        form = tool.get("format")
+        if isinstance(form, Mapping) and form.get("type") != "text":
+            raise unsupported(
+                "tools",
+                f"The custom tool {shown(tool.get('name'))} has a format of type "
+                f"{shown(form.get('type'))}, which is not supported; leave the format out, or "
+                "give the tool as a function.",
+            )
+    elif kind != "function":
         raise unsupported(
             "tools",
-            (
-                f"The tool {shown(tool.get('type'))} is not supported; this server knows "
-                "functions only."
-            ),
+            f"The tool {shown(kind)} is not supported; switch it off in the client, as this "
+            "server has functions and custom tools only.",
         )
     names = ("name", "description", "parameters", "strict")
     return {
@@ -218,6 +264,8 @@ def _tool(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(given: str | dict[str, Any] | None) -> Any:
+    if isinstance(given, dict) and given.get("type") == "custom":
+        return {**given, "type": "function"}
     if isinstance(given, dict) and given.get("type") not in ("function", "allowed_tools"):
         message = (
             f"tool_choice of type {shown(given.get('type'))} is not supported; give none, auto, "
@@ -228,10 +276,6 @@ def _tool_choice(given: str | dict[str, Any] | None) -> Any:
 
 
 def _response_format(text: TextOptions) -> dict[str, Any] | None:
-    if text.verbosity not in (None, "medium"):
-        raise unsupported(
-            "text", f"text.verbosity {shown(text.verbosity)} is not supported; leave it out."
-        )
     if text.format is None:
         return None
     if text.format.type != "json_schema":

@@ -32,8 +32,8 @@ Parts = Annotated[list[ContentPart], Field(fail_fast=True)]
 
 
 class InputItem(Body):
-    """A message (``role``, ``content``), or by ``type`` a ``function_call``, its output, or
-    ``reasoning``."""
+    """A message (``role``, ``content``), or by ``type`` a ``function_call`` or
+    ``custom_tool_call``, its output, or ``reasoning``."""
 
     type: str | None = None
     role: str | None = None
@@ -41,6 +41,7 @@ class InputItem(Body):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
     output: str | Parts | None = None
 
 
@@ -94,8 +95,8 @@ class OutputText(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """A message of the model, what it thinks (``reasoning``), or a call of a function, whose
-    ``arguments`` are JSON."""
+    """A message of the model, what it thinks (``reasoning``), a call of a function, whose
+    ``arguments`` are JSON, or a call of a custom tool, whose ``input`` is text."""
 
     id: str
     type: str
@@ -106,6 +107,7 @@ class OutputItem(BaseModel):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
+    input: str | None = None
 
 
 class InputDetails(BaseModel):
@@ -114,7 +116,7 @@ class InputDetails(BaseModel):
 
 
 class OutputDetails(BaseModel):
-    """Tokens of thoughts are not counted apart: ``reasoning_tokens`` is 0."""
+    """``reasoning_tokens`` are those of thoughts, with the marks around them."""
 
     reasoning_tokens: int
 

@@ -108,7 +108,7 @@ class _Writer:
         self._generations = generations
         self._reader = reader
         self._tokens = tokens
-        self._id = f"resp_{uuid4().hex}"
+        self._id = generations.id = f"resp_{uuid4().hex}"
         self._created = int(time())
         self._model = serving.model_name
         self._items: list[OutputItem] = []
@@ -118,6 +118,9 @@ class _Writer:
         self._logprobs: list[ChatLogprob] = []
         """Of the open text, and of what comes before the next piece of text."""
         self._told = 0
+        self._custom = {
+            tool.get("name") for tool in body.tools or () if tool.get("type") == "custom"
+        }
 
     @property
     def status(self) -> str:
@@ -187,14 +190,19 @@ class _Writer:
             item = OutputItem(id=f"fc_{uuid4().hex}", type="function_call", status="in_progress")
             item.call_id = delta.id
             item.name = delta.name
-            item.arguments = ""
+            if delta.name in self._custom:
+                item.type = "custom_tool_call"
+                item.input = ""
+            else:
+                item.arguments = ""
             yield from self._begin(item)
         if delta.arguments:
             self._pieces.append(delta.arguments)
-            yield (
-                "response.function_call_arguments.delta",
-                {**self._place(), "delta": delta.arguments},
-            )
+            if self._items[-1].type == "function_call":
+                yield (
+                    "response.function_call_arguments.delta",
+                    {**self._place(), "delta": delta.arguments},
+                )
 
     def _begin_text(self) -> Iterator[Event]:
         message = OutputItem(
@@ -233,6 +241,8 @@ class _Writer:
             yield "response.reasoning_text.done", {**self._place(0), "text": value}
             item.content = [OutputText(type="reasoning_text", text=value)]
             item.status = status
+        elif item.type == "custom_tool_call":
+            yield from self._close_custom(item, value)
         else:
             yield (
                 "response.function_call_arguments.done",
@@ -244,6 +254,17 @@ class _Writer:
         self._told = 0
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
 
+    def _close_custom(self, item: OutputItem, arguments: str) -> Iterator[Event]:
+        """The events with the input of a call of a custom tool, which is known when its JSON is
+        whole."""
+        item.status = "incomplete"
+        if _is_whole(arguments):
+            item.status = "completed"
+            item.input = str(json.loads(arguments).get("input", ""))
+        kind = "response.custom_tool_call_input"
+        yield f"{kind}.delta", {**self._place(), "delta": item.input}
+        yield f"{kind}.done", {**self._place(), "input": item.input}
+
     def _place(self, content: int | None = None) -> dict[str, Any]:
         """What an event within the last item says of its place."""
         inside = {} if content is None else {"content_index": content}
@@ -253,21 +274,17 @@ class _Writer:
         """The response as far as it has come."""
         body = self._body
         progress = self._reader.progress
-        ended = status != "in_progress"
-        details = {"reason": "max_output_tokens"} | (
-            {"stop_reason": "deadline"} if progress.stop_reason == "deadline" else {}
-        )
         sampling = progress.request.sampling
-        return ResponsesAnswer(
+        answer = ResponsesAnswer(
             id=self._id,
             object="response",
             created_at=self._created,
             status=status,
             model=self._model,
-            output=self._items if ended else [],
+            output=[],
             error=None,
-            incomplete_details=IncompleteDetails(**details) if status == "incomplete" else None,
-            usage=_usage(self._generations) if ended else None,
+            incomplete_details=None,
+            usage=None,
             background=False,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
@@ -291,8 +308,17 @@ class _Writer:
             top_p=sampling.top_p,
             truncation="disabled",
             user=body.user,
-            **(self._generations.extras() if ended else {}),
         )
+        if status == "incomplete":
+            answer.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+            if progress.stop_reason == "deadline":
+                answer.incomplete_details.stop_reason = "deadline"
+        if status != "in_progress":
+            answer.output = self._items
+            answer.usage = _usage(self._generations)
+            for name, value in self._generations.extras().items():
+                setattr(answer, name, value)
+        return answer
 
 
 def _output_text(text: str, logprobs: list[ChatLogprob]) -> OutputText:
@@ -307,12 +333,14 @@ def _is_whole(arguments: str) -> bool:
 
 
 def _usage(generations: Generations) -> ResponsesUsage:
-    usage = generations.usage(1)
+    usage = generations.usage()
     cached = usage.prompt_tokens_details.cached_tokens
     return ResponsesUsage(
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputDetails(cached_tokens=cached, cache_write_tokens=0),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputDetails(reasoning_tokens=0),
+        output_tokens_details=OutputDetails(
+            reasoning_tokens=generations.progress[0].thought_tokens
+        ),
         total_tokens=usage.total_tokens,
     )

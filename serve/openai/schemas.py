@@ -173,7 +173,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class TemplateBody(Body):
-    """How messages become a prompt."""
+    """How messages become a prompt. ``tools`` may come, too."""
 
     chat_template_kwargs: (
         Annotated[dict[str, Any], Field(description="Values that the template reads.")] | None
@@ -210,6 +210,8 @@ class TokenizeBody(TemplateBody):
     prompt: str | None = None
     messages: Annotated[list[Message], Many] | None = None
     add_special_tokens: Special = None
+    return_token_strs: bool | None = None
+    reasoning_effort: Effort | None = None
 
 
 class DetokenizeBody(Body):
@@ -223,13 +225,21 @@ class PromptDetails(BaseModel):
     cached_tokens: int
 
 
+class CompletionDetails(BaseModel):
+    """``reasoning_tokens`` are those of thoughts, with the marks around them."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
-    """Tokens, each prompt counted once."""
+    """Tokens, each prompt counted once. A text without thoughts has no
+    ``completion_tokens_details``."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails | None = None
 
 
 class SpeculativeDecoding(BaseModel):
@@ -380,6 +390,7 @@ class TokenizeAnswer(BaseModel):
     count: int
     max_model_len: int
     tokens: list[int]
+    token_strs: list[str | None] | None = None
 
 
 class DetokenizeAnswer(BaseModel):

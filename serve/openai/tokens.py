@@ -2,14 +2,16 @@
 
 from time import time
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import Response
 
-from eesd.serve.http.errors import ERRORS, APIError
+from eesd.serve.http.errors import ERRORS, NO_PATH, APIError
 from eesd.serve.http.json_route import JSONRoute, Shared
 from eesd.serve.http.options import Serving
-from eesd.serve.openai.chat import prompt_of
-from eesd.serve.openai.params import check_ids, check_model, check_supported
+from eesd.serve.http.streaming import json_response
+from eesd.serve.openai.chat import encode
+from eesd.serve.openai.params import admit, check_ids, check_model, check_supported
 from eesd.serve.openai.schemas import (
     DetokenizeAnswer,
     DetokenizeBody,
@@ -43,14 +45,16 @@ async def models(serving: Shared) -> ModelList:
 @router.get("/v1/models/{model:path}")
 async def model(model: str, serving: Shared) -> ModelCard:
     """The model of this name."""
+    if not model:
+        raise APIError(404, NO_PATH)
     check_model(model, serving)
     return _card(model, serving)
 
 
-@router.post("/tokenize")
-async def tokenize(body: TokenizeBody, serving: Shared) -> TokenizeAnswer:
-    """The tokens of a text, or of chat messages as the model sees them."""
-    check_model(body.model, serving)
+@router.post("/tokenize", response_model=TokenizeAnswer)
+async def tokenize(body: TokenizeBody, request: Request, serving: Shared) -> Response:
+    """The tokens of a text, or of chat messages and tools as the model sees them."""
+    admit(body, request, serving)
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "Give either prompt or messages.", "prompt", "invalid_value")
     check_supported(body)
@@ -63,14 +67,15 @@ async def tokenize(body: TokenizeBody, serving: Shared) -> TokenizeAnswer:
         )
     codec = serving.service.llm.codec
     if body.prompt is None:
-        tokens = await run_in_threadpool(
-            prompt_of, [message.given() for message in body.messages or ()], None, codec, body
-        )
+        _, tokens = await run_in_threadpool(encode, body, codec)
     else:
         tokens = await run_in_threadpool(
             codec.ids, body.prompt, body.add_special_tokens is not False
         )
-    return TokenizeAnswer(count=len(tokens), max_model_len=serving.max_model_len, tokens=tokens)
+    answer = TokenizeAnswer(count=len(tokens), max_model_len=serving.max_model_len, tokens=tokens)
+    if body.return_token_strs:
+        answer.token_strs = [codec.tokenizer.id_to_token(token) for token in tokens]
+    return json_response(answer)
 
 
 @router.get("/tokenizer_info")
@@ -88,9 +93,9 @@ async def tokenizer_info(serving: Shared) -> TokenizerInfo:
 
 
 @router.post("/detokenize")
-async def detokenize(body: DetokenizeBody, serving: Shared) -> DetokenizeAnswer:
+async def detokenize(body: DetokenizeBody, request: Request, serving: Shared) -> DetokenizeAnswer:
     """The text of tokens, without special tokens."""
-    check_model(body.model, serving)
+    admit(body, request, serving)
     llm = serving.service.llm
     check_ids(body.tokens, llm, "tokens")
     return DetokenizeAnswer(prompt=await run_in_threadpool(llm.codec.decode, body.tokens))

@@ -30,7 +30,7 @@ from support.without_operators import needs_operators
 from eesd.common.errors import EESDError
 from eesd.controllers import load_rule
 from eesd.controllers.cost_aware_ts import CostAwareTS
-from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
+from eesd.runtime.batch.scheduler import PASSING, SHORT, BatchOptions, Scheduler
 from eesd.runtime.batch.service import ClosedError, Service
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines import operators
@@ -156,7 +156,35 @@ def test_prompts_are_cut_into_even_pieces(llm: LLM, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Session, "add_piece", note)
     given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in (300, 200, 60, 50)]
     run(scheduler, given)
-    assert sorted(sizes) == [50, 60, 150, 150, 200]
+    # The short ones share a call with a piece of a long one that fills more than half of it.
+    assert sorted(sizes) == [50, 60, 100, 200, 200]
+
+
+def test_short_prompts_pass_long_ones_and_hold_them_up_little(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[int] = []
+    add_piece = Session.add_piece
+
+    def note(session: Session, piece: Call, outputs: StepOutputs, seconds: float) -> None:
+        done.append(len(piece.tokens) if len(session.tokens) > 100 else -len(piece.tokens))
+        add_piece(session, piece, outputs, seconds)
+
+    monkeypatch.setattr(Session, "add_piece", note)
+    scheduler = Scheduler(llm, replace(OPTIONS, max_rows=24, prefix_memory=0))
+    lengths = [200] * 8 + [20] * 12
+    given = [Request(tokens=[5] * (1 + length), max_new_tokens=2) for length in lengths]
+    run(scheduler, given)
+    passed = 0
+    long = 0
+    for tokens in done:
+        passed += max(-tokens, 0)
+        long += max(tokens, 0)
+        # Four take turns, so the last four have none to pass.
+        if long <= 4 * 200:
+            assert passed <= SHORT + 20 + PASSING * long
+    assert sum(-tokens for tokens in done[:8] if tokens < 0) >= SHORT
+    assert sum(map(abs, done)) == sum(lengths)
 
 
 @pytest.mark.parametrize(("rows", "stretch"), [(1, 1), (4, 1), (8, 1), (8, 2), (12, 1)])

@@ -208,8 +208,8 @@ def test_prompts_share_calls_with_rows(llm: LLM, noted: Noted, levels: int | Non
 
 
 def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
-    """Four prompts without rows that decode, one in the call of a round, and one of a single token,
-    which needs no prefill."""
+    """Four prompts without rows that decode; and one beside a request of a single token, which
+    needs no prefill."""
     given = [
         Request(tokens=[n % 7, 5, 3] * n, max_new_tokens=30, ignore_eos=True)
         for n in (9, 8, 12, 7, 6)
@@ -217,8 +217,11 @@ def test_short_prompts_share_calls(llm: LLM, noted: Noted) -> None:
     given.append(replace(given[0], tokens=(4,)))
     scheduler = Scheduler(llm, replace(OPTIONS, prefill_tokens=64, max_rows=6))
     noted.calls.clear()
-    records = run(scheduler, given)
-    assert noted.calls[:2] == [(0, 4), (5, 1)]
+    records = run(scheduler, given[:4])
+    assert noted.calls[0] == (0, 4)
+    noted.calls.clear()
+    records += run(scheduler, given[4:])
+    assert noted.calls[0] == (1, 1)
     for request, record in zip(given, records, strict=True):
         assert record.tokens == alone(llm, request)
 

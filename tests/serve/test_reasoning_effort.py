@@ -14,9 +14,12 @@ from support.serving import Served, served
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer
 
+from eesd.runtime.request import Request, TokenOutput, Update
 from eesd.runtime.text import TextCodec
 from eesd.serve.grammar.thinking import ThinkParser
 from eesd.serve.grammar.tools import _warn_of_effort
+from eesd.serve.openai.chat import Reader
+from eesd.serve.openai.generations import Progress
 
 HI: Any = [{"role": "user", "content": "Hi"}]
 GRADED = (
@@ -185,7 +188,9 @@ def test_thoughts_reach_the_client(engine: Path, tmp_path: Path) -> None:
             "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == expected
         )
         options["max_output_tokens"] = options.pop("max_tokens")
-        thought, said = server.openai.responses.create(input=HI, **options).output
+        response = server.openai.responses.create(input=HI, **options)
+        assert response.usage and response.usage.output_tokens_details.reasoning_tokens == 12
+        thought, said = response.output
         assert (
             thought.type == "reasoning" and thought.content and thought.content[0].text == expected
         )
@@ -199,3 +204,23 @@ def test_thoughts_reach_the_client(engine: Path, tmp_path: Path) -> None:
         )
         yes = server.post("/v1/chat/completions", {"messages": HI, "guided_choice": ["yes"]}).json()
         assert yes["choices"][0]["message"]["content"] == "yes"
+        assert "completion_tokens_details" not in yes["usage"]
+
+
+def test_tokens_of_thoughts_are_counted(engine: Path, tmp_path: Path) -> None:
+    """With the marks around them, whether a round brings one token or several."""
+    directory = with_new_lines(engine, tmp_path / "plans", "{{ messages[0].content }}</think>")
+    codec = TextCodec(directory)
+    pieces = [" ", "<think>", "a", "b", "</think>", "\n", "c", "d"]
+    outputs = [TokenOutput(5, piece, "verify") for piece in pieces]
+    for size in (1, 2, 3, 8):
+        progress = Progress(Request(tokens=[5]))
+        reader = Reader(progress, None, codec, streaming=True)
+        deltas = []
+        for start in range(0, 8, size):
+            end = "stop" if start + size >= 8 else None
+            update = Update(tokens=tuple(outputs[start : start + size]), finish_reason=end)
+            deltas += reader.see(update)
+        thought = "".join(delta.thought for delta in deltas)
+        said = "".join(delta.content for delta in deltas)
+        assert (thought, said, progress.thought_tokens) == ("ab", "cd", 4)

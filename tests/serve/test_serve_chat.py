@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.constrained import SHORT_TEMPLATE, with_new_lines
 from support.engine_dirs import record
 from support.serving import Served, events, served
 from tokenizers import Tokenizer
@@ -123,6 +124,53 @@ def test_tokenize_shows_what_the_model_sees(server: Served) -> None:
     found = server.post("/tokenize", {"prompt": "Hi there"}).json()
     assert found["tokens"] == server.llm.encode("Hi there")
     assert server.post("/detokenize", {"tokens": found["tokens"]}).json() == {"prompt": "Hi there"}
+
+
+def test_tokenize_sees_tools_and_efforts_as_a_chat_does(engine: Path, tmp_path: Path) -> None:
+    template = SHORT_TEMPLATE + "{{ reasoning_effort | default('none') }}"
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    body = {"messages": MESSAGES, "tools": [tool], "reasoning_effort": "medium"}
+    with served(with_new_lines(engine, tmp_path / "plans", template)) as server:
+        chat = server.post("/v1/chat/completions", {**body, "max_tokens": 1}).json()
+        found = server.post("/tokenize", {**body, "return_token_strs": True}).json()
+        assert found["count"] == chat["usage"]["prompt_tokens"] == len(found["tokens"])
+        vocabulary = server.llm.codec.tokenizer
+        assert found["token_strs"] == [vocabulary.id_to_token(token) for token in found["tokens"]]
+        assert "".join(found["token_strs"]).startswith("[weather]")
+        less = server.post("/tokenize", {**body, "tool_choice": "none"}).json()
+        assert less["count"] == found["count"] - len("[weather]") and "token_strs" not in less
+        response = server.post("/tokenize", {**body, "tools": [{"type": "x"}]})
+        assert response.status_code == 400 and "no function" in response.json()["error"]["message"]
+
+
+def test_a_window_of_penalties_is_neutral_without_penalties(server: Served) -> None:
+    """Open WebUI sends Ollama's default window of 64 tokens."""
+    body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+    expected = server.post("/v1/chat/completions", body).json()["choices"]
+    for window in (64, 0, -1):
+        found = server.post("/v1/chat/completions", {**body, "repeat_last_n": window}).json()
+        assert found["choices"] == expected
+    for penalty in ("repeat_penalty", "presence_penalty", "frequency_penalty"):
+        asked = {**body, penalty: 1.1, "repeat_last_n": 64}
+        response = server.post("/v1/chat/completions", asked)
+        assert response.status_code == 400 and "all tokens" in response.json()["error"]["message"]
+        asked["repeat_last_n"] = -1
+        assert server.post("/v1/chat/completions", asked).status_code == 200
+
+
+def test_fields_that_change_nothing_are_named(server: Served) -> None:
+    """In a header, if they can be a name; those that are read are not."""
+    unread = {"user": "u", "verbosity": "low", "metadata": {}, "a\r\nb": 1, "\u00ff": 1, "": 1}
+    read = {"tools": [], "response_format": {"type": "text"}, "best_of": 1, "typical_p": 1}
+    body = {"messages": MESSAGES, "max_tokens": 1, **unread, **read}
+    for more in ({}, {"stream": True}):
+        response = server.post("/v1/chat/completions", body | more)
+        assert response.headers["x-ignored-fields"] == "user, verbosity, metadata"
+    plain = {"prompt": "a", "max_tokens": 1, "tools": [], "guided_regex": "a"}
+    response = server.post("/v1/completions", plain)
+    assert response.headers["x-ignored-fields"] == "tools"
+    del plain["tools"]
+    assert "x-ignored-fields" not in server.post("/v1/completions", plain).headers
 
 
 def test_special_tokens_of_the_tokenizer_can_be_left_out(engine_copy: Path) -> None:

@@ -255,6 +255,33 @@ def test_min_tokens_keeps_a_text_going(server: Served) -> None:
     assert len(found["token_ids"]) == 400 and found["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize("least", [1, 4, 7, 12])
+@pytest.mark.parametrize("draft", [True, False])
+def test_a_stop_string_ends_no_text_before_min_tokens(
+    server: Served, least: int, draft: bool
+) -> None:
+    """As in vLLM: only one that is complete behind these tokens does. The text before it stays."""
+    body = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "draft": draft}
+    ids = server.complete(PROMPT, **body, return_token_ids=True)["choices"][0]["token_ids"]
+    decode = server.llm.codec.decode
+    text = decode(ids)
+
+    def whole_with(letters: int) -> int:
+        """The number of tokens that bring so many letters. Special tokens bring none."""
+        return next(count for count in range(COUNT + 1) if len(decode(ids[:count])) >= letters)
+
+    for start in (0, 3, 6, 10):
+        stop = text[start : start + 2]
+        ends = [
+            at
+            for at in range(len(text))
+            if text.startswith(stop, at) and whole_with(at + len(stop)) > least
+        ]
+        found = server.complete(PROMPT, **body, stop=stop, min_tokens=least)["choices"][0]
+        assert found["text"] == text[: ends[0] if ends else None], (stop, text)
+        assert found["finish_reason"] == ("stop" if ends else "length")
+
+
 def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     scores = logits.astype(np.float64) - logits.max()
     found: np.ndarray[Any, Any] = scores - np.log(np.exp(scores).sum())

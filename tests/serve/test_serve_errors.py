@@ -1,5 +1,6 @@
 """Bad requests: OpenAI's form of errors, one sentence, and never a status of 500."""
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,11 +205,25 @@ def test_only_json_is_read(server: Served) -> None:
         assert "access-control-allow-origin" not in response.headers
 
 
+@pytest.mark.parametrize("coding", ["gzip", "deflate", "br", "a, b"])
+def test_a_coding_that_is_not_read_is_named(server: Served, coding: str) -> None:
+    content = gzip.compress(b'{"prompt": "a"}')
+    headers = {"Content-Type": "application/json", "Content-Encoding": coding}
+    with server.http as http:
+        refused(http.post(COMPLETIONS, content=content, headers=headers), 415, "Content-Encoding")
+        plain = {**headers, "Content-Encoding": "Identity"}
+        body = b'{"prompt": "a", "max_tokens": 1}'
+        assert http.post(COMPLETIONS, content=body, headers=plain).status_code == 200
+
+
 def test_other_paths_methods_and_models(server: Served) -> None:
     with server.http as http:
         refused(http.get("/v1/nothing"), 404, "/openapi.json")
         refused(http.get(COMPLETIONS), 405, "Not Allowed")
         refused(http.get("/docs"), 404)
+        for path in ("/v1/models/", "/health/"):  # a redirect could lead to plain HTTP
+            refused(http.get(path), 404, "/openapi.json")
+        refused(http.post(f"{COMPLETIONS}/", json={"prompt": "a"}), 404, "/openapi.json")
         refused(http.get("/v1/models/other"), 404, "'other'", param="model")
     refused(server.post(COMPLETIONS, {"prompt": "a", "model": "gpt"}), 404, "'gpt'", param="model")
     with pytest.raises(openai.NotFoundError):

@@ -1,12 +1,13 @@
 """``/v1/messages`` of Anthropic: what it says is what a chat completion says."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
-from support.constrained import TOO_MUCH
-from support.serving import Served
+from support.constrained import TOO_MUCH, with_new_lines
+from support.serving import Served, served
 
 from eesd.runtime.decoding.sampling import Sampling
 
@@ -163,6 +164,77 @@ def test_a_form_of_the_output(lined: Served) -> None:
     assert json.loads(answer["content"][0]["text"]) == {"a": 1}
 
 
+def counted(server: Served, **body: Any) -> int:
+    response = server.post(f"{PATH}/count_tokens", {"messages": HI, **body})
+    assert response.status_code == 200, response.text
+    found: int = response.json()["input_tokens"]
+    return found
+
+
+def test_the_line_of_claude_code_that_changes_leaves_kept_prefixes(lined: Served) -> None:
+    """Its digits differ in each request, and it stands in front of everything else."""
+    salt = {"cache_salt": "billing", "max_tokens": 1}
+    rest = {"type": "text", "text": "be brief " * 20}
+    lines = [f"x-anthropic-billing-header: cc_version=2.1; cch={n};" for n in ("0a1b2", "fffff")]
+    usages = [
+        ask(lined, system=[{"type": "text", "text": line}, rest], **salt)["usage"] for line in lines
+    ]
+    assert usages[0]["cache_read_input_tokens"] == 0
+    assert usages[1]["cache_read_input_tokens"] > 8 * usages[1]["input_tokens"]
+    plain = counted(lined, system=rest["text"])
+    assert counted(lined, system=[{"type": "text", "text": lines[0]}, rest]) == plain
+    assert counted(lined, system=f"{lines[0]}\n{rest['text']}") == plain
+    assert counted(lined, system=lines[0]) == counted(lined)
+
+
+def test_context_management_clears_thoughts(engine: Path, tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ m.reasoning_content | default('') }};{% endfor %}"
+    )
+    answers = [
+        {
+            "role": "assistant",
+            "content": [{"type": "thinking", "thinking": thought}, {"type": "text", "text": "b"}],
+        }
+        for thought in ("hm", "hmm")
+    ]
+    turns = [*HI, answers[0], *HI, answers[1], *HI]
+    with served(with_new_lines(engine, tmp_path / "plans", template)) as server:
+
+        def texts(keep: Any) -> int:
+            edit = {"type": "clear_thinking_20251015", **keep}
+            return counted(server, messages=turns, context_management={"edits": [edit]})
+
+        every = counted(server, messages=turns)
+        one = {"type": "thinking_turns", "value": 1}
+        assert texts({"keep": "all"}) == texts({"keep": {**one, "value": 2}}) == every
+        assert texts({}) == texts({"keep": one}) == every - len("hm")
+        assert texts({"keep": {**one, "value": 0}}) == every - len("hmhmm")
+        body = {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}}
+        assert ask(server, messages=turns, **body)["usage"]["input_tokens"] == every - len("hm")
+
+
+def test_results_of_tools_are_not_cleared(lined: Served) -> None:
+    """Below what triggers it nothing would be; beyond it the request is refused."""
+    use = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
+    turns = [
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]},
+    ]
+
+    def asked(trigger: dict[str, Any] | None) -> int:
+        edit = {"type": "clear_tool_uses_20250919", "trigger": trigger}
+        body = {"messages": [*HI, *turns], "context_management": {"edits": [edit]}}
+        response = lined.post(PATH, {"max_tokens": 1, **body})
+        assert response.status_code == 200 or "would clear" in response.json()["error"]["message"]
+        return response.status_code
+
+    assert asked(None) == asked({"type": "input_tokens", "value": 10_000}) == 200
+    assert asked({"type": "tool_uses", "value": 1}) == 200
+    assert asked({"type": "tool_uses", "value": 0}) == 400
+    assert asked({"type": "input_tokens", "value": 3}) == 400
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [
@@ -176,7 +248,27 @@ def test_a_form_of_the_output(lined: Served) -> None:
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]},
             "no id, name or input",
         ),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "deny WebSearch"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "input_schema"),
+        ({"context_management": {"edits": [{"type": "compact_2026"}]}}, "compact_2026"),
+        ({"context_management": {"edits": [{}]}}, "context_management cannot be used"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {
+                                "type": "tool_result",
+                                "tool_use_id": "a",
+                                "content": [{"type": "image", "source": {}}],
+                            }
+                        ],
+                    }
+                ]
+            },
+            "A result of a tool has a block of type 'image'",
+        ),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "not among the tools"),
         ({"mcp_servers": [{"name": "a"}]}, "mcp_servers"),
         ({"n": 2}, "n and return_token_ids"),

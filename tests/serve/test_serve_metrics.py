@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from support.serving import Held, Served, eventually, served
 
+import eesd
+from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.serve.http.observe import JSONFormatter, TextFormatter
 from eesd.serve.openai import params
 
@@ -74,6 +77,163 @@ def test_each_request_is_timed_and_ends_once(server: Served) -> None:
     assert after == [value + 3 for value in before] and count("inter_token_latency") > 0
     assert server.metric("vllm:request_success_total", finished_reason="length") == length + 2
     assert server.metric("vllm:request_success_total", finished_reason="stop") == stop + 1
+
+
+TIMES = (
+    *("time_to_first_token", "inter_token_latency", "e2e_request_latency", "request_queue_time"),
+    *("request_prefill_time", "request_decode_time", "request_inference_time"),
+    "request_time_per_output_token",
+)
+
+
+def test_every_number_is_recounted(engine: Path) -> None:
+    """From the answers of all routes, of several choices and prompts, and of scored prompts."""
+    with served(engine, batch=BatchOptions(levels=3)) as server:
+        expected = asked(server)
+        server.idle()
+        found = samples(server.http.get("/metrics").text)
+    durations = {
+        name: value
+        for name, value in found.items()
+        if name.startswith(tuple(f"vllm:{time}_seconds" for time in TIMES))
+    }
+    counts = {name: value for name, value in durations.items() if name.endswith("_count")}
+    texts = expected["vllm:request_generation_tokens_count"]
+    assert len(counts) == len(TIMES) and all(value >= 0 for value in durations.values())
+    several = sum(1 for tokens in expected.pop("lengths") if tokens > 1)
+    assert counts.pop("vllm:request_time_per_output_token_seconds_count") == several
+    between = counts.pop("vllm:inter_token_latency_seconds_count")
+    assert set(counts.values()) == {texts}
+    updates = found.pop("vllm:iteration_tokens_total_count")
+    assert between > 0
+    assert updates >= found.pop("eesd:rounds_total") > 0
+    assert found.pop("eesd:drafted_levels") >= 0
+    cached = found["vllm:prefix_cache_hits_total"]
+    assert found["vllm:prompt_tokens_cached_total"] == cached > 0
+    computed = found["vllm:prefix_cache_queries_total"] - cached
+    # A scored prompt is not looked up. Of one that is only scored, the token is dropped.
+    scored = expected.pop("scored")
+    tokens = expected["vllm:generation_tokens_total"]
+    assert found["vllm:iteration_tokens_total_sum"] == computed + scored + tokens + 1
+    rest = found.keys() - durations.keys() - expected.keys()
+    assert rest == {
+        "vllm:iteration_tokens_total_sum",
+        *("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total"),
+        "vllm:prompt_tokens_cached_total",
+    }
+    assert {name: found[name] for name in expected} == expected
+
+
+def samples(text: str) -> dict[str, float]:
+    """The numbers of /metrics with their labels, those of the process, buckets and times of
+    creation left out."""
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for one in family.samples:
+            if one.name.startswith("process_") or one.name.endswith(("_bucket", "_created")):
+                continue
+            more = {k: v for k, v in one.labels.items() if k not in ("model_name", "engine")}
+            name = one.name + "".join(f" {label}={value}" for label, value in sorted(more.items()))
+            found[name] = one.value
+            if one.name.startswith("vllm:"):
+                assert one.labels["engine"] == "0"
+    return found
+
+
+def asked(server: Served) -> dict[str, Any]:
+    """Ask on all routes. Returns what /metrics must say."""
+    hi: Any = [{"role": "user", "content": "Hi"}]
+    short = {"temperature": 0, "ignore_eos": True}
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/completions", {"prompt": "abcabc" * 12, "max_tokens": 30}),
+        ("/v1/completions", {"prompt": "abcabc" * 12, "max_tokens": 20}),
+        ("/v1/completions", {"prompt": "import os", "n": 3, "max_tokens": 7, "seed": 1}),
+        ("/v1/completions", {"prompt": ["a b", "import"], "n": 2, "max_tokens": 9}),
+        ("/v1/completions", {"prompt": "def f", "max_tokens": 0, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": "def f", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": hi, "max_tokens": 12}),
+        ("/v1/responses", {"input": "Hi there", "max_output_tokens": 12}),
+        ("/v1/messages", {"messages": hi, "max_tokens": 5}),
+    ]
+    answers = [(path, body, server.post(path, {**short, **body}).json()) for path, body in bodies]
+    assert server.post("/v1/completions", {"prompt": []}).status_code == 400
+    assert server.post("/v1/nothing", {}).status_code == 404
+    prompts = list[int]()
+    lengths = list[int]()
+    limits = list[int]()
+    longest = list[int]()
+    choices = list[int]()
+    drafting = {"num_spec_steps": 0, "num_draft_tokens": 0, "num_accepted_draft_tokens": 0}
+    for _, body, answer in answers:
+        usage = answer["usage"]
+        n = body.get("n", 1)
+        groups = 1 if isinstance(body.get("prompt", ""), str) else len(body["prompt"])
+        inputs = usage.get("prompt_tokens", usage.get("input_tokens"))
+        inputs += usage.get("cache_read_input_tokens", 0)
+        outputs = usage.get("completion_tokens", usage.get("output_tokens"))
+        prompts += [inputs] * n if groups == 1 else [len("a b"), len("import")] * n
+        # Nothing ends these texts before their limit.
+        lengths += [outputs // (n * groups)] * n * groups
+        longest += [outputs // (n * groups)] * groups
+        limits += [max(outputs // (n * groups), 1)] * n * groups
+        choices += [n] * groups
+        for name, value in answer["metrics"]["speculative_decoding"].items():
+            if name in drafting:
+                drafting[name] += value
+    routes = [path for path, _, _ in answers]
+    spec = "vllm:spec_decode_num"
+    positions = {
+        f"{spec}_accepted_tokens_per_pos_total position={at}": float(
+            sum(
+                sum(answer["metrics"]["speculative_decoding"]["acceptance_histogram"][at + 1 :])
+                for _, _, answer in answers
+            )
+        )
+        for at in range(3)
+    }
+    sums = {
+        "request_prompt_tokens": prompts,
+        "request_generation_tokens": lengths,
+        "request_max_num_generation_tokens": longest,
+        "request_params_max_tokens": limits,
+        "request_params_n": choices,
+    }
+    return {
+        **{f"vllm:{name}_sum": float(sum(values)) for name, values in sums.items()},
+        **{f"vllm:{name}_count": float(len(values)) for name, values in sums.items()},
+        "vllm:prompt_tokens_total": float(sum(prompts)),
+        "vllm:generation_tokens_total": float(sum(lengths)),
+        f"{spec}_drafts_total": float(drafting["num_spec_steps"]),
+        f"{spec}_draft_tokens_total": float(drafting["num_draft_tokens"]),
+        f"{spec}_accepted_tokens_total": float(drafting["num_accepted_draft_tokens"]),
+        **{name: value for name, value in positions.items() if value},
+        "vllm:request_success_total finished_reason=length": float(len(lengths)),
+        **{
+            f"eesd:http_requests_total route={path} status=200": float(routes.count(path))
+            for path in set(routes)
+        },
+        **{
+            f"http_requests_total handler={path} method=POST status=2xx": float(routes.count(path))
+            for path in set(routes)
+        },
+        "eesd:http_requests_total route=/v1/completions status=400": 1.0,
+        "eesd:http_requests_total route=other status=404": 1.0,
+        "http_requests_total handler=/v1/completions method=POST status=4xx": 1.0,
+        "http_requests_total handler=other method=POST status=4xx": 1.0,
+        f"eesd:build_info version={eesd.__version__}": 1.0,
+        "vllm:engine_sleep_state sleep_state=awake": 1.0,
+        (
+            "vllm:cache_config_info block_size=1 enable_prefix_caching=True "
+            f"num_gpu_blocks={server.serving.service.slots}"
+        ): 1.0,
+        "vllm:num_requests_running": 0.0,
+        "vllm:num_requests_waiting": 0.0,
+        "vllm:num_requests_waiting_by_reason reason=capacity": 0.0,
+        "vllm:kv_cache_usage_perc": 0.0,
+        "vllm:num_preemptions_total": 0.0,
+        "lengths": lengths,
+        "scored": len("def f") - 1,
+    }
 
 
 def test_gauges_show_what_runs(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

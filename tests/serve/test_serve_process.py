@@ -220,7 +220,8 @@ def test_opentelemetry_instruments_the_command_unchanged(
             assert httpx2.post(
                 f"{server.url}/v1/completions", json=body, headers=headers
             ).text.endswith("[DONE]\n\n")
-            assert httpx2.post(f"{server.url}/v1/completions", json={}).status_code == 400
+            secret = f"{server.url}/v1/completions?secret=hidden"
+            assert httpx2.post(secret, json={}).status_code == 400
             assert server.get("/health") == 200
             server.process.terminate()
             assert server.process.wait(30) == 0
@@ -237,3 +238,22 @@ def test_opentelemetry_instruments_the_command_unchanged(
     assert found["gen_ai.usage.output_tokens"].int_value == 20
     assert found["gen_ai.response.finish_reasons"].array_value.values[0].string_value == "length"
     assert (found["eesd.status"].int_value, refused["eesd.status"].int_value) == (200, 400)
+    model = json.loads((engine / "manifest.json").read_text())["model"]
+    named = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "eesd",
+        "gen_ai.request.model": model,
+        "gen_ai.response.model": model,
+    }
+    assert {name: found[name].string_value for name in named} == named
+    assert found["gen_ai.response.id"].string_value.startswith("cmpl-")
+    assert found["gen_ai.request.max_tokens"].int_value == 20
+    for time in (
+        "gen_ai.response.time_to_first_chunk",
+        "gen_ai.latency.time_in_queue",
+        "gen_ai.latency.time_in_model_prefill",
+    ):
+        assert 0 <= found[time].double_value < 60
+    assert found["gen_ai.response.time_to_first_chunk"].double_value > 0
+    assert "hidden" not in str(Collector.spans)
+    assert refused["http.route"].string_value == "/v1/completions"

@@ -371,7 +371,11 @@ def test_log_probabilities_of_all_tokens(lined: Served) -> None:
         ({"n": 2}, "n is not supported"),
         ({"n_predict": []}, "max_tokens cannot be used"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "no schema"),
-        ({"text": {"verbosity": "low"}}, "verbosity"),
+        (
+            {"tools": [{"type": "custom", "name": "a", "format": {"type": "grammar"}}]},
+            "format of type 'grammar'",
+        ),
+        ({"input": [{"type": "custom_tool_call", "name": "a"}]}, "without call_id, name or input"),
         ({"reasoning": {"effort": "much"}}, "reasoning cannot be used"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -386,6 +390,62 @@ def test_what_cannot_be_done_is_a_clear_400(
         with pytest.raises(BadRequestError, match=words) as refused:
             client.responses.create(**given, extra_body=body)
         assert refused.value.type == "invalid_request_error"
+
+
+def test_a_custom_tool_is_called_with_text(lined: Served) -> None:
+    """As Codex gives them: the model sees a function of one text."""
+    tools = [{"type": "custom", "name": "patch", "description": "p", "format": {"type": "text"}}]
+    choice = {"type": "custom", "name": "patch"}
+    body = {"input": "Hi", "tools": tools, "tool_choice": choice, "temperature": 1.0, "seed": 1}
+    limits = {"max_output_tokens": 300, "guided_regex": None}
+    events = raw_events(lined, {**body, **limits})
+    (call,) = events[-1]["response"]["output"]
+    assert (call["type"], call["name"]) == ("custom_tool_call", "patch")
+    assert kinds(events)[2:-1] == [
+        "output_item.added",
+        "custom_tool_call_input.delta",
+        "custom_tool_call_input.done",
+        "output_item.done",
+    ]
+    for event in events:
+        TypeAdapter[Any](ResponseStreamEvent).validate_python(event, strict=True)
+    deltas = [event["delta"] for event in events if event["type"].endswith("input.delta")]
+    assert "".join(deltas) == call["input"] == events[-3]["input"]
+    whole = lined.post("/v1/responses", {**body, **limits}).json()["output"][0]
+    assert whole["input"] == call["input"] and whole["status"] == call["status"]
+    cut = lined.post("/v1/responses", {**body, "max_output_tokens": 48}).json()["output"][0]
+    assert (cut["status"], cut["input"]) == ("incomplete", "")
+
+
+def test_calls_of_custom_tools_come_back(lined: Served) -> None:
+    """The prompt is that of a function which was called with the same text."""
+    output = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
+    custom = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"'}
+    arguments = json.dumps({"input": 'a "b"'})
+    function = {"type": "function_call", "call_id": "c", "name": "patch", "arguments": arguments}
+    prompts = []
+    for call, result in (
+        (custom, output),
+        (function, {**output, "type": "function_call_output"}),
+    ):
+        turns = [{"role": "user", "content": "Hi"}, call, result]
+        response = lined.post("/v1/responses", {"input": turns, "max_output_tokens": 1})
+        assert response.status_code == 200, response.text
+        prompts.append(response.json()["usage"]["input_tokens"])
+    assert prompts[0] == prompts[1]
+
+
+def test_what_changes_nothing_is_named(lined: Served) -> None:
+    body = {
+        "text": {"verbosity": "low"},
+        "include": ["reasoning.encrypted_content"],
+        "reasoning": {"summary": "auto"},
+        "prompt_cache_key": "k",
+    }
+    response = lined.post("/v1/responses", {"input": "Hi", "max_output_tokens": 1, **body})
+    assert response.status_code == 200, response.text
+    named = set(response.headers["x-ignored-fields"].split(", "))
+    assert named == {"text.verbosity", "include", "reasoning.summary", "prompt_cache_key"}
 
 
 def test_what_changes_nothing_is_accepted(client: OpenAI) -> None:

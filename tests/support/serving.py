@@ -78,7 +78,7 @@ class Served:
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample of /metrics; 0 if there is none yet."""
-        given = {"model_name": self.serving.model_name, **labels}
+        given = {"model_name": self.serving.model_name, "engine": "0", **labels}
         return self.serving.metrics.registry.get_sample_value(name, given) or 0.0
 
     def idle(self) -> None:
