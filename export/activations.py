@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from eesd.common.architecture import XIELU_LIMIT, XIELU_SLOPE
+from eesd.common.architecture import CLAMP, CLAMPED_SLOPE, XIELU_LIMIT, XIELU_SLOPE
 
 Node = Callable[..., str]
 """Adds a node, given its kind, inputs and attributes. Returns its output."""
@@ -16,6 +16,14 @@ def activated(node: Node, x: str, kind: str) -> str:
         positive = node("Relu", [x])
         return node("Mul", [positive, positive])
     return node("Gelu", [x], approximate="tanh")
+
+
+def clamped(node: Node, number: Number, gate: str, up: str) -> str:
+    """The gated activation of gpt-oss, of gate and up in float32."""
+    gate = node("Min", [gate, number(CLAMP)])
+    up = node("Clip", [up, number(-CLAMP), number(CLAMP)])
+    slope = node("Sigmoid", [node("Mul", [gate, number(CLAMPED_SLOPE)])])
+    return node("Mul", [node("Mul", [gate, slope]), node("Add", [up, number(1.0)])])
 
 
 def xielu(node: Node, number: Number, x: str, factors: Sequence[str]) -> str:

@@ -3,7 +3,7 @@ weights, export, check, report."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,6 +22,7 @@ from eesd.common.quantization import (
     DTYPES,
     FP8,
     FP8_WEIGHTS,
+    MXFP4,
     NVFP4,
     QUANTIZED,
     SEARCHED_INT4,
@@ -304,7 +305,8 @@ def _warn(output: Path, choices: Choices, checkpoint: Checkpoint, head: Head) ->
             "The file's weights are quantized, and --quantize rounds them a second time; "
             "--quantize keep does not."
         )
-    if checkpoint.config.packing is not None and checkpoint.quantization is None:
+    keeps = checkpoint.quantization is not None or checkpoint.own_levels
+    if checkpoint.config.packing is not None and not keeps:
         again = " --quantize rounds them a second time." if choices.quantize in QUANTIZED else ""
         notice(
             "The checkpoint's quantized weights are dequantized, because engines do not have "
@@ -364,7 +366,7 @@ def choose_quantization(
     """
     own = checkpoint.quantization
     tensors = checkpoint.own_levels
-    if layers is None and tensors and dtype == "float32" and not link_weights:
+    if layers is None and tensors and _can_keep(tensors, dtype) and not link_weights:
         layers = KEEP
     if layers == KEEP:
         _check_keep(checkpoint, dtype, head, link_weights)
@@ -426,6 +428,12 @@ def _is_large(checkpoint: Checkpoint | Outline) -> bool:
     return sum(map(prod, model_shapes(checkpoint.geometry).values())) > LARGE_MODEL
 
 
+def _can_keep(tensors: Mapping[str, Quantization], dtype: str) -> bool:
+    """Whether engines of an element type can keep the levels of single tensors: 16 bits hold
+    products of those of MXFP4 exactly."""
+    return dtype == "float32" or {*tensors.values()} == {MXFP4}
+
+
 def _check_keep(
     checkpoint: Checkpoint | Outline, dtype: str, head: str | None, link_weights: bool
 ) -> None:
@@ -435,7 +443,7 @@ def _check_keep(
             "--quantize keep is for quantized weights, and the checkpoint's are not; leave "
             "the option out.": not checkpoint.own_levels,
             f"--quantize keep is for float32 engines, and these are {dtype}; give --dtype "
-            "float32, or leave --quantize out.": dtype != "float32",
+            "float32, or leave --quantize out.": not _can_keep(checkpoint.own_levels, dtype),
             "--link-weights uses a checkpoint's weights in its own files, and --quantize keep "
             "stores levels; give one.": link_weights,
             "--quantize keep also keeps the levels of the LM head; leave --quantize-head out, "

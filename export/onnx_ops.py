@@ -22,6 +22,7 @@ from onnx import TensorProto, helper
 
 from eesd.common.architecture import (
     EMBEDDING,
+    SINKS,
     TAPS,
     XIELU,
     Block,
@@ -47,7 +48,7 @@ from eesd.common.weights import (
     packed_name,
     stored_weight,
 )
-from eesd.export.activations import activated, xielu
+from eesd.export.activations import activated, clamped, xielu
 
 FEW_NODES = 3
 """Verify folds query heads in calls of B sequences with at most this many times B nodes each; see
@@ -302,6 +303,9 @@ class OnnxOperations:
     def _gated(self, y: str, layers: Sequence[Linear], activation: str) -> str:
         """The activated gate times up. Both are in y, side by side."""
         gate, up = self._split(y, [layer.outputs for layer in layers], -1)
+        if activation == "clamped":
+            wide = [self._cast(part, self.dtype, "float32") for part in (gate, up)]
+            return self._cast(clamped(self.node, self._float, *wide), "float32", self.dtype)
         if activation == "silu":
             active = self.node("Mul", [gate, self.node("Sigmoid", [gate])])
         else:
@@ -384,8 +388,42 @@ class OnnxOperations:
         if not attends:
             return ""
         mask = self._mask(block)
-        attended = self._attended(turned[0], keys, values, mask, geometry)
+        if geometry.sinks:
+            attended = self._attended_with_sinks(turned[0], keys, values, mask, block)
+        else:
+            attended = self._attended(turned[0], keys, values, mask, geometry)
         return self._heads_joined(attended, geometry.num_heads * size)
+
+    def _attended_with_sinks(self, q: str, keys: str, values: str, mask: str, block: Block) -> str:
+        """Attention [B, H, n, D] whose softmax has one more score for each head, its sink.
+
+        The operator of ONNX has no sinks. Scores are computed in the graph's type, softmax in
+        float32.
+        """
+        geometry = block.geometry
+        kv_heads = geometry.num_kv_heads
+        group = geometry.num_heads // kv_heads
+        size = geometry.head_dim
+        q = self._reshape(q, [0, kv_heads, group, -1, size])  # [B, KV, group, n, D]
+        q = self.node(
+            "Mul", [self._cast(q, self.dtype, "float32"), self._float(geometry.score_scale)]
+        )
+        q = self._cast(q, "float32", self.dtype)
+        keys = self.node("Transpose", [self._unsqueeze(keys, 2)], perm=[0, 1, 2, 4, 3])
+        scores = self.node("MatMul", [q, keys])
+        scores = self.node("Add", [scores, self._unsqueeze(mask, 1)])
+        scores = self._cast(scores, self.dtype, "float32")
+        weight = self._weight(f"{block.prefix}{SINKS}.weight")
+        sinks = self._cast(weight.name, weight.dtype, "float32")
+        sinks = self._reshape(sinks, [1, kv_heads, group, 1, 1])
+        shape = self.node("Shape", [scores], end=4)
+        shape = self.node("Concat", [shape, self.constant([1])], axis=0)
+        beside = self.node("Expand", [sinks, shape])
+        weights = self.node("Softmax", [self.node("Concat", [beside, scores], axis=-1)], axis=-1)
+        weights = self._slice(weights, 1, 2**31 - 1, -1)
+        weights = self._cast(weights, "float32", self.dtype)
+        attended = self.node("MatMul", [weights, self._unsqueeze(values, 2)])
+        return self._reshape(attended, [0, geometry.num_heads, -1, size])
 
     def _heads_apart(self, x: str, size: int) -> str:
         """Reshape [B, n, heads D] to [B, heads, n, D]."""
@@ -453,7 +491,8 @@ class OnnxOperations:
     def _folded(self, geometry: Geometry) -> bool:
         """Whether attention folds query heads. TensorRT-RTX has no kernel for folded heads with one
         KV head."""
-        return self.folds and (geometry.num_kv_heads > 1 or self.dtype == "float32")
+        has_kernel = geometry.num_kv_heads > 1 or self.dtype == "float32"
+        return self.folds and has_kernel and not geometry.sinks
 
     @property
     def _parts_heads(self) -> bool:

@@ -14,7 +14,7 @@ from eesd.common.manifest import (
     GraphInfo,
     Manifest,
 )
-from eesd.common.quantization import DTYPES, Quantization, Quantizations, is_linear
+from eesd.common.quantization import DTYPES, MXFP4, Quantization, Quantizations, is_linear
 from eesd.common.weights import layer_shapes
 from eesd.export.engine_dir import stored_head, untrained_draft
 from eesd.export.make import choose_quantization, most_have_few_bits
@@ -22,6 +22,7 @@ from eesd.model.checkpoint import Checkpoint
 from eesd.model.config import ModelConfig, load_config
 from eesd.model.exit_head_file import HEAD_FILES
 from eesd.model.hub import find_model
+from eesd.model.packing import OF_EXPERTS
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Outline:
     Attributes:
         geometry: Geometry of the model.
         quantization: Quantization of the model's weights; None: they are not quantized.
-        own_levels: Always empty: only tensors of GGUF files have levels, and those files are
+        own_levels: Those of experts with MXFP4. GGUF files, whose tensors have levels, too, are
             opened.
     """
 
@@ -62,7 +63,7 @@ def outlined(name: str) -> Manifest:
         head = stored_head(source, path).config if path.is_dir() else None
     else:
         config = load_config(path)
-        source = Outline(config.geometry, _own_quantization(config))
+        source = Outline(config.geometry, _own_quantization(config), _own_levels(config))
         dtype = config.dtype or ""
     if dtype not in DTYPES:
         raise EESDError(
@@ -105,6 +106,14 @@ def outline(
         tools={},
         plans={},
     )
+
+
+def _own_levels(config: ModelConfig) -> dict[str, Quantization]:
+    """The quantizations of single tensors: of experts with MXFP4."""
+    if config.packing is None or config.packing.layout != OF_EXPERTS:
+        return {}
+    names = layer_shapes(config.geometry, range(config.geometry.num_layers))
+    return {name: MXFP4 for name in names if ".experts." in name and is_linear(name)}
 
 
 def _own_quantization(config: ModelConfig) -> Quantization | None:

@@ -157,15 +157,20 @@ def check_precision(manifest: Manifest) -> None:
     """Raise :class:`EESDError` if the builders have no kernels for the directory's element type or
     quantization."""
     used = manifest.quantization.used
+    missing = ""
+    if manifest.geometry.attention_cap:
+        missing = "cap for scores"
+    if manifest.geometry.sinks:
+        missing = "sinks"
     fault = first_fault(
         {
             f"The directory holds {manifest.dtype} graphs, and TensorRT's fused attention has "
             f"no {manifest.dtype} kernel; export with --dtype float16 or --dtype bfloat16.": (
                 manifest.dtype not in _PRECISIONS
             ),
-            "TensorRT's attention has no cap for scores, which "
+            f"TensorRT's attention has no {missing}, which "
             f"{manifest.geometry.architecture} needs; run the directory with --backend torch.": (
-                manifest.geometry.attention_cap
+                bool(missing)
             ),
             "The directory's weights have the levels of their GGUF file, for which TensorRT "
             "has no kernels; export with --quantize none or int4.": manifest.quantization.tensors,

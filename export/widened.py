@@ -9,15 +9,17 @@ every directory), are read from their files as usual.
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from onnx import TensorProto
+from onnx import TensorProto, numpy_helper
 
 from eesd.common.errors import EESDError
 from eesd.common.manifest import GraphInfo, Manifest, TensorInfo
+from eesd.common.quantization import FP4
 from eesd.common.weights import read_graph
 from eesd.export.stored_values import read_tensor, to_float32
 from eesd.runtime.engines.ort_engine import NARROW, OrtEngine
@@ -41,7 +43,8 @@ def reference(
     Raises:
         EESDError: The graphs cannot be loaded, or the weights are not where the graphs refer to.
     """
-    if manifest.dtype not in NARROW:
+    has_small_floats = any(one.weights == FP4 for one in manifest.quantization.used)
+    if manifest.dtype not in NARROW and not has_small_floats:
         return OrtEngine(directory, manifest, stages, threads)
     widened: Widened = {}
 
@@ -119,6 +122,11 @@ def _widen_weights(
 ) -> list[str]:
     """Make 16-bit weights float32. Arguments, results and errors are those of
     :func:`_decode_fp4`."""
+    for tensor in tensors:
+        if tensor.data_location != TensorProto.EXTERNAL:  # a constant of the graph
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+    tensors = [tensor for tensor in tensors if tensor.data_location == TensorProto.EXTERNAL]
     missing = [tensor for tensor in tensors if tensor.name not in widened]
     with ThreadPoolExecutor(threads) as pool:
         found = pool.map(lambda one: to_float32(*read_tensor(directory, one)), missing)
@@ -155,12 +163,15 @@ def _decode_fp4(graph: Any, directory: Path, widened: Widened) -> list[str]:
     names = {output: node.input[0] for output, node in dequantizing.items() if node.input[0] in fp4}
     for output, name in names.items():
         if name not in widened:
-            parts = (
-                tensors[name],
-                *(tensors[part] for part in dequantizing[dequantizing[output].input[1]].input),
-            )
-            levels, scales, factor = (to_float32(*read_tensor(directory, part)) for part in parts)
-            values = levels * np.repeat(scales * factor, len(levels) // len(scales), 0)
+            scales_name = dequantizing[output].input[1]
+            parts = [tensors[name]]
+            if scales_name in dequantizing:  # scales of 8 bits, and their factor
+                parts += [tensors[part] for part in dequantizing[scales_name].input]
+            else:
+                parts.append(tensors[scales_name])
+            levels, *factors = (to_float32(*read_tensor(directory, part)) for part in parts)
+            scales = reduce(np.multiply, factors)
+            values = levels * np.repeat(scales, len(levels) // len(scales), 0)
             widened[name] = ort.OrtValue.ortvalue_from_numpy(values)
         tensors[name].data_type = TensorProto.FLOAT
     unused = {*names, *(dequantizing[output].input[1] for output in names)}

@@ -14,7 +14,7 @@ from eesd.common.draft_vocab import Ids, are_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry
 from eesd.common.json_input import read_json_object
-from eesd.common.quantization import LM_HEAD, Quantization, is_linear
+from eesd.common.quantization import LM_HEAD, MXFP4, Quantization, is_linear
 from eesd.common.weights import (
     DRAFT_VOCAB,
     EMBEDDINGS,
@@ -152,8 +152,8 @@ class Checkpoint:
 
     @property
     def own_levels(self) -> dict[str, Quantization]:
-        """The quantizations that keep the levels of a GGUF file, by the names of the quantized
-        tensors in use.
+        """The quantizations that keep the levels of single tensors in use, by name: those of a GGUF
+        file, or of experts with MXFP4.
 
         The embedding table gets 8-bit levels, the only ones whose rows ONNX Runtime can gather.
         """
@@ -161,9 +161,11 @@ class Checkpoint:
         own = {
             name: tensor.quantization
             for name, tensor in tensors.items()
-            if isinstance(tensor, GgufTensor)
+            if isinstance(tensor, GgufTensor | PackedTensor)
         }
         kept = {name: one for name, one in own.items() if one is not None}
+        if not kept.get(EMBEDDINGS, MXFP4).integers:  # which are no integers of 8 bits
+            kept.pop(EMBEDDINGS, None)
         return {
             name: replace(one, weights="int8") if name == EMBEDDINGS else one
             for name, one in kept.items()

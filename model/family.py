@@ -6,7 +6,7 @@ renaming of its tensors to the decoder's names. ARCHITECTURE.md says how to add 
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -329,13 +329,7 @@ def rows_of(tensor: StoredTensor, start: int, stop: int) -> StoredTensor:
     if isinstance(tensor, PackedTensor):
         return tensor.rows(np.arange(start, stop))
     assert isinstance(tensor, CheckpointTensor)
-    row = tensor.nbytes // max(tensor.shape[0], 1)
-    return replace(
-        tensor,
-        offset=tensor.offset + start * row,
-        nbytes=(stop - start) * row,
-        shape=(stop - start, *tensor.shape[1:]),
-    )
+    return tensor.rows(start, stop)
 
 
 def split(tensors: Tensors, module: str, parts: Mapping[str, int]) -> Tensors:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from eesd.common.checks import shown
 from eesd.common.errors import EESDError
 from eesd.common.machine import pip_install
-from eesd.common.quantization import BITS, Quantization
+from eesd.common.quantization import BITS, MXFP4, Quantization
 from eesd.model.arrays import NUMPY_TYPES, Array, all_finite, transposed
 from eesd.model.gguf_parts import part_of
 from eesd.model.quantized import Quantized, pack
@@ -39,6 +39,7 @@ OWN_LEVELS = {
     "Q4_K": Quantization("uint4", 32, minimums=True, scales="float32"),
     "Q5_K": Quantization("int8", 32, minimums=True, scales="float32"),
     "Q6_K": Quantization("int8", 16, scales="float32"),
+    "MXFP4": MXFP4,
 }
 """The smallest element types that hold the levels of each quantized type. The scales of K-quants
 are products of a float16 and an integer, which float32 holds exactly."""
@@ -346,14 +347,16 @@ class GgufTensor:
 
     def blocks(self, quantization: Quantization) -> tuple[str, NDArray[np.uint8]] | None:
         """The type of the blocks, and the bytes of all rows [rows, bytes], if :meth:`levels` would
-        return their levels."""
-        if not self._keeps(quantization):
+        return their levels, and the library of operators packs such blocks."""
+        if not self._keeps(quantization) or self.quantization == MXFP4:
             return None
         return self._stored.stored, self._rows(self.shape[0])
 
     def _keeps(self, quantization: Quantization) -> bool:
         own = self.quantization
-        return own is not None and quantization in (own, replace(own, weights="int8"))
+        if own is None or own == MXFP4:  # whose levels are no integers of 8 bits
+            return quantization == own
+        return quantization in (own, replace(own, weights="int8"))
 
     def _stored_levels(self, kind: str, is_transposed: bool) -> Quantized:
         """The stored levels as this element type, with scales and minimums."""
@@ -400,6 +403,9 @@ def _unpack_blocks(
 ) -> tuple[NDArray[np.int8], NDArray[np.floating[Any]], NDArray[np.floating[Any]] | None]:
     """Levels, scales and minimums of blocks [count, bytes] of a type, in order. ggml-common.h
     defines the blocks."""
+    if kind == "MXFP4":
+        scales = np.ldexp(np.float32(1), blocks[:, :1].astype(np.int32) - 127)
+        return _fields(blocks[:, 1:], 16, (0, 4), 4).view(np.int8), scales, None
     if kind in _K_QUANTS:
         return _K_QUANTS[kind](blocks)
     minimums = _halves(blocks, 2) if kind.endswith("_1") else None

@@ -17,10 +17,13 @@ of the range. Tensors of a linear layer, by layout:
 * NVFP4: two levels per byte [out, in / 2], the first in the low half; ``weight_scale``
   [out, in / 16] of FP8; and for the whole weight ``weight_scale_2`` (ModelOpt), a factor, or
   ``weight_global_scale`` (compressed-tensors), a divisor.
+* MXFP4 of gpt-oss: levels as in NVFP4, for all experts, ``NAME_blocks``
+  [experts, out, in / 32, 16]; ``NAME_scales`` [experts, out, in / 32], exponents of two plus 127.
 """
 
 from collections.abc import Mapping
 from copy import copy
+from dataclasses import replace
 from math import gcd, prod
 
 import ml_dtypes
@@ -28,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eesd.common.errors import EESDError
-from eesd.common.quantization import FP4, FP8, Quantization
+from eesd.common.quantization import FP4, FP8, MXFP4, Quantization
 from eesd.model.arrays import Array, all_finite, rounded, to_float32, transposed
-from eesd.model.packing import AWQ, BYTES, FLOATS, GPTQ, NVFP4, WORDS, Packing
+from eesd.model.packing import AWQ, BYTES, FLOATS, GPTQ, NVFP4, OF_EXPERTS, WORDS, Packing
 from eesd.model.quantized import Bytes, Quantized, fields, pack, unpack
 from eesd.model.safetensors_file import CheckpointTensor
 
@@ -66,6 +69,8 @@ def packed_tensors(
         EESDError: No weight is quantized, or one is incomplete, has the wrong shape, or has tensors
             that are not supported.
     """
+    if packing.layout == OF_EXPERTS:
+        return _packed_experts(stored, packing)
     modules: dict[str, dict[str, CheckpointTensor]] = {}
     for name, tensor in stored.items():
         module, _, part = name.rpartition(".")
@@ -94,6 +99,44 @@ def packed_tensors(
     return found
 
 
+def _packed_experts(
+    stored: Mapping[str, CheckpointTensor], packing: Packing
+) -> dict[str, "CheckpointTensor | PackedTensor"]:
+    """The tensors of a checkpoint with MXFP4, with those of all experts apart:
+    ``mlp.experts.0.down_proj.weight`` of ``mlp.experts.down_proj_blocks``."""
+    found: dict[str, CheckpointTensor | PackedTensor] = {}
+    for name, levels in stored.items():
+        module = name.removesuffix("_blocks")
+        if module == name:
+            if f"{name.removesuffix('_scales')}_blocks" not in stored:
+                found[name] = levels
+            continue
+        scales = stored.get(f"{module}_scales")
+        if scales is None:
+            raise EESDError(
+                f"The checkpoint has no tensor {module}_scales; it is incomplete, fetch it again."
+            )
+        if len(levels.shape) != 4 or levels.shape[3] != 16 or scales.shape != levels.shape[:3]:
+            raise EESDError(
+                f"{levels.path}: the tensors {name} and {module}_scales do not fit each other."
+            )
+        (count, outputs, blocks, size) = levels.shape
+        levels = replace(levels, shape=(count * outputs, blocks * size))
+        scales = replace(scales, shape=(count * outputs, blocks))
+        before, _, last = module.rpartition(".")
+        for expert in range(count):
+            rows = expert * outputs, (expert + 1) * outputs
+            parts = {"weight_packed": levels.rows(*rows), "weight_scale": scales.rows(*rows)}
+            own = f"{before}.{expert}.{last}"
+            found[f"{own}.weight"] = PackedMxfp4(own, parts, packing)
+    if not any(isinstance(tensor, PackedTensor) for tensor in found.values()):
+        raise EESDError(
+            "config.json has a quantization_config, but no weight is quantized; remove the "
+            "field, or fetch again."
+        )
+    return found
+
+
 class PackedTensor:
     """A weight stored as levels and scales.
 
@@ -105,6 +148,8 @@ class PackedTensor:
     Attributes:
         shape: [out, in].
         dtype: Element type of the dequantized weight.
+        quantization: The quantization that keeps the levels of this tensor alone; None: those of
+            all linear weights are kept, or none.
 
     Raises:
         EESDError: A tensor is missing or has another shape.
@@ -112,6 +157,7 @@ class PackedTensor:
 
     dtype = "float32"
     shape: tuple[int, ...]
+    quantization: Quantization | None = None
 
     def __init__(self, name: str, parts: Mapping[str, CheckpointTensor], packing: Packing) -> None:
         self.name = name
@@ -467,6 +513,39 @@ class PackedFp4(PackedTensor):
         )
         values *= scales[:, :, None]
         return values.reshape(outputs, inputs)
+
+
+class PackedMxfp4(PackedTensor):
+    """A weight of an expert that is stored as MXFP4."""
+
+    quantization = MXFP4
+
+    def _shape(self) -> tuple[int, int]:
+        outputs, width = self._levels_part.shape
+        if {self._levels_part.stored, self._scales_part.stored} != {"U8"}:
+            raise self._misfit()
+        return outputs, 2 * width
+
+    def fits(self, quantization: Quantization) -> bool:
+        return quantization == MXFP4
+
+    def _scales(self) -> NDArray[np.float32]:
+        """The scales [out, in / 32]; NaN for an exponent of 255."""
+        exponents = self._scales_part.read_bytes().astype(np.int32).reshape(self._scales_part.shape)
+        scales = np.ldexp(np.float32(1), exponents - 127)
+        return np.where(exponents == 255, np.float32(np.nan), scales).astype(np.float32)
+
+    def _values(self) -> NDArray[np.float32]:
+        scales = self._scales()
+        count = scales.size * MXFP4.block
+        levels = to_float32(unpack(self._levels_part.read_bytes(), FP4, count))
+        values = levels.reshape(*scales.shape, MXFP4.block) * scales[:, :, None]
+        return values.reshape(len(scales), -1)
+
+    def _stored(self, block: int) -> tuple[Bytes, Array, Bytes | None]:
+        scales = self._scales()
+        levels = fields(self._levels_part.read_bytes()).reshape(len(scales), -1)
+        return levels.T, scales.T, None
 
 
 _CLASSES = {FLOATS: PackedFloats, NVFP4: PackedFp4}

@@ -20,6 +20,7 @@ WORDS = "words"
 BYTES = "bytes"
 FLOATS = "fp8"
 NVFP4 = "nvfp4"
+OF_EXPERTS = "mxfp4"
 """Layouts of a quantized weight; :mod:`eesd.model.packed` reads them."""
 _NO_EFFECT = frozenset(
     (
@@ -131,9 +132,9 @@ class Packing:
     @property
     def kind(self) -> str:
         """Element type of the levels. Engines have no ``uint8``, and NVFP4 only with a factor that
-        is a power of two."""
+        is a power of two, and MXFP4 only in single tensors."""
         integers = f"{'' if self.symmetric else 'u'}int{self.bits}"
-        return {FLOATS: FP8, NVFP4: NVFP4}.get(self.layout, integers)
+        return {FLOATS: FP8, NVFP4: NVFP4, OF_EXPERTS: OF_EXPERTS}.get(self.layout, integers)
 
     def quantization(self, widths: set[int]) -> Quantization | None:
         """The quantization of an engine directory with these levels; None if engines do not support
@@ -343,6 +344,10 @@ def _modelopt(fields: Fields) -> Packing:
     return Packing(layout, 8, None)
 
 
+def _mxfp4(_: Fields) -> Packing:
+    return Packing(OF_EXPERTS, 4, 32)
+
+
 _METHODS = {
     "gptq": _gptq,
     "awq": _awq,
@@ -350,4 +355,5 @@ _METHODS = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }

@@ -5,7 +5,7 @@ keep the peak at one tensor. Tensors are read only on demand.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,16 @@ class CheckpointTensor:
             if file.readinto(data.data) != len(data):
                 raise EESDError(f"{self.path} is truncated; fetch the file again.")
         return data
+
+    def rows(self, start: int, stop: int) -> "CheckpointTensor":
+        """Some rows, as bytes of the same file."""
+        row = self.nbytes // max(self.shape[0], 1)
+        return replace(
+            self,
+            offset=self.offset + start * row,
+            nbytes=(stop - start) * row,
+            shape=(stop - start, *self.shape[1:]),
+        )
 
     def head(self) -> bytes:
         """The first kilobyte of the tensor, for the fingerprint."""

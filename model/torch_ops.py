@@ -17,7 +17,10 @@ from torch import Tensor
 from torch.nn.functional import gelu, pad, relu, scaled_dot_product_attention, silu
 
 from eesd.common.architecture import (
+    CLAMP,
+    CLAMPED_SLOPE,
     EMBEDDING,
+    SINKS,
     TAPS,
     XIELU,
     XIELU_LIMIT,
@@ -150,7 +153,14 @@ def write_cache(cache: Tensor, new: Tensor, write_indices: Tensor) -> Tensor:
     return cache
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, geometry: Geometry) -> Tensor:
+def attend(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    inputs: Inputs,
+    geometry: Geometry,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Grouped-query attention of q [B, H, n, D] over all S slots of the caches [B, KV, S, D];
     [B, H, n, D]. Torch reads only as many of the first slots as the mask has columns.
 
@@ -161,33 +171,55 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, inputs: Inputs, geometry: Ge
     kv_heads = keys.shape[1]
     folded = q.reshape(q.shape[0], kv_heads, -1, q.shape[3])
     mask = inputs.folded(q.shape[1] // kv_heads)
-    return _attention(folded, keys, values, mask, geometry).reshape(q.shape)
+    if sinks is not None:  # for each of the folded queries
+        sinks = sinks[:, None].expand(-1, q.shape[2]).reshape(kv_heads, -1, 1)
+    return _attention(folded, keys, values, mask, geometry, sinks).reshape(q.shape)
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, geometry: Geometry) -> Tensor:
-    """One attention operator, with as many heads in q as in the caches or a multiple of them."""
+def _attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    geometry: Geometry,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """One attention operator, with as many heads in q as in the caches or a multiple of them.
+    ``sinks`` [heads, n or 1, 1] are further scores, whose values are 0."""
     scale = geometry.score_scale
     cap = geometry.attention_cap
     slots = mask.shape[3]
     keys = keys[:, :, :slots]
     values = values[:, :, :slots]
-    if cap:  # torch's attention has none
-        weights = (capped(q @ keys.transpose(2, 3) * scale, cap) + mask).float().softmax(-1)
+    if cap or sinks is not None:  # torch's attention has none
+        scores = (capped(q @ keys.transpose(2, 3) * scale, cap) + mask).float()
+        if sinks is not None:
+            beside = sinks.float().expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, beside), -1)
+        weights = scores.softmax(-1)[..., :slots]
         return weights.to(q.dtype) @ values
     return scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
 
 
-def attend_whole(q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, window: int = 0) -> Tensor:
+def attend_whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    geometry: Geometry,
+    window: int = 0,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Grouped-query attention of whole sequences, each token to those up to itself, or to
     ``window`` of them."""
-    if not (geometry.attention_cap or window):
+    if not (geometry.attention_cap or window or geometry.sinks):
         scale = geometry.attention_scale or None
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True, scale=scale)
     before = numbers(q, 2)[:, None] - numbers(q, 2)
     hidden = (before < 0) | (before >= window) if window else before < 0
     mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, MASKED)[None, None]
     keys, values = (part.repeat_interleave(q.shape[1] // k.shape[1], 1) for part in (k, v))
-    return _attention(q, keys, values, mask, geometry)
+    sinks = None if sinks is None else sinks[:, None, None]
+    return _attention(q, keys, values, mask, geometry, sinks)
 
 
 @dataclass
@@ -258,6 +290,9 @@ class TorchOperations:
     def gated(self, y: Tensor, activation: str) -> Tensor:
         """The activated gate times up, which stand side by side in y."""
         gate, up = y.chunk(2, -1)
+        if activation == "clamped":
+            gate = gate.clamp_max(CLAMP)
+            return gate * (gate * CLAMPED_SLOPE).sigmoid() * (up.clamp(-CLAMP, CLAMP) + 1)
         return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
 
     def mixture(
@@ -339,11 +374,12 @@ class TorchOperations:
         if not attends:
             return qkv
         q = self._turned(queries[0], block, "q_norm", inputs)
+        sinks = self.module(f"{block.prefix}{SINKS}").weight if geometry.sinks else None
         if inputs.whole:
-            y = attend_whole(q, k, v, geometry, window)
+            y = attend_whole(q, k, v, geometry, window, sinks)
         else:
             seen = inputs.within(window) if window else inputs
-            y = attend(q, *self.caches[block.cache], seen, geometry)
+            y = attend(q, *self.caches[block.cache], seen, geometry, sinks)
         return y.transpose(1, 2).flatten(2)
 
     def _turned(self, x: Tensor, block: Block, norm: str, inputs: Inputs) -> Tensor:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from onnx import TensorProto, helper, numpy_helper
 
 from eesd.common.architecture import (
+    SINKS,
     TAPS,
     XIELU,
     Block,
@@ -45,7 +46,7 @@ from eesd.runtime.engines.cpu_build import WEIGHTS
 from eesd.runtime.engines.cpu_cache import slots_of
 from eesd.runtime.engines.operators import DOMAIN
 
-GATINGS = {"silu": 1, "gelu_tanh": 2}
+GATINGS = {"silu": 1, "gelu_tanh": 2, "clamped": 3}
 """The operators' numbers of activations."""
 GATE_UP = ".gate_up_proj."
 """Part of the name of the packed weight of gate and up."""
@@ -225,9 +226,22 @@ class _Builder:
 
     def _biases(self, layers: Sequence[Linear]) -> str:
         """The biases of some layers side by side."""
+        return self._small(*self._bias_names(layers))
+
+    def _bias_names(self, layers: Sequence[Linear]) -> list[str]:
+        """Names in this graph of the biases of some layers of one product."""
         names = [f"{layer.name}.bias" for layer in layers if layer.bias]
         packed = packed_name(names) if len(names) > 1 else ""
-        return self._small(packed) if packed in self._names else self._small(*names)
+        return [packed] if packed in self._names else names
+
+    def _experts_biases(self, mixture: Mixture) -> list[str]:
+        """The biases of gate and up of all experts, and those of down."""
+        inner = list[str]()
+        outer = list[str]()
+        for gate, up, down in mixture.experts:
+            inner += self._bias_names([gate, up])
+            outer += self._bias_names([down])
+        return [self._small(*inner), self._small(*outer)]
 
     def _norm_weight(self, norm: Norm | None) -> str:
         return self._small(f"{norm.name}.weight") if norm else self._small()
@@ -254,6 +268,7 @@ class _Builder:
             parts += [*self._parts([gate, up]), self._columns(f"{down.name}.weight")]
         logits = self.product(x, [mixture.router], f"{block.prefix}experts", norm)
         given = [x, self._norm_weight(norm), logits, self._residual(residual, name)]
+        given += self._experts_biases(mixture)
         return self._node(
             "Mixture",
             [*given, *map(self._packed, parts)],
@@ -283,9 +298,12 @@ class _Builder:
         if geometry.qk_norm:
             parts = ("self_attn.q_norm", "self_attn.k_norm")
             norms = [self._norm_weight(block.norm(part)) for part in parts]
+        sinks = self._small()
+        if attends and geometry.sinks:
+            sinks = self._small(f"{block.prefix}{SINKS}.weight")
         return self._node(
             "Attention",
-            [qkv, "tokens", "paths", *self._tables(block), *norms],
+            [qkv, "tokens", "paths", *self._tables(block), *norms, sinks],
             name,
             heads=geometry.num_heads if attends else 0,
             kv_heads=geometry.num_kv_heads,

@@ -10,6 +10,7 @@ from eesd.model.families.gemma import GEMMA
 from eesd.model.families.gemma2 import GEMMA2
 from eesd.model.families.gemma3 import GEMMA3
 from eesd.model.families.glm import GLM, GLM4
+from eesd.model.families.gpt_oss import GPT_OSS
 from eesd.model.families.granite import GRANITE
 from eesd.model.families.granite_hybrid import GRANITE_HYBRID
 from eesd.model.families.granite_moe import GRANITE_MOE, GRANITE_MOE_SHARED
@@ -71,6 +72,6 @@ _DENSE = (
     CWM,
     VAULTGEMMA,
 )
-_MIXED = (MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GRANITE_MOE, GRANITE_MOE_SHARED)
+_MIXED = (MIXTRAL, QWEN3_MOE, OLMOE, QWEN2_MOE, GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (*_DENSE, *_MIXED)}
 """By ``model_type``."""

@@ -587,6 +587,7 @@ def _has_other_parts(geometry: Geometry) -> bool:
         or geometry.activation != "silu"
         or geometry.attention_scale
         or geometry.attention_cap
+        or geometry.sinks
         or geometry.layer_kinds
         or geometry.experts
     )

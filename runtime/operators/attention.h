@@ -397,6 +397,10 @@ static void finish(const Attention &job, int64_t first_token, int64_t last_token
     for (int64_t h = 0; h < job.heads; h++) {
       float *part = job.part(t, h, 0), sum[16];
       for (int64_t c = 1; c < chunks; c++) merge(part, job.part(t, h, c), job.width);
+      if (job.sinks) {
+        float sink[2 + MAX_WIDTH] = {job.sinks[h], 1};
+        merge(part, sink, job.width);
+      }
       store(sum, div(all(1.f), all(part[1])));
       float *y = job.y + (t * job.heads + h) * job.head_dim;
       for (int64_t d = 0; d < job.head_dim; d++) y[d] = part[2 + d] * sum[0];

@@ -120,8 +120,9 @@ struct Preparation {
   int32_t *sums[2];
 };
 
-// What a gate g and an up part u beside each other become: g / (1 + exp(-g)) u, or with the tanh approximation of GELU.
-enum Gating : int { APART, SILU, GELU };
+// What a gate g and an up part u beside each other become: g / (1 + exp(-g)) u, or with the tanh approximation of GELU, or both
+// limited, as gpt-oss has it.
+enum Gating : int { APART, SILU, GELU, CLAMPED };
 
 // y = x W + bias + residual, or for a gate and an up part silu(x gate) (x up), or gelu.
 struct Product {
@@ -175,6 +176,7 @@ struct Attention {
   float scale, cap, epsilon;                               // cap: of scores, or 0
   int64_t window;                                          // places that a token sees, or 0 for all
   const float *cos, *sin, *q_norm, *k_norm;  // [S, head_dim / 2], null: heads are not rotated; [head_dim] or null
+  const float *sinks;                        // [heads]: a score beside those of places, whose value is 0; or null
   const float *qkv;                          // [tokens, (heads + 2 kv_heads) head_dim]; without heads only keys and values
   float *q;                                  // [tokens, heads, width]; beside levels see write_query
   float *partial;                            // [tokens, heads, chunks, 2 + width]: maximum, sum, weighted values

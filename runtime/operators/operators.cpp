@@ -172,7 +172,7 @@ class Multiply {
     norm_ = node.floats(1, inputs_, "the norm has another size");
     bias_ = node.floats(2, columns_, "the bias has another size");
     outputs_ = columns_;
-    check(gating_ >= APART && gating_ <= GELU, "the gating is unknown");
+    check(gating_ >= APART && gating_ <= CLAMPED, "the gating is unknown");
     if (gating_ == APART) return;
     check(parts_.size() == 2 && parts_[0].outputs == parts_[1].outputs, "gate and up have the same size");
     check(parts_[0].has_levels() == parts_[1].has_levels() && (levels_ || parts_[0].format == parts_[1].format),
@@ -209,17 +209,18 @@ class Multiply {
   const float *norm_, *bias_;
 };
 
-// x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], gate, up and down of each expert -> y [T, H]: the sum of what
-// the experts with the k largest logits give, times their weights. Of a weight that no token uses nothing is read.
+// x [T, H], norm [H] or [0], logits [T, E], residual [T, H] or [0], biases of gate and up [E, 2 I] and of down [E, H] or [0], gate, up
+// and down of each expert -> y [T, H]: the sum of what the experts with the k largest logits give, times their weights. Of a weight
+// that no token uses nothing is read.
 class Mixture {
  public:
   static constexpr const char *name = "Mixture";
   static constexpr ort::Type outputs[] = {ort::FLOAT};
   explicit Mixture(const Node &node)
       : epsilon_(node.real("epsilon")), gating_(static_cast<Gating>(node.integer("gating"))), used_(positive(node, "used")),
-        normed_(node.integer("normed") != 0), parts_(read_matrices(node, 4)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
+        normed_(node.integer("normed") != 0), parts_(read_matrices(node, 6)), experts_(static_cast<int64_t>(parts_.size()) / 3) {
     check(parts_.size() % 3 == 0 && used_ <= experts_, "an expert has three weights, and a token uses no more experts than there are");
-    check(gating_ == SILU || gating_ == GELU, "the gating is unknown");
+    check(gating_ >= SILU && gating_ <= CLAMPED, "the gating is unknown");
     const Matrix &gate = parts_[0], &down = parts_[2];
     for (size_t i = 0; i < parts_.size(); i += 3) {
       check(parts_[i].inputs == gate.inputs && parts_[i].outputs == gate.outputs && parts_[i + 1].inputs == gate.inputs &&
@@ -230,6 +231,8 @@ class Mixture {
             "gate and up are of one kind, and so are the experts");
     }
     norm_ = node.floats(1, gate.inputs, "the norm has another size");
+    inner_bias_ = node.floats(4, experts_ * 2 * gate.outputs, "biases have another size");
+    bias_ = node.floats(5, experts_ * gate.inputs, "biases have another size");
   }
 
   void run(const Call &call) const {
@@ -291,7 +294,9 @@ class Mixture {
     for (size_t e = 0; e + 1 < starts.size(); e++) {
       const int64_t first = starts[e], rows = starts[e + 1] - first;
       if (!rows) continue;
-      jobs.push_back({&parts_[3 * e + part], gating ? 2 : 1, gating, ready.from(first), nullptr, nullptr, y + first * columns, rows, columns});
+      const float *bias = gating ? inner_bias_ : bias_;
+      if (bias) bias += static_cast<int64_t>(e) * (gating ? 2 : 1) * columns;
+      jobs.push_back({&parts_[3 * e + part], gating ? 2 : 1, gating, ready.from(first), bias, nullptr, y + first * columns, rows, columns});
       most = std::max(most, rows);
     }
     const int64_t panels = parts_[part].panels(), all = panels * static_cast<int64_t>(jobs.size());
@@ -311,11 +316,11 @@ class Mixture {
   bool normed_;
   Weights parts_;
   int64_t experts_;
-  const float *norm_;
+  const float *norm_, *inner_bias_, *bias_;
 };
 
-// qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0]
-// -> y [T, H D]. A row of tokens: address of the cache, position, slot, context, length of the path.
+// qkv [T, (H + 2 KV) D], tokens [T, 5] int64, paths [T, P] int32, cos and sin [S, D / 2] or [0], norms of q and k [D] or [0],
+// sinks [H] or [0] -> y [T, H D]. A row of tokens: address of the cache, position, slot, context, length of the path.
 class Attend {
  public:
   static constexpr const char *name = "Attention";
@@ -343,6 +348,7 @@ class Attend {
     if (cos.size()) job_.cos = cos.floats(), job_.sin = sin.floats();
     job_.q_norm = node.floats(5, job_.head_dim, "the norm of queries has another size");
     job_.k_norm = node.floats(6, job_.head_dim, "the norm of keys has another size");
+    job_.sinks = node.floats(7, job_.heads, "there is a sink for each head");
   }
 
   void run(const Call &call) const {

@@ -129,9 +129,12 @@ static void put(const Product &job, int64_t row, int64_t rows, int64_t column, i
   }
 }
 
+constexpr float CLAMP = 7, CLAMPED_SLOPE = 1.702f;  // of gpt-oss
+
 // A gate divided by what makes it silu(gate), or gelu(gate).
 static inline Floats activated(Floats g, Gating gating) {
   Floats a = g;
+  if (gating == CLAMPED) a = mul(g, all(CLAMPED_SLOPE));
   if (gating == GELU) a = mul(g, fma(mul(g, g), all(0.0713548163f), all(1.59576912f)));
   return div(g, add(all(1.f), exponential(sub(all(0), a))));
 }
@@ -143,6 +146,11 @@ static void gate(const Product &job, int64_t rows, int64_t column, int64_t colum
     if (job.bias) {
       g = add(g, load_some(job.bias + column, columns));
       u = add(u, load_some(job.bias + job.outputs + column, columns));
+    }
+    if (job.gating == CLAMPED) {
+      g = sub(all(0), larger(all(-CLAMP), sub(all(0), g)));  // NaN, as the second of two, stays
+      u = sub(all(0), larger(all(-CLAMP), sub(all(0), larger(all(-CLAMP), u))));
+      u = add(u, all(1.f));
     }
     store(out, mul(activated(g, job.gating), u));
   }

@@ -46,6 +46,8 @@ class ToolFormat:
 HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
 LLAMA = ToolFormat("llama", "", "", "parameters")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments")
+HARMONY = ToolFormat("harmony", "<|channel|>", "", "arguments")
+"""Of gpt-oss, which :mod:`eesd.serve.grammar.harmony` reads."""
 BLANKS = " \t\r\n"
 BETWEEN = {HERMES: BLANKS, LLAMA: BLANKS + ";", MISTRAL: BLANKS + "[,]"}
 """What is skipped before a call."""

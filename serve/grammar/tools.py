@@ -22,7 +22,15 @@ from eesd.runtime.constraint import GrammarConstraint, make_constraint, quoted, 
 from eesd.runtime.json_schema import OPTIONS, options_of, read_schema
 from eesd.runtime.llm import LLM
 from eesd.runtime.text import TextCodec
-from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolFormat, ToolParser
+from eesd.serve.grammar.harmony import CHANNEL, CONSTRAIN, MESSAGE, writes_harmony
+from eesd.serve.grammar.tool_calls import (
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    ToolFormat,
+    ToolParser,
+)
 
 LOGGER = logging.getLogger("eesd.serve")
 _OTHER_FIELDS = (
@@ -73,10 +81,12 @@ class Tools:
 
     @property
     def most(self) -> int:
-        """Calls of an answer. Llama 3 writes one."""
+        """Calls of an answer. Llama 3 and gpt-oss write one."""
         return (
             MAX_CALLS
-            if self.parallel and self.choice in ("auto", "required") and self.format is not LLAMA
+            if self.parallel
+            and self.choice in ("auto", "required")
+            and self.format not in (LLAMA, HARMONY)
             else 1
         )
 
@@ -127,21 +137,33 @@ class Tools:
         """The grammar; and into ``left_out``, the keywords of parameters that are left out of
         it."""
         names = [name for name in self.functions if self.choice in ("auto", "required", name)]
-        rules = [
-            f"call_{index}: {self._call_rule(name, left_out)}" for index, name in enumerate(names)
-        ]
+        rule = self._harmony_rule if self.format is HARMONY else self._call_rule
+        rules = [f"call_{index}: {rule(name, left_out, codec)}" for index, name in enumerate(names)]
         call = "(" + " | ".join(f"call_{index}" for index in range(len(names))) + ")"
         begin, end = (_literal(text, codec) for text in (self.format.begin, self.format.end))
         one = f'{begin} "\\n" {call} "\\n" {end}' if self.format is HERMES else call
         next_one = {HERMES: '"\\n"', MISTRAL: '", "'}.get(self.format, "") + f" {one}"
         several = one if self.most == 1 else f"{one} ({next_one}){{0,{self.most - 1}}}"
         start = f'{begin} "[" {several} "]"' if self.format is MISTRAL else several
-        if self.choice == "auto":
+        if self.choice == "auto" and self.format is not HARMONY:
             # A call without marks, too: who begins one would have to end it as an answer.
             start = f"@answer | {call}" + (f" | {start}" if self.format.begin else "")
+        elif self.choice == "auto":
+            start = f"@answer | {call}"
         return "\n".join([f"start: {start}", *rules])
 
-    def _call_rule(self, name: str, left_out: set[str]) -> str:
+    def _harmony_rule(self, name: str, left_out: set[str], codec: TextCodec) -> str:
+        """A call of gpt-oss, up to its end."""
+        channel, constrain, message = (
+            _literal(mark, codec) for mark in (CHANNEL, CONSTRAIN, MESSAGE)
+        )
+        schema, options = self._parameters(name, left_out)
+        text = json.dumps({**schema, OPTIONS: options})
+        head = quoted(f"commentary to=functions.{name} ")
+        return f'{channel} {head} {constrain} "json" {message} %json {text}'
+
+    def _parameters(self, name: str, left_out: set[str]) -> tuple[dict[str, Any], Any]:
+        """The schema of a function's arguments, and how strictly it counts."""
         function = self.functions[name]
         lenient = function.get("strict") is not True
         schema = {
@@ -151,6 +173,10 @@ class Tools:
         }
         schema, _, keywords = read_schema(schema, lenient, (name,))
         left_out |= keywords
+        return schema, options_of(lenient)
+
+    def _call_rule(self, name: str, left_out: set[str], _: TextCodec) -> str:
+        schema, options = self._parameters(name, left_out)
         if self.choice == "auto":
             # As one schema: llguidance reads alternatives side by side only where all are schemas.
             schema = {
@@ -163,7 +189,7 @@ class Tools:
                 "required": ["name", self.format.arguments],
                 "additionalProperties": False,
             }
-        text = json.dumps({**schema, OPTIONS: options_of(lenient)})
+        text = json.dumps({**schema, OPTIONS: options})
         if self.choice == "auto":
             return f"%json {text}"
         head = quoted(f'{{"name": {json.dumps(name)}, "{self.format.arguments}": ')
@@ -298,6 +324,8 @@ def _format_of(codec: TextCodec) -> ToolFormat:
         return HERMES
     if MISTRAL.begin in template.source:
         return MISTRAL
+    if writes_harmony(codec):
+        return HARMONY
     return LLAMA if '"parameters": ' in template.source else HERMES
 
 

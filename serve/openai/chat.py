@@ -8,6 +8,7 @@ from fastapi.responses import Response
 
 from eesd.runtime.request import Update
 from eesd.runtime.text import TextCodec
+from eesd.serve.grammar.harmony import MARKS, HarmonyParser, writes_harmony
 from eesd.serve.grammar.thinking import BEGIN, END, ThinkParser, may_think
 from eesd.serve.grammar.tool_calls import ToolDelta, whole_calls
 from eesd.serve.grammar.tools import Tools, encode_chat, special_token, tools_of
@@ -115,14 +116,19 @@ class Reader:
     ) -> None:
         self.progress = progress
         self.tools = tools
-        self._parser = tools.parser(codec, streaming=streaming) if tools else None
-        marks = {special_token(mark, codec): mark for mark in (BEGIN, END)}
+        # Who constrains the output asks for it alone: the model does not think.
+        is_free = progress.request.constraint is None
+        has_messages = writes_harmony(codec) and (is_free or tools is not None)
+        names = tools.functions if tools else ()
+        self._messages = HarmonyParser(names, streaming) if has_messages else None
+        parses = tools is not None and not has_messages
+        self._parser = tools.parser(codec, streaming=streaming) if tools and parses else None
+        marks = {special_token(mark, codec): mark for mark in (BEGIN, END, *MARKS)}
         self._marks = {token: mark for token, mark in marks.items() if token is not None}
         end = codec.tokenizer.decode(
             list(progress.request.tokens[-2 * len(BEGIN) :]), skip_special_tokens=False
         )
-        # Who constrains the output asks for it alone: the model does not think.
-        thinks = may_think(codec) and progress.request.constraint is None
+        thinks = may_think(codec) and is_free and not has_messages
         self._thoughts = ThinkParser(end.rstrip().endswith(BEGIN)) if thinks else None
 
     def see(self, update: Update) -> list[ToolDelta]:
@@ -132,9 +138,14 @@ class Reader:
         marks = dict(self._marks)
         if self._parser:
             marks |= self._parser.marks
-        if self._thoughts or self._parser:
+        if self._thoughts or self._parser or self._messages:
             pieces = [marks.get(output.token, "") + output.text for output in update.tokens]
             text = "".join(pieces) + update.held
+        if self._messages is not None:
+            deltas = self._messages.push(text, last)
+            if self._messages.calls and self.progress.finish_reason == "stop":
+                self.progress.finish_reason = "tool_calls"
+            return deltas
         deltas = []
         if self._thoughts:
             thought, text = self._think(self._thoughts, pieces, update.held, last)

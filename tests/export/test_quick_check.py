@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support import gguf_files
-from support.command import assert_refused, run, succeed
+from support.command import assert_refused, run, slow_but, succeed
+from support.family_grid import OPTIONS, family_cases
 from support.tiny_checkpoints import FAMILIES, build
 from support.without_operators import needs_operators
 
@@ -40,6 +41,19 @@ def test_right_exports_are_far_within_the_bound(kind: str, tmp_path: Path) -> No
     output = succeed(main, *command(kind, tmp_path)).output
     found = re.search(r"largest difference (\d+)% of what rounding explains", output)
     assert found and int(found[1]) < 20
+
+
+@pytest.mark.parametrize("model_type", slow_but(list(OPTIONS), "gpt_oss", "gemma3_text"))
+def test_exports_of_families_in_16_bits_pass(tmp_path: Path, model_type: str) -> None:
+    """With the constants of their own parts, which are of 16 bits, too."""
+    case = next(
+        case
+        for case in family_cases(model_type, 20, seed=5)
+        if case.options["num_hidden_layers"] > 2 and case.has_levels == (model_type == "gpt_oss")
+    )
+    model = case.write(tmp_path / "model")
+    options = ("--dtype", "bfloat16", "--max-seq-len", 40, "--max-tree-nodes", 4)
+    succeed(main, "--model", model, "-o", tmp_path / "plans", "--exit-layer", 1, *options)
 
 
 @pytest.mark.parametrize("kind", ["fp8", "Q8_0, drafts itself", "int8, drafts itself"])

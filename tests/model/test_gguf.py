@@ -30,11 +30,19 @@ from transformers import (
 import eesd
 from eesd.common.errors import EESDError
 from eesd.common.manifest import load_manifest
-from eesd.common.quantization import DRAFT, EXIT_HEAD, LM_HEAD, UNQUANTIZED, parts_of
+from eesd.common.quantization import (
+    DRAFT,
+    EXIT_HEAD,
+    LM_HEAD,
+    MXFP4,
+    UNQUANTIZED,
+    parts_of,
+)
 from eesd.common.weights import EMBEDDINGS, MINIMUMS, SCALES, weights_of
 from eesd.export.cli import main as export_main
 from eesd.model.checkpoint import Checkpoint
-from eesd.model.gguf_file import QUANTIZED, GgufTensor
+from eesd.model.families import FAMILIES
+from eesd.model.gguf_file import OWN_LEVELS, GgufTensor
 from eesd.model.inputs import causal_inputs, empty_caches
 from eesd.model.loading import load_decoder
 from eesd.model.quantized import dequantize
@@ -50,6 +58,7 @@ ARCHITECTURES = {
     "qwen2-tied": Spec("qwen2", biases=True, tied=True, table="F16"),
     "qwen3": Spec("qwen3", head_dim=128),
 }
+QUANTIZED = tuple(kind for kind, one in OWN_LEVELS.items() if one.integers)
 TYPES = ("F16", "BF16", *QUANTIZED)
 
 
@@ -189,10 +198,14 @@ def test_mixtral_is_a_llama_with_experts(tmp_path: Path, experts: str) -> None:
     torch.testing.assert_close(logits(Checkpoint(path), PROMPT), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["gemma", "seed_oss"])
+@pytest.mark.parametrize(
+    "name", ["gemma", "seed_oss", "arcee", "stablelm", "nemotron", "jais2", "starcoder2"]
+)
 def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str) -> None:
     """The file and the same model as a directory have equal logits."""
-    spec = Spec(name, head_dim=128, tied=name == "gemma", biases=name == "seed_oss")
+    size = 64 if name in gguf_files.LAYER_NORMS else 128
+    tied = name in ("gemma", "starcoder2")
+    spec = Spec(name, head_dim=size, tied=tied, biases=name == "seed_oss")
     path = gguf_files.write(tmp_path / "model.gguf", spec)
     checkpoint = Checkpoint(path)
     config: dict[str, Any] = {
@@ -203,20 +216,96 @@ def test_architectures_that_transformers_does_not_read(tmp_path: Path, name: str
         "num_hidden_layers": LAYERS,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS,
-        "head_dim": 128,
-        "rms_norm_eps": 1e-3,
+        "head_dim": size,
+        FAMILIES[name].eps_name: 1e-3,
         "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
     }
+    if name in gguf_files.LAYER_NORMS:
+        config["rope_parameters"]["partial_rotary_factor"] = 1.0
+        biases = ("attention_bias", "mlp_bias", "use_bias", "use_qkv_bias")
+        config |= dict.fromkeys(biases, False)
     reference: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))  # type: ignore[no-untyped-call]
     weights: dict[str, torch.Tensor] = dict(load_decoder(checkpoint).named_parameters())
-    if name == "gemma":  # transformers stores its norms minus 1
+    if name in ("gemma", "nemotron"):  # transformers stores its norms minus 1
         weights = {
             key: value - float(key.endswith("norm.weight")) for key, value in weights.items()
         }
+    if name == "starcoder2":
+        parts = {"up_proj": "c_fc", "down_proj": "c_proj"}
+        for old, new in parts.items():
+            weights = {key.replace(old, new): value for key, value in weights.items()}
     reference.load_state_dict(weights, strict=False)
     with torch.no_grad():
         expected = reference.eval()(torch.tensor([PROMPT])).logits
     torch.testing.assert_close(logits(checkpoint, PROMPT), expected, rtol=1e-4, atol=2e-4)
+
+
+def test_gpt_oss_with_the_levels_of_its_experts(tmp_path: Path) -> None:
+    types = {
+        f"blk.{layer}.ffn_{part}_exps.weight": "MXFP4"
+        for layer in range(LAYERS)
+        for part in ("gate", "up", "down")
+    }
+    spec = Spec("gpt-oss", head_dim=128, biases=True, experts="together", types=types)
+    path = gguf_files.write(tmp_path / "model.gguf", spec)
+    checkpoint = Checkpoint(path)
+    stored = next(one for one in gguf.GGUFReader(path).tensors if one.name in types)
+    values = gguf.dequantize(stored.data, stored.tensor_type)
+    part = stored.name.split("_")[1]
+    name = f"model.layers.0.mlp.experts.2.{part}_proj.weight"
+    assert np.array_equal(checkpoint.tensors[name].read(), values[2])
+    assert checkpoint.own_levels[name] == MXFP4
+    config: dict[str, Any] = {
+        "model_type": "gpt_oss",
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "num_local_experts": EXPERTS,
+        "num_experts_per_tok": 2,
+        "head_dim": 128,
+        "sliding_window": 4,
+        "rms_norm_eps": 1e-3,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
+    }
+    reference: Any = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(**config), experts_implementation="eager"
+    )  # type: ignore[no-untyped-call]
+    reference.load_state_dict(_as_gpt_oss(dict(load_decoder(checkpoint).named_parameters())))
+    with torch.no_grad():
+        expected = reference.eval()(torch.tensor([PROMPT])).logits
+    torch.testing.assert_close(logits(checkpoint, PROMPT), expected, rtol=1e-4, atol=2e-4)
+
+
+def _as_gpt_oss(weights: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The decoder's weights by transformers' names, with those of all experts together."""
+    found: dict[str, torch.Tensor] = {}
+    for name, values in weights.items():
+        name = name.replace(".mlp.gate.", ".mlp.router.").replace(".sinks.weight", ".sinks")
+        before, is_of_one, rest = name.partition(".mlp.experts.0.")
+        if not is_of_one:
+            if ".mlp.experts." not in name:
+                found[name] = values
+            continue
+        module, kind = rest.split(".")
+        other = {"gate_proj": "up_proj"}.get(module)
+        if module == "up_proj":
+            continue
+
+        def stacked(module: str, kind: str = kind, before: str = before) -> torch.Tensor:
+            names = (f"{before}.mlp.experts.{expert}.{module}.{kind}" for expert in range(EXPERTS))
+            parts = [weights[one] for one in names]
+            return torch.stack([part.T if kind == "weight" else part for part in parts])
+
+        whole = stacked(module)
+        if other:  # columns of gate and up alternate
+            whole = torch.stack((whole, stacked(other)), -1).flatten(-2)
+            module = "gate_up_proj"
+        suffix = "" if kind == "weight" else "_bias"
+        found[f"{before}.mlp.experts.{module}{suffix}"] = whole
+    return found
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -141,7 +141,12 @@ def test_products_of_several_parts(
 )
 @pytest.mark.parametrize(
     "norm, bias, residual, gating",
-    [(False, False, False, 1), (True, True, False, 2), (True, False, True, 1)],
+    [
+        (False, False, False, 1),
+        (True, True, False, 2),
+        (True, False, True, 1),
+        (True, True, True, 3),
+    ],
 )
 def test_gates(
     tmp_path: Path,
@@ -223,6 +228,8 @@ def experts(count: int, hidden: int, inner: int, *forms: str) -> list[list[Weigh
         (("bits4", "bits6", "bits5"), 96, 64, 40, 18, False, True, True, 1, False),
         (("bits8", "bits8", "float32"), 64, 20, 4, 1, False, True, True, 2, True),
         (("planes", "upper", "upper"), 64, 96, 5, 2, True, True, True, 1, True),
+        (("float32",) * 3, 20, 13, 7, 3, True, True, True, 3, True),
+        (("bits5", "bits5", "bits5"), 64, 96, 5, 2, True, True, True, 3, True),
     ],
 )
 def test_mixtures(
@@ -241,9 +248,13 @@ def test_mixtures(
 ) -> None:
     weight = seeded("norm").normal(1, 0.3, hidden).astype(np.float32) if norm else None
     own = experts(count, hidden, inner, *forms)
-    check_mixture(
-        Mixture(own, used, normed, weight, residual, gating), tmp_path / "model", int8, names
-    )
+    mixture = Mixture(own, used, normed, weight, residual, gating)
+    if gating == 3:  # of gpt-oss, whose experts have biases
+        random = seeded("biases")
+        sizes = (2 * inner, hidden)
+        inner_bias, bias = (random.normal(0, 2, (count, size)).astype(np.float32) for size in sizes)
+        mixture = replace(mixture, biases=(inner_bias, bias))
+    check_mixture(mixture, tmp_path / "model", int8, names)
 
 
 def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
@@ -253,7 +264,7 @@ def test_bad_mixtures_are_refused(tmp_path: Path) -> None:
     numbers = [number for expert in own for weight in expert for number in pack(weight).numbers]
     wrong: dict[str, tuple[Any, ...]] = {
         "used": (0, -1, 4, 1 << 40, None),
-        "gating": (0, 3),
+        "gating": (0, 4),
         "normed": (None,),
         "epsilon": (None,),
         "matrices": (None, *(numbers[:-count] for count in (1, 7, 14))),
@@ -489,6 +500,9 @@ LAYERS = {
     "128": Attention(heads=5, kv_heads=1, head_dim=128),
     "512": Attention(heads=2, kv_heads=1, head_dim=512),
     "norms": Attention(head_dim=20, norms=True, layer=0),
+    "sinks": Attention(sinks=True),
+    "sinks, window": Attention(heads=3, kv_heads=1, sinks=True, window=40),
+    "sinks, int8": Attention(head_dim=64, sinks=True, dtype="int8"),
     "norms after the rotation": Attention(head_dim=20, norms=True, norms_last=True),
     "many heads": Attention(heads=36, kv_heads=1, head_dim=2),
     "float16": Attention(heads=6, kv_heads=2, head_dim=64, dtype="float16"),

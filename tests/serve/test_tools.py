@@ -20,7 +20,16 @@ from eesd.runtime.constraint import make_constraint
 from eesd.runtime.llm import LLM, load
 from eesd.runtime.request import Request, TokenOutput, Update
 from eesd.runtime.text import TextCodec
-from eesd.serve.grammar.tool_calls import HERMES, LLAMA, MISTRAL, ToolDelta, ToolFormat, ToolParser
+from eesd.serve.grammar.harmony import MARKS, HarmonyParser
+from eesd.serve.grammar.tool_calls import (
+    HARMONY,
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    ToolDelta,
+    ToolFormat,
+    ToolParser,
+)
 from eesd.serve.grammar.tools import Tools, _in_words, _told, encode_chat, tools_of
 from eesd.serve.openai.chat import Reader
 from eesd.serve.openai.generations import Progress
@@ -501,6 +510,80 @@ def test_marks_that_are_special_tokens_are_seen_and_written(tmp_path: Path) -> N
     )
     deltas += reader.see(Update((), held='ments": {}}]', finish_reason="stop"))
     assert put_together(deltas) == ("", [("now", "{}")])
+
+
+THOUGHT = "<|channel|>analysis<|message|>So < 5 <|"
+HARMONY_CALL = (
+    '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "<|e"}'
+)
+HARMONY_ANSWERS = {
+    THOUGHT: ("So < 5 <|", "", []),
+    f"{THOUGHT}<|end|><|start|>assistant<|channel|>final<|message|>Hi <": ("So < 5 <|", "Hi <", []),
+    f"{THOUGHT}<|end|><|start|>assistant{HARMONY_CALL}": (
+        "So < 5 <|",
+        "",
+        [("weather", '{"city": "<|e"}')],
+    ),
+    f"{HARMONY_CALL}<|call|>": ("", "", [("weather", '{"city": "<|e"}')]),
+    " to=functions.now<|channel|>commentary json<|message|>{}": ("", "", [("now", "{}")]),
+    f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant{HARMONY_CALL}": (
+        "",
+        "I look.",
+        [("weather", '{"city": "<|e"}')],
+    ),
+    "<|channel|>commentary to=functions.other<|message|>{}": ("", "{}", []),
+    "no <|channel|> at all": ("", "no <|channel|> at all", []),
+}
+"""Answers of gpt-oss: thoughts, content and calls."""
+
+
+@pytest.mark.parametrize("text", HARMONY_ANSWERS)
+@pytest.mark.parametrize("streaming", [True, False])
+def test_messages_of_gpt_oss_are_read_however_the_text_is_cut(text: str, streaming: bool) -> None:
+    for size in (1, 2, 7, len(text)):
+        parser = HarmonyParser({"weather", "now"}, streaming)
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        deltas = [delta for piece in pieces for delta in parser.push(piece, last=False)]
+        deltas += parser.push("", last=True)
+        thought = "".join(delta.thought for delta in deltas)
+        said = put_together([delta for delta in deltas if not delta.thought])
+        assert (thought, *said) == HARMONY_ANSWERS[text]
+        assert parser.calls == len(said[1])
+
+
+def test_a_call_of_gpt_oss_that_is_cut_off_is_content_of_an_answer() -> None:
+    text = f"{HARMONY_CALL[:-1]}"
+    parser = HarmonyParser({"weather"}, streaming=False)
+    assert put_together(parser.push(text, last=True)) == ('{"city": "<|e"', [])
+    assert parser.calls == 0
+
+
+def test_gpt_oss_thinks_and_calls_with_special_tokens(tmp_path: Path) -> None:
+    template = "{% for tool in tools %}{{ tool }}{% endfor %}<|start|><|channel|><|message|>"
+    codec = codec_of(tmp_path, template, special=MARKS)
+    found = {mark: codec.tokenizer.token_to_id(mark) for mark in MARKS}
+    ids = {mark: token for mark, token in found.items() if token is not None}
+    tools = tools_of({"tools": TOOLS, "tool_choice": "required"}, codec)
+    assert tools is not None and tools.format is HARMONY and tools.most == 1
+    begin, constrain, message = (ids[mark] for mark in MARKS[:3])
+    rule = (
+        f'call_1: <[{begin}]> "commentary to=functions.now " <[{constrain}]> "json" <[{message}]>'
+    )
+    assert rule in tools._grammar(codec, set())
+
+    def tokens(*parts: str) -> tuple[TokenOutput, ...]:
+        known = (
+            TokenOutput(ids.get(part, 2), part * (part not in ids), "verify") for part in parts
+        )
+        return tuple(known)
+
+    reader = Reader(Progress(Request(tokens=[2])), tools, codec, streaming=False)
+    said = tokens("<|channel|>", "analysis", "<|message|>", "Hm", "<|end|>", "<|start|>")
+    deltas = reader.see(Update(said))
+    said = tokens("assistant", "<|channel|>", "commentary to=functions.now ", "<|message|>", "{}")
+    deltas += reader.see(Update(said, finish_reason="stop"))
+    assert deltas[0].thought == "Hm" and put_together(deltas[1:]) == ("", [("now", "{}")])
+    assert reader.progress.finish_reason == "tool_calls"
 
 
 def changed(**function: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Random small checkpoints of the families that differ from Llama in parts, written by
 transformers."""
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.tiny_checkpoints import randomise
@@ -47,11 +49,41 @@ class FamilyCase:
         if "gemma" in self.model_type:  # stores its norms minus 1
             for name, parameter in model.named_parameters():
                 parameter.data -= float(name.endswith("norm.weight"))
+        shard = random.Random(-self.seed).choice(("1GB", "20KB"))
         dtype = random.Random(self.seed).choice((torch.float32, torch.bfloat16, torch.float16))
         model.to(dtype).save_pretrained(
-            directory, max_shard_size=random.Random(-self.seed).choice(("1GB", "20KB"))
+            directory, max_shard_size="1GB" if self.has_levels else shard
         )
+        if self.has_levels:
+            with_levels(directory)
         return directory
+
+    @property
+    def has_levels(self) -> bool:
+        """Whether the experts are stored with the levels of MXFP4, which blocks of 32 have."""
+        sizes = (self.options[name] for name in ("hidden_size", "intermediate_size"))
+        return self.model_type == "gpt_oss" and not any(size % 32 for size in sizes)
+
+
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def with_levels(directory: Path) -> None:
+    """Store the experts of a gpt-oss as it is published: levels of 4 bits, and exponents."""
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (directory / "config.json").write_text(json.dumps(config))
+    for file in directory.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+            weight = tensors.pop(name).float().transpose(1, 2)
+            blocks = weight.reshape(*weight.shape[:2], -1, 32)
+            exponents = (blocks.abs().amax(-1).clamp_min(1e-9) / 6).log2().ceil()
+            scaled = blocks / torch.exp2(exponents)[..., None]
+            codes = (scaled[..., None] - FP4).abs().argmin(-1)
+            tensors[f"{name}_blocks"] = (codes[..., ::2] | codes[..., 1::2] << 4).byte()
+            tensors[f"{name}_scales"] = (exponents + 127).byte()
+        save_file(tensors, file, {"format": "pt"})
 
 
 def family_cases(model_type: str, count: int, seed: int) -> list[FamilyCase]:
@@ -412,6 +444,18 @@ def _granite_moe_shared(rng: random.Random, sizes: Options) -> Options:
     return _granite_moe(rng, sizes) | {"shared_intermediate_size": rng.choice((0, 24, 37))}
 
 
+def _gpt_oss(rng: random.Random, sizes: Options) -> Options:
+    (count, used) = _experts(rng)
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
+    yarn |= {"rope_theta": 150000.0, "truncate": rng.random() < 0.5}
+    rope = rng.choice(({}, _rope(rng), {"rope_parameters": yarn}))
+    own = {"sliding_window": rng.choice((9, 30)), "head_dim": rng.choice((8, 16))}
+    kinds = {"layer_types": rng.choice((None, _kinds(rng, sizes)))}
+    own |= {"num_local_experts": count, "num_experts_per_tok": used}
+    own |= {"intermediate_size": rng.choice((32, 64, sizes["intermediate_size"]))}
+    return rope | own | kinds | {"attention_bias": rng.random() < 0.7}
+
+
 OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "phi3": _phi3,
     "granite": _granite,
@@ -449,5 +493,6 @@ OPTIONS: dict[str, Callable[[random.Random, Options], Options]] = {
     "qwen2_moe": _qwen2_moe,
     "granitemoe": _granite_moe,
     "granitemoeshared": _granite_moe_shared,
+    "gpt_oss": _gpt_oss,
 }
 """Variations of each family, by ``model_type``."""

@@ -24,6 +24,9 @@ EXPERT = 768
 experts."""
 _RANDOM_BLOCKS = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """Offsets of the float16 scales in a block, for types to which the library cannot quantize."""
+WITHOUT_GATES = ("arcee", "nemotron", "jais2", "starcoder2")
+LAYER_NORMS = ("stablelm", "nemotron", "jais2", "starcoder2")
+"""Architectures whose norms subtract the mean."""
 CHARACTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 SPECIAL = ["<s>", "</s>", "<|end|>"]
 WORDS = ["th", "the", "Ġthe", "qu"]
@@ -70,7 +73,8 @@ def write(path: Path, spec: Spec, seed: int = 0, most: int = 0) -> Path:
             _add(writer, key, value)
     random = np.random.default_rng(seed)
     for name, shape in _shapes(spec).items():
-        matrix = len(shape) >= 2 and "gate_inp" not in name and "shortconv.conv" not in name
+        floats = ("gate_inp", "shortconv.conv", ".bias")
+        matrix = len(shape) >= 2 and not any(part in name for part in floats)
         kind = spec.types.get(name, spec.matrices if matrix else "F32")
         if name == "token_embd.weight":
             kind = spec.types.get(name, spec.table)
@@ -119,6 +123,13 @@ def _metadata(spec: Spec) -> dict[str, Any]:
     }
     if spec.architecture == "lfm2":
         own |= {"attention.head_count_kv": [0, KV_HEADS, 0], "shortconv.l_cache": 3}
+    if spec.architecture in LAYER_NORMS:
+        own["attention.layer_norm_epsilon"] = own.pop("attention.layer_norm_rms_epsilon")
+        own["rope.dimension_count"] = spec.head_dim
+    if spec.architecture == "stablelm":
+        own["use_parallel_residual"] = False
+    if spec.architecture == "gpt-oss":
+        own |= {"expert_feed_forward_length": INNER, "attention.sliding_window": 4}
     if spec.architecture == "llama":
         own |= {"rope.dimension_count": spec.head_dim, "vocab_size": len(VOCABULARY)}
     if spec.experts or spec.architecture == "qwen3moe":
@@ -191,6 +202,15 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
             else:
                 block[f"ffn_{part}_exps.weight"] = (EXPERTS, *shape)
         block["ffn_gate_inp.weight"] = (EXPERTS, HIDDEN)
+    if spec.architecture in WITHOUT_GATES:
+        del block["ffn_gate.weight"]
+    if spec.architecture in LAYER_NORMS:
+        block |= {"attn_norm.bias": (HIDDEN,), "ffn_norm.bias": (HIDDEN,)}
+    if spec.architecture == "gpt-oss":
+        block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
+        block |= {"attn_sinks.weight": (HEADS,), "ffn_gate_inp.bias": (EXPERTS,)}
+        for part, size in {"gate": INNER, "up": INNER, "down": HIDDEN}.items():
+            block[f"ffn_{part}_exps.bias"] = (EXPERTS, size)
     if spec.architecture == "seed_oss":
         block["post_attention_norm.weight"] = block.pop("ffn_norm.weight")
     if spec.architecture in ("gemma2", "gemma3"):
@@ -205,6 +225,8 @@ def _shapes(spec: Spec) -> dict[str, tuple[int, ...]]:
         "output_norm.weight": (HIDDEN,),
     }
     shapes |= {} if spec.tied else {"output.weight": table}
+    if spec.architecture in LAYER_NORMS:
+        shapes["output_norm.bias"] = (HIDDEN,)
     found = shapes | {
         f"blk.{layer}.{name}": shape for layer in range(LAYERS) for name, shape in block.items()
     }

@@ -237,11 +237,8 @@ class Product:
         if self.gating:
             (gate, up) = np.split(y, 2, 1)
             (g, u) = np.split(size, 2, 1)
-            inner = (
-                gate if self.gating == 1 else 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
-            )
             with np.errstate(over="ignore"):
-                y = gate / (1 + np.exp(-inner)) * up
+                y = gated_in_float64(gate, up, self.gating)
                 size = g * u + g + u
         return (y + self.added, size + np.abs(self.added)) if self.residual else (y, size)
 
@@ -280,6 +277,21 @@ def check_product(
             )
 
 
+def gated_in_float64(
+    gate: NDArray[np.float64], up: NDArray[np.float64], gating: int
+) -> NDArray[np.float64]:
+    """The activated gate times up."""
+    inner = gate
+    if gating == 2:
+        inner = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3)
+    elif gating == 3:
+        gate = np.minimum(gate, 7)
+        up = np.clip(up, -7, 7) + 1
+        inner = 1.702 * gate
+    found: NDArray[np.float64] = gate / (1 + np.exp(-inner)) * up
+    return found
+
+
 @dataclass
 class Mixture:
     """A mixture of experts with gate, up and down each, with random inputs of :data:`MOST` rows."""
@@ -291,6 +303,7 @@ class Mixture:
     residual: bool = False
     gating: int = 1
     epsilon: float = 1e-3
+    biases: tuple[Floats, Floats] | None = None
 
     def __post_init__(self) -> None:
         random = np.random.default_rng(0)
@@ -307,6 +320,7 @@ class Mixture:
             ("norm", NOTHING if self.norm is None else self.norm),
             ("logits", TensorProto.FLOAT),
             ("residual", TensorProto.FLOAT),
+            *zip(("inner", "outer"), self.biases or (NOTHING, NOTHING), strict=True),
             *((f"w{i}", pack(weight).data) for i, weight in enumerate(weights)),
         ]
 
@@ -345,6 +359,7 @@ class Mixture:
             self.epsilon,
             residual,
             self.gating,
+            self.biases,
         )
 
     def in_float64(self) -> NDArray[np.float64]:
@@ -358,10 +373,11 @@ class Mixture:
         if self.normed:
             shares /= shares.sum(1, keepdims=True)
         y = np.zeros_like(x)
-        for share, (gate, up, down) in zip(shares.T, self.experts, strict=True):
-            g, u = (x @ part.dequantized().astype(np.float64) for part in (gate, up))
-            inner = g if self.gating == 1 else 2 * np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)
-            y += share[:, None] * ((g / (1 + np.exp(-inner)) * u) @ down.dequantized())
+        for number, (share, parts) in enumerate(zip(shares.T, self.experts, strict=True)):
+            gate, up, down = (part.dequantized().astype(np.float64) for part in parts)
+            inner, outer = (0, 0) if self.biases is None else (one[number] for one in self.biases)
+            g, u = np.split(np.concatenate([x @ gate, x @ up], 1) + inner, 2, 1)
+            y += share[:, None] * (gated_in_float64(g, u, self.gating) @ down + outer)
         return y + self.added if self.residual else y
 
 
@@ -467,6 +483,7 @@ class Attention:
     window: int = 0
     rotates: bool = True
     norms_last: bool = False
+    sinks: bool = False
 
     def __post_init__(self) -> None:
         random = self.random = np.random.default_rng(self.seed)
@@ -488,6 +505,7 @@ class Attention:
             self.window,
             self.rotates,
             self.norms_last,
+            random.normal(0, 2, self.heads).astype(np.float32) if self.sinks else None,
         )
 
     def session(self, path: Path, threads: int = 1, name: str = "") -> Any:
@@ -504,6 +522,7 @@ class Attention:
             ("sin", spec.sin if spec.rotates else NOTHING),
             ("q_norm", NOTHING if spec.q_norm is None else spec.q_norm),
             ("k_norm", NOTHING if spec.k_norm is None else spec.k_norm),
+            ("sinks", NOTHING if spec.sinks is None else spec.sinks),
         ]
 
     def write(self, path: Path, **changed: int) -> Path:
@@ -585,8 +604,12 @@ class Attention:
             scores = self.cap * np.tanh(scores / self.cap) if self.cap else scores
             if self.hides_first and len(path) > 1:
                 scores[..., 0] = -np.inf
+            if self.spec.sinks is not None:
+                beside = self.spec.sinks.reshape(self.kv_heads, -1, 1)
+                scores = np.concatenate([beside, scores], -1)
             weights = np.exp(scores - scores.max(-1, keepdims=True))
             weights /= weights.sum(-1, keepdims=True)
+            weights = weights[..., -len(path) :]
             found.append(np.einsum("ghs,sgd->ghd", weights, v[path]).reshape(-1))
         return np.stack(found)
 

@@ -224,11 +224,13 @@ def product(
     y = y if bias is None else y + bias
     if gating:
         gate, up = np.split(y, 2, 1)
-        inner = (
-            gate
-            if gating == 1
-            else gate * fma(gate * gate, np.float32(0.0713548163), np.float32(1.59576912))
-        )
+        inner = gate
+        if gating == 2:
+            inner = gate * fma(gate * gate, np.float32(0.0713548163), np.float32(1.59576912))
+        elif gating == 3:
+            gate = np.minimum(gate, np.float32(7))
+            up = np.clip(up, np.float32(-7), np.float32(7)) + np.float32(1)
+            inner = gate * np.float32(1.702)
         y = gate / (np.float32(1) + exponential(np.float32(0) - inner)) * up
     return y if residual is None else y + residual
 
@@ -257,15 +259,19 @@ def mixture(
     epsilon: float = 0,
     residual: Floats | None = None,
     gating: int = 1,
+    biases: tuple[Floats, Floats] | None = None,
 ) -> Floats:
-    """``experts`` has gate, up and down of each expert."""
+    """``experts`` has gate, up and down of each; ``biases`` those of gate and up [E, 2 I] and of
+    down [E, H]."""
     found, weights = route(logits, used, normed)
     y = np.zeros_like(x)
     for number, (gate, up, down) in enumerate(experts):  # a token's experts in ascending order
         tokens, places = np.nonzero(found == number)
         if len(tokens):
-            gated = product(x[tokens], [gate, up], int8, norm, epsilon, gating=gating)
-            y[tokens] = fma(weights[tokens, places, None], product(gated, [down], int8), y[tokens])
+            inner, outer = (None, None) if biases is None else (one[number] for one in biases)
+            gated = product(x[tokens], [gate, up], int8, norm, epsilon, inner, gating=gating)
+            given = product(gated, [down], int8, bias=outer)
+            y[tokens] = fma(weights[tokens, places, None], given, y[tokens])
     return y if residual is None else y + residual
 
 
@@ -288,6 +294,7 @@ class Heads:
     window: int = 0
     rotates: bool = True
     norms_last: bool = False
+    sinks: Floats | None = None
 
     def cached(self, x: Floats) -> Floats:
         """Keys or values rounded as in a cache of floats."""
@@ -352,6 +359,9 @@ class Heads:
             chunk = slice(start, start + CHUNK)
             part = _chunk(scores[:, chunk], values[:, chunk], first - start, self.dtype == "int8")
             total = part if not total else _merge(total, part)
+        if self.sinks is not None:
+            ones = np.ones(self.heads, np.float32)
+            total = _merge(total, [self.sinks, ones, np.zeros_like(total[2])])
         return total[2] * (np.float32(1) / total[1])[:, None]
 
 

@@ -65,11 +65,16 @@ SHARED = "mlp.shared_expert"
 FUSE = "fuse_proj"
 FUSE_NORM = "fuse_norm"
 """Names in an EAGLE-3 head: the product that fuses the states of layers, and its norms."""
+SINKS = "self_attn.sinks"
+"""Name within a block of the heads' sinks, whose weight is [heads]."""
 TAPS = "conv.conv"
 """Name within a block of the convolution. Its weight is [hidden, 1, taps]; the last tap is for the
 token itself."""
 DEEP_IN = "deep_in_proj"
 """Name in the exit head of the product that projects a deep state into the draft."""
+CLAMP = 7.0
+CLAMPED_SLOPE = 1.702
+"""Limit of gate and up, and factor of the gate in the sigmoid, of the activation ``clamped``."""
 XIELU = "mlp.act_fn"
 """Name within a block of xielu's parameters. The weight is [2]: the factor of the square above 0,
 and the factor of the exponential below 0."""
@@ -433,7 +438,7 @@ def _inner(o: Operations[X], of: Block, x: X, norm: Norm | None) -> tuple[X, Lin
     """The activated values of a block's MLP, and the layer that reads them."""
     geometry = of.geometry
     prefix = of.prefix
-    gate, up, down = _mlp(f"{prefix}mlp", geometry, geometry.intermediate_size)
+    gate, up, down = _mlp(f"{prefix}mlp", geometry, geometry.intermediate_size, geometry.mlp_bias)
     if geometry.gated:
         gated = o.product(x, [gate, up], f"{prefix}gated", norm, activation=geometry.activation)
         return gated, down
@@ -443,7 +448,7 @@ def _inner(o: Operations[X], of: Block, x: X, norm: Norm | None) -> tuple[X, Lin
 def _shared(o: Operations[X], of: Block, experts: Experts, x: X, norm: Norm | None) -> X:
     """The output of the expert that every token uses."""
     name = f"{of.prefix}{SHARED}"
-    gate, up, down = _mlp(name, of.geometry.dense, experts.shared)
+    gate, up, down = _mlp(name, of.geometry, experts.shared, experts.bias)
     kind = of.geometry.activation
     gated = o.product(x, [gate, up], f"{name}.gated", norm, activation=kind)
     given = o.product(gated, [down], f"{name}.out")
@@ -458,13 +463,12 @@ def mixture_of(of: Block) -> Mixture:
     experts = of.geometry.experts
     assert experts is not None
     names = (f"{of.prefix}mlp.experts.{index}" for index in range(experts.count))
-    parts = [_mlp(name, of.geometry.dense, experts.size) for name in names]
-    return Mixture(Linear(f"{of.prefix}{ROUTER}", experts.count), parts)
+    parts = [_mlp(name, of.geometry, experts.size, experts.bias) for name in names]
+    return Mixture(Linear(f"{of.prefix}{ROUTER}", experts.count, experts.bias), parts)
 
 
-def _mlp(name: str, geometry: Geometry, inner: int) -> tuple[Linear, Linear, Linear]:
+def _mlp(name: str, geometry: Geometry, inner: int, bias: bool) -> tuple[Linear, Linear, Linear]:
     """Gate, up and down of an MLP."""
-    bias = geometry.mlp_bias
     gate, up = (Linear(f"{name}.{part}_proj", inner, bias) for part in ("gate", "up"))
     return gate, up, Linear(f"{name}.down_proj", geometry.hidden_size, bias)
 

@@ -49,8 +49,9 @@ CONVOLUTION = "convolution"
 """Kinds of layers. FULL: rotary embedding, and attention to all previous tokens. SLIDING: attention
 within a window, with the local rotary base if there is one. UNROTATED: no rotary embedding.
 CONVOLUTION: a short convolution instead of attention."""
-GATES = ("silu", "gelu_tanh")
-"""Activations of the gate of an MLP."""
+GATES = ("silu", "gelu_tanh", "clamped")
+"""Activations of the gate of an MLP. ``clamped``, of gpt-oss, limits gate and up, and adds 1 to
+up."""
 PLAIN = ("relu2", "xielu", "gelu_tanh")
 """Activations of an MLP without a gate. xielu (arXiv 2411.13010) has two parameters in each
 block."""
@@ -74,6 +75,7 @@ class Experts:
             name layers beyond the last.
         shared: Intermediate size of an MLP that every token uses as well; 0: none.
         shared_gate: Whether the output of that MLP is multiplied by a gate of one number.
+        bias: Whether router and experts have biases.
 
     Raises:
         ValueError: A value is out of range.
@@ -86,6 +88,7 @@ class Experts:
     dense_layers: tuple[int, ...] = ()
     shared: int = 0
     shared_gate: bool = False
+    bias: bool = False
 
     def __post_init__(self) -> None:
         _check_size("the number of experts", self.count, MOST_LAYERS)
@@ -123,6 +126,7 @@ class Geometry:
         embedding_scale: Factor of the embeddings.
         attention_scale: Factor of the scores; 0: D ** -0.5.
         attention_cap: Scores s become ``cap * tanh(s / cap)``; 0: no cap.
+        sinks: Whether each head has a score next to those of tokens, whose value is 0.
         logit_cap: The same for the model's logits. The exit head has no cap: it learns the capped
             logits.
         rotated: Number of values rotated in each half of a head, from the first on; 0: all.
@@ -166,6 +170,7 @@ class Geometry:
     embedding_scale: float = 1.0
     attention_scale: float = 0.0
     attention_cap: float = 0.0
+    sinks: bool = False
     logit_cap: float = 0.0
     rotated: int = 0
     layer_kinds: tuple[str, ...] = ()
@@ -337,7 +342,11 @@ class Geometry:
                 raise EESDError(
                     f"{ranks} ranks do not divide the model's {size} {what}; give another number."
                 )
-        unsplit = {"norms over all heads": self.qk_norm_joint, "short convolutions": self.taps}
+        unsplit = {
+            "norms over all heads": self.qk_norm_joint,
+            "short convolutions": self.taps,
+            "attention sinks": self.sinks,
+        }
         part = next((part for part, has in unsplit.items() if has), None)
         if ranks > 1 and part:
             raise EESDError(

@@ -27,6 +27,7 @@ from eesd.common.quantization import (
     DTYPES,
     FP8_WEIGHTS,
     LEVELS,
+    MXFP4,
     NVFP4,
     OWN_BLOCKS,
     SCALE_TYPES,
@@ -484,7 +485,7 @@ def _is_known(quantization: Quantizations) -> bool:
 
 
 def _is_known_kind(one: Quantization) -> bool:
-    if one == NVFP4:
+    if one in (NVFP4, MXFP4):
         return True
     return (
         one.weights in LEVELS

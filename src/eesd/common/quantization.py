@@ -88,7 +88,8 @@ class Quantization:
     @property
     def name(self) -> str:
         """The users' name of the levels."""
-        return {FP8: "fp8", FP4: "nvfp4"}.get(self.weights, self.weights)
+        small = {FP8: "fp8", FP4: "nvfp4" if self.factor else "mxfp4"}
+        return small.get(self.weights, self.weights)
 
     @property
     def description(self) -> str:
@@ -111,6 +112,8 @@ FP8_WEIGHTS = Quantization(FP8, BLOCK)
 """Result of ``--quantize fp8``."""
 NVFP4 = Quantization(FP4, 16, scales=FP8)
 """Result of ``--quantize nvfp4``: NVIDIA's format of that name."""
+MXFP4 = Quantization(FP4, BLOCK, scales="float32")
+"""Levels of MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two."""
 SEARCHED_INT4 = Quantization("uint4", BLOCK, minimums=True, scales="float16")
 """Result of ``--quantize int4`` for float32 weights. Its bytes are those of GGUF's Q4_1."""
 

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 from eesd.common.architecture import (
     EMBEDDING,
+    SINKS,
     TAPS,
     XIELU,
     Block,
@@ -109,6 +110,8 @@ class Shapes:
         for part in ("q", "k") if attends else ("k",):
             if geometry.qk_norm:
                 self.norm(geometry.head_dim, block.norm(f"self_attn.{part}_norm"))
+        if geometry.sinks and attends:
+            self.weights[f"{block.prefix}{SINKS}.weight"] = (geometry.num_heads,)
         self._use(block.cache)
         self.attended.append(block.cache)
         self.rotates |= block.kind != UNROTATED and block.eagle is None
