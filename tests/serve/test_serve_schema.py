@@ -102,7 +102,18 @@ def test_every_operation_declares_its_errors(server: Served) -> None:
     assert found == set(OPERATIONS)
     for method, path in OPERATIONS[:7]:
         responses = schema["paths"][path][method.lower()]["responses"]
-        assert responses.keys() == {"200", "400", "401", "404", "408", "413", "429", "500", "503"}
+        assert responses.keys() == {
+            "200",
+            "400",
+            "401",
+            "404",
+            "408",
+            "413",
+            "415",
+            "429",
+            "500",
+            "503",
+        }
         for status, response in responses.items():
             wanted = "ErrorBody" if status != "200" else ""
             assert wanted in response["content"]["application/json"]["schema"]["$ref"]
