@@ -30,9 +30,9 @@ from eesd.common import cli
 from eesd.common.charts import check_charts
 from eesd.common.errors import EESDError
 from eesd.controllers import make_controller
+from eesd.runtime.decoding.drafting import DRAFTERS, Speculation
 from eesd.runtime.engines.backends import BACKENDS
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
-from eesd.runtime.llm import DRAFTERS, Speculation
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -155,7 +155,7 @@ def show_report(results: Sequence[Result], simulations: Sequence[Simulation], pa
     help="Tree widths to measure; 1 is a chain.",
 )
 @click.option(
-    "--drafter", type=click.Choice(DRAFTERS), default=DEFAULT.drafter, help="Source of drafts."
+    "--drafter", type=click.Choice([*DRAFTERS]), default=DEFAULT.drafter, help="Source of drafts."
 )
 @click.option("--budgeted", default="", help="Tree widths to measure with a tree budget, too.")
 @click.option(

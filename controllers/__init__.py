@@ -1,5 +1,4 @@
-"""When to stop drafting: controllers that see draft steps and round outcomes, and know nothing of
-engines.
+"""Controllers decide when to stop drafting. They see draft steps and round outcomes, not engines.
 
 By name: ``beta-ts``, ``fixed:k=4``, ``beta-ts:alpha=2,beta=1,discount=0.9``.
 """
@@ -45,10 +44,10 @@ def make_controller(
 
     Args:
         spec: ``name`` or ``name:key=value,...``.
-        seed: Of its random generator.
+        seed: Seed of its random generator.
         prior: Calibration prior of the exit head, for the controllers that calibrate. None: the
             default prior.
-        value: What it shares with other rules, if it needs costs. None: its own.
+        value: Costs and worth that it shares with other rules. None: it makes them.
         kinds: The controllers to choose from, by name.
 
     Raises:

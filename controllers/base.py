@@ -1,4 +1,4 @@
-"""What a controller is told, and what it answers."""
+"""The interface of controllers: draft steps, outcomes of rounds, and their methods."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
@@ -7,15 +7,20 @@ if TYPE_CHECKING:
     from eesd.controllers.value import RoundValue
 
 
+EXIT = "exit"
+TEXT = "text"
+"""Names of drafters: the draft engine (exit head or quantized model), and the text."""
+
+
 class DraftStep(NamedTuple):
-    """One draft step, told right after it ran.
+    """One draft step, for the controller, right after it ran.
 
     Attributes:
         depth: Levels drafted in this round; 1 after the first step.
         probability: The draft's probability of the token just drafted (tree: of the new level's
             best node).
         path_probability: Product of the probabilities along that token's path.
-        margin: The token's score minus that of the best other token, in nats. With coupled sampling
+        margin: The token's score minus the best other token's score, in nats. With coupled sampling
             scores include the noise.
         nodes: Nodes drafted in this round; equals ``depth`` for a chain.
     """
@@ -42,7 +47,7 @@ class TextStep(NamedTuple):
 
 
 class SiblingLabel(NamedTuple):
-    """What the verifier chose behind one accepted node.
+    """The verifier's choice after one accepted node.
 
     Attributes:
         score: Calibration score of the first candidate.
@@ -54,29 +59,29 @@ class SiblingLabel(NamedTuple):
 
 
 class RoundOutcome(NamedTuple):
-    """One committed round: all that controllers, budget, text rule and guard learn from it.
+    """One committed round, for the observers: controllers, budget, text rule and guard.
 
     Attributes:
-        steps: Draft steps that ran; 0 in a round of plain decoding, and in one that verifies what
-            the text proposed.
+        steps: Draft steps that ran; 0 in a round of plain decoding, and in a round that verifies
+            only the text's tokens.
         draft_seconds: Time until the draft was complete, the controller's own time included.
         depth: Deepest level of the draft that was verified. Less than ``steps`` where a tree budget
             dropped levels. Tokens of the text do not count.
         nodes: Nodes that were verified, the root not counted.
         verify_seconds: Time of the verify pass over these nodes and the root.
-        accepted: Draft tokens that the verifier accepted, also behind the end of the text, where
-            nothing is committed.
+        accepted: Draft tokens that the verifier accepted, including those after the end of the
+            text, which are not committed.
         num_expanded: Accepted tokens whose node the draft had expanded. Lower than ``accepted``
             when an accepted token was a candidate that was never expanded, or the text's.
         first_right: Whether the first drafted token was right, also where it was not
             verified; None: nothing was drafted.
-        expected: Tokens that such a round brings on average, as far as is known; else the tokens
-            that it brought.
+        expected: Expected tokens of such a round; the actual number if there is no estimate.
         seconds: Time of the whole round.
         labels: With a tree budget, one for each accepted node that has candidates.
-        proposed: The first tokens that the text proposed, verified or not, as far as the committed
-            tokens judge them.
-        right: How many of them are right; at most one follows that is wrong.
+        proposed: The text's first proposed tokens, verified or not, up to the first wrong one or
+            the last committed one.
+        right: Number of right tokens among them.
+        drafter: Name of the drafter whose round it was; empty in a round of plain decoding.
     """
 
     steps: int
@@ -92,6 +97,7 @@ class RoundOutcome(NamedTuple):
     labels: Sequence[SiblingLabel] = ()
     proposed: Sequence[TextStep] = ()
     right: int = 0
+    drafter: str = ""
 
 
 class Controller:
@@ -102,24 +108,24 @@ class Controller:
     never observed.
 
     Attributes:
-        value: What rounds cost and are worth, if it asks. Other rules may share it, so a session
-            teaches it by itself.
-        steps_at_once: Steps of a chain that a device may run before it asks: each answer makes it
-            wait for the host. 0: one.
+        value: Costs and worth of rounds, if the controller needs them. It is an observer of its
+            own, because other rules may share it. Set at the beginning.
+        steps_at_once: Steps of a chain that a device may run before it waits for the controller's
+            answer. 0: one.
     """
 
     steps_at_once: ClassVar[int] = 0
     value: "RoundValue | None" = None
 
     def begin_request(self) -> None:
-        """Another request begins: what was learned about the previous text may not hold for it."""
+        """Begin another request: forget what holds for the previous text only."""
 
     def begin_round(self, width: int) -> int | None:
         """Begin a round whose tree has ``width`` nodes a level (1: a chain).
 
         Returns:
-            The number of draft steps, if it is known already, so that no step has to wait for an
-            answer; 0 for a round without drafts. None: ask :meth:`keep_drafting` after each step.
+            The number of draft steps, if it is fixed, so that no step has to wait for an answer; 0
+            for a round without drafts. None: :meth:`keep_drafting` decides after each step.
         """
         return None
 
@@ -133,5 +139,5 @@ class Controller:
         return None
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Learn from a committed round. One without draft steps, which may not have been asked for,
-        tells only its cost."""
+        """Learn from a committed round. A round without draft steps is a sample of the costs
+        only: the guard or the text may have decided it."""

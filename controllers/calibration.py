@@ -7,11 +7,11 @@ P(accepted) = sigma(a + s z + b). Shift and slope belong to the model and persis
 belongs to the request: it starts at 0 with its prior width and drifts with the text.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import exp, log, log1p
 
 from eesd.common.prior import CalibrationPrior
-from eesd.controllers.base import DraftStep
+from eesd.controllers.base import Controller, DraftStep
 
 CERTAIN = 0.9999
 """No chance is higher: a parent must stay likelier than its child."""
@@ -61,7 +61,7 @@ class Calibrator:
 
     @property
     def mean(self) -> list[float]:
-        """Of a, s and b."""
+        """Means of a, s and b."""
         return [*self._model[:2], self._offset[0]]
 
     @property
@@ -131,6 +131,72 @@ class Calibrator:
         with_a = ab / sd
         rest = max(ss - along * along, 0.0) ** 0.5
         with_s = (sb - along * with_a) / rest if rest else 0.0
-        return a + b + (sd + with_a) * normal[0] + with_s * normal[1], s + along * normal[
-            0
-        ] + rest * normal[1]
+        intercept = a + b + (sd + with_a) * normal[0] + with_s * normal[1]
+        return intercept, s + along * normal[0] + rest * normal[1]
+
+
+class CalibratedDraft(Controller):
+    """The chances of a draft by two calibrations: of each drafted token, and of the token after it.
+
+    Attributes:
+        accept: Calibration of drafted tokens. Set at the beginning.
+        following: Calibration of the tokens after them. Set at the beginning.
+        reach: Chance that all drafted tokens are accepted. Set by :meth:`add`.
+        next: Chance that the next token is accepted, given that. Set by :meth:`add`.
+    """
+
+    def __init__(
+        self, accept: Calibrator, following: Calibrator, random: Callable[[], Sequence[float]]
+    ) -> None:
+        """``random`` returns four standard normal numbers, for the draws of a round."""
+        self.accept = accept
+        self.following = following
+        self._random = random
+        self.begin_round(1)
+
+    def begin_request(self) -> None:
+        self.accept.begin_request()
+        self.following.begin_request()
+
+    def begin_round(self, width: int) -> int | None:
+        self.reach = self.next = 1.0
+        self._scores: list[tuple[float, float]] = []
+        self._draw: tuple[float, float, float, float] | None = None
+        return None
+
+    def add(self, step: DraftStep) -> None:
+        """Note a draft step."""
+        if self._draw is None:
+            normal = self._random()
+            self._draw = (*self.accept.draw(normal[:2]), *self.following.draw(normal[2:]))
+        x = features(step)
+        own = self.accept.score(x)
+        following = self.following.score(x)
+        self._scores.append((own, following))
+        shift, slope, next_shift, next_slope = self._draw
+        self.reach *= sigmoid(shift + slope * own)
+        self.next = sigmoid(next_shift + next_slope * following)
+
+    def learn(self, depth: int, accepted: int) -> list[bool]:
+        """Learn from a round that verified ``depth`` levels, of which ``accepted`` were accepted.
+        Returns the labels."""
+        labels = []
+        for level, (own, following) in enumerate(self._scores[: min(accepted + 1, depth)], start=1):
+            labels.append(level <= accepted)
+            self.accept.learn(own, level <= accepted)
+            if level <= accepted and level < depth:
+                self.following.learn(following, level < accepted)
+        self.accept.advance()
+        self.following.advance()
+        return labels
+
+    def expected_tokens(self, depth: int) -> float | None:
+        """1 plus, for each verified token, the chance that it and all before it are accepted."""
+        if len(self._scores) < depth:  # at the end of a text the last level is missing
+            return None
+        shift, slope = self.accept.draw((0.0, 0.0))
+        tokens = survival = 1.0
+        for own, _ in self._scores[:depth]:
+            survival *= sigmoid(shift + slope * own)
+            tokens += survival
+        return tokens

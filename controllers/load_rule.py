@@ -1,7 +1,6 @@
-"""How far a batch drafts: what another node of every row is worth, against what it costs the whole
-batch.
+"""The draft length of a batch: the value of one more node per row against its cost to the batch.
 
-With few rows a node costs little, because reading the weights decides; with many rows each node
+With few rows a node costs little, because reading the weights dominates. With many rows each node
 costs its computation, and drafting fades. docs/controllers.md derives the rule.
 """
 
@@ -15,38 +14,35 @@ from numpy.typing import NDArray
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome
-from eesd.controllers.calibration import Calibrator
-from eesd.controllers.call_costs import CallCosts
-from eesd.controllers.cost_aware_ts import CalibratedDraft
+from eesd.controllers.batch_costs import BatchCosts
+from eesd.controllers.calibration import CalibratedDraft, Calibrator
 from eesd.controllers.text_rule import PRIOR as TEXT_PRIOR
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.value import HORIZON, REFIT_EVERY, most_valuable
 
 FIRST_RIGHT = 2.0
 FIRST_LABELS = 4.0
-"""First tokens of drafts that are taken as right at first, of so many."""
+"""Pseudo-counts for first drafted tokens: right, and total."""
 MEMORY = 256.0
-"""Labels that make the acceptance of first tokens."""
+"""Number of recent labels that make the acceptance of first tokens."""
 FADING = 0.998
 FADED = 16.0
-"""Share of its labels that is kept over a round in which nothing is drafted, and the labels that
-are always kept. What was learned long ago is in doubt, so a draft is tried again now and then; with
-fewer labels that would be too often."""
+"""Share of the labels that remains after a round without a draft, and the minimum number of labels.
+Fewer labels mean more doubt, so that a draft is tried now and then."""
 RATE_DISCOUNT = 0.98
-"""Weight of a round in the rate for each later one."""
+"""Weight of a round in the rate, for each later round."""
 LEAST_VALUE = 0.1
-"""Chance of a token of the text, and all before it, below which it is not proposed to the batch."""
+"""Minimum chance of a token of the text and all before it; others are not proposed to the batch."""
 DEAREST = 0.8
-"""Price of a node from which on no drafts are made: what is left of a certain token is not worth
-the host's time for them."""
+"""Do not draft at this node price: even a certain token would not repay the host's time."""
 LONGEST_COPY = 16
-"""Tokens of the text that one round verifies at most."""
+"""Maximum number of tokens of the text in one round."""
 MOST_LEVELS = 32
-"""Levels that have a price; further ones have that of the last."""
+"""Number of levels with a price of their own; further levels have the last price."""
 
 Size = Callable[[int, int], tuple[int, int]]
-"""Given the rows of a call and the nodes of each: the rows and nodes that the engine computes,
-which may fill up both."""
+"""Maps the rows of a call, and the nodes of each, to the rows and nodes that the engine computes,
+padding included."""
 
 
 class LoadRule:
@@ -54,20 +50,19 @@ class LoadRule:
     of rows.
 
     Attributes:
-        draft, verify: What calls cost, with all that the host does for them.
-        draft_size, verify_size: What engines compute for a call.
-        padded: Whether all rows of a verify pass have as many nodes as the longest. Then they
-            verify as many levels each; else each row verifies its own number of nodes.
+        draft, verify: Costs of calls, with the host's work for them. The batch adds samples.
+        draft_size, verify_size: Sizes of calls after padding. Set when the batch is made.
+        padded: Whether a verify pass pads all rows to the longest. Then all rows verify the same
+            number of levels; if not, each row has its own number of nodes. Set with the sizes.
         accept, following: The calibrations of drafts.
-        text: Chances of what texts propose.
-        normals: This round's random numbers, the same for all rows: those of many rows would cancel
-            out, and explore nothing.
-        first: The chance that the first token of a row's draft is right, drawn for this round: the
-            less was seen lately, the more it varies.
-        rate: What a second of this round is worth, in tokens: as many as all rows lately brought
-            together, at least what they bring without drafts, and as many for each request that
-            waits as for a row. 0 with fixed levels.
-        can_pay: Whether any drafts may be worth their time in this round.
+        text: The calibration of the texts' proposals.
+        normals: Random numbers of this round, the same for all rows: those of many rows would
+            cancel out, and explore nothing. Set by :meth:`begin_round`.
+        first: Chance that the first token of a row's draft is right, drawn for this round. It
+            varies more if few drafts were seen lately. Set by :meth:`begin_round`.
+        rate: Value of a second, in tokens: the recent rate of all rows, at least the plain rate;
+            waiting requests count as rows. 0 with fixed levels. Set by :meth:`begin_round`.
+        can_pay: Whether any draft may be worth its time in this round. Set by :meth:`begin_round`.
     """
 
     def __init__(self, prior: CalibrationPrior | None = None, fixed: int | None = None) -> None:
@@ -75,8 +70,8 @@ class LoadRule:
         levels."""
         self._fixed = fixed
         self.prior = prior = prior or CalibrationPrior()
-        self.draft = CallCosts()
-        self.verify = CallCosts()
+        self.draft = BatchCosts()
+        self.verify = BatchCosts()
         self.draft_size: Size = _as_asked
         self.verify_size: Size = _as_asked
         self.padded = False
@@ -95,8 +90,13 @@ class LoadRule:
         self.first = FIRST_RIGHT / FIRST_LABELS
 
     def begin_round(self, rows: int, slots: float, waiting: int = 0) -> None:
-        """Begin a round of ``rows`` rows with ``slots`` slots each. ``waiting`` prompts are read
-        after the round. The calibrations drift, and the round draws its numbers."""
+        """Begin a round: the calibrations drift, and the round draws its numbers.
+
+        Args:
+            rows: Number of rows.
+            slots: Slots of each row.
+            waiting: Requests whose prompts wait for the round.
+        """
         self.rows = rows
         self.slots = slots
         self._rounds += 1
@@ -125,7 +125,7 @@ class LoadRule:
         self._right = self._right * (1 - 1 / MEMORY) + right
 
     def observe(self, drafted: bool, tokens: int, seconds: float) -> None:
-        """Note what the round brought, its seconds, and whether any row drafted."""
+        """Add the tokens and seconds of a round, and whether any row drafted."""
         if not drafted and self._judged > FADED:
             self._judged *= FADING
             self._right *= FADING
@@ -140,15 +140,15 @@ class LoadRule:
     def goes_on(
         self, reaches: Sequence[tuple[float, float]], depth: int, values: Sequence[Sequence[float]]
     ) -> int:
-        """How many of the rows draft another level: as many as bring the most beyond their price,
-        with up to ``HORIZON`` levels. All or none where rows are padded.
+        """Number of rows that draft another level: the number that brings most beyond its price,
+        with up to ``HORIZON`` levels. All rows or none if rows are padded.
 
         Args:
-            reaches: Of each row that would draft on, the likeliest first: the chance that all it
-                drafted is accepted, and that the next token is.
-            depth: Levels that are drafted.
-            values: Of each row of the batch, the chances of the tokens that it has drafted, or took
-                from its text.
+            reaches: Two chances of each row that would draft on, the likeliest row first: that all
+                its drafted tokens are accepted, and that the next one is.
+            depth: Levels drafted so far.
+            values: Chances of the tokens that each row of the batch has drafted, or took from its
+                text.
         """
         if self._fixed is not None:
             return len(reaches) if depth < self._fixed else 0
@@ -170,8 +170,8 @@ class LoadRule:
         return int(counts[most.argmax()]) if most.max() >= 0 else 0
 
     def levels(self, values: Sequence[Sequence[float]]) -> list[int]:
-        """How many levels each row verifies, of those whose chances are ``values``: the most
-        valuable nodes of all rows."""
+        """Number of levels that each row verifies: the most valuable nodes of all rows, whose
+        chances are ``values``."""
         if self._fixed is not None:
             return [min(len(row), self._fixed) for row in values]
         if self.padded:
@@ -185,13 +185,14 @@ class LoadRule:
         )
         return [chosen[row] for row in range(len(values))]
 
-    def price(self, nodes: int) -> float:
-        """One row's part of the price, in tokens, if each row verifies ``nodes`` nodes."""
-        return float(self._price(nodes if self.padded else nodes * self.rows)) / self.rows
+    def price(self, nodes: NDArray[np.int64]) -> NDArray[np.float64]:
+        """One row's part of the prices, in tokens, if each row verifies ``nodes`` nodes."""
+        prices: NDArray[np.float64] = self._price(nodes if self.padded else nodes * self.rows)
+        return prices / self.rows
 
     def _price(self, count: Any) -> Any:
-        """The price, in tokens, of ``count`` levels of padded rows, or of ``count`` nodes of all
-        rows together."""
+        """Prices, in tokens, of ``count`` levels of padded rows, or of ``count`` nodes of all rows
+        together."""
         return self._prices[np.minimum(count, len(self._prices) - 1)]
 
     def _curves(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -211,7 +212,7 @@ class LoadRule:
         )
 
     def round_seconds(self, rows: int, slots: float) -> float:
-        """Seconds that recent rounds of ``rows`` rows took, drafts included."""
+        """Mean seconds of recent rounds of ``rows`` rows, drafts included."""
         _, seconds, rounds = self._lately.get(rows) or (
             0.0,
             self.verify.seconds(*self.verify_size(rows, 1), slots),
@@ -221,11 +222,11 @@ class LoadRule:
 
 
 class RowController(CalibratedDraft):
-    """What one row tells the batch: how likely its draft is accepted. The batch decides how far to
-    draft.
+    """Estimates the chances of one row's draft. The batch decides how far to draft.
 
     Attributes:
-        values: For each drafted level, the chance that it and all before it are accepted.
+        path_chances: Chance of each drafted level that it and all before it are accepted. Set by
+            each draft step.
     """
 
     def __init__(self, rule: LoadRule) -> None:
@@ -239,32 +240,31 @@ class RowController(CalibratedDraft):
     def begin_round(self, width: int) -> int | None:
         super().begin_round(width)
         self.next = self._rule.first
-        self.values = list[float]()
+        self.path_chances = list[float]()
         return None
 
     @property
     def chance(self) -> float:
-        """The chance that all that was drafted and the next token are accepted."""
+        """Chance that all drafted tokens and the next one are accepted."""
         return self.reach * self.next
 
     def keep_drafting(self, step: DraftStep) -> bool:
         self.add(step)
-        self.values.append(self.reach)
+        self.path_chances.append(self.reach)
         return True
 
     def observe(self, outcome: RoundOutcome) -> None:
         if not self._scores or outcome.first_right is None:
             return
-        # The first token is judged by what was committed, also where the batch did not verify it.
+        # The committed tokens judge the first token, verified or not.
         accepted = outcome.num_expanded if outcome.depth else int(outcome.first_right)
         self._rule.judge_first(self.learn(max(outcome.depth, 1), accepted)[0])
 
 
 class RowTextRule(TextRule):
-    """A row takes all that its text proposes where that is worth more than what is expected of the
-    exit head.
+    """Takes all of the text's proposal if that is worth more than the expected draft.
 
-    All rows share the calibration, and the batch decides how much of it is verified.
+    All rows share the calibration. The batch decides how many of the tokens are verified.
     """
 
     def __init__(self, rule: LoadRule) -> None:

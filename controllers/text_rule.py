@@ -1,8 +1,12 @@
-"""When to verify what the text itself proposes, instead of drafting or of decoding plainly
+"""When to verify tokens that the text proposes, instead of drafting or decoding plainly
 (docs/controllers.md)."""
 
 from collections.abc import Sequence
+from functools import partial
 from math import log
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import RoundOutcome, TextStep
@@ -13,24 +17,24 @@ PRIOR = CalibrationPrior(accept=(-0.67, 1.11, 0.88, 1.58, 0.0), request=0.6, wan
 """Fitted on 7000 greedy positions of a 135 M model on Spec-Bench."""
 LONGEST_MATCH = 32
 MOST_TIMES = 8
-"""More says nothing more about the next token."""
+"""Bounds of the features: beyond them they say nothing more about the next token."""
 DOUBT = 1.0
-"""Standard deviations that a chance is lowered by. Labels are free, so nothing is lost by waiting
-for some."""
+"""Standard deviations by which a chance is lowered. Labels are free, so waiting for some costs
+nothing."""
 FIRST_DRAFTS = 4
 """Drafting rounds before the text is compared with them."""
 DISCOUNT = 0.99
-"""Weight of a drafting round in what drafting is worth, for each later one."""
+"""Weight of a drafting round in the worth of drafting, for each later round."""
 SLOPE_PRIOR = 4.0
-"""Squared tokens by which the slope of drafting's worth over the text's is drawn to 0."""
-SIZES = (1, 2, 4, 8, 16, 32)
-"""Tokens that are verified: an engine prepares each size once, which takes time on a CPU. All sizes
-are worth 0.4 % more."""
+"""Ridge penalty on the slope of drafting's worth over the text's, in squared tokens."""
+SIZES = np.array([1, 2, 4, 8, 16, 32])
+"""Numbers of tokens to verify. An engine prepares each size once, which takes time on a CPU; all
+sizes would bring 0.4 % more."""
 FIRST_NODES = 4
-"""Nodes of a pass at most while none is measured; afterwards twice as many as were. What more would
-cost is a guess."""
-FEW = 8
-"""Nodes up to which drafts have any number, so every size is prepared."""
+"""Maximum number of nodes of a pass before any is measured; then twice the largest measured number.
+Beyond it costs are a guess."""
+SIZES_AFTER_DRAFT = np.array([1, 2, 3, 4, 5, 6, 7, 8, 16, 32])
+"""Numbers of nodes of a pass with a draft: engines prepare all small sizes for drafts anyway."""
 
 
 def text_features(step: TextStep) -> tuple[float, ...]:
@@ -46,17 +50,16 @@ def combined(
 ) -> tuple[list[float], float]:
     """Chances of a node's children when the draft and the text both propose some.
 
-    Both are taken as independent witnesses of the verifier's token, so their distributions are
-    multiplied. Of the draft's, what its candidates leave is the share of a token that only the text
-    proposes.
+    Both count as independent witnesses of the verifier's token, so their distributions are
+    multiplied. A token that only the text proposes has the draft's remaining probability.
 
     Args:
-        chances: Of the draft's candidates.
-        index: Which of them the text proposes; None: another token.
-        chance: That the text is right.
+        chances: Chances of the draft's candidates.
+        index: Index of the candidate that the text proposes; None if it proposes another token.
+        chance: Chance that the text is right.
 
     Returns:
-        The candidates' chances, and that of the text's token.
+        The candidates' chances, and the chance of the text's token.
     """
     own = chances[index] if index is not None else max(1 - sum(chances), 0.0)
     total = own * chance + max(1 - own, 0.0) * (1 - chance)
@@ -68,11 +71,11 @@ def combined(
 
 
 class DraftingWorth:
-    """What a round that drafts is worth, as a line over what the text was worth in it.
+    """The worth of a round that drafts, as a line over the worth of the text's proposal.
 
-    Where the text has much to offer, drafting does well, too: tokens are easy, and the text goes on
-    behind the draft. The mean of all rounds that drafted would say that drafting is as good where
-    it stands alone.
+    Where the text's proposal is good, drafting does well, too: the tokens are easy, and the text
+    extends the draft. The mean over all drafting rounds would overrate drafting where the text
+    proposes nothing.
     """
 
     def __init__(self) -> None:
@@ -86,15 +89,14 @@ class DraftingWorth:
         return self.sums[0]
 
     def add(self, text_worth: float, tokens: float, seconds: float) -> None:
-        """A round that drafted where the text was worth so much brought ``tokens`` in
-        ``seconds``."""
+        """Add a drafting round: the worth of the text's proposal, its tokens and seconds."""
         w = text_worth
         new = (1.0, w, w * w, tokens, seconds, w * tokens, w * seconds)
         self.sums = [old * DISCOUNT + value for old, value in zip(self.sums, new, strict=True)]
 
     def expected(self, text_worth: float, rate: float) -> float:
-        """Tokens minus ``rate`` times seconds of a round that drafts where the text is worth so
-        much."""
+        """Expected tokens minus ``rate`` times seconds of a drafting round, at this worth of the
+        text's proposal."""
         rounds, w, ww, tokens, seconds, w_tokens, w_seconds = self.sums
         mean = w / rounds
         gained = (tokens - rate * seconds) / rounds
@@ -103,13 +105,11 @@ class DraftingWorth:
 
 
 class TextRule:
-    """How many tokens that the text proposes one sequence verifies: the most valuable number, or
-    none.
+    """Chooses the number of the text's tokens that one sequence verifies.
 
-    The committed tokens tell in every round whether the text was right, also when nothing was
-    verified, so chances need no exploration. The value of a round is its expected tokens minus
-    lambda times its seconds; ``value`` knows both. What drafting is worth is learned from the
-    rounds that drafted.
+    The committed tokens judge the text's proposal in every round, verified or not, so chances need
+    no exploration. The worth of a round is its expected tokens minus lambda times its seconds, both
+    from ``value``. The worth of drafting is learned from the rounds that drafted.
     """
 
     def __init__(self, value: RoundValue | None = None, accept: Calibrator | None = None) -> None:
@@ -118,30 +118,30 @@ class TextRule:
         self.value = value or RoundValue()
         self.drafting = DraftingWorth()
         self.whole = 0.0
-        """How many of the rounds that drafted accepted all that was drafted, discounted."""
+        """Number of drafting rounds whose draft was accepted as a whole, discounted."""
         self.drafts = 0
         self._text_worth = 0.0
-        """What the text was worth in this round."""
+        """Worth of the text's proposal in this round."""
 
     def begin_request(self) -> None:
         """Another request begins."""
         self.accept.begin_request()
 
     def chance(self, step: TextStep) -> float:
-        """The chance that the verifier agrees, if it agreed with everything before; lower by what
-        the rule is in doubt."""
+        """Chance that the verifier agrees, given that it agreed with all tokens before; lowered by
+        ``DOUBT`` standard deviations."""
         shift, slope = self.accept.draw((-DOUBT, 0.0))
         return min(sigmoid(shift + slope * self.accept.score(text_features(step))), CERTAIN)
 
     def count(self, values: Sequence[float], drafts: bool) -> int:
-        """How many tokens of the text to verify now, without drafting.
+        """Number of tokens of the text to verify now, without drafting.
 
         Args:
             values: For each token the chance that it and all before it are right.
             drafts: Whether the round could draft instead.
 
         Returns:
-            One of ``SIZES``; 0 to draft, or where there is no drafting, to decode plainly.
+            One of ``SIZES``; or 0 to draft, or to decode plainly without a drafter.
         """
         if not self.value.verify.fitted:
             return 0
@@ -150,41 +150,45 @@ class TextRule:
         if drafts and self.drafts < FIRST_DRAFTS:
             return 0
         plain = 1 - self.value.rate * self.value.seconds(0, 0)
-        return (
-            0 if drafts and self.drafting.expected(most, self.value.rate) - plain >= most else best
-        )
+        if drafts and self.drafting.expected(most, self.value.rate) - plain >= most:
+            return 0
+        return best
 
     def count_behind(self, values: Sequence[float], nodes: int) -> int:
-        """How many tokens of the text to verify behind a draft: with it at most ``FEW`` nodes, or
-        one of ``SIZES``.
+        """Number of tokens of the text to verify after a draft; with it one of
+        ``SIZES_AFTER_DRAFT``.
 
         Args:
-            values: For each token the chance that it and all before it are right, if the draft is.
+            values: For each token the chance that it and all before it are right, given the draft.
             nodes: Drafted nodes that are verified.
         """
         if self.drafts < FIRST_DRAFTS or not self.value.verify.fitted:
             return 0
-        return self._best(values, nodes, self.whole / self.drafting.rounds, FEW)[0]
+        right = self.whole / self.drafting.rounds
+        return self._best(values, nodes, right, SIZES_AFTER_DRAFT)[0]
 
     def _best(
-        self, values: Sequence[float], nodes: int = 0, right: float = 1.0, few: int = 0
+        self,
+        values: Sequence[float],
+        nodes: int = 0,
+        right: float = 1.0,
+        sizes: NDArray[np.int64] = SIZES,
     ) -> tuple[int, float]:
-        """The most valuable number of tokens, and its worth; 0 and 0.0 where none is worth
-        anything.
+        """The most valuable number of tokens, and its worth; 0 and 0.0 if no number is worth its
+        price.
 
         Args:
-            values: For each token the chance that it and all before it are right, if the nodes
-                before them are.
+            values: For each token the chance that it and all before it are right, given the nodes
+                before them.
             nodes: Nodes before them in the pass.
-            right: The chance that those are right.
-            few: Passes of at most so many nodes may have any number of them, others one of
-                ``SIZES``.
+            right: Chance that those nodes are right.
+            sizes: Numbers of nodes that the pass may have.
         """
         known = max(FIRST_NODES, 2 * max(self.value.verify.samples)) - nodes
         return most_valuable(
             [right * value for value in values[: max(known, 0)]],
-            self.value.price(0, nodes),
-            lambda more: nodes + more <= few or nodes + more in SIZES,
+            partial(self.value.prices, nodes),
+            sizes[sizes > nodes] - nodes,
         )
 
     def observe(self, outcome: RoundOutcome) -> None:

@@ -17,7 +17,7 @@ class BetaTS(Controller):
     theta.
 
     After verification alpha grows by the accepted tokens, and beta by one if a token was rejected.
-    Tokens behind the first rejection were never judged and do not count. ``discount`` < 1
+    Tokens after the first rejection were never judged and do not count. ``discount`` < 1
     multiplies both counts each round, so that about the last 1 / (1 - discount) rounds count,
     because acceptance differs from text to text; 1 is the paper's.
     """

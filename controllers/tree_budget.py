@@ -1,19 +1,20 @@
 """The tree budget: which of the proposed nodes are worth their place in the verify pass
 (docs/controllers.md)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from math import exp
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome
 from eesd.controllers.calibration import CERTAIN, Calibrator, features, sigmoid
-from eesd.controllers.value import RoundValue, most_valuable
+from eesd.controllers.value import Price, RoundValue, most_valuable
 
 FIRST_SIZES = (12, 4, 8, 2, 6, 1, 3, 10)
-"""Node counts of the first rounds, which measure what they cost."""
+"""Node counts of the first rounds, which measure their costs."""
 SHARPNESS = 1.25
-"""Of the second candidates, one whose score is higher by d is exp(1.25 d) times as likely to be the
-verifier's token."""
+"""A second candidate whose score is higher by d is exp(1.25 d) times as likely to be the verifier's
+token."""
 COVERED = (6.5, 3.5)
 """Beta prior of how often the verifier's token is among the other candidates when it is not the
 first."""
@@ -28,7 +29,7 @@ class TreeBudget:
     A node's value is the chance that its whole path is accepted. The first candidate's chance is a
     :class:`Calibrator`'s posterior mean. If it is wrong, the verifier's token is among the other
     candidates with probability kappa (a Beta posterior), shared by their scores. The verifier
-    judges every candidate behind an accepted node, verified or not, so there is nothing to explore.
+    judges every candidate after an accepted node, verified or not, so there is nothing to explore.
     lambda, the recent rate, and v(n) are those of ``value``.
     """
 
@@ -46,7 +47,7 @@ class TreeBudget:
         self.accept.begin_request()
 
     def chances(self, step: DraftStep, scores: Sequence[float]) -> tuple[float, list[float]]:
-        """Chances of the candidates behind one node, given that the node is accepted.
+        """Chances of the candidates after one node, given that the node is accepted.
 
         Args:
             step: The first candidate as a draft step.
@@ -68,20 +69,20 @@ class TreeBudget:
         )
         return z, [first, *(min(share * weight, first) for weight in weights)]
 
-    def size(self, values: Sequence[float], price: Callable[[int], float] | None = None) -> int:
-        """How many of the nodes with these values, largest first, to verify.
+    def size(self, values: Sequence[float], price: Price | None = None) -> int:
+        """Number of nodes to verify.
 
         Args:
-            values: The chance of each.
-            price: Of 1, 2, ... nodes together, in tokens. None: what they cost a request alone,
-                which verifies at least one.
+            values: The chance of each node, largest first.
+            price: Prices of the nodes in a batch. None: the costs of a request alone, which
+                verifies at least one node.
         """
         if price is not None:
             return most_valuable(values, price)[0]
         value = self.value
         if self.rounds < len(FIRST_SIZES) or len(value.verify.samples) < 2:
             return min(FIRST_SIZES[self.rounds % len(FIRST_SIZES)], len(values))
-        return 1 + most_valuable(values[1:], value.price(0, 1))[0]
+        return 1 + most_valuable(values[1:], partial(value.prices, 1))[0]
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a committed round."""

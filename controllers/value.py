@@ -1,50 +1,53 @@
-"""What rounds cost, and what their seconds are worth: one for all that decide how a request drafts
+"""Costs of rounds, and the worth of their seconds: shared by all rules of a request
 (docs/controllers.md)."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from eesd.controllers.base import RoundOutcome
 
 MEMORY = 64
 """About this many of the last samples of a count make its mean."""
 FORGETTING = 1 / 32
-"""Share of its weight that a count loses for each sample of another one. What was once measured,
-perhaps while the machine was slow, is not believed for long if it keeps the controller from
-measuring it again."""
+"""Share of its weight that a count loses for each sample of another count. A cost measured while
+the machine was slow is soon forgotten, even if it keeps the controller from measuring it again."""
 CLIP = 0.25
 """A sample moves an estimate as if it were off by at most this share, so that stalls of the machine
 hardly count."""
 STIFFNESS = 8.0
-"""This many samples of one count weigh as much as the line through all counts, and as the line's
-usual slope."""
+"""Weight, in samples, of the line through all counts and of its usual slope."""
 USUAL_SLOPE = 0.1
 """Where only one count is known, each more costs this share of a count of 0; from zero, costs are
 proportional."""
 FORGOTTEN = 1e-3
 """A count with less weight is dropped."""
 FIRST_SAMPLE = 2.0
-"""A count's first sample is at most this many times what the curve expected."""
+"""Bound of a count's first sample, over the curve's expectation."""
 LONGEST = 32
 """Counts that a table covers at least."""
 DISCOUNT = 0.998
 """Weight of a round in the rate for each later one."""
 FIRST_WEIGHT = 5.0
-"""The first round, which is plain, weighs as much as so many, and is soon forgotten."""
+"""Weight of the first (plain) round in the rate. It decays quickly."""
 FIRST_FITS = 16
 REFIT_EVERY = 8
 """Costs are fitted after each of the first rounds, then after every ``REFIT_EVERY``-th."""
 HORIZON = 3
-"""Levels that a rule looks ahead: more than one only because the verify pass may cost more in
+"""Levels that a rule looks ahead. One would do if the cost of a verify pass did not grow in
 steps."""
+
+Price = Callable[[NDArray[np.int64]], NDArray[np.float64]]
+"""Maps numbers of nodes to their prices in tokens."""
 
 
 class CostCurve:
     """Seconds as a function of a count.
 
-    Each count has Huber's mean of its own samples. Where samples are few, the estimate leans on a
-    line through all counts. It never falls as the count grows. ``from_zero``: a count of 0 costs
-    nothing.
+    The estimate is Huber's mean of a count's samples, shrunk towards a line through all counts. It
+    never falls as the count grows. ``from_zero``: a count of 0 costs nothing.
     """
 
     def __init__(self, from_zero: bool = False) -> None:
@@ -52,6 +55,8 @@ class CostCurve:
         """Weight (samples, fewer as they age) and mean seconds, by count."""
         self._from_zero = from_zero
         self._table: list[float] = []
+        self._slope = 0.0
+        """Mean slope of the table."""
 
     def add(self, count: int, seconds: float) -> None:
         """Note one call. The mean starts at the least of three samples, so that an early outlier
@@ -79,7 +84,7 @@ class CostCurve:
         return bool(self._table)
 
     def _expected(self, count: int) -> float:
-        """The cost of a count that has no samples yet."""
+        """The expected cost of a count without samples."""
         if not self.fitted:
             self.fit()
         return self.seconds(count)
@@ -112,31 +117,33 @@ class CostCurve:
         self._table = [max(seconds, 1e-9) for seconds in accumulate(reversed(table), min)][::-1]
         if self._from_zero:
             self._table[0] = 0.0
+        self._slope = (self._table[-1] - self._table[0]) / max(len(self._table) - 1, 1)
 
     def seconds(self, count: int) -> float:
         """The fitted cost; beyond the table's end it rises with the table's mean slope."""
         table = self._table
-        try:
-            return table[count]
-        except IndexError:
-            return table[-1] + (table[-1] - table[0]) / max(len(table) - 1, 1) * (
-                count - len(table) + 1
-            )
+        beyond = count - len(table) + 1
+        return table[count] if beyond <= 0 else table[-1] + self._slope * beyond
+
+    def costs(self, counts: NDArray[np.int64]) -> NDArray[np.float64]:
+        """The same for several counts."""
+        last = len(self._table) - 1
+        beyond = np.maximum(counts - last, 0)
+        return np.array(self._table)[np.minimum(counts, last)] + self._slope * beyond
 
 
 class RoundValue:
-    """What a request's rounds cost, and lambda, the tokens that a second brings at the recent rate.
+    """Costs of a request's rounds, and lambda, the recent rate in tokens per second.
 
-    Who runs rounds tells it of each that is committed, once, and before the rules that share it.
+    Call :meth:`observe` once per committed round, before the rules that share it.
 
     Attributes:
         draft: Seconds of a round's draft, by steps. The first step costs more than later ones where
-            a device switches from one engine to the other (on a CPU three times as much); one more
-            step then costs only the difference.
+            a device switches from one engine to the other (three times as much on a CPU).
         verify: Seconds of a verify pass, by nodes besides the root.
-        brought: Tokens and seconds of the recent rounds: older ones count less. The seconds are
-            those of the curves, so that stalls of the machine hardly count.
-        rounds: Committed rounds.
+        brought: Tokens and seconds of the recent rounds, discounted. The seconds are those of the
+            curves, so stalls of the machine hardly count.
+        rounds: Number of committed rounds.
     """
 
     def __init__(self) -> None:
@@ -170,61 +177,59 @@ class RoundValue:
         return self.brought[0] / self.brought[1]
 
     def seconds(self, steps: int, nodes: int) -> float:
-        """What a round of so many draft steps and nodes costs."""
-        return (self.draft.seconds(steps) if steps else 0.0) + self.verify.seconds(nodes)
+        """Seconds of a round with ``steps`` draft steps and ``nodes`` nodes."""
+        drafting = self.draft.seconds(steps) if steps else 0.0
+        return drafting + self.verify.seconds(nodes)
 
-    def price(
-        self, steps: int, nodes: int, more: tuple[int, int] = (0, 1)
-    ) -> Callable[[int], float]:
-        """A function that gives the price of n times ``more`` steps and nodes beside these, in
-        tokens at the recent rate."""
+    def prices(self, nodes: int, more: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Prices of each number of ``more`` nodes besides ``nodes``, in tokens at the recent
+        rate."""
         rate = self.rate
-        seconds = self.seconds
-        (step, node) = more
-        before = rate * seconds(steps, nodes)
-        return lambda n: rate * seconds(steps + n * step, nodes + n * node) - before
+        before = rate * self.verify.seconds(nodes)
+        return rate * self.verify.costs(nodes + more) - before
+
+    def pays(self, reach: float, following: float, depth: int, width: int) -> bool:
+        """Whether some number of further levels, at most ``HORIZON``, brings more tokens than their
+        seconds would bring at the recent rate.
+
+        Args:
+            reach: Chance that all drafted tokens are accepted.
+            following: Chance that the next token is accepted, given that.
+            depth: Levels drafted so far.
+            width: Nodes of a level.
+        """
+        rate = self.rate
+        before = rate * self.seconds(depth, depth * width)
+        total = 0.0
+        for levels in range(1, HORIZON + 1):
+            total += reach * following**levels
+            if total >= rate * self.seconds(depth + levels, (depth + levels) * width) - before:
+                return True
+        return False
 
 
 def is_due(rounds: int) -> bool:
-    """Whether estimates are computed again after so many rounds."""
+    """Whether estimates are computed again after this number of rounds."""
     return rounds < FIRST_FITS or rounds % REFIT_EVERY == 0
 
 
-def pays(reach: float, following: float, price: Callable[[int], float]) -> bool:
-    """Whether some number of further levels, at most ``HORIZON``, brings more than its price.
-
-    Args:
-        reach: The chance that all that was drafted is accepted.
-        following: The chance that the next token is.
-        price: Of the first 1, 2, ... levels together, in tokens.
-    """
-    total = 0.0
-    for levels in range(1, HORIZON + 1):
-        total += reach * following**levels
-        if total >= price(levels):
-            return True
-    return False
-
-
 def most_valuable(
-    values: Iterable[float],
-    price: Callable[[int], float],
-    allowed: Callable[[int], bool] | None = None,
+    values: Sequence[float], price: Price, counts: NDArray[np.int64] | None = None
 ) -> tuple[int, float]:
-    """The number of nodes that brings most beyond its price, and how much; 0 and 0.0 where no
-    number brings more.
+    """The number of nodes that brings most beyond its price, and the excess; 0 and 0.0 if no number
+    is worth its price.
 
     Args:
-        values: The tokens that each node is expected to bring.
-        price: Of the first 1, 2, ... nodes together, in tokens.
-        allowed: Which numbers may be chosen; None: all.
+        values: Expected tokens of each node.
+        price: Maps numbers of nodes to their prices in tokens.
+        counts: The numbers to choose from; None: all.
     """
-    best = 0
-    most = 0.0
-    total = 0.0
-    for count, value in enumerate(values, start=1):
-        total += value
-        if (allowed is None or allowed(count)) and (worth := total - price(count)) > most:
-            best = count
-            most = worth
-    return best, most
+    total = np.cumsum(values)
+    counts = np.arange(1, len(total) + 1) if counts is None else counts[counts <= len(total)]
+    if not len(counts):
+        return 0, 0.0
+    worth = total[counts - 1] - price(counts)
+    best = worth.argmax()
+    if worth[best] <= 0:
+        return 0, 0.0
+    return int(counts[best]), float(worth[best])

@@ -18,12 +18,13 @@ from eesd.common.manifest import SAMPLING_OPTIONS
 from eesd.common.terminal import Console, Table, coloured
 from eesd.controllers import CONTROLLERS
 from eesd.runtime.compare import Comparison, LogitComparison, compare
+from eesd.runtime.decoding.drafting import DRAFTERS
 from eesd.runtime.decoding.sampling import METHODS, Sampling
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engine_options import engine_dir_of, engine_options
 from eesd.runtime.engines.backends import ACTIVATIONS, BACKENDS
 from eesd.runtime.engines.cpu_cache import KV_CACHE_DTYPES
-from eesd.runtime.llm import DRAFTERS, GENERATION_CONFIGS, LLM, Options, Prompt, Speculation, load
+from eesd.runtime.llm import GENERATION_CONFIGS, LLM, Options, Prompt, Speculation, load
 from eesd.runtime.request import Constraint, check_lengths
 
 AUTO = "auto: plans on a GPU if there are any, else torch on a GPU, else ort."
@@ -51,7 +52,7 @@ DEEPEST = 8
 drafting_options = cli.options(
     click.option(
         "--drafter",
-        type=click.Choice(DRAFTERS),
+        type=click.Choice([*DRAFTERS]),
         default=Speculation.drafter,
         show_default=True,
         help=DRAFTED,
@@ -422,7 +423,7 @@ def _rows(stats: Stats, llm: LLM) -> list[tuple[str, str]]:
                 f"drafting paused {stats.guard_pauses} times: it was slower than plain decoding",
             )
         )
-    if llm.controller is not None and not llm.manifest.exit_head.trained:
+    if llm.drafting.drafter is not None and not llm.manifest.exit_head.trained:
         rows.append(
             ("exit head", "untrained: acceptance is low until it is trained with eesd-distill")
         )
@@ -439,7 +440,7 @@ def _acceptance_by_depth(runs: Sequence[Stats]) -> str:
 
 def _from_text(stats: Stats, llm: LLM) -> str:
     """Describe the accepted tokens that the text proposed, and the rounds without draft steps."""
-    if llm.text is None:
+    if llm.drafting.text is None:
         return ""
     return (
         f" ({stats.accepted_text_tokens} from the text), {stats.text_rounds} rounds without the "

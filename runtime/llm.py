@@ -27,74 +27,28 @@ from eesd.common.checks import (
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.errors import EESDError
 from eesd.common.machine import release_freed_memory
-from eesd.common.manifest import MAX_TREE_NODES, Manifest, load_manifest
+from eesd.common.manifest import Manifest, load_manifest
 from eesd.controllers import Controller, make_controller
 from eesd.controllers.cost_aware_ts import RejectionTS
-from eesd.controllers.text_rule import TextRule
-from eesd.controllers.tree_budget import TreeBudget
-from eesd.controllers.value import RoundValue
 from eesd.runtime.chat_template import Message
-from eesd.runtime.decoding.guard import Guard
-from eesd.runtime.decoding.round import Drafter, Drafting
+from eesd.runtime.decoding.drafting import PLAIN, Drafting, make_drafting
+from eesd.runtime.decoding.drafting import Speculation as Speculation
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.sequence import Observer
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import Constraint, Generation, Request, TokenLogprob, Update
-from eesd.runtime.session import Observer, Session
+from eesd.runtime.session import Session
 from eesd.runtime.text import TextCodec
 
 Prompt = str | Sequence[Message] | Sequence[int]
 LOGGER = logging.getLogger(__name__)
 GREEDY = Sampling()
+SPECULATION = Speculation()
 GENERATION_CONFIGS = ("auto", "none")
 """Whether the sampling options of ``generation_config.json`` are used."""
-DRAFTERS = ("exit", "text", "both")
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """How an :class:`LLM` drafts.
-
-    Attributes:
-        controller: Decides how far to draft: a name and options for
-            :func:`eesd.controllers.make_controller`.
-        tree: Nodes of a level of the draft tree; a budget leaves out candidates that are not worth
-            their place in the verify pass. 1 is a chain with second candidates. 0 drafts a chain
-            without a budget.
-        guard: Whether to pause drafting while it is slower than plain decoding.
-        seed: Of the controller's random generator.
-        drafter: What drafts: ``exit`` (the exit head), ``text`` (the text itself, where it repeats;
-            the draft engine is not loaded, and ``controller`` and ``tree`` decide nothing), or
-            ``both``.
-
-    Raises:
-        EESDError: A value has another type, or is out of range.
-    """
-
-    controller: str = "cost-aware-ts"
-    tree: int = 0
-    guard: bool = True
-    seed: int = 0
-    drafter: str = "both"
-
-    def __post_init__(self) -> None:
-        check_type("controller", self.controller, str, "a name such as fixed:k=4")
-        check_integer("tree", self.tree, 0, MAX_TREE_NODES)
-        check_integer("seed", self.seed, 0, 2**63 - 1)
-        check_flag("guard", self.guard)
-        check_choice("drafter", self.drafter, DRAFTERS)
-
-    @property
-    def head_drafts(self) -> bool:
-        """Whether the exit head drafts."""
-        return self.drafter != "text"
-
-    @property
-    def text_drafts(self) -> bool:
-        """Whether drafts come from the text."""
-        return self.drafter != "exit"
 
 
 @dataclass(frozen=True)
@@ -120,11 +74,11 @@ class Completion:
     """A finished generation.
 
     Attributes:
-        text, tokens: What is new.
+        text, tokens: The new text and its tokens.
         finish_reason: ``stop``, ``length``, or ``deadline``.
         stats: Counts and seconds.
-        logprobs: Of the tokens, if asked for.
-        prompt_logprobs: Of the prompt's tokens, if asked for.
+        logprobs: Log-probabilities of the tokens, if requested.
+        prompt_logprobs: Log-probabilities of the prompt's tokens, if requested.
         cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
     """
 
@@ -138,8 +92,8 @@ class Completion:
 
 
 class Options(TypedDict, total=False):
-    """What a request may ask for besides prompt and sampling;
-    :class:`~eesd.runtime.request.Request` says what each means. ``stop`` may be a single string."""
+    """Options of a request besides prompt and sampling, explained in
+    :class:`~eesd.runtime.request.Request`. ``stop`` may be a single string."""
 
     max_new_tokens: int
     stop: str | Sequence[str]
@@ -176,7 +130,7 @@ def load(
     engine_dir: str | os.PathLike[str],
     backend: str = "auto",
     *,
-    speculation: Speculation | None = Speculation(),
+    speculation: Speculation | None = SPECULATION,
     threads: int | None = None,
     generation_config: str = "auto",
     exact: bool | None = None,
@@ -186,8 +140,8 @@ def load(
     plain_content: bool = False,
     nvtx: bool = False,
 ) -> "LLM":
-    """Open an engine directory that ``eesd-export`` wrote. What the user should know of its engines
-    is logged as a warning.
+    """Open an engine directory that ``eesd-export`` wrote. Notices about its engines are logged as
+    warnings.
 
     Args:
         engine_dir: The directory.
@@ -222,7 +176,7 @@ def load(
     manifest = load_manifest(directory)
     draft = (
         isinstance(speculation, Speculation)
-        and speculation.head_drafts
+        and speculation.needs_engine
         and manifest.exit_head.can_draft
     )
     options = EngineOptions(backend, threads, draft, exact, activations, kv_cache_dtype, nvtx)
@@ -236,8 +190,8 @@ def load(
 
 
 def models_sampling(manifest: Manifest) -> Sampling:
-    """How the model's ``generation_config.json`` says to sample; greedy if there was none. Options
-    that are not applied are logged as a warning.
+    """The sampling options of the model's ``generation_config.json``; greedy without this file.
+    Options that are not applied are logged as a warning.
 
     Raises:
         EESDError: A value cannot be used.
@@ -255,20 +209,19 @@ def models_sampling(manifest: Manifest) -> Sampling:
 class LLM:
     """A model ready to generate. Any thread may use it: calls wait for each other's rounds.
 
-    The controller and the guard live as long as the LLM: what they learned from one request helps
-    the next.
+    The controller and the guard live as long as the LLM, so one request benefits from the earlier
+    ones.
 
     Attributes:
         manifest: The engine directory's manifest.
         default_sampling: For requests that give none.
         engines: The verify engine and the draft engine.
         draft_columns: The tokens that the draft can predict.
-        value: What rounds cost and are worth, which controller, budget and text share.
-        controller, guard, budget: What decides about drafting with the exit head; None where it is
-            not used.
-        text: What decides about drafting from the text; None where it is not used.
+        speculation: The options of drafting; None decodes plainly.
+        drafting: The drafters of all requests but those with rejection sampling.
         prefixes: Keys and values of earlier texts.
-        observer: Told each round's tokens and logits; see :data:`~eesd.runtime.session.Observer`.
+        observer: Called with each round's tokens and logits; see
+            :data:`~eesd.runtime.decoding.sequence.Observer`. Set by the user.
         lock: Held while the engines run, and while what requests share changes.
     """
 
@@ -300,37 +253,14 @@ class LLM:
         self._draft_with(speculation)
 
     def _draft_with(self, speculation: Speculation | None) -> None:
-        """Make the controller, the guard and the budget."""
+        """Make the drafters, their controller, budget and guard."""
         check_type("speculation", speculation, Speculation | None, "a Speculation or None")
         self.speculation = speculation
-        self.value = RoundValue()
-        self.controller: Controller | None = None
-        self.guard = Guard() if speculation is not None and speculation.guard else None
-        self.budget: TreeBudget | None = None
-        self.text = (
-            TextRule(value=self.value)
-            if speculation is not None and speculation.text_drafts
-            else None
-        )
-        if (
-            speculation is not None
-            and speculation.head_drafts
-            and not self.manifest.exit_head.can_draft
-        ):
-            if not speculation.text_drafts:
-                raise EESDError(
-                    "The directory has no exit head; export with --exit-head, or choose the "
-                    "drafter text."
-                )
-        elif speculation is not None and speculation.head_drafts:
-            widest = min(self.manifest.draft_top_k, self.manifest.max_tree_nodes)
-            if speculation.tree > widest:
-                raise EESDError(f"tree is {speculation.tree}; this engine allows 0 to {widest}.")
-            prior = self.manifest.exit_head.calibration
-            self.controller = make_controller(
-                speculation.controller, speculation.seed, prior, self.value
+        self.drafting = PLAIN
+        if speculation is not None:
+            self.drafting = make_drafting(
+                speculation, self.manifest, self.engines, self.draft_columns
             )
-            self.budget = TreeBudget(prior=prior, value=self.value) if speculation.tree else None
 
     def with_speculation(self, speculation: Speculation | None) -> "LLM":
         """An LLM that drafts in another way with the engines and KV caches of this one. Nothing is
@@ -416,11 +346,11 @@ class LLM:
         request = self.request(
             prompt, sampling, max_new_tokens=max_new_tokens, draft=draft, ignore_eos=ignore_eos
         )
-        with self._alone(Generation(request)) as session:
+        with self._running(Generation(request)) as session:
             yield session
 
     @contextmanager
-    def _alone(self, generation: Generation) -> Iterator[Session]:
+    def _running(self, generation: Generation) -> Iterator[Session]:
         """A request that runs alone."""
         with self.lock:
             self._settle()
@@ -457,31 +387,19 @@ class LLM:
         return Session(generation, kv_cache, self.engines, drafting, codec, observer, self.lock)
 
     def _drafting(self, request: Request) -> Drafting:
-        """How a request drafts, if it runs alone."""
-        speculation = self.speculation
-        if not request.draft or speculation is None:
-            return Drafting()
-        fixed = not request.sampling.greedy and request.sampling.method == "rejection"
-        controller = self.controller
-        budget = self.budget
-        if fixed and controller is not None:
-            budget = None
-            if speculation.controller.startswith("fixed"):
-                controller = make_controller(speculation.controller)
-            else:
-                controller = RejectionTS(
-                    request.sampling.seed or 0, self.manifest.exit_head.calibration
-                )
-        drafter = None
-        if self.engines.draft is not None and controller is not None:
-            drafter = Drafter(
-                self.engines.draft, controller, max(speculation.tree, 1), budget, self.draft_columns
-            )
-        return (
-            Drafting(drafter, fixed=True)
-            if fixed
-            else Drafting(drafter, self.text, self.guard, self.value)
+        """The drafters of a request that runs alone."""
+        if self.speculation is None or not request.draft:
+            return PLAIN
+        if request.sampling.greedy or request.sampling.method != "rejection":
+            return self.drafting
+        spec = self.speculation.controller
+        controller: Controller = RejectionTS(
+            request.sampling.seed or 0, self.manifest.exit_head.calibration
         )
+        if spec.startswith("fixed"):
+            controller = make_controller(spec)
+        fixed = self.drafting.with_drafter(controller=controller, budget=None)
+        return Drafting(fixed.drafter, fixed=True)
 
     def generate(
         self, prompt: Prompt, sampling: Sampling | None = None, **options: Unpack[Options]
@@ -519,10 +437,10 @@ class LLM:
         return update.finish_reason or "", update.stats
 
     def run(self, request: Request) -> Iterator[Update]:
-        """Run a request alone. Yields what each round brought, as a service tells it; the last
-        update has a reason."""
+        """Run a request alone. Yields an update after each round; the last one has a finish
+        reason."""
         generation = Generation(request)
-        with self._alone(generation) as session:
+        with self._running(generation) as session:
             update = Update()
             while update.finish_reason is None:
                 late = generation.is_late(time.monotonic())

@@ -1,4 +1,4 @@
-"""What a service asks the batch for, and what it is told."""
+"""Requests to the batch, and the updates it returns."""
 
 import logging
 import threading
@@ -69,16 +69,16 @@ class Request:
         stop_token_ids: Tokens that end the text as EOS does, also with ``ignore_eos``.
         draft: False decodes plainly.
         ignore_eos: Do not stop at EOS.
-        min_tokens: EOS is not chosen before this number of new tokens, unless the constraint
-            allows nothing else; and stop strings do not end the text before it.
-        logprobs: Report each token's log-probability under the model, and so many
-            alternatives; None: report none.
-        prompt_logprobs: The same for the tokens of the prompt, but the first.
-        seconds: Time until the request is ended, whatever it has by then; None: no limit.
+        min_tokens: Minimum number of new tokens before EOS, unless the constraint allows nothing
+            else. Stop strings do not end the text before it.
+        logprobs: Number of alternatives to report with each token's log-probability under the
+            model. None disables log-probabilities.
+        prompt_logprobs: The same for the tokens of the prompt, except the first.
+        seconds: Deadline in seconds. The request returns the tokens that it has by then.
         constraint: Restricts the tokens.
         salt: Keys and values that are kept from one request serve only those with the same salt.
-            Who has another one cannot learn, by time or by ``cached_tokens``, whether a text was
-            seen before.
+            A user with another salt cannot infer, by time or by ``cached_tokens``, whether a text
+            was seen before.
 
     Raises:
         EESDError: A value has another type, or is out of range.
@@ -154,8 +154,8 @@ class TokenOutput:
     Attributes:
         token: Its id.
         text: The text that became certain with it; may be empty.
-        source: Who proposed it: ``exit`` (the exit head), ``text`` (the text itself), or ``verify``
-            (the verifier).
+        source: Name of the drafter that proposed it, ``exit`` or ``text``; ``verify`` for the
+            verifier's bonus token.
         logprob: If asked for.
     """
 
@@ -167,15 +167,15 @@ class TokenOutput:
 
 @dataclass(frozen=True)
 class Update:
-    """What one round brought for a request.
+    """The result of one round for a request.
 
     Attributes:
         tokens: New tokens; may be empty in the last update.
-        rejected: What was drafted behind the accepted tokens, and not accepted.
+        rejected: Drafted tokens after the accepted ones.
         held: Text that was held back for a stop string that did not come; only in the last update.
         finish_reason: None: more will come. ``stop`` (EOS or a stop string), ``length``,
             ``cancelled``, ``deadline``, or ``error``.
-        error: What went wrong, in a sentence.
+        error: The error, in a sentence.
         refused: Whether the request is to blame for the error, and not the server.
         stop: The stop string that ended the text.
         prompt_logprobs: If asked for, for each token of the prompt; only in the first update.
@@ -228,8 +228,8 @@ class Generation:
             self.cancel()
 
     def cancel(self) -> None:
-        """End the request at the next round. Its last update says ``cancelled``, unless it was
-        finished before."""
+        """End the request at the next round. The finish reason is ``cancelled``, unless it finished
+        before."""
         self._cancelled.set()
 
     def is_late(self, now: float) -> bool:

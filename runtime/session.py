@@ -1,14 +1,14 @@
-"""A request that runs: its tokens, its KV cache, the calls over them, and the report of each round.
+"""A running request: its sequence, the rules for its end, and the report of each round.
 
 The draft proposes tokens after the last committed one (the root). After each step the controller
-says whether to continue. Where the text repeats, it proposes tokens itself, which cost no draft
-step. One verify pass judges all of them. The accepted path and the verifier's bonus token are
-committed; the bonus token is the next root, and its cache entry is made by the next round's passes,
-so nothing runs twice or alone.
+decides whether to continue. Where the text repeats, it proposes tokens itself, without a draft
+step. One verify pass judges all of them. The round commits the accepted path and the verifier's
+bonus token, which is the next root. The next round's passes make its cache entry, so nothing runs
+twice or alone.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from threading import RLock
@@ -20,46 +20,34 @@ from eesd.common.checks import shown
 from eesd.common.draft_vocab import WHOLE
 from eesd.common.errors import EESDError
 from eesd.common.manifest import Manifest
-from eesd.runtime.decoding.draft_tree import Node, is_chain, tree_mask
-from eesd.runtime.decoding.round import Drafting, RoundResult, run_round
+from eesd.runtime.decoding.draft_tree import Node
+from eesd.runtime.decoding.drafting import Drafting
+from eesd.runtime.decoding.round import run_round
 from eesd.runtime.decoding.samplers import make_sampler
-from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.decoding.text_drafter import TextIndex
+from eesd.runtime.decoding.sequence import Observer, TokenSequence
+from eesd.runtime.decoding.stats import RoundResult
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Call, KVCache, Logits, StepOutputs
 from eesd.runtime.prefix_cache import PrefixCache
 from eesd.runtime.request import Generation, TokenLogprob, TokenOutput, Update
 from eesd.runtime.text import TextCodec, TextStream
 
-LOGIT_CHUNK = 64
-"""Tokens of a prompt whose logits are in memory at a time."""
 
-Observer = Callable[[Sequence[int], Logits], None]
-"""Called after each round with the tokens that it committed and, for each, the verifier's logits
-behind the token before it [tokens, V]. They are valid during the call. Without an observer, logits
-may stay on the device."""
-
-
-class Session:
+class Session(TokenSequence):
     """A request over its own KV cache, alone or as a row of a batch. ``step`` runs one round;
     between steps nothing is pending.
 
     ``step`` is a transaction: if drafting, verifying or accepting raises (a cancel, a failing
-    engine), the session stands where the round began, and ``step`` can be called again. Controllers
+    engine), the session stays where the round began, and ``step`` can be called again. Controllers
     learn after the commit, so they never learn from a cancelled round.
 
     Attributes:
-        generation, request: The handle of the caller, and the request.
-        tokens: The prompt and everything committed.
-        stats: Counts and seconds so far.
-        finish_reason: None until the sequence ends; see :class:`RoundResult`.
-        drafting: How it drafts alone.
-        engines, manifest: The engines that run it, and the directory's manifest.
-        ends: Tokens that end the text.
+        generation: The caller's handle. Set at the beginning.
+        request: Its request. Set at the beginning.
+        ends: Tokens that end the text. Set at the beginning.
         began: Time at which it began, in seconds of ``time.monotonic``.
-        cached_tokens: Tokens of the prompt whose keys and values were kept from earlier requests.
-        sampler, index, observer: Its rounds work with these.
-        drafted_to: From this slot on there is nothing of a draft that verify has not written again.
+        cached_tokens: Tokens of the prompt whose keys and values came from earlier requests. Set by
+            :meth:`take_prefix`.
         lock: Held while engines run. Sessions over the same engines share it, so other threads wait
             for a round to end.
     """
@@ -78,12 +66,12 @@ class Session:
 
         Args:
             generation: The request.
-            kv_cache: Memory of the sequence, empty.
-            engines: Run it.
-            drafting: How it drafts alone.
-            codec: Makes the text; None: there are only token ids.
-            observer: Told what each round commits.
-            lock: Shared with other sessions over these engines; None: there are no others.
+            kv_cache: Empty memory for the sequence.
+            engines: Run the calls.
+            drafting: Drafting of the request when it runs alone.
+            codec: Makes the text; None if there are only token ids.
+            observer: Called with each round's tokens and logits.
+            lock: Shared with other sessions over these engines; None if there are no others.
 
         Raises:
             EESDError: The prompt is empty, too long, or has an unknown token.
@@ -93,98 +81,72 @@ class Session:
         check_prompt(request.tokens, manifest)
         self.generation = generation
         self.request = request
-        self.manifest = manifest
-        self.engines = engines
-        self.drafting = drafting
-        self.tokens = list(request.tokens)
-        self.stats = Stats(prompt_tokens=len(request.tokens), exact=engines.exact)
-        self.finish_reason: str | None = None
         self.lock = lock or RLock()
-        self.index = TextIndex()
+        self.cached_tokens = 0
+        self._moved = False
+        self._looked_up = False
         self._text = None
         if codec is not None:
             self._text = TextStream(codec, request.tokens, request.stop, request.min_tokens)
-        self.ends = (
-            *(() if request.ignore_eos else manifest.eos_token_ids),
-            *request.stop_token_ids,
-            *(self._text.stop_tokens if self._text else ()),
-        )
-        columns = drafting.drafter.columns if drafting.drafter else WHOLE
-        vocab_size = manifest.geometry.vocab_size
-        self._unended = (
-            [token for token in self.ends if token < vocab_size] if request.min_tokens else []
-        )
-        restricted = request.constraint is not None or self._unended
-        self.sampler = make_sampler(
-            request.sampling, vocab_size, columns, self._allowed if restricted else None
+        self.ends = self._ends(manifest)
+        self._unended: list[int] = []
+        if request.min_tokens:
+            self._unended = [t for t in self.ends if t < manifest.geometry.vocab_size]
+        super().__init__(
+            request.tokens,
+            kv_cache,
+            engines,
+            drafting,
+            make_sampler(
+                request.sampling,
+                manifest.geometry.vocab_size,
+                drafting.drafter.columns if drafting.drafter else WHOLE,
+                self._allowed if request.constraint is not None or self._unended else None,
+            ),
+            request.max_new_tokens,
+            observer,
         )
         self._observer = observer
-        self.observer = observer if request.logprobs is None else self._observe
         self._logprobs: list[TokenLogprob] = []
-        wanted = request.prompt_logprobs is not None
-        self._prompt_logprobs = [TokenLogprob(request.tokens[0], None)] if wanted else None
-        self.cached_tokens = self._prefilled = self._observed = self.drafted_to = 0
-        self._target = len(request.tokens) - 1
-        self._kv_cache = kv_cache
-        self._moved = False
-        self._looked_up = False
-        self._closed = False
-        generation.began = self.began = time.monotonic()
+        if request.logprobs is not None:
+            self.observer = self._observe
+        self._prompt_logprobs: list[TokenLogprob] | None = None
+        if request.prompt_logprobs is not None:
+            self._prompt_logprobs = [TokenLogprob(request.tokens[0], None)]
+            self._to_score = len(request.tokens) - 1
+        self.began = time.monotonic()
+        generation.began = self.began
+
+    def _ends(self, manifest: Manifest) -> tuple[int, ...]:
+        """The tokens that end the text."""
+        ends = [*self.request.stop_token_ids]
+        if not self.request.ignore_eos:
+            ends += manifest.eos_token_ids
+        if self._text is not None:
+            ends += self._text.stop_tokens
+        return tuple(ends)
 
     # The prompt
 
     def prefill(self) -> None:
-        """Put the prompt, all but its last token, into the cache. The first ``step`` does it if
-        this was not called.
-
-        The last token is the first root, so prefill needs no logits.
-        """
         with self.lock:
-            while (piece := self.next_piece(self.engines.verify.prefill_chunk)) is not None:
-                started = time.perf_counter()
-                with self.engines.span("prefill"):
-                    [outputs] = self.engines.verify.forward([piece])
-                self.add_piece(piece, outputs, time.perf_counter() - started)
-
-    def next_piece(self, most: int) -> Call | None:
-        """The call of the next piece of the prompt, at most ``most`` tokens; None: the prompt is
-        complete."""
-        self.check_open()
-        start = self._prefilled
-        last = self.stats.prompt_tokens - 1
-        logits = self.request.prompt_logprobs is not None and self._observed < last
-        most = min(most, self.engines.verify.prefill_chunk, LOGIT_CHUNK if logits else most)
-        stop = min(start + most, last if logits else self._target)
-        if start == stop:
-            return None
-        self._kv_cache.reserve(stop)
-        return Call(
-            self._kv_cache, self.tokens[start:stop], range(start, stop), start, logits=logits
-        )
+            super().prefill()
 
     def add_piece(self, piece: Call, outputs: StepOutputs, seconds: float) -> None:
-        """Note that the call of a piece of the prompt is done, and took ``seconds``."""
         stop = piece.slot + len(piece.tokens)
-        if piece.logits and self._observed < stop:
+        if piece.logits and self._scored < stop:
             assert self.request.prompt_logprobs is not None and self._prompt_logprobs is not None
-            start = max(piece.slot, self._observed)  # after a move, observed tokens come again
+            start = max(piece.slot, self._scored)  # after a move, scored tokens come again
             logits = outputs.logits[start - piece.slot :]
             self._prompt_logprobs += _logprobs(
                 self.tokens[start + 1 : stop + 1], logits, self.request.prompt_logprobs
             )
-            self._observed = stop
-        self._prefilled = stop
-        self.stats.prefill_seconds += seconds
-
-    @property
-    def unfilled(self) -> int:
-        """Tokens of the prompt, or after a move of the text, that are still to be put into the
-        cache."""
-        return self._target - self._prefilled
+            self._scored = stop
+        super().add_piece(piece, outputs, seconds)
 
     def take_prefix(self, prefixes: PrefixCache) -> None:
-        """Take the kept keys and values of the text's beginning, unless log-probabilities of the
-        prompt are asked for. Until a piece is computed, this may be called again."""
+        """Take the kept keys and values of the text's beginning, unless the request wants
+        log-probabilities of the prompt. Until a piece is computed, this may be called again."""
         if self.request.prompt_logprobs is not None:
             return
         taken = self._prefilled if self._looked_up else None
@@ -198,8 +160,7 @@ class Session:
             self.cached_tokens = self._prefilled
 
     def keep_prefix(self, prefixes: PrefixCache) -> None:
-        """Keep the keys and values for requests that begin alike. Nothing is kept of a prompt that
-        is not complete."""
+        """Keep the keys and values for requests that begin alike, if the prompt is complete."""
         if not self.unfilled:
             prefixes.add(self.tokens[:-1], self._kv_cache.values, self.request.salt)
 
@@ -210,7 +171,8 @@ class Session:
         self._kv_cache = kv_cache
         self._moved = True
         self._looked_up = False
-        self._prefilled, self._target = 0, len(self.tokens) - 1
+        self._prefilled = 0
+        self._target = len(self.tokens) - 1
 
     # Rounds
 
@@ -225,8 +187,8 @@ class Session:
         return current.result
 
     def peek(self) -> Logits:
-        """The verifier's logits [V] behind the last committed token, by a single-token pass.
-        Commits nothing."""
+        """The verifier's logits [V] after the last committed token, by a single-token pass. Commits
+        nothing."""
         with self.lock:
             self.prefill()
             self._kv_cache.reserve(len(self.tokens))
@@ -237,87 +199,34 @@ class Session:
         return row
 
     @property
-    def kv_cache(self) -> KVCache:
-        """The session's cache, for calls of other engines. Raises :class:`EESDError` on a closed
-        session."""
-        self.check_open()
-        return self._kv_cache
-
-    def close(self) -> KVCache:
-        """Give up the cache, which the next session will use, and return it. Then ``tokens``,
-        ``stats`` and ``finish_reason`` are left."""
-        self._closed = True
-        return self._kv_cache
-
-    def check_open(self) -> None:
-        """Raise :class:`EESDError` if the session is closed."""
-        if self._closed:
-            raise EESDError(
-                "The session is closed, and its KV cache belongs to the next one; start a new "
-                "session."
-            )
-
-    @property
     def new_tokens(self) -> list[int]:
         """The committed tokens after the prompt."""
         return self.tokens[self.stats.prompt_tokens :]
 
-    @property
-    def left(self) -> int:
-        """Most tokens that may still follow."""
-        return min(
-            self.request.max_new_tokens - self.stats.new_tokens,
-            self.manifest.max_seq_len - len(self.tokens),
-        )
-
-    def verified(self, nodes: Sequence[Node]) -> Call:
-        """The call of the verify engine for nodes. Slots after theirs keep nothing of the draft."""
-        stop = len(self.tokens) - 1 + len(nodes)
-        if self.drafted_to > stop:
-            self._kv_cache.clear(stop, self.drafted_to)
-        return self.call(nodes)
-
-    def call(self, nodes: Sequence[Node], first: int = 0) -> Call:
-        """The engine call for the nodes from ``first`` on, each in the slot ``node.index`` behind
-        the root's."""
-        root = len(self.tokens) - 1
-        called = nodes[first:]
-        tokens = [node.token for node in called]
-        positions = [root + node.depth for node in called]
-        if is_chain(nodes):
-            return Call(self._kv_cache, tokens, positions, root + first)
-        return Call(self._kv_cache, tokens, positions, root + first, root, tree_mask(nodes, first))
-
     def _allowed(self, path: Sequence[int]) -> NDArray[np.bool_] | None:
-        """The tokens [V] that may follow a drafted path: by the constraint, and no end before
-        ``min_tokens``. None: all."""
+        """The tokens [V] that the constraint and ``min_tokens`` allow after a drafted path; None
+        allows all."""
         tokens = [*self.new_tokens, *path]
-        constraint = self.request.constraint
-        mask = None if constraint is None else constraint.allowed(tokens)
+        mask = None
+        if self.request.constraint is not None:
+            mask = self.request.constraint.allowed(tokens)
         if len(tokens) >= self.request.min_tokens or not self._unended:
             return mask
-        longer = (
-            np.ones(self.manifest.geometry.vocab_size, np.bool_) if mask is None else mask.copy()
-        )
+        longer = np.ones(self.manifest.geometry.vocab_size, np.bool_)
+        if mask is not None:
+            longer = mask.copy()
         longer[self._unended] = False
-        # A constraint that has come to its end goes before min_tokens.
+        # A constraint that has come to its end takes precedence over min_tokens.
         return longer if longer.any() else mask
 
     def forced(self, most: int) -> Sequence[int]:
-        """At most ``most`` tokens that must follow everything committed, by the constraint: a draft
-        for nothing."""
         constraint = self.request.constraint
-        return (
-            constraint.forced(self.new_tokens, most)
-            if constraint is not None and self.request.draft
-            else ()
-        )
+        if constraint is None or not self.request.draft:
+            return ()
+        return constraint.forced(self.new_tokens, most)
 
     def end_of(self, tokens: Sequence[int]) -> int | None:
-        """The number of these next tokens that belong to the text, if EOS or a stop string ends it
-        within them."""
-        ends = [count for count, token in enumerate(tokens, 1) if token in self.ends]
-        end = ends[0] if ends else None
+        end = next((count for count, token in enumerate(tokens, 1) if token in self.ends), None)
         if not self.request.stop:
             return end
         text = copy(self._text)
@@ -332,21 +241,21 @@ class Session:
     # Reports
 
     def update(self, result: RoundResult) -> Update:
-        """What to report of a round."""
+        """The report of a round. Call it once for each."""
         outputs: list[TokenOutput] = []
-        sources = ["text" if text else "exit" for text in result.from_text]
-        sources += ["verify"] * (len(result.tokens) - len(sources))
-        for at, (token, source) in enumerate(zip(result.tokens, sources, strict=True)):
-            text = (
-                self._text.push(token)
-                if self._text and token not in self.request.stop_token_ids
-                else ""
-            )
-            outputs.append(
-                TokenOutput(token, text, source, self._logprobs[at] if self._logprobs else None)
-            )
+        sources = [*result.sources, "verify"]  # the bonus token, if the text does not end before it
+        for at, (token, source) in enumerate(zip(result.tokens, sources, strict=False)):
+            text = ""
+            if self._text and token not in self.request.stop_token_ids:
+                text = self._text.push(token)
+            logprob = self._logprobs[at] if self._logprobs else None
+            outputs.append(TokenOutput(token, text, source, logprob))
         self._logprobs = []
-        held = self._text.finish() if self._text and result.finish_reason else ""
+        held = ""
+        stop = None
+        if self._text:
+            held = self._text.finish() if result.finish_reason else ""
+            stop = self._text.stop
         prompt = self._prompt_logprobs
         self._prompt_logprobs = None
         return Update(
@@ -354,14 +263,14 @@ class Session:
             tuple(result.rejected),
             held,
             result.finish_reason,
-            stop=self._text.stop if self._text else None,
+            stop=stop,
             prompt_logprobs=None if prompt is None else tuple(prompt),
             cached_tokens=self.cached_tokens,
             stats=self.stats,
         )
 
     def last_update(self, reason: str, error: str | None = None) -> Update:
-        """The end of a request that no round ended."""
+        """The final update of a request that ended between rounds."""
         held = self._text.finish() if self._text else ""
         stats = replace(self.stats)
         cached = self.cached_tokens
@@ -377,18 +286,14 @@ class Session:
 
 
 def _logprobs(tokens: Sequence[int], logits: Logits, top: int) -> list[TokenLogprob]:
-    """Of each token under the logits behind the one before it [n, V]; and the ``top`` most likely
-    ones."""
+    """Log-probability of each token under the logits of the previous token [n, V], and the ``top``
+    most likely tokens."""
     found = []
     for token, row in zip(tokens, logits, strict=True):
         scores = row.astype(np.float64)
         scores -= scores.max()
         scores -= np.log(np.exp(scores).sum())
-        best = (
-            np.argpartition(-scores, min(top, len(scores) - 1))[:top]
-            if top
-            else np.empty(0, np.int64)
-        )
+        best = np.argpartition(-scores, min(top, len(scores) - 1))[:top]
         best = best[np.lexsort((best, -scores[best]))]
         found.append(
             TokenLogprob(

@@ -24,9 +24,10 @@ from eesd.common.errors import EESDError
 from eesd.common.manifest import WEIGHTS_FILE
 from eesd.controllers import CONTROLLERS, make_controller
 from eesd.runtime.compare import first_divergence
+from eesd.runtime.decoding.drafting import DRAFTERS, Speculation
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.stats import Stats
-from eesd.runtime.llm import DRAFTERS, LLM, Speculation, load
+from eesd.runtime.llm import LLM, load
 
 T = TypeVar("T")
 
@@ -190,7 +191,7 @@ class Bench:
         """An LLM with this drafting. Without a ``budget`` it verifies every drafted token."""
         llm = self.llm.with_speculation(speculation)
         if not budget:
-            llm.budget = None
+            llm.drafting = llm.drafting.with_drafter(budget=None)
         return llm
 
     def generate(
@@ -243,7 +244,8 @@ class Bench:
         room = self.manifest.max_seq_len - len(prompt.tokens)
         for width in options.widths:
             llm = self._drafting(Speculation(tree=width, guard=False, drafter="exit"))
-            llm.controller = controller = RandomLengths(self.manifest.max_tree_nodes // width)
+            controller = RandomLengths(self.manifest.max_tree_nodes // width)
+            llm.drafting = llm.drafting.with_drafter(controller=controller)
             with llm.session(prompt.tokens, max_new_tokens=room, ignore_eos=True) as session:
                 found.append(
                     CallLatency(engine, prompt.id, width, *measure_latency(session, controller))

@@ -11,7 +11,8 @@ from eesd.bench.replay.costs import CallCosts
 from eesd.bench.replay.replay import chain_outcome, draft_length, teach
 from eesd.bench.replay.traces import Trace
 from eesd.controllers import Controller
-from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
+from eesd.controllers.base import EXIT
+from eesd.runtime.decoding.guard import Guard
 
 COLD = 0.1
 """A plain round right after a drafting one is this share slower: the draft has taken the
@@ -147,9 +148,7 @@ def decode(
         steps = request.steps
         while position < request.tokens:
             room = request.room(position)
-            drafting = (
-                controller is not None and room > 0 and (guard is None or guard.allows(EXIT_HEAD))
-            )
+            drafting = controller is not None and room > 0 and (guard is None or guard.allows(EXIT))
             drafted = (
                 draft_length(controller, steps[position], room) if controller and drafting else 0
             )

@@ -18,6 +18,7 @@ from eesd.bench.replay.costs import CostModel
 from eesd.bench.replay.traces import Trace
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers import CONTROLLERS, Controller, DraftStep, RoundOutcome, make_controller
+from eesd.controllers.base import EXIT
 from eesd.controllers.fixed import Fixed
 
 Array = NDArray[np.float64]
@@ -155,6 +156,7 @@ def chain_outcome(
         verify_seconds=verify_seconds,
         expected=accepted + 1 if expected is None else expected,
         seconds=draft_seconds + verify_seconds,
+        drafter=EXIT if drafted else "",
     )
 
 

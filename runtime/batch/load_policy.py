@@ -1,50 +1,49 @@
-"""How the rows of a batch draft together: as far as it pays for the whole batch."""
+"""The policy of a batch: rows draft as far as it pays for the whole batch."""
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache, partial
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from eesd.controllers.call_costs import CallCosts
+from eesd.controllers.batch_costs import BatchCosts
 from eesd.controllers.load_rule import LoadRule, RowController, RowTextRule
 from eesd.runtime.decoding.draft_tree import Share
-from eesd.runtime.decoding.round import Drafting, Policy, Round
+from eesd.runtime.decoding.drafting import PLAIN, Drafting
+from eesd.runtime.decoding.round import Policy, Round
+from eesd.runtime.decoding.sequence import TokenSequence
 from eesd.runtime.engines.base import Call, Engine, KVCache
-from eesd.runtime.session import Session
 
 MEASURED_SLOTS = 256
 """Slots of the rows with which calls are timed."""
 PROMPTS_SHARE = 0.7
 FEW_ROWS = 8
 """Pieces of prompts take at most this share of a round's time, if the round has FEW_ROWS rows or
-more. Beside n fewer rows they take FEW_ROWS / n times as much: n rows leave the processor half
-idle, and new rows share their calls."""
+more. With n < FEW_ROWS rows they take FEW_ROWS / n times as much: so few rows leave the processor
+half idle, and new rows share their calls."""
 LEAST_PART = 0.05
-"""Share of a call's time that a piece of a prompt takes at least."""
-PLAIN = Drafting()
+"""Minimum share of a call's time that a piece of a prompt takes."""
 PIECES = (8, 12, 16, 24, 32, 48, 64, 96)
-"""Tokens that pieces of prompts beside rows have at most; or as many as the batch's options say."""
+"""Sizes of pieces of prompts that share a call with rows, besides that of the batch's options."""
 
 
 class LoadPolicy(Policy):
-    """By the load: :class:`~eesd.controllers.load_rule.LoadRule` decides."""
+    """Lets a :class:`~eesd.controllers.load_rule.LoadRule` decide, by the load."""
 
     def __init__(self, rule: LoadRule, verify: Engine, draft: Engine | None) -> None:
         self._rule = rule
         self._verify = verify
         self._draft = draft
-        self._known: WeakKeyDictionary[Session, Drafting] = WeakKeyDictionary()
-        self._prompts = CallCosts()
-        """What pieces of prompts add to a round."""
+        self._known: WeakKeyDictionary[TokenSequence, Drafting] = WeakKeyDictionary()
+        self._prompts = BatchCosts()
+        """Seconds that pieces of prompts add to a round."""
         self.waiting = 0
         """Requests without a first token, whose prompts have a place in the batch."""
 
     def measure(self, kv_caches: Sequence[KVCache], most_nodes: int, seconds: float) -> None:
-        """Time calls over caches without texts for about so many seconds, so that the rule knows
-        what they cost."""
+        """Time calls over empty caches for about ``seconds`` seconds, to give the rule its first
+        costs."""
         self._rule.verify_size = cache(partial(_size, self._verify, kv_caches))
         unequal = [
             Call(kv_cache, [0] * nodes, (), 0)
@@ -69,42 +68,41 @@ class LoadPolicy(Policy):
         for kv_cache in kv_caches:
             kv_cache.reset()
         plain = self._rule.verify.seconds(1, 1, slots)
-        for tokens in PIECES[::2]:  # a guess: as many nodes. Pieces soon tell what they take
+        for tokens in PIECES[::2]:  # a guess, by nodes, until pieces are measured
             seconds = self._rule.verify.seconds(1, 1 + tokens, slots)
             self._prompts.add(1, tokens, slots, max(seconds - plain, LEAST_PART * seconds))
 
-    def prompt_tokens(self, sessions: Sequence[Session], slot: int, most: int) -> int:
-        """How many tokens of a prompt, from ``slot`` on, may share the next round of ``sessions``:
-        at most ``most``, and so few that many rows wait less than twice as long."""
-        round_time = self._rule.round_seconds(len(sessions), self._slots(sessions))
-        time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sessions), 1)
+    def prompt_tokens(self, sequences: Sequence[TokenSequence], slot: int, most: int) -> int:
+        """Number of tokens of a prompt, from ``slot`` on, that may share the next round of
+        ``sequences``: at most ``most``, so that many rows wait less than twice as long."""
+        round_time = self._rule.round_seconds(len(sequences), self._slots(sequences))
+        time_left = PROMPTS_SHARE * round_time * max(FEW_ROWS / len(sequences), 1)
         counts = np.array([*[count for count in PIECES if count < most], most])
         fitting = int((self._prompts.curve(np.ones_like(counts), counts, slot) <= time_left).sum())
         return int(counts[max(fitting - 1, 0)])
 
-    def _slots(self, sessions: Sequence[Session]) -> float:
+    def _slots(self, sequences: Sequence[TokenSequence]) -> float:
         """Slots of the rows, as engines count them."""
-        return self._verify.work([_root_call(session) for session in sessions]).slots
+        return self._verify.work([_root_call(sequence) for sequence in sequences]).slots
 
-    def begin(self, sessions: Sequence[Session]) -> Sequence[Drafting]:
-        if not sessions:
+    def begin(self, sequences: Sequence[TokenSequence]) -> Sequence[Drafting]:
+        if not sequences:
             return []
-        self._rule.begin_round(len(sessions), self._slots(sessions), self.waiting)
-        return [self._drafting(session) for session in sessions]
+        self._rule.begin_round(len(sequences), self._slots(sequences), self.waiting)
+        return [self._drafting(sequence) for sequence in sequences]
 
-    def _drafting(self, session: Session) -> Drafting:
-        """How a row drafts beside others."""
-        own = session.drafting
+    def _drafting(self, sequence: TokenSequence) -> Drafting:
+        """The drafters of a row of several."""
+        own = sequence.drafting
         if own.fixed or (own.drafter is None and own.text is None):
             return own
         if not self._rule.can_pay:
             return PLAIN
-        found = self._known.get(session)
+        found = self._known.get(sequence)
         if found is None:
-            found = self._known[session] = Drafting(
-                replace(own.drafter, controller=RowController(self._rule)) if own.drafter else None,
-                RowTextRule(self._rule) if own.text else None,
-            )
+            row = own.with_drafter(controller=RowController(self._rule))
+            text = RowTextRule(self._rule) if own.text else None
+            found = self._known[sequence] = Drafting(row.drafter, text)
         return found
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
@@ -113,13 +111,13 @@ class LoadPolicy(Policy):
         if free:
             free.sort(key=lambda current: _controller(current).chance, reverse=True)
             reaches = [(row.reach, row.next) for row in map(_controller, free)]
-            count = self._rule.goes_on(reaches, depth, [*map(_values, rounds)])
+            count = self._rule.goes_on(reaches, depth, [*map(_path_chances, rounds)])
             for current in free[count:]:
                 current.wants_more = False
         return [current for current in wanting if current.wants_more]
 
     def shares(self, rounds: Sequence[Round]) -> Sequence[Share | None]:
-        values = [*map(_values, rounds)]
+        values = [*map(_path_chances, rounds)]
         if not any(values):
             return super().shares(rounds)
         return [Share(levels, self._rule.price) for levels in self._rule.levels(values)]
@@ -140,11 +138,10 @@ class LoadPolicy(Policy):
         (drafting, verifying) = seconds
         nodes, slots, computed = self._verify.work(calls)
         drafted = any(current.error is None and current.tree.steps for current in rounds)
-        if not drafted:  # to decide so is a part of a plain round
+        if not drafted:  # deciding not to draft counts as plain-round time
             verifying += drafting
             drafting = 0.0
-        # Each part took as much longer than expected as the other: the machine's pace is that of
-        # both.
+        # Split the slowdown in proportion: the machine's pace affects both parts.
         if prompts:
             tokens = sum(len(call.tokens) for call in prompts)
             behind = max(call.slot for call in prompts)
@@ -158,7 +155,7 @@ class LoadPolicy(Policy):
 
 
 def _measure(
-    engine: Engine, costs: CallCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int
+    engine: Engine, costs: BatchCosts, kv_caches: Sequence[KVCache], nodes: int, slots: int
 ) -> None:
     first = slots - nodes
     calls = [Call(kv_cache, [0] * nodes, range(first, slots), first) for kv_cache in kv_caches]
@@ -177,25 +174,25 @@ def _size(engine: Engine, kv_caches: Sequence[KVCache], rows: int, nodes: int) -
     return work.rows, work.nodes
 
 
-def _root_call(session: Session) -> Call:
+def _root_call(sequence: TokenSequence) -> Call:
     """The call of a row that drafts nothing."""
-    slot = len(session.tokens) - 1
-    return Call(session.kv_cache, session.tokens[-1:], (slot,), slot)
+    slot = len(sequence.tokens) - 1
+    return Call(sequence.kv_cache, sequence.tokens[-1:], (slot,), slot)
 
 
-def _values(current: Round) -> Sequence[float]:
-    """For each level that a row has drafted, the chance that it is accepted."""
+def _path_chances(current: Round) -> Sequence[float]:
+    """Chance of acceptance of each level that a row has drafted."""
     if current.error is not None:
         return []
     if not current.tree.steps:
-        return current.proposal.values[: len(current.tree.nodes) - 1]
+        return current.proposal.path_chances[: len(current.tree.nodes) - 1]
     if current.drafting.fixed:
         return [1.0] * current.tree.steps  # whatever they are worth, they are verified
-    return _controller(current).values
+    return _controller(current).path_chances
 
 
 def _controller(current: Round) -> RowController:
-    """What the rule knows of a row's draft."""
+    """The controller of a row, with the chances of its draft."""
     assert current.drafting.drafter is not None and isinstance(
         current.drafting.drafter.controller, RowController
     )

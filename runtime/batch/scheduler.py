@@ -1,5 +1,5 @@
 """Continuous batching: requests join and leave between rounds; prompts are prefilled in pieces,
-beside rows that decode."""
+alongside rows that decode."""
 
 import logging
 import time
@@ -11,7 +11,8 @@ from eesd.common.checks import check_integer
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.load_policy import LoadPolicy
-from eesd.runtime.decoding.round import ALONE, Drafting, Policy, PromptPiece, Round, run_round
+from eesd.runtime.decoding.drafting import Drafting
+from eesd.runtime.decoding.round import EACH_ALONE, Policy, PromptPiece, Round, run_round
 from eesd.runtime.engines.base import KVCache
 from eesd.runtime.engines.row_check import check_rows
 from eesd.runtime.llm import LLM
@@ -28,7 +29,7 @@ SHORT = 64
 PASSING = 0.05
 """Tokens of prompts that do so, as a share of the others' tokens."""
 HEADROOM = 64
-"""Tokens by which a text is expected to grow that is longer than the last ``KNOWN`` ones became."""
+"""Expected growth, in tokens, of a text that is longer than the last ``KNOWN`` texts became."""
 KNOWN = 64
 
 LOGGER = logging.getLogger(__name__)
@@ -47,10 +48,9 @@ class BatchOptions:
             grow may come to need more: the youngest request then pauses, and its keys and values
             are computed again when there is room.
         prefix_memory: Bytes of keys and values that are kept for requests that begin alike; 0:
-            none. They change how long a request takes to begin, from which one user may learn what
-            another asked: give 0 where that matters.
-        levels: Each round drafts this many levels, alone and beside others. None: as many as pay,
-            given the load.
+            none. They change the time until a request begins, from which one user may infer the
+            prompts of another: give 0 where that matters.
+        levels: Number of levels that each round drafts. None: the number that pays, given the load.
 
     Raises:
         EESDError: A value is out of range.
@@ -78,9 +78,9 @@ class Scheduler:
     work.
 
     Attributes:
-        rule: Decides how far a batch drafts.
-        alone: How the row of the last round drafted, if it had the engines to itself; None: by
-            ``rule``.
+        rule: Decides how far a batch drafts. It learns from each round.
+        alone: Drafting of the last round's row, if it ran alone; None if ``rule`` decided. Set by
+            each round.
         prefixes: Keys and values of earlier texts.
         waiting: Requests that have not begun.
         rounds: Rounds so far.
@@ -176,7 +176,7 @@ class Scheduler:
         self.waiting.append(generation)
 
     def step(self) -> bool:
-        """Let requests begin and end, prefill some tokens, run a round. Returns whether there is
+        """Begin and end requests, prefill some tokens, and run a round. Returns whether there is
         more to do."""
         self._end_some()
         self._begin_some()
@@ -207,13 +207,13 @@ class Scheduler:
         )
 
     def _has_room(self, tokens: int, new: int, left: int) -> bool:
-        """Whether there is memory for a text beside the others until they have ended, if each
-        becomes as long as the last ones that became longer than it is.
+        """Whether there is memory for a text and the running ones until they end. Each is expected
+        to reach the mean length of the recent texts that were longer than it is now.
 
         Args:
-            tokens: Of the text and its prompt.
-            new: Of the text.
-            left: Most that may follow.
+            tokens: Tokens of the text and its prompt.
+            new: Tokens of the text.
+            left: Maximum number of tokens that may follow.
         """
         if not (rows := self._rows()):
             return True
@@ -289,10 +289,10 @@ class Scheduler:
         """Where a row is."""
         return next(rows for rows in (self._active, self._prefilling, self._paused) if row in rows)
 
-    def _next_pieces(self) -> list[PromptPiece]:
+    def _next_pieces(self) -> dict[Session, PromptPiece]:
         """Pieces of the next prompts, for one call: one, and more if they are whole prompts or
         fill half of it."""
-        pieces: list[PromptPiece] = []
+        pieces: dict[Session, PromptPiece] = {}
         order = self._order()
         most = self._prompt_tokens(order)
         left = most
@@ -307,13 +307,13 @@ class Scheduler:
             if pieces and left < min(unfilled, most / 2):
                 break
             try:
-                pieces_left = max(-(-unfilled // left), 1)  # as few as possible, and alike
+                pieces_left = max(-(-unfilled // left), 1)  # the fewest possible, of equal size
                 call = row.next_piece(-(-unfilled // pieces_left))
             except Exception as error:  # whatever it is, it concerns this request alone
                 self._end(row, "error", error)
                 continue
             assert call is not None
-            pieces.append(PromptPiece(row, call))
+            pieces[row] = PromptPiece(row, call)
             left -= len(call.tokens)
         return pieces
 
@@ -329,12 +329,11 @@ class Scheduler:
                 left -= row.unfilled
         return [*passing, *order]
 
-    def _prefilled(self, pieces: Sequence[PromptPiece]) -> None:
+    def _prefilled(self, pieces: dict[Session, PromptPiece]) -> None:
         """Note what a call did for prompts: count those that passed others, and let others have
         their turn."""
         in_turn = self._prefilling[:IN_TURN]
-        for piece in pieces:
-            row = piece.session
+        for row, piece in pieces.items():
             tokens = len(piece.call.tokens)
             self._may_pass += PASSING * tokens if row in in_turn else -tokens
             if piece.error is not None:
@@ -366,8 +365,8 @@ class Scheduler:
             self._active.append(row)
 
     def _policy_of(self, shared: bool) -> Policy:
-        """A row alone drafts as it does without a batch; a batch, or a row whose call a prompt
-        ``shared``, by the load."""
+        """One row drafts as it does without a batch. Several rows, or a row that ``shared`` its
+        call with a prompt, use the load policy."""
         if len(self._active) != 1 or shared or self._options.levels is not None:
             self.alone = None
             return self._policy
@@ -375,9 +374,9 @@ class Scheduler:
             self._last_alone = row
             row.drafting.begin_request()
         self.alone = row.drafting
-        return ALONE
+        return EACH_ALONE
 
-    def _round(self, pieces: list[PromptPiece]) -> None:
+    def _round(self, pieces: dict[Session, PromptPiece]) -> None:
         """Run a round, and pieces of prompts with it. If an engine fails, the rows that decode end,
         and the prompts try again; without rows that decode, the prompts' requests end."""
         rows = [*self._active]
@@ -387,22 +386,22 @@ class Scheduler:
             len(self._prefilling) + len(self.waiting), self._options.max_rows - len(rows)
         )
         try:
-            rounds = run_round(rows, self._llm.engines, policy, pieces)
+            rounds = run_round(rows, self._llm.engines, policy, [*pieces.values()])
         except Exception as error:
-            failed = rows or [piece.session for piece in pieces]
+            failed = rows or [*pieces]
             LOGGER.exception("A call failed; %d requests end.", len(failed))
             for row in failed:
                 self._end(row, "error", error)
             return
         self.drafted = max((len(current.nodes) - 1 for current in rounds), default=0)
         new = [len(current.result.tokens) for current in rounds if current.result]
-        self.round_tokens[sum(new) + sum(len(piece.call.tokens) for piece in pieces)] += 1
+        self.round_tokens[sum(new) + sum(len(piece.call.tokens) for piece in pieces.values())] += 1
         for row, current in zip(rows, rounds, strict=True):
             self._report(row, current)
         self._prefilled(pieces)
 
     def _report(self, row: Session, current: Round) -> None:
-        """Tell what a round brought a row, and end the row if it is finished or failed."""
+        """Report a round to a row's caller, and end the row if it is finished or failed."""
         try:
             if current.error is not None:
                 raise current.error
@@ -468,9 +467,7 @@ class Scheduler:
 
 
 def _sentence(error: Exception) -> str:
-    """What a user is told about an error; only errors of this project are written for users."""
-    return (
-        str(error)
-        if isinstance(error, EESDError)
-        else "The request failed inside the server; its log says why."
-    )
+    """The message for the user. Only errors of this project are written for users."""
+    if isinstance(error, EESDError):
+        return str(error)
+    return "The request failed inside the server; its log says why."

@@ -1,4 +1,4 @@
-"""The batch in a thread of its own, for programs with many threads or an event loop."""
+"""The batch in a thread, for programs with many threads or an event loop."""
 
 import os
 import threading
@@ -11,7 +11,7 @@ from eesd.common.checks import check_type
 from eesd.common.errors import EESDError
 from eesd.controllers.load_rule import LoadRule
 from eesd.runtime.batch.scheduler import BatchOptions, Scheduler
-from eesd.runtime.decoding.round import Drafting
+from eesd.runtime.decoding.drafting import Drafting
 from eesd.runtime.llm import LLM, Completion, completion_of
 from eesd.runtime.request import Generation, OnUpdate, QueueFullError, Request, Update
 
@@ -24,7 +24,7 @@ class ClosedError(EESDError):
 
 @dataclass(frozen=True)
 class Load:
-    """What a service does now.
+    """The load of a service now.
 
     Attributes:
         queued, prefilling, running: Requests that wait, whose prompt is being prefilled, and that
@@ -74,7 +74,7 @@ class Service:
         self._changed = threading.Condition()
         self._closing = self._stopping = False
         self._kv_used = 0.0
-        """As it was behind the last step: other threads must not look at the rows."""
+        """Value after the last step: other threads must not read the rows."""
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="eesd-batch", daemon=True)
         self._thread.start()
@@ -83,8 +83,8 @@ class Service:
         """Ask for a text. May be called from any thread.
 
         Args:
-            request: What is asked for.
-            on_update: Told what each round brought, in the service's thread.
+            request: The request.
+            on_update: Called with the update of each round, in the service's thread.
 
         Raises:
             EESDError: The request can never run.
@@ -150,7 +150,7 @@ class Service:
         self._thread.join()
 
     def load(self) -> Load:
-        """What the service does now. May be called from any thread."""
+        """The current load. May be called from any thread."""
         scheduler = self._scheduler
         prefixes = scheduler.prefixes
         return Load(
@@ -183,7 +183,7 @@ class Service:
         return self._scheduler.alone or self._scheduler.rule
 
     def _run(self) -> None:
-        """The thread: take what was asked for, and run rounds while there is work."""
+        """The thread: take new requests, and run rounds while there is work."""
         busy = False
         try:
             while True:

@@ -1,1 +1,1 @@
-"""Decoding: one round of draft, verify, accept, commit, and what it is made of."""
+"""Decoding: a round of draft, verify, accept and commit, and its parts."""

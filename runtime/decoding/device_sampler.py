@@ -42,7 +42,7 @@ class DeviceSampler:
         self._tokens: dict[torch.device, Tensor] = {}
 
     def chooser(self, tokens: Sequence[int], paths: Sequence[list[int]], count: int) -> Choose:
-        """What to run on logits.
+        """The function to run on logits.
 
         Args:
             tokens: Everything committed.

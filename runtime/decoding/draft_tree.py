@@ -1,6 +1,6 @@
 """The draft tree of one round: how it grows level by level, and which of its nodes are verified."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from eesd.controllers import DraftStep, SiblingLabel
 from eesd.controllers.text_rule import combined
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.controllers.value import Price
 
 CANDIDATES = 4
 """Children proposed for a node when a budget chooses among them. Of the bundled model's greedy
@@ -23,12 +24,12 @@ class Proposal(NamedTuple):
     Attributes:
         token: Its id.
         logprob: Its log-probability under the draft.
-        score: What paths are ranked by, summed along the path: the log-probability, or with coupled
-            sampling the distance of the noisy score from the best one's. A child near the best is
-            likely the verifier's token, however improbable it was before the noise.
-        margin: Score (with noise, if there is any) minus that of the best other token; infinite if
-            there is none. Of all the draft shows, the margin predicts best whether the verifier
-            will agree.
+        score: Paths are ranked by its sum: the log-probability, or with coupled sampling the
+            distance of the noisy score from the best one's. A child near the best is likely the
+            verifier's token, however improbable it was before the noise.
+        margin: Score (with noise, if there is any) minus the score of the best other token;
+            infinite if there is no other. It predicts better than any other output of the draft
+            whether the verifier will agree.
     """
 
     token: int
@@ -44,17 +45,17 @@ class Node:
     Attributes:
         token: Its id.
         parent: None for the root.
-        depth: Tokens between the root and this node, this one included.
+        depth: Tokens after the root, up to and including this node.
         logprob: Log-probability of its path under the draft.
-        rank: What its path is ranked by: the sum of scores or, with a budget, the chance that the
-            path is accepted.
+        rank: Rank of its path: the sum of scores or, with a budget, the chance that the path is
+            accepted.
         margin: Its proposal's margin.
-        index: Its slot, counted from the root's: while drafting in the order of expansion, after
-            :meth:`DraftTree.prune` in the verify pass. -1: it is not in the pass.
+        index: Its slot, counted from the root's: in the order of expansion while drafting, and in
+            the verify pass after :meth:`DraftTree.prune`. -1: it is not in the pass.
         expanded: Whether the draft continues from it.
         candidates: Its proposed children, best first.
         score: Calibration score of the first candidate (with a budget).
-        from_text: Whether the text proposed it, and the draft did not.
+        source: Name of the drafter that proposed it first.
     """
 
     token: int
@@ -67,7 +68,7 @@ class Node:
     expanded: bool = False
     candidates: "list[Node]" = field(default_factory=list)
     score: float = 0.0
-    from_text: bool = False
+    source: str = ""
 
     @property
     def children(self) -> "list[Node]":
@@ -85,15 +86,15 @@ class Node:
 
 
 class Share(NamedTuple):
-    """What one draft of several may have verified.
+    """The part of a batch's verify pass that one row may use.
 
     Attributes:
-        levels: Levels at most, of a draft without a budget.
-        price: For a budget: what the draft's first 1, 2, ... nodes cost together, in tokens.
+        levels: Maximum number of levels of a draft without a budget.
+        price: For a budget: the prices of the draft's first nodes.
     """
 
     levels: int
-    price: Callable[[int], float]
+    price: Price
 
 
 class DraftTree:
@@ -101,10 +102,11 @@ class DraftTree:
 
     Without a budget every node of a level is expanded and verified. With a budget, paths are ranked
     by their calibrated chances: the ``width`` best of a level are expanded, and :meth:`prune`
-    chooses from all candidates ever proposed. What the text proposes is the end of the best path
-    (:meth:`follow_text`), or joins the candidates (:meth:`join_text`).
+    chooses from all candidates ever proposed. Tokens of another drafter, such as the text, extend
+    the best path (:meth:`follow`), or join the candidates (:meth:`join`).
 
     Attributes:
+        source: Name of the drafter that grows the tree level by level; empty if there is none.
         root: The last committed token.
         nodes: The root and the expanded nodes, in the order of their slots.
         frontier: The last level of ``nodes``, best path first: the input of the next draft step.
@@ -119,18 +121,23 @@ class DraftTree:
         width: int = 1,
         budget: TreeBudget | None = None,
         in_place: bool = False,
+        source: str = "",
     ) -> None:
         """Begin a tree.
 
         Args:
             root_token: The last committed token.
-            max_nodes: Most nodes of the verify pass, the root not counted.
+            max_nodes: Maximum number of nodes of the verify pass, the root not counted.
             width: Nodes of a level; 1: a chain.
-            budget: Chooses what is verified; None: everything.
-            in_place: Whether a budget shall choose among the nodes of the best path alone, since no
-                others count.
+            budget: Chooses the nodes to verify; None verifies all of them.
+            in_place: Whether a budget chooses among the nodes of the best path only, because no
+                other node can be accepted.
+            source: Name of the drafter that grows the tree.
         """
-        self.root = Node(root_token, rank=0.0 if budget is None else 1.0, index=0, expanded=True)
+        self.source = source
+        self.root = Node(
+            root_token, rank=0.0 if budget is None else 1.0, index=0, expanded=True, source=source
+        )
         self.nodes = [self.root]
         self.frontier = [self.root]
         self.steps = 0
@@ -149,7 +156,7 @@ class DraftTree:
         expanded.
 
         Returns:
-            What a controller is told about the level; None if nothing was proposed.
+            The step, for the controller; None if nothing was proposed.
         """
         self.steps += 1
         for parent, children in zip(self.frontier, proposals, strict=True):
@@ -182,30 +189,40 @@ class DraftTree:
             parent.score, chances = self._budget.chances(step, [p.score for p in proposals])
             ranks = [parent.rank * chance for chance in chances]
         parent.candidates = [
-            Node(p.token, parent, depth, parent.logprob + p.logprob, rank, p.margin)
+            Node(
+                p.token,
+                parent,
+                depth,
+                parent.logprob + p.logprob,
+                rank,
+                p.margin,
+                source=self.source,
+            )
             for p, rank in zip(proposals, ranks, strict=True)
         ]
 
-    def follow_text(self, tokens: Sequence[int]) -> None:
-        """Add the chain of these tokens, which the text proposes, behind the best path; nothing is
-        drafted behind it."""
+    def follow(self, tokens: Sequence[int], source: str) -> None:
+        """Append a chain of another drafter to the best path. Drafting ends there."""
         parent = self.frontier[0]
         for token in tokens:
-            node = Node(token, parent, parent.depth + 1, index=len(self.nodes), from_text=True)
+            node = Node(token, parent, parent.depth + 1, index=len(self.nodes), source=source)
             parent.candidates = [node]
             self.nodes.append(node)
             parent = node
 
-    def join_text(self, node: Node, tokens: Sequence[int], chances: Sequence[float]) -> None:
-        """Add the path that the text proposes to a budget's candidates. Call it when drafting is
-        done.
+    def join(
+        self, node: Node, tokens: Sequence[int], chances: Sequence[float], source: str
+    ) -> None:
+        """Add a path of another drafter to a budget's candidates. Call it when drafting is done.
 
-        Not without a budget: a child that was sampled can have no siblings (rejection sampling).
+        The tree must have a budget: without one, a sampled child can have no siblings (rejection
+        sampling).
 
         Args:
-            node: What the path is behind.
+            node: The node before the path.
             tokens: The path.
-            chances: Of each token, if all before it are right.
+            chances: Chance of each token, given that all before it are right.
+            source: Name of the drafter.
         """
         for token, chance in zip(tokens, chances, strict=True):
             if not node.rank:
@@ -221,28 +238,28 @@ class DraftTree:
                 if child.rank:
                     _rescale(child, node.rank * value / child.rank)
             if found is None:
-                child = Node(token, node, node.depth + 1, rank=node.rank * own, from_text=True)
+                child = Node(token, node, node.depth + 1, rank=node.rank * own, source=source)
                 node.candidates = [*drafted, child]
                 node = child
             else:
                 node = drafted[found]
 
     def prune(self, share: Share | None = None) -> list[Node]:
-        """Choose what is verified. Call it once, when drafting is done.
+        """Choose the nodes to verify. Call it once, when drafting is done.
 
-        With a budget these are the most likely of all candidates, as many as the budget finds worth
-        it. They form a tree because no path is likelier than its beginning. The best path comes
-        first, so its nodes have the slots of a chain.
+        A budget chooses the most likely candidates, and their number. They form a tree because no
+        path is likelier than its beginning. The best path comes first, so its nodes have the slots
+        of a chain.
 
         Args:
-            share: Of a draft beside others; None: all that is worth it alone.
+            share: The row's part of a batch's pass; None for a sequence alone.
 
         Returns:
             The nodes of the verify pass in the order of their slots, the root first.
         """
         if self._budget is None or not self.steps:
             return self.nodes if share is None else self._cut(share.levels)
-        candidates = [*_behind(self.root)]
+        candidates = [*_descendants(self.root)]
         if not candidates:
             return self.nodes
         for candidate in candidates:
@@ -262,19 +279,21 @@ class DraftTree:
         return verified
 
     def _cut(self, levels: int) -> list[Node]:
-        """Leave out what lies deeper than ``levels``."""
+        """Leave out all nodes deeper than ``levels``."""
         for node in self.nodes:
             if node.depth > levels:
                 node.index = -1
         return [node for node in self.nodes if node.depth <= levels]
 
     def labels(self, tokens: Sequence[int]) -> list[SiblingLabel]:
-        """What a budget learns when the verifier chose ``tokens`` behind the root: a label for each
-        node with candidates."""
+        """A label for each node with candidates, for the budget, after the verifier chose
+        ``tokens`` after the root. Empty without a budget."""
         node = self.root
-        labels = []
+        labels: list[SiblingLabel] = []
+        if self._budget is None:
+            return labels
         for token in tokens:
-            drafted = [child for child in node.candidates if not child.from_text]
+            drafted = [child for child in node.candidates if child.source == self.source]
             if not drafted:
                 break
             chosen = next((i for i, child in enumerate(drafted) if child.token == token), None)
@@ -290,16 +309,16 @@ def _best_first(node: Node) -> tuple[float, int]:
     return -node.rank, node.depth
 
 
-def _behind(node: Node) -> Iterator[Node]:
-    """All candidates behind a node."""
+def _descendants(node: Node) -> Iterator[Node]:
+    """All candidates below a node."""
     for child in node.candidates:
         yield child
-        yield from _behind(child)
+        yield from _descendants(child)
 
 
 def _best_path(candidates: Sequence[Node]) -> list[Node]:
-    """Of candidates sorted by value, which come behind their parents, the path with the greatest
-    sum of values."""
+    """The path with the greatest sum of values. The candidates are sorted by value, each after its
+    parent."""
     sums: dict[Node, float] = {}
     for node in candidates:
         assert node.parent is not None
@@ -313,7 +332,7 @@ def _best_path(candidates: Sequence[Node]) -> list[Node]:
 
 
 def _rescale(node: Node, factor: float) -> None:
-    """Multiply the value of a node and of everything behind it."""
+    """Multiply the values of a node and of all its descendants."""
     node.rank *= factor
     for child in node.candidates:
         _rescale(child, factor)
@@ -325,8 +344,8 @@ def is_chain(nodes: Sequence[Node]) -> bool:
 
 
 def tree_mask(nodes: Sequence[Node], first: int = 0) -> NDArray[np.bool_]:
-    """[len - first, len]: which nodes each node from ``first`` on sees: its ancestors and
-    itself."""
+    """The nodes that each node from ``first`` on sees, its ancestors and itself, [len - first,
+    len]."""
     seen = np.eye(len(nodes), dtype=np.bool_)
     for node in nodes[1:]:
         assert node.parent is not None and 0 <= node.parent.index < node.index

@@ -1,97 +1,119 @@
-"""Never slower than plain decoding: the guard estimates what each drafter gains, and pauses one
-that loses."""
+"""Never slower than plain decoding: the guard estimates the gain of each drafter, and pauses one
+that loses time."""
 
 from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median, median_low
 
 from eesd.controllers import RoundOutcome
 
-EXIT_HEAD = "exit"
-TEXT = "text"
-"""What drafts. A round counts for the exit head if it ran draft steps, otherwise for the text."""
-STAKE = 0.8
-ALLOWANCE = 0.0045
-MOST = 8.0
-"""Plain steps that a drafter may lose at first, further ones for each token that is decoded, and as
-many of what it gained."""
-MARGIN = 0.05
-"""Plain steps that a drafting round must gain at least: measurements err, and less is worth
-little."""
-DOUBT = 4.0
-"""Luck is believed as if so many further rounds had brought what was expected."""
-MEMORY = 64
-"""About so many of the last drafting rounds, or tokens of a pause, are remembered."""
-TRIAL = 3
-SWITCH = 0.1
-"""A pause ends when so many rounds can be paid for, or the stake, and what the draft costs the
-plain round behind it."""
-PROBE = 4
-NEAR = 4
-"""Plain rounds of a probe, and drafting rounds before and behind plain ones that are compared with
-them."""
-PATIENCE = 3
-"""Rounds of a drafter before its first pause. A first call may take ten times as long as later
-ones, for which nothing was paid yet; a process whose first draft was paused for that drafted
-nothing for 250 tokens."""
-FIRST_INTERVAL = 16
-LONGEST_INTERVAL = 256
-"""Drafting rounds between two probes."""
-SURE = 2.0
-"""Tokens that a drafter must expect beside the bonus token to draft in a pause: of the text, whose
-every token is judged also while it is paused, so what it expects is known, and a stall that cost it
-its account does not keep it from what repeats."""
-SLOWER = 1.3
-"""If rounds take so many times what such rounds usually do, plain decoding is measured again."""
 
+@dataclass(frozen=True)
+class Terms:
+    """The terms on which drafters may lose time. The unit of time is a plain step.
 
-class Prices:
-    """What parts of rounds cost in plain steps, by a count.
+    ``stake`` and ``allowance`` are the promise: a drafter that does not pay loses about one step at
+    first, and then half a percent of the time. The other terms keep errors of measurement from
+    breaking it. ``eesd-bench starts`` simulates processes on disturbed machines: with these values
+    a drafter that pays is never locked out, and another one soon stops (decision 0086).
 
     Attributes:
-        medians: The prices: medians, which stalls of the machine do not move.
+        stake: Balance of a new account.
+        allowance: Added to every account for each committed token.
+        most: Largest balance, so that earlier gains pay for one bad text at most.
+        margin: Gain that a drafting round must exceed: errors of measurement reach it.
+        doubt: Rounds as expected that are added to those seen when luck is averaged: a few
+            rejections prove nothing.
+        memory: Rounds, or tokens of a pause, over which an account forgets.
+        trial: Rounds before a drafter's first pause, and rounds that a balance must pay for to end
+            a pause. A first call may take ten times as long as later ones: without a trial, a
+            process whose first draft was paused drafted nothing for 250 tokens.
+        switch: Cost of a switch from drafting to plain decoding: the draft takes the processor's
+            caches from the next plain round.
+        near: Plain rounds of a probe, and drafting rounds on either side of it that are compared
+            with it: near in time, so under the same load.
+        first_interval: Drafting rounds before the second probe; the interval doubles each time.
+        longest_interval: Largest interval.
+        sure: Expected tokens, besides the bonus token, with which a drafter may draft in a pause.
+            The text's tokens are judged in a pause, too, so its expectation is up to date; without
+            this rule a stall that overdrew the account would stop the copying of repeated text.
+        slower: Change of pace, as a factor, after which plain decoding is measured at once.
+    """
+
+    stake: float = 0.8
+    allowance: float = 0.0045
+    most: float = 8.0
+    margin: float = 0.05
+    doubt: float = 4.0
+    memory: float = 64.0
+    trial: int = 3
+    switch: float = 0.1
+    near: int = 4
+    first_interval: int = 16
+    longest_interval: int = 256
+    sure: float = 2.0
+    slower: float = 1.3
+
+
+TERMS = Terms()
+
+
+class StepPrices:
+    """Prices of parts of a round in plain steps, by a count.
+
+    Attributes:
+        medians: The price of each count: a median, which stalls of the machine do not move. Set by
+            :meth:`add`.
     """
 
     def __init__(self) -> None:
         self.medians = {0: 0.0}
         self._samples: dict[int, deque[float]] = {}
 
-    def add(self, count: int, price: float) -> None:
-        """Note one. Only the last ones count; of few, the least: nothing makes a call fast."""
-        samples = self._samples.setdefault(count, deque(maxlen=4 * NEAR + 1))
+    def add(self, count: int, price: float, near: int) -> None:
+        """Add a sample. The last ``4 near + 1`` count. The price is the least of the first ``near``
+        samples: disturbances only ever add time."""
+        samples = self._samples.setdefault(count, deque(maxlen=4 * near + 1))
         samples.append(price)
-        self.medians[count] = median_low(samples) if len(samples) >= NEAR else min(samples)
+        self.medians[count] = median_low(samples) if len(samples) >= near else min(samples)
 
     def forget(self) -> None:
-        """Let the next samples alone make the prices; until they come, the old prices hold."""
+        """Drop the samples. The prices stay until new samples come."""
         self._samples.clear()
 
 
 class Account:
-    """What one drafter may lose, and what its rounds gain.
+    """The balance of one drafter, and the gain of its rounds.
 
     Attributes:
-        paused: Whether it is paused now.
+        paused: Whether the drafter is paused now. Set by :meth:`drafted` and :meth:`earn`.
+        draft: Prices of its draft, by steps. A drafter without an engine has no steps.
     """
 
-    def __init__(self, draft: Prices, verify: Prices) -> None:
+    def __init__(self, terms: Terms, verify: StepPrices, tokens: int) -> None:
+        """Open an account. ``tokens`` were committed before."""
         self.paused = False
-        self._draft = draft
+        self.draft = StepPrices()
+        self._terms = terms
         self._verify = verify
         self._rounds: dict[tuple[int, int], float] = {}
-        """How many of the remembered rounds had so many draft steps and nodes."""
-        self._expected = self._luck = 0.0
-        """Tokens that these rounds were expected to bring, and what they brought beyond that."""
-        self._budget = STAKE
+        """Weights of the remembered rounds, by draft steps and nodes."""
+        self._expected = 0.0
+        """Expected tokens of these rounds."""
+        self._luck = 0.0
+        """Tokens of these rounds beyond the expectation."""
+        self._balance = min(terms.stake + terms.allowance * tokens, terms.most)
         self._rounds_seen = 0
 
     @property
     def gain(self) -> float:
-        """Plain steps that a round gains beyond ``MARGIN``: the tokens that it brings minus what it
-        costs; 0 while unknown."""
+        """Plain steps that a round gains beyond the margin: its tokens minus its price; 0 without
+        remembered rounds."""
         rounds = sum(self._rounds.values())
         if not rounds:
             return 0.0
-        draft = self._draft.medians
+        draft = self.draft.medians
         verify = self._verify.medians
         cost = sum(
             [
@@ -99,33 +121,38 @@ class Account:
                 for (steps, nodes), weight in self._rounds.items()
             ]
         )
-        return (self._expected - cost) / rounds + self._luck / (rounds + DOUBT) - MARGIN
+        luck = self._luck / (rounds + self._terms.doubt)
+        return (self._expected - cost) / rounds + luck - self._terms.margin
 
     def drafted(self, outcome: RoundOutcome) -> bool:
-        """Note a round of this drafter. Returns whether a pause begins."""
+        """Book a round of this drafter. Returns whether a pause begins."""
+        terms = self._terms
         self._forget(1.0)
         shape = outcome.steps, outcome.nodes
         self._rounds[shape] = self._rounds.get(shape, 0.0) + 1
         self._expected += outcome.expected
         self._luck += outcome.accepted + 1 - outcome.expected
         self._rounds_seen += 1
-        self._budget = min(max(self._budget + self.gain, -2 * STAKE), MOST)
-        if self._rounds_seen == PATIENCE:  # by now prices are known
-            self._budget = max(self._budget, STAKE + PATIENCE * self.gain)
-        pauses = self._budget < 0 and self._rounds_seen >= PATIENCE
+        self._balance = min(max(self._balance + self.gain, -2 * terms.stake), terms.most)
+        if self._rounds_seen == terms.trial:  # by now prices are known
+            self._balance = max(self._balance, terms.stake + terms.trial * self.gain)
+        pauses = self._balance < 0 and self._rounds_seen >= terms.trial
         self.paused = self.paused or pauses
         return pauses
 
     def earn(self, tokens: int) -> None:
-        """Add the allowance for tokens of any round. A pause ends when it pays for a trial."""
-        self._budget = min(self._budget + ALLOWANCE * tokens, MOST)
+        """Add the allowance for the tokens of any round. A pause ends when the balance pays for a
+        trial."""
+        terms = self._terms
+        self._balance = min(self._balance + terms.allowance * tokens, terms.most)
         if self.paused:
-            if sum(self._rounds.values()) > DOUBT:
+            if sum(self._rounds.values()) > terms.doubt:
                 self._forget(tokens)
-            self.paused = self._budget < SWITCH + min(TRIAL * max(-self.gain, 0.0), STAKE)
+            trial = min(terms.trial * max(-self.gain, 0.0), terms.stake)
+            self.paused = self._balance < terms.switch + trial
 
     def _forget(self, age: float) -> None:
-        keep = max(1 - age / MEMORY, 0.0)
+        keep = max(1 - age / self._terms.memory, 0.0)
         self._rounds = {
             shape: weight * keep for shape, weight in self._rounds.items() if weight > 0.01
         }
@@ -134,93 +161,111 @@ class Account:
 
 
 class Guard:
-    """Allows a drafter while its account is not overdrawn.
+    """Allows a drafter while its account is not overdrawn. Each drafter has an account, by name.
 
-    Tokens are counted, and need no estimate but that of luck. Seconds are noisy, and change with
-    the load of the machine. So no round is charged what it took: a round is charged the median
-    *price* of such rounds, in plain steps, and prices are measured only close to plain rounds, in
-    the same load.
+    Tokens are counted, so only luck needs an estimate. Seconds are noisy, and change with the load
+    of the machine, so no round is charged its own time. It is charged the median *price* of such
+    rounds, in plain steps, which is measured close to plain rounds only, under the same load.
 
     Attributes:
-        pauses: Number of pauses so far.
-        plain_step: Seconds of a plain round; 0 while unknown.
+        pauses: Number of pauses so far. Counted by :meth:`observe`.
+        plain_step: Seconds of a plain round; 0 while unknown. Set by :meth:`observe`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, terms: Terms = TERMS) -> None:
         self.pauses = 0
-        self._draft = Prices()
-        self._verify = Prices()
-        """By draft steps, and by nodes (with all that a round does beside its draft)."""
-        self._accounts = {name: Account(self._draft, self._verify) for name in (EXIT_HEAD, TEXT)}
+        self._terms = terms
+        self._verify = StepPrices()
+        """By nodes; includes all the time of a round besides its draft."""
+        self._accounts: dict[str, Account] = {}
+        self._tokens = 0
+        """Tokens of all rounds."""
         self._plain: deque[float] = deque(maxlen=5)
-        """Seconds of plain rounds since the last draft, but for the first: the draft took the
+        """Seconds of plain rounds since the last draft. The first is left out: the draft took the
         processor's caches from it."""
         self.plain_step = 0.0
-        self._recent: deque[RoundOutcome] = deque(maxlen=NEAR)
+        self._recent: deque[RoundOutcome] = deque(maxlen=terms.near)
         """The last drafting rounds."""
-        self._pace: deque[float] = deque(maxlen=2 * NEAR)
-        """How many times their usual seconds the last drafting rounds took."""
+        self._pace: deque[float] = deque(maxlen=2 * terms.near)
+        """Seconds of the last drafting rounds over their usual seconds."""
         self._drafts_since = 0
         """Drafting rounds since plain rounds were measured."""
-        self._interval = FIRST_INTERVAL
-        self._probing = PROBE
+        self._interval = terms.first_interval
+        self._probing = terms.near
         """Plain rounds that the probe still needs."""
-        self._behind_draft = True
+        self._after_draft = True
 
     def allows(self, drafter: str, sure: float = 0.0) -> bool:
-        """Whether ``drafter`` may draft in this round. ``sure``: tokens that it expects beside the
-        bonus token, as far as is known without drafting. While plain decoding is measured, nothing
-        may draft."""
-        return not self._probing and (sure >= SURE or not self._accounts[drafter].paused)
+        """Whether a drafter may draft in this round. In a probe no drafter may.
+
+        Args:
+            drafter: Its name.
+            sure: Its expected tokens besides the bonus token, if it can tell without drafting.
+        """
+        if self._probing:
+            return False
+        return sure >= self._terms.sure or not self._account(drafter).paused
 
     def observe(self, outcome: RoundOutcome) -> None:
-        """Note a committed round."""
+        """Learn from a committed round."""
         if not outcome.nodes:
             self._measure_plain(outcome.seconds)
         elif self.plain_step:
-            self._measure_draft(outcome)
-            account = self._accounts[EXIT_HEAD if outcome.steps else TEXT]
+            account = self._account(outcome.drafter)
+            self._measure_draft(outcome, account.draft)
             self.pauses += account.drafted(outcome)
             if account.paused:  # the trial after the pause is not judged by the load before it
-                (self._draft if outcome.steps else self._verify).forget()
+                (account.draft if outcome.steps else self._verify).forget()
+        self._tokens += outcome.accepted + 1
         for account in self._accounts.values():
             account.earn(outcome.accepted + 1)
 
+    def _account(self, drafter: str) -> Account:
+        if drafter not in self._accounts:
+            self._accounts[drafter] = Account(self._terms, self._verify, self._tokens)
+        return self._accounts[drafter]
+
     def _measure_plain(self, seconds: float) -> None:
         self._probing = max(self._probing - 1, 0)
-        if self._behind_draft:
-            self._behind_draft = False
+        if self._after_draft:
+            self._after_draft = False
             self._plain.clear()
             return
         self._plain.append(seconds)
-        if len(self._plain) >= PROBE - 1:
+        if len(self._plain) >= self._terms.near - 1:
             self.plain_step = median(self._plain)
-            for outcome in self._recent:
-                self._compare(outcome)
+            self._compare(self._recent)
             self._recent.clear()
             self._pace.clear()
             self._drafts_since = 0
 
-    def _measure_draft(self, outcome: RoundOutcome) -> None:
-        draft = self._draft.medians
+    def _measure_draft(self, outcome: RoundOutcome, prices: StepPrices) -> None:
+        terms = self._terms
+        draft = prices.medians
         verify = self._verify.medians
-        self._behind_draft = True
+        self._after_draft = True
         self._drafts_since += 1
-        if self._drafts_since <= NEAR or outcome.steps not in draft or outcome.nodes not in verify:
-            self._compare(outcome)
+        is_new = outcome.steps not in draft or outcome.nodes not in verify
+        if is_new or self._drafts_since <= terms.near:
+            self._compare([outcome])
         self._recent.append(outcome)
         usual = self.plain_step * (draft[outcome.steps] + verify[outcome.nodes])
         self._pace.append(outcome.seconds / usual)
-        changed = len(self._pace) == 2 * NEAR and not 1 / SLOWER < median(self._pace) < SLOWER
-        if changed or self._drafts_since >= self._interval:
-            self._probing = PROBE
-            self._interval = (
-                FIRST_INTERVAL if changed else min(2 * self._interval, LONGEST_INTERVAL)
-            )
+        pace = median(self._pace)
+        is_known = len(self._pace) == 2 * terms.near
+        if is_known and not 1 / terms.slower < pace < terms.slower:
+            self._probing = terms.near
+            self._interval = terms.first_interval
+        elif self._drafts_since >= self._interval:
+            self._probing = terms.near
+            self._interval = min(2 * self._interval, terms.longest_interval)
 
-    def _compare(self, outcome: RoundOutcome) -> None:
-        """Note the price of a drafting round that is close to plain ones."""
-        drafting = outcome.draft_seconds if outcome.steps else 0.0
-        if outcome.steps:
-            self._draft.add(outcome.steps, drafting / self.plain_step)
-        self._verify.add(outcome.nodes, (outcome.seconds - drafting) / self.plain_step)
+    def _compare(self, outcomes: Iterable[RoundOutcome]) -> None:
+        """Learn prices from drafting rounds that are close to plain ones."""
+        near = self._terms.near
+        for outcome in outcomes:
+            drafting = outcome.draft_seconds if outcome.steps else 0.0
+            if outcome.steps:
+                prices = self._account(outcome.drafter).draft
+                prices.add(outcome.steps, drafting / self.plain_step, near)
+            self._verify.add(outcome.nodes, (outcome.seconds - drafting) / self.plain_step, near)

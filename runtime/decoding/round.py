@@ -4,118 +4,25 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from math import isnan
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-from eesd.common.draft_vocab import WHOLE, DraftColumns
 from eesd.common.errors import EESDError
-from eesd.controllers import Controller, DraftStep, RoundOutcome
+from eesd.controllers import DraftStep, RoundOutcome
+from eesd.controllers.base import TEXT
 from eesd.controllers.calibration import CERTAIN
 from eesd.controllers.text_rule import TextRule
-from eesd.controllers.tree_budget import TreeBudget
-from eesd.controllers.value import RoundValue
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, Share
-from eesd.runtime.decoding.guard import EXIT_HEAD, TEXT, Guard
+from eesd.runtime.decoding.drafting import Drafter, Drafting
 from eesd.runtime.decoding.samplers import AcceptResult
+from eesd.runtime.decoding.sequence import TokenSequence
+from eesd.runtime.decoding.stats import RoundResult
 from eesd.runtime.decoding.text_drafter import NOTHING, TextProposal
-from eesd.runtime.engines.base import Call, Engine, StepOutputs
-
-if TYPE_CHECKING:
-    from eesd.runtime.engines.backends import Engines
-    from eesd.runtime.session import Session
+from eesd.runtime.engines.backends import Engines
+from eesd.runtime.engines.base import Call, KVCache, StepOutputs
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@dataclass(frozen=True, slots=True)
-class RoundResult:
-    """What one round committed, by which results compare, and what it took: all that statistics
-    count.
-
-    Attributes:
-        tokens: At least one. The first ``num_accepted`` were drafted; the one behind them, if there
-            is one, is the bonus token.
-        num_accepted: Draft tokens among them. What the verifier accepts behind the end of the text
-            is not committed.
-        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None:
-            call ``step`` again.
-        from_text: Of each accepted token, whether the text proposed it, and the exit head did not.
-        judged_text: The same for each judged token: the accepted ones, and the first rejected one.
-        rejected: What was drafted behind the accepted tokens, and not accepted: the best path.
-        outcome: What was judged, also behind the end of the text: the observers of the round get
-            it.
-        levels: Deepest level that was verified, of tokens from the draft or from the text.
-        drafting: Whether the round was allowed to draft.
-        draft_seconds: Time in the draft engine.
-    """
-
-    tokens: list[int]
-    num_accepted: int
-    finish_reason: str | None
-    from_text: Sequence[bool]
-    rejected: Sequence[int]
-    outcome: RoundOutcome = field(compare=False)
-    judged_text: Sequence[bool] = field(compare=False)
-    levels: int = field(compare=False)
-    drafting: bool = field(compare=False)
-    draft_seconds: float = field(compare=False)
-
-
-@dataclass(frozen=True)
-class Drafter:
-    """What a session needs to draft with the exit head: the draft engine, the controller, the nodes
-    of a level (1: a chain), the budget that chooses what is verified (None: everything), and the
-    tokens of the draft's columns."""
-
-    engine: Engine
-    controller: Controller
-    tree_width: int = 1
-    budget: TreeBudget | None = None
-    columns: DraftColumns = WHOLE
-
-
-@dataclass(frozen=True)
-class Drafting:
-    """How a sequence drafts: with the exit head, from the text, or both; with neither it decodes
-    plainly.
-
-    Attributes:
-        drafter: How the exit head drafts; None: not at all.
-        text: Says how much of what the text proposes is verified; None: the text does not draft.
-        guard: Pauses a drafter that loses time; None: no drafter is paused.
-        value: What rounds cost and are worth, which controller, budget and text rule share; None:
-            nothing needs it.
-        fixed: Whether every round must draft and verify the same, because tokens depend on it: with
-            rejection sampling.
-    """
-
-    drafter: Drafter | None = None
-    text: TextRule | None = None
-    guard: Guard | None = None
-    value: RoundValue | None = None
-    fixed: bool = False
-
-    @cached_property
-    def rules(self) -> list[Controller | TreeBudget | TextRule]:
-        """Controller, budget and text rule, as far as there are any."""
-        of_head = (self.drafter.controller, self.drafter.budget) if self.drafter is not None else ()
-        return [rule for rule in (*of_head, self.text) if rule is not None]
-
-    @cached_property
-    def observers(self) -> list[RoundValue | Controller | TreeBudget | TextRule | Guard]:
-        """All that learn from each committed round, in this order: the rules share the value."""
-        return [one for one in (self.value, *self.rules, self.guard) if one is not None]
-
-    def begin_request(self) -> None:
-        """Tell the rules that another text begins."""
-        for rule in self.rules:
-            rule.begin_request()
-
-    def allows(self, drafter: str, sure: float = 0.0) -> bool:
-        """Whether the guard lets this drafter draft now; see :meth:`Guard.allows`."""
-        return self.guard is None or self.guard.allows(drafter, sure)
 
 
 @dataclass(eq=False, slots=True)
@@ -123,27 +30,31 @@ class Round:
     """A round of one sequence.
 
     Attributes:
-        session: Its sequence.
-        drafting: How it drafts in this round.
-        error: Why it failed; its sequence stands where the round began, unless there is a result.
-        result: What was committed.
-        tree: What is drafted.
-        proposal: What the text proposes behind the root.
-        drafter: Drafts in this round; None: it may not draft.
+        sequence: Where it reads and commits.
+        drafting: Drafters of this round.
+        error: Set if the round fails: its sequence stays where the round began, unless there is a
+            result.
+        result: Set by :meth:`commit`.
+        kv_cache: The sequence's cache. Set by :meth:`begin`, as all below.
+        tree: The draft. Grown by each draft step.
+        proposal: The text's proposal after the root.
+        drafter: Drafts in this round; None if it may not draft.
         started: Time at which the round began, in seconds.
-        most_depth: Levels that may be drafted.
-        most_nodes: Nodes that may be verified besides the root.
-        length: Draft steps, if the controller knows them; None: it is asked after each.
-        wants_more: Whether another draft step is wanted.
-        draft_seconds: Time in the draft engine.
-        nodes: What is verified.
-        drafted_at: Time at which the draft was complete.
+        most_depth: Maximum number of levels to draft.
+        most_nodes: Maximum number of nodes to verify, the root not counted.
+        length: Number of draft steps, if the controller fixes it before the first; None if it
+            decides after each.
+        wants_more: Whether another draft step is wanted. Set by each draft step.
+        draft_seconds: Time in the draft engine. Added to by each draft step.
+        nodes: The nodes to verify. Set by :meth:`complete`.
+        drafted_at: Time at which the draft was complete. Set by :meth:`complete`.
     """
 
-    session: "Session"
+    sequence: TokenSequence
     drafting: Drafting
     error: Exception | None = None
     result: RoundResult | None = None
+    kv_cache: KVCache = field(init=False)
     tree: DraftTree = field(init=False)
     proposal: TextProposal = NOTHING
     drafter: Drafter | None = None
@@ -157,61 +68,56 @@ class Round:
     drafted_at: float = 0.0
 
     def begin(self) -> None:
-        """Begin a round: what the text proposes, and whether to draft. A round that was begun
-        before is forgotten.
+        """Begin the round: read the text's proposal, and decide whether to draft.
 
         Raises:
-            EESDError: The session is finished or closed.
+            EESDError: The sequence is finished or closed.
         """
-        session = self.session
-        session.check_open()
-        if session.finish_reason is not None:
+        sequence = self.sequence
+        tokens = sequence.tokens
+        manifest = sequence.manifest
+        self.kv_cache = sequence.kv_cache
+        if sequence.finish_reason is not None:
             raise EESDError("The session is finished; start a new one.")
-        if session.unfilled:
-            session.prefill()
+        if sequence.unfilled:
+            sequence.prefill()
         self.started = time.perf_counter()
-        manifest = session.manifest
         self.most_depth = self._max_depth()
-        self.most_nodes = min(manifest.max_tree_nodes, manifest.max_seq_len - len(session.tokens))
+        self.most_nodes = min(manifest.max_tree_nodes, manifest.max_seq_len - len(tokens))
         drafter = self.drafting.drafter
-        if drafter is not None and not (self.most_depth >= 1 and self.drafting.allows(EXIT_HEAD)):
-            drafter = None
-        self.drafter = drafter
-        session.sampler.begin_round(session.tokens)
-        self.proposal = proposal = self._proposal(self.drafting.text, self.most_depth)
-        width, budget = (drafter.tree_width, drafter.budget) if drafter else (1, None)
-        self.tree = DraftTree(
-            session.tokens[-1], self.most_nodes, width, budget, session.engines.in_place
-        )
-        if proposal.tokens and (copied := self._copied()):
-            self.tree.follow_text(proposal.tokens[:copied])
-        elif drafter is not None:
-            self.length = drafter.controller.begin_round(width)
+        if drafter is not None and self.most_depth >= 1 and self.drafting.allows(drafter.name):
+            self.drafter = drafter
+        sequence.sampler.begin_round(tokens)
+        self.proposal = self._proposal(self.drafting.text, self.most_depth)
+        self.tree = self._tree(tokens[-1])
+        copied = self._copied()
+        if copied:
+            self.tree.follow(self.proposal.tokens[:copied], TEXT)
+        elif self.drafter is not None:
+            self.length = self.drafter.controller.begin_round(self.drafter.tree_width)
             self.wants_more = self.length != 0
 
     def next_draft(self) -> Call:
         """The call of the next draft step."""
-        session = self.session
+        sequence = self.sequence
         tree = self.tree
         drafter = self.drafter
         assert drafter is not None
         if not tree.steps:
-            session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
-        session.drafted_to = max(session.drafted_to, len(session.tokens) - 1 + len(tree.nodes))
+            self.kv_cache.reserve(len(sequence.tokens) + self.most_nodes)
+        sequence.drafted_to = max(sequence.drafted_to, len(sequence.tokens) - 1 + len(tree.nodes))
         first = tree.frontier[0].index
-        call = session.call(tree.nodes, first)
-        choose = (
-            session.sampler.chooser(tree.nodes[first:], tree.branching)
-            if drafter.engine.chooses
-            else None
-        )
-        return call._replace(choose=choose)
+        call = sequence.call(tree.nodes, first)
+        if drafter.engine.chooses:
+            chooser = sequence.sampler.chooser(tree.nodes[first:], tree.branching)
+            call = call._replace(choose=chooser)
+        return call
 
     def draft_chain(self) -> bool:
-        """Draft steps of a chain in one call, which does not wait for the host between them, if
-        that can be. All of them if their number is known, else as many as the controller allows
-        before it is asked."""
-        session = self.session
+        """Draft several steps of a chain in one call, without waiting for the host in between, if
+        the engine can: all steps if the controller fixed their number, and the ``steps_at_once`` of
+        the controller if it did not. Returns whether it did."""
+        sequence = self.sequence
         tree = self.tree
         drafter = self.drafter
         assert drafter is not None
@@ -221,22 +127,22 @@ class Round:
             chain is None
             or not steps
             or drafter.tree_width > 1
-            or not session.sampler.proposes_top_tokens
+            or not sequence.sampler.proposes_top_tokens
         ):
             return False
-        session.kv_cache.reserve(len(session.tokens) + self.most_nodes)
+        self.kv_cache.reserve(len(sequence.tokens) + self.most_nodes)
         started = time.perf_counter()
         last = tree.frontier[0]
-        slot = len(session.tokens) - 1 + last.index
+        slot = len(sequence.tokens) - 1 + last.index
         count = min(steps, self.most_depth - last.depth)
-        session.drafted_to = max(session.drafted_to, slot + count)
-        outputs = chain(session.kv_cache, last.token, slot, count)
+        sequence.drafted_to = max(sequence.drafted_to, slot + count)
+        outputs = chain(self.kv_cache, last.token, slot, count)
         self.drafted(outputs, time.perf_counter() - started, count)
         return True
 
     def drafted(self, outputs: StepOutputs, seconds: float, levels: int = 1) -> None:
-        """Add levels to the draft from the draft engine's outputs, and ask the controller whether
-        to continue. It is told of each, and its last answer counts."""
+        """Add levels to the draft from the draft engine's outputs. The controller sees each level;
+        its answer to the last one decides whether to continue."""
         assert self.drafter is not None
         tree = self.tree
         controller = self.drafter.controller
@@ -249,13 +155,14 @@ class Round:
                 break
 
     def complete(self, share: Share | None = None) -> Call:
-        """End the draft, and choose what is verified: what is worth it alone, or beside others its
-        ``share``.
+        """End the draft, choose the nodes to verify, and return the verify call.
 
-        Where drafting is fixed all of it is: with rejection sampling, what is left out must not
-        depend on what was drafted.
+        Args:
+            share: The row's share of a batch's pass; None for a sequence alone. Fixed drafting
+                ignores it: with rejection sampling, the nodes left out must not depend on the
+                drafted tokens.
         """
-        session = self.session
+        sequence = self.sequence
         tree = self.tree
         drafter = self.drafter
         text = self.drafting.text
@@ -264,72 +171,90 @@ class Round:
         nodes = tree.prune(None if self.drafting.fixed else share)
         self.nodes = nodes
         self.drafted_at = time.perf_counter()
-        session.kv_cache.reserve(len(session.tokens) - 1 + len(nodes))
-        call = session.verified(nodes)
-        return (
-            call._replace(choose=session.sampler.chooser(nodes, 0))
-            if session.engines.verify.chooses
-            else call
-        )
+        self.kv_cache.reserve(len(sequence.tokens) - 1 + len(nodes))
+        call = sequence.verified(nodes)
+        if sequence.engines.verify.chooses:
+            call = call._replace(choose=sequence.sampler.chooser(nodes, 0))
+        return call
 
     def commit(self, outputs: StepOutputs, seconds: float) -> RoundResult:
-        """Accept what the verifier agrees with, and commit it.
+        """Accept the tokens that the verifier agrees with, and commit them.
 
         Args:
-            outputs: The verifier's, for the call of :meth:`complete`.
-            seconds: Of this call.
+            outputs: The verifier's outputs for the call of :meth:`complete`.
+            seconds: Time of this call.
         """
-        session = self.session
+        sequence = self.sequence
         tree = self.tree
-        tokens = session.tokens
-        session.drafted_to = 0  # verify wrote their slots
-        path, bonus = session.sampler.accept(tree.root, outputs)
-        if session.engines.in_place:
+        tokens = sequence.tokens
+        sequence.drafted_to = 0  # verify wrote their slots
+        path, bonus = sequence.sampler.accept(tree.root, outputs)
+        if sequence.engines.in_place:
             path, bonus = cut_displaced(path, bonus)
         if path and path[-1].index != len(path):  # a chain's slots are consecutive already
-            session.kv_cache.compact(len(tokens), [len(tokens) - 1 + node.index for node in path])
+            self.kv_cache.compact(len(tokens), [len(tokens) - 1 + node.index for node in path])
 
         chosen = [*[node.token for node in path], bonus]
         outcome = self._outcome(path, chosen, seconds)
         result = self._result(outcome, path, chosen)
         committed_at = time.perf_counter()
-        stats = session.stats.with_round(result)
-        # The commit: one statement behind everything that may raise. No signal is handled within
-        # it.
-        session.tokens = [*tokens, *result.tokens]
-        session.stats = stats
-        session.finish_reason = result.finish_reason
+        # The commit: one statement after everything that may raise. No signal is handled within it.
+        vars(sequence).update(
+            tokens=[*tokens, *result.tokens],
+            stats=sequence.stats.with_round(result),
+            finish_reason=result.finish_reason,
+        )
 
-        guard = self.drafting.guard
-        pauses = guard.pauses if guard is not None else 0
+        pauses = self.drafting.pauses
         for one in self.drafting.observers:  # also if they were not allowed to draft or to copy
             one.observe(outcome)
-        if guard is not None:
-            session.stats.guard_pauses += guard.pauses - pauses
-        session.stats.host_seconds += time.perf_counter() - committed_at
-        if session.observer is not None:
-            session.observer(
+        sequence.stats.guard_pauses += self.drafting.pauses - pauses
+        sequence.stats.host_seconds += time.perf_counter() - committed_at
+        if sequence.observer is not None:
+            sequence.observer(
                 result.tokens,
                 outputs.logits[[0, *(node.index for node in path)][: len(result.tokens)]],
             )
         return result
 
+    def _tree(self, root_token: int) -> DraftTree:
+        drafter = self.drafter
+        if drafter is None:
+            return DraftTree(root_token, self.most_nodes)
+        return DraftTree(
+            root_token,
+            self.most_nodes,
+            drafter.tree_width,
+            drafter.budget,
+            self.sequence.engines.in_place,
+            drafter.name,
+        )
+
     def _outcome(self, path: Sequence[Node], chosen: Sequence[int], seconds: float) -> RoundOutcome:
-        """What the accepted ``path`` and the ``chosen`` tokens say of the round, whose verify call
-        took ``seconds``."""
+        """The outcome for the observers.
+
+        Args:
+            path: The accepted nodes.
+            chosen: Their tokens and the bonus token.
+            seconds: Time of the verify call.
+        """
         tree = self.tree
         nodes = self.nodes
         proposal = self.proposal
         drafter = self.drafting.drafter
-        depth = max([node.depth for node in nodes if not node.from_text])
-        expected: float | None = 1 + sum(proposal.values[: len(nodes) - 1])
-        if drafter is not None and tree.steps:
+        depth = max([node.depth for node in nodes if node.source == tree.source])
+        drafts = drafter is not None and tree.steps > 0
+        name = tree.source
+        first_right = None
+        expected: float | None = None
+        if drafter is not None and drafts:
             expected = drafter.controller.expected_tokens(depth)
-        pairs = enumerate(zip(proposal.tokens, chosen, strict=False))
-        right = next(
-            (i for i, (token, other) in pairs if token != other),
-            min(len(proposal.tokens), len(chosen)),
-        )
+            if tree.root.candidates:
+                first_right = tree.root.candidates[0].token == chosen[0]
+        else:
+            expected = 1 + sum(proposal.path_chances[: len(nodes) - 1])
+            name = nodes[-1].source if len(nodes) > 1 else ""
+        right = _length_of_common(proposal.tokens, chosen)
         return RoundOutcome(
             steps=tree.steps,
             draft_seconds=self.drafted_at - self.started,
@@ -338,74 +263,70 @@ class Round:
             verify_seconds=seconds,
             accepted=len(path),
             num_expanded=sum([node.expanded for node in path]),
-            first_right=tree.root.candidates[0].token == chosen[0]
-            if tree.steps and tree.root.candidates
-            else None,
+            first_right=first_right,
             expected=len(chosen) if expected is None else expected,
             seconds=time.perf_counter() - self.started,
-            labels=tree.labels(chosen)
-            if drafter is not None and drafter.budget is not None
-            else (),
+            labels=tree.labels(chosen),
             proposed=proposal.steps[: min(right + 1, len(chosen))],
             right=right,
+            drafter=name,
         )
 
     def _add_text(self, text: TextRule, joins: bool) -> None:
-        """Add to what was drafted what the text proposes behind the root, if it ``joins``, and
-        behind the best drafted path."""
+        """Add the text's tokens to the draft: after the best drafted path, and, if the draft has a
+        budget (``joins``), its proposal after the root, too."""
         tree = self.tree
         if joins:
-            tree.join_text(tree.root, self.proposal.tokens, self.proposal.chances)
+            tree.join(tree.root, self.proposal.tokens, self.proposal.chances, TEXT)
         best = tree.frontier[0]
-        most = (
-            0
-            if best.candidates
-            else min(self.most_depth - best.depth, self.most_nodes - len(tree.nodes) + 1)
-        )
-        behind = (
-            self.session.index.propose(self.session.tokens, most, text, best.path())
-            if most > 0
-            else NOTHING
-        )
+        most = min(self.most_depth - best.depth, self.most_nodes - len(tree.nodes) + 1)
+        if best.candidates or most <= 0:
+            return
+        sequence = self.sequence
+        more = sequence.index.propose(sequence.tokens, most, text, best.path())
         if joins:
-            tree.join_text(best, behind.tokens, behind.chances)
+            tree.join(best, more.tokens, more.chances, TEXT)
         else:
-            tree.follow_text(behind.tokens[: text.count_behind(behind.values, len(tree.nodes) - 1)])
+            count = text.count_behind(more.path_chances, len(tree.nodes) - 1)
+            tree.follow(more.tokens[:count], TEXT)
 
     def _proposal(self, text: TextRule | None, most: int) -> TextProposal:
-        """What must follow the root, or what the text proposes, at most ``most`` tokens: they are
-        judged in every round, also where they are not verified."""
-        session = self.session
-        if most > 0 and (tokens := [*session.forced(most)]):
+        """The tokens that must follow the root, or else the text's proposal, at most ``most``
+        tokens. They are judged in every round, verified or not."""
+        sequence = self.sequence
+        if most <= 0:
+            return NOTHING
+        tokens = [*sequence.forced(most)]
+        if tokens:
             return TextProposal(tokens, [], [CERTAIN] * len(tokens), [CERTAIN] * len(tokens))
-        return session.index.propose(session.tokens, most, text) if text and most > 0 else NOTHING
+        return sequence.index.propose(sequence.tokens, most, text) if text else NOTHING
 
     def _copied(self) -> int:
-        """How many of the proposed tokens this round verifies without drafting."""
+        """Number of proposed tokens that this round verifies without drafting."""
         proposal = self.proposal
         text = self.drafting.text
         if not proposal.steps:
             return len(proposal.tokens)  # nothing else may follow
         if text is None:
             return 0
-        count = text.count(proposal.values, self.drafter is not None)
-        return count if self.drafting.allows(TEXT, sum(proposal.values[:count])) else 0
+        count = text.count(proposal.path_chances, self.drafter is not None)
+        return count if self.drafting.allows(TEXT, sum(proposal.path_chances[:count])) else 0
 
     def _max_depth(self) -> int:
-        """Levels that this round may draft: the bonus token must fit behind them."""
-        session = self.session
-        root = len(session.tokens) - 1
-        ends = [last - root for last in session.engines.last_positions if last >= root]
-        return min(session.left - 1, session.manifest.max_tree_nodes, *ends[:1])
+        """Maximum number of levels of the draft: the bonus token must fit after them."""
+        sequence = self.sequence
+        root = len(sequence.tokens) - 1
+        ends = [last - root for last in sequence.engines.last_positions if last >= root]
+        return min(sequence.left - 1, sequence.manifest.max_tree_nodes, *ends[:1])
 
     def _grow(self, tree: DraftTree, outputs: StepOutputs, row: int = 0) -> DraftStep | None:
-        """Add a level to the tree from the draft's outputs for its frontier, which begin in
-        ``row``. Outputs that are no numbers propose nothing, and so end the draft."""
+        """Add a level to the tree. The outputs for the frontier begin in ``row``. NaN outputs
+        propose nothing, and so end the draft."""
         first = tree.frontier[0].index - row
         told = outputs.topk_logprobs if outputs.chosen is None else outputs.chosen
         if told is not None and isnan(told.min()):
             return tree.grow([[] for _ in tree.frontier])
-        propose = self.session.sampler.propose
+        propose = self.sequence.sampler.propose
         count = tree.branching
         return tree.grow(
             [propose(node, outputs, node.index - first, count) for node in tree.frontier]
@@ -414,10 +335,10 @@ class Round:
     def _result(
         self, outcome: RoundOutcome, path: Sequence[Node], tokens: list[int]
     ) -> RoundResult:
-        """What the round commits of its tokens: everything up to EOS or a stop string; and why the
-        sequence ends there."""
-        reason = "length" if len(tokens) >= self.session.left else None
-        if (count := self.session.end_of(tokens)) is not None:
+        """The round's tokens up to EOS or a stop string, and the reason if the sequence ends."""
+        reason = "length" if len(tokens) >= self.sequence.left else None
+        count = self.sequence.end_of(tokens)
+        if count is not None:
             tokens = tokens[:count]
             reason = "stop"
         accepted = path[: len(tokens)]
@@ -427,10 +348,10 @@ class Round:
             tokens,
             len(accepted),
             reason,
-            [node.from_text for node in accepted],
+            [node.source for node in accepted],
             [] if reason else _rejected(last),
             outcome,
-            judged_text=[node.from_text for node in judged],
+            judged=[node.source for node in judged],
             levels=max([node.depth for node in self.nodes]),
             drafting=self.drafter is not None or len(self.nodes) > 1,
             draft_seconds=self.draft_seconds,
@@ -439,21 +360,26 @@ class Round:
 
 @dataclass(eq=False)
 class PromptPiece:
-    """A piece of a sequence's prompt, for the verify call of a round; ``error`` says why it
-    failed."""
+    """A piece of a sequence's prompt, for the verify call of a round.
 
-    session: "Session"
+    Attributes:
+        sequence: Its sequence.
+        call: The call of the piece.
+        error: Set if it fails.
+    """
+
+    sequence: TokenSequence
     call: Call
     error: Exception | None = None
 
 
 class Policy:
-    """How far the sequences of a round draft. By this one they draft as if each had the engines to
-    itself."""
+    """Decides how far the sequences of a round draft. This one lets each draft as if it had the
+    engines to itself."""
 
-    def begin(self, sessions: Sequence["Session"]) -> Sequence[Drafting]:
-        """How each of them drafts in this round."""
-        return [session.drafting for session in sessions]
+    def begin(self, sequences: Sequence[TokenSequence]) -> Sequence[Drafting]:
+        """The drafters of each sequence in this round."""
+        return [sequence.drafting for sequence in sequences]
 
     def draft_on(self, rounds: Sequence[Round], depth: int) -> Sequence[Round]:
         """The rounds that draft another level, after ``depth`` levels. An empty list ends all
@@ -461,12 +387,11 @@ class Policy:
         return [current for current in rounds if current.wants_more]
 
     def shares(self, rounds: Sequence[Round]) -> Sequence[Share | None]:
-        """What of each draft is verified, except where drafting is fixed; None: what is worth it
-        for a request alone."""
+        """Each draft's share of the verify pass; None drafts as a sequence alone."""
         return [None] * len(rounds)
 
     def drafted(self, rounds: int, seconds: float) -> None:
-        """Learn that a draft call took ``seconds``, for so many ``rounds`` together."""
+        """Learn that a draft call for ``rounds`` rows took ``seconds``."""
 
     def verified(
         self,
@@ -478,45 +403,46 @@ class Policy:
         """Learn from the round.
 
         Args:
-            rounds: All.
-            calls: Of the rounds that did not fail before.
-            seconds: Of drafting, and of the rest of the round.
-            prompts: Of the pieces of prompts that ran with it.
+            rounds: All rounds.
+            calls: Verify calls of the rounds that did not fail before.
+            seconds: Seconds of drafting, and of the rest of the round.
+            prompts: Calls of the pieces of prompts that ran with it.
         """
 
 
-ALONE = Policy()
+EACH_ALONE = Policy()
 
 
 def run_round(
-    sessions: Sequence["Session"],
-    engines: "Engines",
-    policy: Policy = ALONE,
+    sequences: Sequence[TokenSequence],
+    engines: Engines,
+    policy: Policy = EACH_ALONE,
     pieces: Sequence[PromptPiece] = (),
 ) -> list[Round]:
     """Run one round: a draft call for each level, and one verify call, which also takes pieces of
     prompts.
 
-    It is a transaction for each sequence. What fails for one is its round's ``error``, and the
-    others go on. If an engine fails, nothing is committed, and the error is raised.
+    It is a transaction for each sequence: an error of one sequence becomes its round's ``error``,
+    and the other sequences go on. If an engine fails, nothing is committed, and the error is
+    raised.
 
     Returns:
         The round of each sequence.
     """
     started = time.perf_counter()
     rounds = [
-        Round(session, drafting)
-        for session, drafting in zip(sessions, policy.begin(sessions), strict=True)
+        Round(sequence, drafting)
+        for sequence, drafting in zip(sequences, policy.begin(sequences), strict=True)
     ]
     for current in rounds:
-        _alone(current, current.begin)
+        _isolated(current, current.begin)
     began = time.perf_counter()
     with engines.span("draft"):
         draft(rounds, policy)
     drafting = time.perf_counter() - began
     shares = zip(rounds, policy.shares(rounds), strict=True)
     calls = [
-        call for current, share in shares if (call := _alone(current, current.complete, share))
+        call for current, share in shares if (call := _isolated(current, current.complete, share))
     ]
     planned = [current for current in rounds if current.error is None]
     called = time.perf_counter()
@@ -526,9 +452,9 @@ def run_round(
     seconds = time.perf_counter() - called
     with engines.span("accept"):
         for current, output in zip(planned, outputs, strict=False):
-            current.result = _alone(current, current.commit, output, seconds)
+            current.result = _isolated(current, current.commit, output, seconds)
     for piece, output in zip(pieces, outputs[len(planned) :], strict=True):
-        _alone(piece, piece.session.add_piece, piece.call, output, seconds)
+        _isolated(piece, piece.sequence.add_piece, piece.call, output, seconds)
     policy.verified(
         rounds, calls, (drafting, time.perf_counter() - started - drafting), every[len(calls) :]
     )
@@ -536,14 +462,14 @@ def run_round(
 
 
 def draft(rounds: Sequence[Round], policy: Policy) -> None:
-    """Draft level by level: one call for all that draft on."""
+    """Draft level by level, with one call for all rounds that draft on."""
     depth = 0
     while drafting := policy.draft_on(rounds, depth):
         depth += 1
         started = time.perf_counter()
-        if len(drafting) == 1 and _alone(drafting[0], drafting[0].draft_chain):
+        if len(drafting) == 1 and _isolated(drafting[0], drafting[0].draft_chain):
             continue
-        calls = [call for current in drafting if (call := _alone(current, current.next_draft))]
+        calls = [call for current in drafting if (call := _isolated(current, current.next_draft))]
         planned = [current for current in drafting if current.error is None]
         if not planned:
             continue
@@ -552,15 +478,15 @@ def draft(rounds: Sequence[Round], policy: Policy) -> None:
         outputs = planned[0].drafter.engine.forward(calls)
         seconds = time.perf_counter() - called
         for current, output in zip(planned, outputs, strict=True):
-            _alone(current, current.drafted, output, seconds)
+            _isolated(current, current.drafted, output, seconds)
         policy.drafted(len(planned), time.perf_counter() - started)
 
 
-def _alone(
+def _isolated(
     one: Round | PromptPiece, action: Callable[P, R], *args: P.args, **kwargs: P.kwargs
 ) -> R | None:
-    """Do something for one sequence, unless it has failed. If this fails, it has failed, and the
-    others go on."""
+    """Call ``action`` for one sequence, unless that has failed before. An exception becomes its
+    ``error``, so that the other sequences go on."""
     if one.error is not None:
         return None
     try:
@@ -572,8 +498,18 @@ def _alone(
         return None
 
 
+def _length_of_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Number of equal tokens at the beginning."""
+    count = 0
+    for token, other in zip(tokens, others, strict=False):
+        if token != other:
+            break
+        count += 1
+    return count
+
+
 def _rejected(node: Node) -> list[int]:
-    """The first path behind the last accepted node that was verified, and not accepted."""
+    """The first path after the last accepted node that was verified and rejected."""
     tokens = []
     while children := node.children:
         node = children[0]
@@ -582,12 +518,10 @@ def _rejected(node: Node) -> list[int]:
 
 
 def cut_displaced(path: list[Node], bonus: int) -> AcceptResult:
-    """A path up to its first node that is not in the slot that it has in a chain. That node's token
-    is the bonus token: it was chosen by a node in its place, and so would be everything before it,
-    but nothing behind it."""
+    """A path up to its first node whose slot differs from its slot in a chain. Its token becomes
+    the bonus token: the node before it, and all others before, are in their places, so they chose
+    it correctly."""
     displaced = next((i for i, node in enumerate(path) if node.index != i + 1), None)
-    return (
-        AcceptResult(path, bonus)
-        if displaced is None
-        else AcceptResult(path[:displaced], path[displaced].token)
-    )
+    if displaced is None:
+        return AcceptResult(path, bonus)
+    return AcceptResult(path[:displaced], path[displaced].token)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 class AcceptResult(NamedTuple):
-    """The accepted nodes, the root's child first, and the verifier's token behind them."""
+    """The accepted nodes, the root's child first, and the verifier's token after them."""
 
     path: list[Node]
     bonus_token: int
@@ -126,9 +126,9 @@ class SpecSampler:
         self._counted = len(tokens)
 
     def chooser(self, nodes: Sequence[Node], count: int) -> Choose | None:
-        """What chooses on a device, behind each of these nodes, ``count`` proposals or, for 0, the
-        verifier's token. None: this sampler chooses from logits on the host, or from what the
-        engine returns anyway."""
+        """The function that chooses tokens on a device after each of these nodes: ``count``
+        proposals or, for 0, the verifier's token. None: this sampler chooses from logits on the
+        host, or from the engine's other outputs."""
         return None
 
     def propose(self, node: Node, outputs: StepOutputs, row: int, count: int) -> list[Proposal]:
@@ -182,8 +182,8 @@ class SpecSampler:
     def _ranked(
         self, columns: Vector, logprobs: Vector, scores: Vector, noisy: Vector
     ) -> list[Proposal]:
-        """Proposals of a device. A margin is the distance of ``noisy`` from that of the best other
-        one."""
+        """Proposals that a device chose. A margin is the difference of ``noisy`` from the best
+        other value."""
         others = [noisy[1] if len(noisy) > 1 else -np.inf, *[noisy[0]] * (len(noisy) - 1)]
         tokens = self._columns.tokens(columns.astype(np.int64)).tolist()
         rows = zip(
@@ -204,7 +204,7 @@ class SpecSampler:
 
 
 class _Deterministic(SpecSampler):
-    """Walks the tree along the verifier's own tokens, which do not depend on what was drafted."""
+    """Walks the tree along the verifier's tokens, which do not depend on the draft."""
 
     _device: "DeviceSampler | None" = None
 
@@ -240,7 +240,7 @@ class _Deterministic(SpecSampler):
             path.append(node)
 
     def _target(self, node: Node, outputs: StepOutputs) -> int:
-        """The verifier's token behind ``node``."""
+        """The verifier's token after ``node``."""
         raise NotImplementedError
 
 
@@ -343,8 +343,7 @@ class Rejection(SpecSampler):
             path.append(node)
 
     def _judge(self, node: Node, logits: Logits) -> tuple[int, int]:
-        """Of the node's children the accepted one; -1 and the token behind the node if there is
-        none."""
+        """Index and token of the accepted child; -1 and the next token if all are rejected."""
         p = np.exp(warp(self._adjusted(logits, node), self._sampling))
         drafted = self._sampled.get(node)
         q = None if drafted is None else self._columns.spread(drafted, len(p))

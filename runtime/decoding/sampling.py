@@ -1,4 +1,4 @@
-"""From logits to a distribution: a request's sampling options, what they do to logits, and
+"""From logits to a distribution: a request's sampling options, their effect on logits, and
 reproducible noise."""
 
 import secrets
@@ -136,8 +136,8 @@ def add_to(logits: Logits, changes: Mapping[int, float], columns: DraftColumns =
 
 
 def count_penalties(sampling: Sampling, counts: Mapping[int, int]) -> dict[int, float]:
-    """What presence and frequency penalty add to the logits of tokens that were generated so
-    often."""
+    """Presence and frequency penalties of tokens, by the number of times that each was
+    generated."""
     return {
         token: -sampling.presence_penalty - sampling.frequency_penalty * count
         for token, count in counts.items()

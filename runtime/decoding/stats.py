@@ -1,9 +1,43 @@
-"""What a request did and where its time went."""
+"""The result of a round, and the statistics of a request."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from eesd.runtime.decoding.round import RoundResult
+from eesd.controllers.base import TEXT, RoundOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """One round's committed tokens, by which results compare, and its costs, for statistics.
+
+    Attributes:
+        tokens: At least one. The first ``num_accepted`` were drafted; the bonus token follows them,
+            unless the text ends before it.
+        num_accepted: Number of committed draft tokens. Tokens that the verifier accepts after the
+            end of the text are not committed.
+        finish_reason: ``stop`` (EOS), ``length`` (max_new_tokens or the end of the cache), or None:
+            call ``step`` again.
+        sources: Name of the drafter of each accepted token.
+        rejected: Tokens of the best path after the accepted ones.
+        outcome: For the observers of the round. It also counts tokens after the end of the text.
+        judged: Name of the drafter of each judged token: the accepted ones, and the first rejected
+            one.
+        levels: Depth of the deepest verified node.
+        drafting: Whether the round was allowed to draft.
+        draft_seconds: Time in the draft engine.
+    """
+
+    tokens: list[int]
+    num_accepted: int
+    finish_reason: str | None
+    sources: Sequence[str]
+    rejected: Sequence[int]
+    outcome: RoundOutcome = field(compare=False)
+    judged: Sequence[str] = field(compare=False)
+    levels: int = field(compare=False)
+    drafting: bool = field(compare=False)
+    draft_seconds: float = field(compare=False)
 
 
 @dataclass
@@ -12,21 +46,21 @@ class Stats:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
-        new_tokens: Tokens generated: those of the text, and no token behind its end.
+        new_tokens: Generated tokens, up to the end of the text.
         rounds: Verify passes.
-        drafting_rounds: Rounds in which drafting was allowed, by the exit head or from the text.
-        text_rounds: Those of them that verified what the text proposed, without a draft step.
+        drafting_rounds: Rounds in which a drafter was allowed to draft.
+        text_rounds: Rounds that verified only tokens that the text proposed, without a draft step.
         draft_steps: Calls of the draft engine.
-        draft_tokens: Draft tokens that were verified, also behind the end of the text.
-        accepted_tokens: Draft tokens that were accepted: those of them among the new tokens.
-        accepted_text_tokens: Those of them that the text proposed, and the exit head did not.
+        draft_tokens: Verified draft tokens, including those after the end of the text.
+        accepted_tokens: Draft tokens among the new tokens.
+        accepted_text_tokens: Accepted tokens that the text proposed.
         verified_at_depth: Rounds whose draft reached depth 1, 2, ... and was judged there (all
-            before was accepted).
-        accepted_at_depth: Of these, the rounds whose token at that depth was accepted.
+            tokens before it were accepted).
+        accepted_at_depth: Rounds among these whose token at that depth was accepted.
         text_verified_at_depth, text_accepted_at_depth: The same for tokens that the text proposed.
         guard_pauses: Times that the guard paused drafting.
-        exact: Whether a check found, when the engines were loaded, that logits do not depend on a
-            call's number of rows; None: not checked.
+        exact: Whether a check at load time found that logits do not depend on the number of rows of
+            a call; None if there was no check.
         prefill_seconds, draft_seconds, verify_seconds: Time in the engines.
         host_seconds: The rest of the decode time: sampling, the tree, the controller.
     """
@@ -57,25 +91,24 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        return self.new_tokens / self.decode_seconds if self.decode_seconds else 0.0
+        return _ratio(self.new_tokens, self.decode_seconds)
 
     @property
     def tokens_per_round(self) -> float:
-        return self.new_tokens / self.rounds if self.rounds else 0.0
+        return _ratio(self.new_tokens, self.rounds)
 
     @property
     def acceptance(self) -> float:
         """Share of the judged draft tokens that were accepted."""
-        judged = sum(self.verified_at_depth)
-        return sum(self.accepted_at_depth) / judged if judged else 0.0
+        return _ratio(sum(self.accepted_at_depth), sum(self.verified_at_depth))
 
     @property
     def host_share(self) -> float:
         """Share of the decode time spent outside both engines."""
-        return self.host_seconds / self.decode_seconds if self.decode_seconds else 0.0
+        return _ratio(self.host_seconds, self.decode_seconds)
 
     def with_round(self, result: RoundResult) -> "Stats":
-        """These statistics and one more round."""
+        """A copy with one more round."""
         stats = Stats(**vars(self))
         outcome = result.outcome
         stats.new_tokens += len(result.tokens)
@@ -84,22 +117,22 @@ class Stats:
         stats.verify_seconds += outcome.verify_seconds
         stats.host_seconds += outcome.seconds - result.draft_seconds - outcome.verify_seconds
         stats.drafting_rounds += result.drafting
-        stats.text_rounds += outcome.nodes > 0 and not outcome.steps
+        stats.text_rounds += outcome.drafter == TEXT
         stats.draft_steps += outcome.steps
         stats.draft_tokens += outcome.nodes
         stats.accepted_tokens += result.num_accepted
-        stats.accepted_text_tokens += sum(result.from_text)
+        stats.accepted_text_tokens += result.sources.count(TEXT)
         more = [0] * (result.levels - len(self.verified_at_depth))
         stats.verified_at_depth = [*self.verified_at_depth, *more]
         stats.accepted_at_depth = [*self.accepted_at_depth, *more]
         stats.text_verified_at_depth = [*self.text_verified_at_depth, *more]
         stats.text_accepted_at_depth = [*self.text_accepted_at_depth, *more]
-        # The bonus token says that a draft token is wrong.
+        # The bonus token shows that a draft token is wrong.
         for level in range(min(result.levels, len(result.tokens))):
             stats.verified_at_depth[level] += 1
             stats.accepted_at_depth[level] += level < result.num_accepted
-        for level, from_text in enumerate(result.judged_text):
-            if from_text:
+        for level, source in enumerate(result.judged[: result.levels]):
+            if source == TEXT:
                 stats.text_verified_at_depth[level] += 1
                 stats.text_accepted_at_depth[level] += level < result.num_accepted
         return stats
@@ -114,3 +147,8 @@ class Stats:
             "host_share",
         )
         return asdict(self) | {name: getattr(self, name) for name in derived}
+
+
+def _ratio(part: float, whole: float) -> float:
+    """``part / whole``; 0 if ``whole`` is 0."""
+    return part / whole if whole else 0.0

@@ -1,4 +1,4 @@
-"""Drafts from the text itself: what followed when its end occurred before.
+"""Drafts from the text itself: the tokens that followed earlier occurrences of its end.
 
 An online suffix automaton (Blumer et al. 1985) finds the places, and counts them. A state stands
 for all substrings that end at the same places. Its suffix link leads to the longest suffix that
@@ -36,7 +36,7 @@ class Continuation(NamedTuple):
 
     Attributes:
         token: Its id.
-        step: What the rule is told of it.
+        step: The match, for the rule.
     """
 
     token: int
@@ -47,8 +47,7 @@ class SuffixAutomaton:
     """All substrings of a text that grows at its end, in about three words of memory and amortised
     O(1) steps a token.
 
-    ``extend`` must not be broken off; after an exception that came from outside make a new
-    automaton.
+    An interrupted ``extend`` leaves it damaged: make a new automaton then.
     """
 
     def __init__(self) -> None:
@@ -75,8 +74,8 @@ class SuffixAutomaton:
         self._count_occurrence(current)
 
     def _suffix(self, state: int, token: int) -> int:
-        """The state of the longest string of ``state`` and ``token``. If it is in a longer one's
-        state, it gets its own."""
+        """The state of the longest string of ``state`` and ``token``. If that belongs to a state
+        with longer strings, the state is split."""
         found = self._next[state][token]
         if self._length[found] == self._length[state] + 1:
             return found
@@ -117,7 +116,7 @@ class SuffixAutomaton:
         return Match(state, self._length[state])
 
     def follow(self, match: Match, tokens: Sequence[int]) -> Match:
-        """The longest suffix of a match and of ``tokens`` behind it that occurs in this text."""
+        """The longest suffix of a match followed by ``tokens`` that occurs in this text."""
         state, length = match
         for token in tokens:
             while state and token not in self._next[state]:
@@ -129,8 +128,8 @@ class SuffixAutomaton:
         return Match(state, length)
 
     def continuations(self, match: Match) -> Iterator[Continuation]:
-        """What followed a match before: the token that did so most often, then what followed both,
-        and so on.
+        """The path after a match: the token that followed it most often, then the token that
+        followed both most often, and so on.
 
         Among equally frequent tokens the latest is chosen. Where the text ends, its longest suffix
         that occurred before is continued: a repetition goes on without end. The path ends where
@@ -160,19 +159,19 @@ class SuffixAutomaton:
 
 
 class TextProposal(NamedTuple):
-    """What the text proposes behind its end.
+    """The text's proposal for its continuation.
 
     Attributes:
-        tokens: The path.
-        steps: What the rule is told of each token.
-        chances: Of each, if all before it are right.
-        values: The chance that it and all before it are right.
+        tokens: The proposed path.
+        steps: The match before each token, for the rule. Empty for tokens that must follow.
+        chances: Chance of each token, given that all before it are right.
+        path_chances: Chance of each token that it and all before it are right.
     """
 
     tokens: list[int]
     steps: list[TextStep]
     chances: list[float]
-    values: list[float]
+    path_chances: list[float]
 
 
 NOTHING = TextProposal([], [], [], [])
@@ -187,8 +186,14 @@ class TextIndex:
     def propose(
         self, tokens: Sequence[int], most: int, rule: TextRule, drafted: Sequence[int] = ()
     ) -> TextProposal:
-        """At most ``most`` tokens that may follow ``tokens``, which begin with the last call's, and
-        what is drafted."""
+        """Propose at most ``most`` tokens.
+
+        Args:
+            tokens: The text. It begins with the tokens of the last call.
+            most: Maximum number of tokens.
+            rule: Estimates their chances.
+            drafted: Tokens drafted after the text; the proposal follows them.
+        """
         automaton = self._extended(tokens)
         continuations = automaton.continuations(automaton.follow(automaton.repeated(), drafted))
         found = TextProposal([], [], [], [])
@@ -201,7 +206,7 @@ class TextIndex:
             found.tokens.append(token)
             found.steps.append(step)
             found.chances.append(chance)
-            found.values.append(value)
+            found.path_chances.append(value)
         return found
 
     def _extended(self, tokens: Sequence[int]) -> SuffixAutomaton:

@@ -1,4 +1,4 @@
-"""What the decoder needs from an engine and from a KV cache, whatever runs them."""
+"""The interfaces of engines and KV caches."""
 
 from collections.abc import Callable, Sequence
 from math import inf
@@ -12,8 +12,8 @@ from eesd.common.manifest import Manifest
 
 Logits = NDArray[np.float32]
 Choose = Callable[[Any], Any]
-"""Work for a device behind a call: from its logits [n, V], a tensor on the device, to what the host
-needs of them, a tensor [n, ...] of float64 there, or None for nothing."""
+"""Function that runs on the device after a call. Maps the logits [n, V] to the host's values
+[n, ...] in float64, both tensors on the device, or to None."""
 Values = NDArray[Any]
 """Keys and values of n tokens in host memory, [L+E, 2, KV, n, D], in an order of layers that the
 backend knows. 16-bit ones are given as their bits."""
@@ -25,7 +25,7 @@ class StepOutputs:
 
     Attributes:
         topk_ids, topk_logprobs: From a draft engine, the K most likely tokens of each node, [n, K].
-        chosen: What a :data:`Choose` made of the logits, [n, ...]; None: nothing.
+        chosen: Result of the call's :data:`Choose`, [n, ...], if there was one.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Call(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What an engine computes for some calls.
+    """The work of an engine for some calls.
 
     Attributes:
         nodes: Nodes of all sequences, padding included.

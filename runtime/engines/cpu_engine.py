@@ -22,7 +22,7 @@ from eesd.runtime.engines.cpu_cache import CpuKVCache
 from eesd.runtime.engines.operators import buffer, make_session
 
 MOST_CALLS = 64
-"""Shapes of calls that stay bound. Of more, the one that was not used for longest is forgotten."""
+"""Maximum number of cached bindings; the least recently used one is evicted."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Bound:
     kept: list[NDArray[Any]]
 
 
-class ResultMemory:
+class ResultArrays:
     """Memory that the results of several calls share: those of a call are valid until the next
     one."""
 
@@ -110,7 +110,7 @@ class CpuEngine:
             for graph in stages
         ]
         self._is_draft = stages[0] == manifest.draft
-        self._results = ResultMemory()
+        self._results = ResultArrays()
         self._bound: dict[tuple[int, int, int], _Bound] = {}
 
     def new_kv_caches(self, count: int = 1) -> Sequence[CpuKVCache]:

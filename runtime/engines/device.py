@@ -185,7 +185,7 @@ class StepInputs:
 PreparedCall = Callable[[], list[Tensor]]
 """Runs a graph on the inputs it was prepared for. Returns logits [B, R, V] or a hidden state; for a
 draft logits [B, n, V], ids [B, n, K] and log-probabilities [B, n, K]. Or logits of any type, and
-what ``pack_results`` of ``device_engine.py`` makes of all these. The next run overwrites them."""
+what ``pack_results`` of ``device_results.py`` makes of all these. The next run overwrites them."""
 
 
 class StageRunner(Protocol):

@@ -18,7 +18,7 @@ from eesd.runtime.engines.device import ALIGNMENT, DeviceStream, explain_out_of_
 from eesd.runtime.engines.kv_cache import STEP, grown
 
 
-class DeviceMemory:
+class RowMemory:
     """Keys and values of B sequences, [L+E, 2, B, KV, S, D] in the engines' element type.
 
     Where the stages of verify run on several devices, each device has a shard: the layers of its
@@ -184,9 +184,9 @@ class DeviceMemory:
 
 
 class DeviceKVCache:
-    """The keys and values of one sequence: a row of a :class:`DeviceMemory`."""
+    """The keys and values of one sequence: a row of a :class:`RowMemory`."""
 
-    def __init__(self, memory: DeviceMemory, row: int) -> None:
+    def __init__(self, memory: RowMemory, row: int) -> None:
         self.memory = memory
         self.row = row
 

@@ -232,7 +232,7 @@ def open_on_device(
         The verify engine and the draft engine.
     """
     from eesd.runtime.engines.device import ResultMemory, device_streams
-    from eesd.runtime.engines.device_cache import DeviceMemory
+    from eesd.runtime.engines.device_cache import RowMemory
     from eesd.runtime.engines.device_engine import make_engines
 
     streams = device_streams(len(manifest.verify), device)
@@ -244,7 +244,7 @@ def open_on_device(
 
     verify = [load(graph, stream) for graph, stream in zip(manifest.verify, streams, strict=True)]
     on_gpu = streams[0].on_gpu
-    make_memory = partial(DeviceMemory, manifest, streams, grow=not on_gpu, spare=most)
+    make_memory = partial(RowMemory, manifest, streams, grow=not on_gpu, spare=most)
     drafter = load(manifest.draft, streams[0]) if draft else None
     return make_engines(manifest, verify, drafter, make_memory, pad=on_gpu, exact=exact)
 

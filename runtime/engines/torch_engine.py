@@ -21,7 +21,7 @@ from eesd.runtime.engines.device import (
     StepInputs,
     device_streams,
 )
-from eesd.runtime.engines.device_cache import DeviceMemory
+from eesd.runtime.engines.device_cache import RowMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, has_one_count, make_engines
 from eesd.runtime.engines.team import Split, Team, TeamEngine, follow, lead
 from eesd.runtime.engines.torch_weights import load_modules
@@ -133,7 +133,7 @@ def open_torch(
         else None
     )
     spare = manifest.max_tree_nodes + ROWS
-    make_memory = partial(DeviceMemory, own, streams, grow=not on_gpu, spare=spare)
+    make_memory = partial(RowMemory, own, streams, grow=not on_gpu, spare=spare)
     slots = first_slots(manifest.gpu_slots) if several else ()
     engines = partial(
         make_engines,

@@ -21,7 +21,7 @@ from eesd.runtime.engines.device import (
     explain_out_of_memory,
     tensors_by_name,
 )
-from eesd.runtime.engines.device_cache import DeviceMemory
+from eesd.runtime.engines.device_cache import RowMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.trt_plans import attended_slots
 
@@ -101,7 +101,7 @@ def _check(accepted: bool, graph: GraphInfo, count: int) -> None:
 
 Tensors = Tensor | Sequence[Tensor]
 KVMemory = Tensors | Callable[[int], Tensors]
-"""Memory for one sequence, see :class:`~eesd.runtime.engines.device_cache.DeviceMemory`, or a
+"""Memory for one sequence, see :class:`~eesd.runtime.engines.device_cache.RowMemory`, or a
 function that makes it for a number of sequences. Where there is one tensor, it need not be in a
 list."""
 
@@ -217,20 +217,20 @@ def _check_caches(engine: Any, manifest: Manifest, graph: GraphInfo) -> None:
 
 def _memory_maker(
     manifest: Manifest, streams: Sequence[DeviceStream], source: EngineSource, given: KVMemory
-) -> Callable[[int], DeviceMemory]:
+) -> Callable[[int], RowMemory]:
     """Makes the KV caches of open sessions, each in memory of its own, and those of a batch."""
     unused = [] if callable(given) else [given]
 
-    def lent(rows: int, tensors: Tensors) -> DeviceMemory:
+    def lent(rows: int, tensors: Tensors) -> RowMemory:
         tensors = [tensors] if isinstance(tensors, Tensor) else tensors
         if not all(isinstance(tensor, Tensor) for tensor in tensors):
             raise EESDError(
                 "The kv_cache given must be tensors of torch; see docs/embedding.md for "
                 "memory of other libraries."
             )
-        return DeviceMemory(manifest, streams, rows, given=tensors)
+        return RowMemory(manifest, streams, rows, given=tensors)
 
-    def make(rows: int) -> DeviceMemory:
+    def make(rows: int) -> RowMemory:
         if rows > 1 and rows > source.max_batch:
             raise EESDError(
                 f"The plans take {source.max_batch} rows in a call, and the batch may have "
@@ -240,7 +240,7 @@ def _memory_maker(
         if callable(given):
             return lent(rows, given(rows))
         if len(given) == 0:
-            return DeviceMemory(manifest, streams, rows)
+            return RowMemory(manifest, streams, rows)
         if rows > 1:
             raise EESDError(
                 f"The kv_cache given is for one sequence; for {rows} rows give a function "

@@ -16,10 +16,9 @@ from fastapi.responses import FileResponse, Response
 from pydantic import BaseModel, Field
 
 import eesd
-from eesd.controllers.calibration import Calibrator
-from eesd.controllers.cost_aware_ts import CalibratedDraft
+from eesd.controllers.calibration import CalibratedDraft, Calibrator
 from eesd.controllers.load_rule import LoadRule
-from eesd.runtime.decoding.round import Drafting
+from eesd.runtime.decoding.drafting import Drafting
 from eesd.runtime.request import Update
 from eesd.serve.http.errors import APIError
 from eesd.serve.http.json_route import JSONRoute, Shared

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from eesd.runtime.batch.scheduler import BatchOptions as BatchOptions
     from eesd.runtime.batch.service import Service as Service
     from eesd.runtime.constraint import make_constraint as make_constraint
-    from eesd.runtime.decoding.round import RoundResult as RoundResult
     from eesd.runtime.decoding.sampling import Sampling as Sampling
+    from eesd.runtime.decoding.stats import RoundResult as RoundResult
     from eesd.runtime.decoding.stats import Stats as Stats
     from eesd.runtime.llm import LLM as LLM
     from eesd.runtime.llm import Completion as Completion
@@ -36,9 +36,8 @@ _NAMES = {
     "eesd.runtime.batch.service": ["Service"],
     "eesd.runtime.constraint": ["make_constraint"],
     "eesd.runtime.decoding.sampling": ["Sampling"],
-    "eesd.runtime.decoding.round": ["RoundResult"],
     "eesd.runtime.session": ["Session"],
-    "eesd.runtime.decoding.stats": ["Stats"],
+    "eesd.runtime.decoding.stats": ["RoundResult", "Stats"],
     "eesd.runtime.llm": ["LLM", "Completion", "Piece", "Speculation", "load"],
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

@@ -308,7 +308,9 @@ def test_prior_comes_with_the_manifest(engine_copy: Path) -> None:
         (dataclasses.asdict(CalibrationPrior(shift=0.5)), CalibrationPrior(shift=0.5)),
     ):
         write(entry)
-        controller = load(engine_copy, speculation=Speculation("cost-aware-ts")).controller
+        drafter = load(engine_copy, speculation=Speculation("cost-aware-ts")).drafting.drafter
+        assert drafter is not None
+        controller = drafter.controller
         assert (
             isinstance(controller, CostAwareTS)
             and controller.accept.covariance[0] == expected.shift**2

@@ -6,18 +6,8 @@ from support.harness import Harness, finish, generated, timed
 
 from eesd.bench.replay.replay import chain_outcome
 from eesd.controllers import RoundOutcome, make_controller
-from eesd.runtime.decoding.guard import (
-    ALLOWANCE,
-    EXIT_HEAD,
-    FIRST_INTERVAL,
-    MOST,
-    PATIENCE,
-    PROBE,
-    STAKE,
-    SURE,
-    TEXT,
-    Guard,
-)
+from eesd.controllers.base import EXIT, TEXT
+from eesd.runtime.decoding.guard import TERMS, Guard
 from eesd.runtime.session import Session
 
 pytestmark = pytest.mark.fast
@@ -42,6 +32,7 @@ def copied(tokens: int, nodes: int = 4) -> RoundOutcome:
         verify_seconds=1.0,
         accepted=tokens - 1,
         num_expanded=0,
+        drafter=TEXT,
     )
 
 
@@ -57,7 +48,7 @@ def play(
     brings one. Which drafted."""
     drafted = []
     for _ in range(rounds):
-        if guard.allows(EXIT_HEAD):
+        if guard.allows(EXIT):
             note(
                 guard,
                 drafting(tokens, seconds - plain),
@@ -75,13 +66,15 @@ def test_stays_while_drafting_is_faster() -> None:
     guard = Guard()
     drafted = play(guard, 2000, 1.5)
     assert guard.pauses == 0
-    assert not any(drafted[:PROBE]) and all(drafted[PROBE : PROBE + FIRST_INTERVAL])
+    assert not any(drafted[: TERMS.near]) and all(
+        drafted[TERMS.near : TERMS.near + TERMS.first_interval]
+    )
     probes = np.flatnonzero(np.diff(np.array(drafted).astype(int)) == -1)
     assert np.diff(probes).tolist()[:2] == [
-        2 * FIRST_INTERVAL + PROBE,
-        4 * FIRST_INTERVAL + PROBE,
+        2 * TERMS.first_interval + TERMS.near,
+        4 * TERMS.first_interval + TERMS.near,
     ], "ever fewer probes"
-    assert 2000 - sum(drafted) <= PROBE * 12
+    assert 2000 - sum(drafted) <= TERMS.near * 12
 
 
 @pytest.mark.parametrize("seconds", [2.0, 2.1, 2.5, 4.0])
@@ -91,7 +84,7 @@ def test_loses_little_where_drafting_does_not_pay(seconds: float) -> None:
     drafted = play(guard, 4000, seconds)
     lost = sum(drafted) * (seconds - 2)
     tokens = len(drafted) + sum(drafted)
-    assert lost < 4 * STAKE + 1.3 * ALLOWANCE * tokens
+    assert lost < 4 * TERMS.stake + 1.3 * TERMS.allowance * tokens
     assert guard.pauses > 2 and sum(drafted[-2000:]), "but it is tried again and again"
 
 
@@ -107,7 +100,7 @@ def test_stops_soon_when_drafting_became_slower() -> None:
     guard = Guard()
     play(guard, 5000, 1.0)
     drafted = play(guard, 3000, 3.0)
-    assert guard.pauses and sum(drafted[60:]) < MOST + ALLOWANCE * 4 * 3000 + 60
+    assert guard.pauses and sum(drafted[60:]) < TERMS.most + TERMS.allowance * 4 * 3000 + 60
 
 
 def test_stops_when_tokens_are_no_longer_accepted() -> None:
@@ -121,7 +114,7 @@ def test_does_not_judge_before_it_knows_plain_decoding() -> None:
     guard = Guard()
     for _ in range(50):
         note(guard, drafting(1, 100.0), 1, 101.0)
-    assert guard.pauses == 0 and not guard.allows(EXIT_HEAD) and not guard.allows(TEXT), (
+    assert guard.pauses == 0 and not guard.allows(EXIT) and not guard.allows(TEXT), (
         "it asks for a probe"
     )
 
@@ -132,12 +125,12 @@ def test_stalls_do_not_stop_it() -> None:
     random = np.random.default_rng(0)
     drafted = []
     for number in range(2000):
-        stall = 4.0 if number == PROBE or random.random() < 0.12 else 0.0
-        if guard.allows(EXIT_HEAD):
+        stall = 4.0 if number == TERMS.near or random.random() < 0.12 else 0.0
+        if guard.allows(EXIT):
             note(guard, drafting(2, 0.5 + stall), 2, 1.6 + stall)
         else:
             note(guard, chain_outcome(0, 0, 0.0, 1.0 + stall), 1, 1.0 + stall)
-        drafted.append(guard.allows(EXIT_HEAD))
+        drafted.append(guard.allows(EXIT))
     assert np.mean(drafted) > 0.9
 
 
@@ -148,9 +141,9 @@ def test_slow_first_calls_do_not_stop_it(slowed: int, times: int) -> None:
     for tokens in np.random.default_rng(0).integers(1, 5, 50).tolist():
         guard = Guard()
         drafted = 0
-        play(guard, PROBE, 1.0)
+        play(guard, TERMS.near, 1.0)
         for _ in range(40):
-            if guard.allows(EXIT_HEAD):
+            if guard.allows(EXIT):
                 seconds = 1.6 * (times if drafted < slowed else 1)
                 note(guard, drafting(tokens if not drafted else 3, seconds - 1), 2.8, seconds)
                 drafted += 1
@@ -166,7 +159,7 @@ def test_bad_luck_does_not_stop_it() -> None:
     random = np.random.default_rng(0)
     drafted = []
     for _ in range(4000):
-        drafted.append(guard.allows(EXIT_HEAD))
+        drafted.append(guard.allows(EXIT))
         if drafted[-1]:
             note(guard, drafting(int(random.choice([1, 3])), 0.7), 2, 1.7)
         else:
@@ -195,24 +188,24 @@ def test_an_exit_head_that_does_not_pay_cannot_spend_what_the_text_gains() -> No
     for number in range(1000):
         if number % 2 and guard.allows(TEXT):
             note(guard, copied(5), 5, 1.2)
-        elif guard.allows(EXIT_HEAD):
+        elif guard.allows(EXIT):
             note(guard, drafting(1, 1.0), 1, 2.0)
             drafts += 1
         else:
             note(guard, chain_outcome(0, 0, 0.0, 1.0), 1, 1.0)
-    assert guard.allows(TEXT) or guard.allows(EXIT_HEAD) or drafts
-    assert drafts < 2 + 2 * STAKE + ALLOWANCE * 3000
+    assert guard.allows(TEXT) or guard.allows(EXIT) or drafts
+    assert drafts < 2 + 2 * TERMS.stake + TERMS.allowance * 3000
 
 
 def test_a_pause_ends_although_another_drafter_has_all_rounds() -> None:
     """It brings the tokens that the allowance is for. Rounds without any draft may be as rare as
     probes are."""
     guard = Guard()
-    play(guard, PROBE, 1.0)
-    while guard.allows(EXIT_HEAD):
+    play(guard, TERMS.near, 1.0)
+    while guard.allows(EXIT):
         note(guard, drafting(1, 1.0), 1, 2.0)
     rounds = 0
-    while not guard.allows(EXIT_HEAD):
+    while not guard.allows(EXIT):
         note(
             guard,
             copied(5) if guard.allows(TEXT) else chain_outcome(0, 0, 0.0, 1.0),
@@ -227,14 +220,14 @@ def test_a_pause_does_not_hold_back_what_is_sure() -> None:
     """Stalls in the text's first rounds cost it its account. What repeats is drafted all the same,
     but not in a probe."""
     guard = Guard()
-    assert not guard.allows(TEXT, SURE)
-    play(guard, PROBE, 1.0)
-    for seconds in (20.0, *[3.0] * (PATIENCE - 1)):
+    assert not guard.allows(TEXT, TERMS.sure)
+    play(guard, TERMS.near, 1.0)
+    for seconds in (20.0, *[3.0] * (TERMS.trial - 1)):
         note(guard, copied(1), 2, seconds)
-    assert not guard.allows(TEXT) and not guard.allows(TEXT, SURE - 0.01)
+    assert not guard.allows(TEXT) and not guard.allows(TEXT, TERMS.sure - 0.01)
     rounds = 0
     while not guard.allows(TEXT):
-        assert guard.allows(TEXT, SURE)
+        assert guard.allows(TEXT, TERMS.sure)
         note(guard, copied(5), 5, 2.0)
         rounds += 1
     assert rounds < 8, "it earns its account back"
@@ -275,7 +268,7 @@ def test_fast_drafting_does_not_pause(harness: Harness, monkeypatch: pytest.Monk
     rounds = finish(session)
     stats = session.stats
     assert stats.guard_pauses == 0
-    assert len(rounds) - stats.drafting_rounds <= 4 * PROBE
+    assert len(rounds) - stats.drafting_rounds <= 4 * TERMS.near
     assert stats.tokens_per_second > 1.5
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from eesd.common.prior import CalibrationPrior
 from eesd.controllers.base import DraftStep, RoundOutcome
-from eesd.controllers.call_costs import CallCosts
+from eesd.controllers.batch_costs import BatchCosts
 from eesd.controllers.load_rule import LoadRule, RowController
 
 pytestmark = pytest.mark.fast
@@ -82,7 +82,7 @@ class Rows:
             active.sort(key=lambda one: one.reach * one.next, reverse=True)
             reaches = [(one.reach, one.next) for one in active]
             active = active[
-                : self.rule.goes_on(reaches, depth, [one.values for one in self.controllers])
+                : self.rule.goes_on(reaches, depth, [one.path_chances for one in self.controllers])
             ]
             if active:
                 depth += 1
@@ -90,7 +90,7 @@ class Rows:
                 self.rule.draft.add(len(active), len(active), SLOTS, draft_seconds(len(active)))
             for one in active:
                 self._step(one, depth, chances[self.controllers.index(one)])
-        levels = self.rule.levels([one.values for one in self.controllers])
+        levels = self.rule.levels([one.path_chances for one in self.controllers])
         nodes = self.rows * (1 + max(levels)) if self.rule.padded else self.rows + sum(levels)
         verifying = self.verify_seconds(self.rows, nodes)
         seconds += verifying
@@ -186,7 +186,7 @@ def rule_of(
 def test_a_budget_pays_its_rows_part() -> None:
     """Of what it costs if all rows verify as many nodes."""
     rule = rule_of(8, verify_seconds)
-    assert rule.price(3) == pytest.approx(rule.rate * 3 * 0.9e-3, rel=0.1)
+    assert rule.price(np.array(3)) == pytest.approx(rule.rate * 3 * 0.9e-3, rel=0.1)
     assert LoadRule(PRIOR, 2).levels([[0.9, 0.8, 0.7], [0.9]]) == [2, 1]
 
 
@@ -223,7 +223,7 @@ def test_no_drafts_are_made_where_a_node_costs_what_a_token_brings(padded: bool)
 
 
 def test_costs_of_calls_are_learned_for_sizes_that_were_not_measured() -> None:
-    costs = CallCosts()
+    costs = BatchCosts()
     random = np.random.default_rng(0)
     for _ in range(200):
         rows = int(random.choice([1, 2, 4, 8]))
@@ -250,7 +250,7 @@ def _seconds(rows: int, nodes: int, slots: int) -> float:
 
 def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
     """The curve holds for longer texts, too. No larger call costs less."""
-    costs = CallCosts()
+    costs = BatchCosts()
     for _ in range(20):
         for nodes in (1, 2, 4, 7, 8, 9, 12, 16):
             costs.add(1, nodes, SLOTS, eight_at_once(1, nodes))
@@ -264,7 +264,7 @@ def test_costs_of_kernels_that_take_blocks_are_learned() -> None:
 def test_a_slower_machine_is_slower_for_all_sizes() -> None:
     """Plain rounds teach the pace for all sizes. A further node then costs as many plain rounds as
     before."""
-    costs = CallCosts()
+    costs = BatchCosts()
     for _ in range(10):
         for nodes in (1, 2, 4, 8, 16):
             costs.add(4, nodes, SLOTS, verify_seconds(4, nodes))
@@ -281,7 +281,7 @@ def test_a_slower_machine_is_slower_for_all_sizes() -> None:
 
 def test_a_few_fast_calls_are_no_failure() -> None:
     """The line is not determined by them, and their moments are large."""
-    costs = CallCosts()
+    costs = BatchCosts()
     for seconds in (1e-6, 2e-6, 1e-8):
         costs.add(4, 1024, 8192, seconds)
         assert 0 < costs.seconds(4, 1024, 8192) < 1e-4

@@ -186,7 +186,9 @@ def test_the_controller_uses_the_prior_that_distillation_fitted(
     succeed(export_main, "--model", learner, "--exit-head", calibrated, "--no-check", "-o", plans)
     assert load_manifest(plans).exit_head.calibration == prior
     assert "prior of this draft" in succeed(inspect, plans).stdout
-    controller = load(plans, speculation=Speculation("cost-aware-ts")).controller
+    drafter = load(plans, speculation=Speculation("cost-aware-ts")).drafting.drafter
+    assert drafter is not None
+    controller = drafter.controller
     assert isinstance(controller, CostAwareTS)
     x = (1.0, 0.5, 2.0, 0.5, 0.0)
     assert controller.accept.score(x) == pytest.approx(np.dot(prior.accept, x))

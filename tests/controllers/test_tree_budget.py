@@ -180,7 +180,8 @@ def test_the_python_api_keeps_one_budget(harness: Harness) -> None:
     llm = load(harness.directory, threads=1, speculation=Speculation("fixed:k=3", tree=2))
     for _ in range(2):
         assert llm.generate(PROMPTS[0], max_new_tokens=30).tokens == plain.tokens
-    assert llm.budget and llm.budget.rounds
+    drafter = llm.drafting.drafter
+    assert drafter and drafter.budget and drafter.budget.rounds
 
 
 def test_chances_are_calibrated_and_shared_by_scores() -> None:

@@ -222,7 +222,7 @@ def test_without_bits_to_save_the_text_drafts(
     manifest = load_manifest(tmp_path / "plans")
     assert not manifest.exit_head.can_draft and manifest.quantization.draft is None
     llm = load(tmp_path / "plans", threads=1)
-    assert llm.engines.draft is None and llm.controller is None and llm.text is not None
+    assert llm.engines.draft is None and llm.drafting.drafter is None and llm.drafting.text
     tokens = PROMPT[:5] * 3
     plain = llm.with_speculation(None).generate(tokens, max_new_tokens=20, ignore_eos=True)
     assert llm.generate(tokens, max_new_tokens=20, ignore_eos=True).tokens == plain.tokens

@@ -26,7 +26,7 @@ from eesd.runtime.decoding import device_sampler
 from eesd.runtime.decoding.draft_tree import Node, Proposal
 from eesd.runtime.decoding.samplers import make_sampler
 from eesd.runtime.decoding.sampling import GumbelNoise, Sampling
-from eesd.runtime.engines import device_engine
+from eesd.runtime.engines import forward_step
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.engines.torch_engine import open_torch
@@ -274,7 +274,7 @@ def test_generations_are_those_of_the_host(
 ) -> None:
     """Logits never leave the device."""
     monkeypatch.setattr(
-        device_engine, "fetch", lambda *_: pytest.fail("logits were copied to the host")
+        forward_step, "fetch", lambda *_: pytest.fail("logits were copied to the host")
     )
     used = reduced_harness if reduced else harness
     plain = eesd.load(used.directory, "ort", speculation=None, threads=1)

@@ -22,9 +22,11 @@ from eesd.common.manifest import load_manifest
 from eesd.controllers.cost_aware_ts import CostAwareTS
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.embed import embed
-from eesd.runtime.engines import device_engine
-from eesd.runtime.engines.device_cache import DeviceMemory
-from eesd.runtime.engines.device_engine import CapturedGraph, DraftLoop, ForwardStep, _StageStep
+from eesd.runtime.engines import cuda_graph, forward_step
+from eesd.runtime.engines.cuda_graph import CapturedGraph
+from eesd.runtime.engines.device_cache import RowMemory
+from eesd.runtime.engines.draft_loop import DraftLoop
+from eesd.runtime.engines.forward_step import ForwardStep, _StageStep
 from eesd.runtime.engines.trt_engine import TrtStageRunner
 from eesd.runtime.llm import LLM, Speculation
 
@@ -116,7 +118,7 @@ def test_logits_of_a_tree_stay_on_the_device(
     one before it."""
     tree = SETTINGS["tree"]
     monkeypatch.setattr(
-        device_engine, "fetch", lambda *_: pytest.fail("logits were copied to the host")
+        forward_step, "fetch", lambda *_: pytest.fail("logits were copied to the host")
     )
     with late_llm(planned(tree), tree, seed=1) as (_, llm):
         llm.generate(PROMPTS[1], sampling, max_new_tokens=12, ignore_eos=True)
@@ -179,7 +181,7 @@ def test_lent_memory_is_zeroed_in_the_streams_of_its_cache(
     directory = planned(CHAIN)
     expected = late_gpus.expected(directory)[1, 0]
     assert tokens_while_other_streams_are_late(directory) == expected
-    mutate(monkeypatch, DeviceMemory, "_checked", "stream.activate(), ", "")
+    mutate(monkeypatch, RowMemory, "_checked", "stream.activate(), ", "")
     assert tokens_while_other_streams_are_late(directory) != expected, "nothing notices the mistake"
 
 
@@ -261,7 +263,7 @@ def pin_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
 
 
 def collect_in_a_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    patch.setattr(device_engine, "collector_off", nullcontext)
+    patch.setattr(cuda_graph, "collector_off", nullcontext)
 
 
 BROKEN: dict[str, tuple[Setting, Mutation, str]] = {

@@ -20,10 +20,11 @@ from support.turns import TurnLock, Turns
 import eesd
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding.sampling import Sampling
-from eesd.runtime.engines import device_engine
+from eesd.runtime.engines import cuda_graph, forward_step
 from eesd.runtime.engines.device import DeviceStream
-from eesd.runtime.engines.device_cache import DeviceMemory
-from eesd.runtime.engines.device_engine import ForwardStep
+from eesd.runtime.engines.device_cache import RowMemory
+from eesd.runtime.engines.device_engine import DeviceEngine
+from eesd.runtime.engines.forward_step import ForwardStep
 
 Mutation = Callable[[pytest.MonkeyPatch, Machine], object]
 
@@ -44,7 +45,7 @@ def test_a_comparison_also_has_plain_decoding_with_one_node(planned: Planned, na
     """So that drafting is not compared only with what is padded for its sake."""
     setting = SETTINGS[name]
     with late_llm(planned(setting), setting, seed=0) as (_, llm):
-        assert isinstance(llm.engines.verify, device_engine.DeviceEngine)
+        assert isinstance(llm.engines.verify, DeviceEngine)
         counts = []
         step = llm.engines.verify._step
 
@@ -161,7 +162,7 @@ def in_two_threads(directory: Path, setting: Setting, seed: int, locked: bool) -
 
     with pytest.MonkeyPatch.context() as patch, install(Machine(setting.devices, seed)) as machine:
         fake_tensorrt.install(patch)
-        patch.setattr(device_engine, "_ONE_CAPTURE", TurnLock(turns) if locked else nullcontext())
+        patch.setattr(cuda_graph, "_ONE_CAPTURE", TurnLock(turns) if locked else nullcontext())
         machine.turns = turns
         turns.run(generate, generate)
         machine.turns = None
@@ -199,19 +200,19 @@ def run_engines_in_another_stream(patch: pytest.MonkeyPatch, machine: Machine) -
 
 
 def move_slots_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    patch.setattr(DeviceMemory, "active_shards", lambda self: iter(self.shards))
+    patch.setattr(RowMemory, "active_shards", lambda self: iter(self.shards))
 
 
 def leave_caches_as_they_are(patch: pytest.MonkeyPatch, _: Machine) -> None:
     def empty(self: Any, shard: int, shape: tuple[int, ...]) -> torch.Tensor:
         return torch.empty(shape, dtype=self._dtype, device=self.streams[shard].device)
 
-    patch.setattr(DeviceMemory, "_zeros", empty)
-    patch.setattr(DeviceMemory, "reset", lambda *_: None)
+    patch.setattr(RowMemory, "_zeros", empty)
+    patch.setattr(RowMemory, "reset", lambda *_: None)
 
 
 def free_what_a_prepared_call_reads(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    then(patch, device_engine._StageStep, "__init__", lambda step: delattr(step, "_rows"))
+    then(patch, forward_step._StageStep, "__init__", lambda step: delattr(step, "_rows"))
 
 
 def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None:
@@ -219,9 +220,7 @@ def move_inputs_after_the_capture(patch: pytest.MonkeyPatch, _: Machine) -> None
 
     def set_inputs(self: Any, *args: Any) -> None:
         if self._stages[0]._graph._graph is not None:
-            self._inputs = [
-                device_engine.InputViews(*map(np.copy, views)) for views in self._inputs
-            ]
+            self._inputs = [forward_step.InputViews(*map(np.copy, views)) for views in self._inputs]
         original(self, *args)
 
     patch.setattr(ForwardStep, "set_inputs", set_inputs)

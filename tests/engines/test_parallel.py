@@ -18,6 +18,7 @@ from support import team_member, tiny_models
 from support.command import assert_refused, export_engine, run, slow_but, succeed
 from support.eagle_heads import deep_head
 from support.family_grid import SMALL, FamilyCase
+from support.harness import without_budget
 from support.started_ranks import codes, started
 
 import eesd
@@ -96,7 +97,7 @@ def in_one_process(
         split = Split(ranks, rank, partial(add, rank)) if ranks > 1 else None
         engines = Engines(*open_torch(plans, manifest, 1, True, "cpu", split=split))
         llm = LLM(plans, manifest, engines, speculation)
-        llm.budget = None  # goes by the clock
+        without_budget(llm)
         with llm.session(prompt, max_new_tokens=1) as session:
             logits = session.peek().copy()
         found[rank] = logits, llm.generate(prompt, max_new_tokens=16, ignore_eos=True).tokens

@@ -43,7 +43,7 @@ from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Engine, KVCache, StepOutputs
 from eesd.runtime.engines.device import device_streams
-from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
+from eesd.runtime.engines.device_cache import DeviceKVCache, RowMemory
 from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.engines.ort_engine import OrtEngine, open_on_device
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner, open_torch
@@ -241,13 +241,14 @@ def test_a_device_drafts_two_steps_before_it_asks(
     assert CostAwareTS.steps_at_once == 2
     monkeypatch.setattr(Threshold, "steps_at_once", 2)
     llm = torch_llm(variant(whole=True), "cpu", Speculation(guard=False, drafter="exit"))
-    llm.controller = Threshold(p=0.2)
+    controller = Threshold(p=0.2)
+    llm.drafting = llm.drafting.with_drafter(controller=controller)
     draft = llm.engines.draft
     chains = list[tuple[int, int]]()
     told = list[int]()
     assert isinstance(draft, DeviceEngine)
     chain = draft.draft_chain
-    keep = llm.controller.keep_drafting
+    keep = controller.keep_drafting
 
     def drafted(kv_cache: KVCache, token: int, slot: int, count: int) -> StepOutputs:
         chains.append((slot, count))
@@ -259,7 +260,7 @@ def test_a_device_drafts_two_steps_before_it_asks(
 
     monkeypatch.setattr(draft, "forward", None)  # no step runs alone
     monkeypatch.setattr(draft, "draft_chain", drafted)
-    monkeypatch.setattr(llm.controller, "keep_drafting", asked)
+    monkeypatch.setattr(controller, "keep_drafting", asked)
     made = llm.generate(PROMPTS[0], max_new_tokens=60, ignore_eos=True)
     plain = llm.generate(PROMPTS[0], max_new_tokens=60, draft=False, ignore_eos=True)
     assert made.tokens == plain.tokens and made.stats.acceptance > 0.3
@@ -394,7 +395,7 @@ def test_loading_and_running_copies_no_weights(tmp_path: Path, dtype: str) -> No
 def small_cache(harness: Harness, device: str) -> DeviceKVCache:
     """A cache whose first 16 slots hold the numbers of the slots. It has 16 slots on the CPU, and
     all 384 on a GPU."""
-    [kv_cache] = DeviceMemory(
+    [kv_cache] = RowMemory(
         harness.manifest, device_streams(1, device), grow=device == "cpu", slots=16
     ).caches()
     assert kv_cache.memory.shards[0].shape == (

@@ -43,8 +43,12 @@ TORCH_FREE = {"common", "controllers", "runtime"}
 """Rooms that must load without torch, except for the files below."""
 TORCH_FILES = {
     "device.py",
+    "cuda_graph.py",
     "device_engine.py",
     "device_noise.py",
+    "device_results.py",
+    "draft_loop.py",
+    "forward_step.py",
     "device_sampler.py",
     "device_cache.py",
     "torch_engine.py",
@@ -63,7 +67,7 @@ ONNX_FILES = {"torch_weights.py"}
 read a graph."""
 MODEL_FILES = {
     "device.py",
-    "device_engine.py",
+    "forward_step.py",
     "team.py",
     "torch_engine.py",
     "torch_fused.py",

@@ -16,7 +16,7 @@ from eesd.model.decoder import Decoder, ExitHead
 from eesd.model.graphs import Draft, Verify
 from eesd.model.rotary import rotary_tables
 from eesd.runtime.engines.device import DeviceStream, device_streams
-from eesd.runtime.engines.device_cache import DeviceMemory
+from eesd.runtime.engines.device_cache import RowMemory
 from eesd.runtime.engines.device_engine import DeviceEngine, make_engines
 from eesd.runtime.engines.torch_engine import ROWS, TorchStageRunner
 from eesd.runtime.engines.torch_quantized import (
@@ -136,7 +136,7 @@ def random_engines(
     )
     runner = partial(_runner, tables=(tables[0], tables[1]), stream=stream)
     memory = partial(
-        DeviceMemory, manifest, [stream], grow=not on_gpu, spare=manifest.max_tree_nodes + ROWS
+        RowMemory, manifest, [stream], grow=not on_gpu, spare=manifest.max_tree_nodes + ROWS
     )
     verify, draft = make_engines(
         manifest,

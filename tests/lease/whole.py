@@ -27,8 +27,9 @@ from eesd.runtime.decoding.samplers import SpecSampler, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.engines.backends import Engines
 from eesd.runtime.engines.base import Call, KVCache, StepOutputs
+from eesd.runtime.engines.cuda_graph import CapturedGraph
 from eesd.runtime.engines.device import DeviceStream
-from eesd.runtime.engines.device_engine import CapturedGraph, DeviceEngine
+from eesd.runtime.engines.device_engine import DeviceEngine
 from eesd.runtime.llm import LLM, Speculation
 from lease import Lease
 from lease.engines import made_up, random_engines

@@ -15,7 +15,8 @@ from eesd.bench.replay.starts import HEADS, MACHINES, simulate_starts
 from eesd.bench.replay.streams import SyntheticStream
 from eesd.bench.replay.traces import Trace, TracedRequest
 from eesd.controllers import make_controller
-from eesd.runtime.decoding.guard import Guard
+from eesd.runtime.decoding import guard
+from eesd.runtime.decoding.guard import Guard, Terms
 
 pytestmark = pytest.mark.fast
 VERIFY = {1: 9.8e-3, 2: 11.7e-3, 3: 12.7e-3, 4: 14.0e-3, 5: 14.7e-3, 8: 17.7e-3, 17: 27e-3}
@@ -87,14 +88,14 @@ def test_a_head_that_does_not_pay_costs_little(head: str, machine: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "wrong"),
-    [("ALLOWANCE", 0.0), ("median_low", max)],
+    ("owner", "name", "wrong"),
+    [(Guard.__init__, "__defaults__", (Terms(allowance=0.0),)), (guard, "median_low", max)],
     ids=["never forgives", "no medians"],
 )
 def test_a_wrong_guard_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, name: str, wrong: object
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, wrong: object
 ) -> None:
-    monkeypatch.setattr(f"eesd.runtime.decoding.guard.{name}", wrong)
+    monkeypatch.setattr(owner, name, wrong)
     starts = [*simulate_starts(HEADS["pays"], FOUR_BIT, "stalls", "cost-aware-ts", 6)]
     assert min(start.drafting for start in starts) < 0.3
 

@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 from support import tiny_models
 from support.command import export_engine, slow_but
-from support.harness import Harness, PauseUntil, RandomStop, SometimesCopies, Wrapped
+from support.harness import (
+    Harness,
+    PauseUntil,
+    RandomStop,
+    SometimesCopies,
+    Wrapped,
+    without_budget,
+)
 from support.lossless_checks import (
     DRAFT_VOCAB,
     cache_of,
@@ -34,14 +41,14 @@ from eesd.common.draft_vocab import DraftColumns
 from eesd.controllers import make_controller
 from eesd.export import onnx_graph
 from eesd.export.onnx_ops import OnnxOperations
-from eesd.runtime import session
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding import round as decoding_round
-from eesd.runtime.decoding import samplers, sampling
+from eesd.runtime.decoding import samplers, sampling, sequence
 from eesd.runtime.decoding.draft_tree import DraftTree
 from eesd.runtime.decoding.round import Policy, Round
 from eesd.runtime.decoding.samplers import Coupled, Rejection, SpecSampler
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.sequence import TokenSequence
 from eesd.runtime.engines import cpu_engine
 from eesd.runtime.engines.base import Call, Logits, StepOutputs
 from eesd.runtime.engines.cpu_cache import CpuKVCache
@@ -50,7 +57,6 @@ from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_engine import OrtEngine
 from eesd.runtime.engines.torch_engine import open_torch
 from eesd.runtime.llm import Speculation, load
-from eesd.runtime.session import Session
 
 TREE = Speculation("fixed:k=4", tree=3, guard=False)
 PROMPT = [60, 2, 44, 44, 17, 8, 90, 31]
@@ -284,10 +290,10 @@ def test_a_mistake_with_text_in_rejection_sampling_is_caught(
 @pytest.mark.parametrize(
     ("owner", "name", "old", "new"),
     [
-        pytest.param(DraftTree, "follow_text", "parent.depth + 1", "1", id="depth"),
+        pytest.param(DraftTree, "follow", "parent.depth + 1", "1", id="depth"),
         pytest.param(
             DraftTree,
-            "follow_text",
+            "follow",
             "index=len(self.nodes)",
             "index=len(self.nodes) - 1",
             id="slot",
@@ -349,9 +355,11 @@ def test_temperature_after_top_p_is_caught(
             "self.data[..., targets, :]",
             id="stale slot",
         ),
-        pytest.param(Session, "call", "root + node.depth", "root + node.index", id="positions"),
         pytest.param(
-            session,
+            TokenSequence, "call", "root + node.depth", "root + node.index", id="positions"
+        ),
+        pytest.param(
+            sequence,
             "tree_mask",
             "seen[node.index] |= seen[node.parent.index]",
             "seen[node.index, : node.index] = True",
@@ -392,7 +400,7 @@ def test_a_mistake_in_the_drafts_tree_shows_in_its_logits(
     harness: Harness, monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
     """These cost acceptance only, so nothing but a look at the draft's logits can tell."""
-    mutate(monkeypatch, Session, "call", old, new)
+    mutate(monkeypatch, TokenSequence, "call", old, new)
     check_same_tokens(harness, PROMPT, GREEDY, make_controller("fixed:k=4"), width=2)
     with caught():
         check_tree_drafts(harness, PROMPT, width=2)
@@ -503,7 +511,7 @@ def test_logits_of_displaced_nodes_are_caught(
 ) -> None:
     with without_operators():
         llm = load(int8_plans, "ort", threads=1, speculation=TREE, exact=True)
-    llm.budget = None  # what a budget leaves out depends on the clock
+    without_budget(llm)
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(decoding_round, "cut_displaced", lambda path, bonus: (path, bonus))
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing
@@ -540,7 +548,7 @@ def test_a_cpu_cache_that_is_not_compacted_is_caught(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = load(harness.directory, "ort", threads=1, speculation=TREE)
-    llm.budget = None
+    without_budget(llm)
     assert compare(llm, PROMPT, COUPLED, 60, ignore_eos=True).logits.differing == 0
     monkeypatch.setattr(CpuKVCache, "compact", stale)
     found = compare(llm, PROMPT, COUPLED, 60, ignore_eos=True)
@@ -549,12 +557,14 @@ def test_a_cpu_cache_that_is_not_compacted_is_caught(
 
 def test_a_commit_in_pieces_is_caught(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     line = (
-        "session.tokens, session.stats, session.finish_reason = (\n"
-        "        [*tokens, *result.tokens],\n        stats,\n        result.finish_reason,\n    )"
+        "vars(sequence).update(\n        tokens=[*tokens, *result.tokens],\n"
+        "        stats=sequence.stats.with_round(result),\n"
+        "        finish_reason=result.finish_reason,\n    )"
     )
     pieces = (
-        "session.tokens = [*tokens, *result.tokens]\n    "
-        "session.stats, session.finish_reason = stats, result.finish_reason"
+        "sequence.tokens = [*tokens, *result.tokens]\n"
+        "    sequence.stats = sequence.stats.with_round(result)\n"
+        "    sequence.finish_reason = result.finish_reason"
     )
     mutate(monkeypatch, Round, "commit", line, pieces)
     with caught():

@@ -586,10 +586,13 @@ def test_a_lone_request_reports_the_controller_that_drafted_it(llm: LLM) -> None
     service.generate(request)
     found = estimates(service.deciding)
     assert found["alone"] and found["plain_seconds"] > 0
-    controller = fresh.controller
-    assert isinstance(controller, CostAwareTS) and fresh.text is not None
+    drafter = fresh.drafting.drafter
+    text = fresh.drafting.text
+    assert drafter is not None and text is not None
+    controller = drafter.controller
+    assert isinstance(controller, CostAwareTS)
     assert found["accept"]["mean"] == controller.accept.mean != [0.0, 1.0, 0.0]
-    assert found["text"]["covariance"] == fresh.text.accept.covariance
+    assert found["text"]["covariance"] == text.accept.covariance
     service.generate(replace(request, draft=False))
     assert estimates(service.deciding) == {"alone": True}
     service.close()

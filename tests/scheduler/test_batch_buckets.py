@@ -23,13 +23,13 @@ from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.batch.service import Service
 from eesd.runtime.engines import device_engine, torch_engine, trt_plans
 from eesd.runtime.engines.base import Call
-from eesd.runtime.engines.device_cache import DeviceMemory
+from eesd.runtime.engines.cuda_graph import CapturedGraph
+from eesd.runtime.engines.device_cache import RowMemory
 from eesd.runtime.engines.device_engine import (
-    CapturedGraph,
     DeviceEngine,
-    ForwardStep,
     make_engines,
 )
+from eesd.runtime.engines.forward_step import ForwardStep
 from eesd.runtime.llm import LLM, Speculation, load
 from eesd.runtime.request import Request
 from eesd.serve.cli import main as serve_main
@@ -71,14 +71,14 @@ def noted(slots: Sequence[int]) -> Iterator[Steps]:
     capture = CapturedGraph.capture
 
     def noted_step(
-        self: DeviceEngine, memory: DeviceMemory, first: int, rows: int, count: int, *others: Any
+        self: DeviceEngine, memory: RowMemory, first: int, rows: int, count: int, *others: Any
     ) -> Any:
         if memory.rows > 1:
             (steps.draft if self.is_draft else steps.verify).append((rows, count, others[0]))
         return step(self, memory, first, rows, count, *others)
 
     def noted_run(self: DeviceEngine, calls: Sequence[Call], *others: Any) -> Any:
-        memory: DeviceMemory = calls[0].kv_cache.memory  # type: ignore[attr-defined]
+        memory: RowMemory = calls[0].kv_cache.memory  # type: ignore[attr-defined]
         if memory.rows > 1 and not self.is_draft:
             count = min(
                 bucket for bucket in BUCKETS if bucket >= max(len(call.tokens) for call in calls)
@@ -198,7 +198,7 @@ def pad(patch: pytest.MonkeyPatch) -> None:
         exact: bool | None,
         **_: Any,
     ) -> Any:
-        memory = partial(DeviceMemory, *make_memory.args)
+        memory = partial(RowMemory, *make_memory.args)
         slots = (
             ()
             if device_engine.has_one_count(manifest, exact)
@@ -292,7 +292,7 @@ def test_costs_are_those_of_what_calls_compute(harness: Harness) -> None:
         assert rule.draft_size(1, 1) == (5, 5) and rule.padded
         assert rule.verify._seen.keys() == {5, 10, 20, 65}
         rule.begin_round(5, 96)
-        assert rule.price(2) == rule.price(3)
+        assert rule.price(np.array(2)) == rule.price(np.array(3))
 
 
 def see_as_the_shortest_row(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from eesd.runtime.batch.scheduler import Scheduler
 from eesd.runtime.batch.service import Service
 from eesd.runtime.engines.base import Call
 from eesd.runtime.engines.device import device_streams
-from eesd.runtime.engines.device_cache import DeviceKVCache, DeviceMemory
+from eesd.runtime.engines.device_cache import DeviceKVCache, RowMemory
 from eesd.runtime.engines.exactness import Exactness
 from eesd.runtime.engines.torch_engine import TorchStageRunner
 from eesd.runtime.llm import LLM, Speculation, load
@@ -149,7 +149,7 @@ def test_keys_and_values_keep_their_bits(harness: Harness, dtype: str) -> None:
     has nothing of before."""
     manifest = replace(harness.manifest, dtype=dtype)
     streams = device_streams(1, "cpu")
-    first, second = (DeviceMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
+    first, second = (RowMemory(manifest, streams, rows, grow=True, spare=4) for rows in (1, 3))
     [cache] = first.caches()
     rows = second.caches()
     first.shards[0].normal_()
@@ -273,17 +273,17 @@ def test_rows_on_a_gpu_whose_work_is_late(
 
 
 def clear_nothing(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    patch.setattr(DeviceMemory, "reset", lambda *_: None)
+    patch.setattr(RowMemory, "reset", lambda *_: None)
     patch.setattr(DeviceKVCache, "clear", lambda *_: None)
     patch.setattr(
-        DeviceMemory,
+        RowMemory,
         "_zeros",
         lambda self, _, shape: torch.empty(shape, device=self.streams[0].device),
     )
 
 
 def copy_rows_in_another_stream(patch: pytest.MonkeyPatch, _: Machine) -> None:
-    patch.setattr(DeviceMemory, "active_shards", lambda self: iter(self.shards))
+    patch.setattr(RowMemory, "active_shards", lambda self: iter(self.shards))
 
 
 def leave_prompts_where_they_ran(patch: pytest.MonkeyPatch, _: Machine) -> None:

@@ -13,18 +13,22 @@ from numpy.typing import NDArray
 from eesd.common.draft_vocab import DraftColumns, load_draft_vocab
 from eesd.common.manifest import load_manifest
 from eesd.controllers import Controller, DraftStep, RoundOutcome, TextStep
+from eesd.controllers.base import EXIT
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
 from eesd.controllers.value import RoundValue
-from eesd.runtime.decoding.guard import EXIT_HEAD, Guard
-from eesd.runtime.decoding.round import Drafter, Drafting, RoundResult
+from eesd.runtime.decoding.drafting import Drafter, Drafting
+from eesd.runtime.decoding.guard import Guard
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.sequence import Observer
+from eesd.runtime.decoding.stats import RoundResult
 from eesd.runtime.engines.backends import EngineOptions, Engines, open_engines
 from eesd.runtime.engines.base import Call, Engine, KVCache, StepOutputs, Work
 from eesd.runtime.engines.kv_cache import HostKVCache
 from eesd.runtime.engines.ort_engine import OrtEngine
+from eesd.runtime.llm import LLM
 from eesd.runtime.request import Generation, Request
-from eesd.runtime.session import Observer, Session
+from eesd.runtime.session import Session
 from support.on_cache import OnCache
 
 FIRST_SLOTS = 16
@@ -185,7 +189,7 @@ class SometimesCopies(TextRule):
 class PauseUntil(Guard):
     """A guard that only pauses ``drafter`` before ``round``."""
 
-    def __init__(self, round: int, drafter: str = EXIT_HEAD) -> None:
+    def __init__(self, round: int, drafter: str = EXIT) -> None:
         super().__init__()
         self._left = round
         self._drafter = drafter
@@ -257,7 +261,7 @@ def timed(
     node ``node``."""
     clock = SimpleNamespace(now=0.0)
     stands = SimpleNamespace(perf_counter=lambda: clock.now, monotonic=lambda: clock.now)
-    for part in ("decoding.round", "session"):
+    for part in ("decoding.round", "decoding.sequence", "session"):
         monkeypatch.setattr(f"eesd.runtime.{part}.time", stands)
 
     def passing(engine: Engine, seconds: float, more: float) -> Wrapped:
@@ -271,3 +275,9 @@ def timed(
         verify=passing(workspace.verify, 1, node),
         draft=passing(workspace.draft, draft_step, 0),
     )
+
+
+def without_budget(*llms: LLM) -> None:
+    """Let LLMs verify all that they draft: what a budget leaves out depends on the clock."""
+    for llm in llms:
+        llm.drafting = llm.drafting.with_drafter(budget=None)

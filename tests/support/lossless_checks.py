@@ -26,15 +26,16 @@ from eesd.runtime.batch.scheduler import BatchOptions
 from eesd.runtime.batch.service import Service
 from eesd.runtime.compare import LogitRecord
 from eesd.runtime.decoding.draft_tree import DraftTree, Node, is_chain
-from eesd.runtime.decoding.round import ALONE, Round, draft, run_round
+from eesd.runtime.decoding.round import EACH_ALONE, Round, draft, run_round
 from eesd.runtime.decoding.samplers import Rejection, make_sampler
 from eesd.runtime.decoding.sampling import Sampling
+from eesd.runtime.decoding.sequence import TokenSequence
 from eesd.runtime.decoding.stats import Stats
 from eesd.runtime.engines.base import StepOutputs
 from eesd.runtime.llm import LLM, Options, Speculation, load
 from eesd.runtime.prefix_cache import BLOCK
 from eesd.runtime.session import Session
-from support.harness import Harness, Workspace, finish, generated, recording_drafts
+from support.harness import Harness, Workspace, finish, generated, recording_drafts, without_budget
 
 Vector = NDArray[np.float64]
 Joint = Mapping[tuple[int, ...], float]
@@ -351,7 +352,7 @@ def drafted(
     )
     current = Round(session, session.drafting)
     current.begin()
-    draft([current], ALONE)
+    draft([current], EACH_ALONE)
     return current.tree
 
 
@@ -377,10 +378,13 @@ def check_tree_drafts(harness: Harness, prompt: Sequence[int], width: int) -> No
 
 
 def interrupt_at_line(step: Callable[[], object], line: int) -> bool:
-    """Call ``step``, and interrupt it at the ``line``-th executed line of session.py and round.py.
+    """Call ``step``, and interrupt it at the ``line``-th executed line of session and round.
     Returns whether it got that far."""
     left = line
-    files = {part.__code__.co_filename for part in (Session.step, Round.commit, run_round)}
+    files = {
+        part.__code__.co_filename
+        for part in (Session.step, TokenSequence.call, Round.commit, run_round)
+    }
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         nonlocal left
@@ -443,7 +447,7 @@ def check_kept_prefixes(directory: Path, backend: str, text: Sequence[int]) -> i
     speculation = Speculation("fixed:k=3", tree=2, guard=False, drafter="exit")
     kept = load(directory, backend, threads=1, speculation=speculation, prefix_memory=1 << 22)
     alone = load(directory, backend, threads=1, speculation=speculation)
-    kept.budget = alone.budget = None  # a budget depends on the clock
+    without_budget(kept, alone)
     services = [
         Service(alone, BatchOptions(max_rows=1, prefix_memory=size)) for size in (1 << 22, 0)
     ]

@@ -27,11 +27,13 @@ from support.lossless_checks import (
 
 from eesd.common.errors import EESDError
 from eesd.controllers import Controller, TextStep, make_controller
+from eesd.controllers.base import EXIT, TEXT
 from eesd.controllers.text_rule import TextRule
 from eesd.controllers.tree_budget import TreeBudget
+from eesd.controllers.value import Price
 from eesd.runtime.compare import compare
 from eesd.runtime.decoding.draft_tree import DraftTree, Proposal
-from eesd.runtime.decoding.guard import EXIT_HEAD, PROBE, TEXT, Guard
+from eesd.runtime.decoding.guard import TERMS, Guard
 from eesd.runtime.decoding.sampling import Sampling
 from eesd.runtime.decoding.text_drafter import SuffixAutomaton, TextIndex, TextProposal
 from eesd.runtime.engines.base import StepOutputs
@@ -118,7 +120,7 @@ def test_a_temperature_near_0_gives_the_greedy_tokens(harness: Harness, method: 
 class Everything(TreeBudget):
     """Verifies all candidates."""
 
-    def size(self, values: Sequence[float], price: Callable[[int], float] | None = None) -> int:
+    def size(self, values: Sequence[float], price: Price | None = None) -> int:
         return len(values)
 
 
@@ -127,7 +129,7 @@ def test_a_verified_node_follows_its_parent() -> None:
     tree = DraftTree(0, 20, budget=Everything())
     for tokens in ((1, 2, 3), (4, 5, 6)):
         tree.grow([[Proposal(token, -0.5 * i, -0.5 * i, 1.0) for i, token in enumerate(tokens, 1)]])
-    tree.join_text(tree.root, [2, 7, 8, 9], [0.9, 0.9, 0.9, 0.9])
+    tree.join(tree.root, [2, 7, 8, 9], [0.9, 0.9, 0.9, 0.9], TEXT)
     nodes = tree.prune()
     assert sorted(node.path() for node in nodes[1:]) == [
         [1],
@@ -287,10 +289,10 @@ def test_both_drafters_wait_while_plain_decoding_is_measured(
     session = harness.session(
         REPEATING, controller=controller, guard=guard, text=text, workspace=workspace
     )
-    while not guard.allows(EXIT_HEAD):
+    while not guard.allows(EXIT):
         assert not guard.allows(TEXT)
         session.step()
-    assert session.stats.rounds == PROBE and not session.stats.draft_tokens
+    assert session.stats.rounds == TERMS.near and not session.stats.draft_tokens
     session.step()
     assert session.stats.draft_tokens
 

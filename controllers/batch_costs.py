@@ -1,4 +1,4 @@
-"""What engine calls over several sequences cost, estimated while they run."""
+"""Costs of engine calls over several sequences, estimated while they run."""
 
 from typing import Any
 
@@ -8,28 +8,27 @@ from numpy.typing import NDArray
 from eesd.controllers.value import is_due
 
 SLOTS = 1024.0
-"""Slots are counted in this many, so that all features are of one size."""
+"""Unit of slots, so that all features have about the same size."""
 FORGETTING = 0.98
 """Weight of a sample in the line, for each later one."""
 PRIOR_WEIGHT = 1e-3
-"""How firmly the line is held where no call tells its parts apart."""
+"""Ridge penalty on changes of the line, for parts that no call tells apart."""
 CLIP = 0.3
 """A sample counts as if it were off by at most this share: stalls of the machine hardly count."""
 PACE = 1 / 3
 SHAPE = 0.1
-"""The pace follows a sample by this share, and at most this share of what it is off is its own
-size's: the machine becomes slower and faster all the time, and calls of all sizes do alike."""
+"""The pace follows a sample with this exponent. At most the share SHAPE of a deviation counts for
+the sample's own size: changes of pace affect calls of all sizes alike."""
 LEAST = 1e-9
-"""Seconds that each part of the line has at least."""
+"""Minimum seconds of each part of the line."""
 FIRST = 24
-"""The first samples count as they are: the pace is that of theirs."""
+"""Number of first samples, which define a pace of 1."""
 LINE_WEIGHT = 0.5
 MOST_SAMPLES = 30.0
-"""Samples of one number of nodes that weigh as much as the line through all numbers, and the most
-that it can have."""
+"""Weight of the line, and the maximum weight of the samples of one number of nodes, in samples."""
 
 
-class CallCosts:
+class BatchCosts:
     """Seconds of a call over B rows of N nodes in all, with S slots each.
 
     The pace of the machine, times a line through all calls, a + b N + c B S + d N S: reading the

@@ -1,0 +1,275 @@
+"""A prepared call of rows through the stages of an engine on devices."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from eesd.common.manifest import Manifest
+from eesd.model.torch_ops import KV
+from eesd.runtime.engines.base import Call, Choose, StepOutputs
+from eesd.runtime.engines.cuda_graph import CapturedGraph
+from eesd.runtime.engines.device import ALIGNMENT, AttentionMask, StageRunner, StepInputs
+from eesd.runtime.engines.device_results import fetch, pack_results, to_host
+
+STRIDE = ALIGNMENT // 8
+"""Inputs in one int64 buffer begin at multiples of this many elements."""
+
+Buffer = TypeVar("Buffer", Tensor, NDArray[np.int64])
+
+
+class InputViews(NamedTuple, Generic[Buffer]):
+    """The inputs of a call as views of one int64 buffer, which is copied to the device in one
+    piece.
+
+    Attributes:
+        tokens: [B, n].
+        positions: [B, n].
+        slot: Slot of the first node of each sequence, [B].
+        context_len: See :class:`~eesd.runtime.engines.base.Call`; [B].
+        tree_mask: 1 where a node sees a slot, else 0; [B, n, width].
+    """
+
+    tokens: Buffer
+    positions: Buffer
+    slot: Buffer
+    context_len: Buffer
+    tree_mask: Buffer
+
+
+def _buffer_size(batch: int, count: int, width: int) -> int:
+    return 2 * _aligned(batch * count) + _aligned(2 * batch) + batch * count * width
+
+
+def _input_views(buffer: Buffer, batch: int, count: int, width: int) -> InputViews[Buffer]:
+    """The inputs of ``count`` nodes of ``batch`` sequences in a buffer of :func:`_buffer_size`
+    elements."""
+    nodes = batch * count
+    positions = _aligned(nodes)
+    slot = 2 * positions
+    return InputViews(
+        buffer[:nodes].reshape(batch, count),
+        buffer[positions : positions + nodes].reshape(batch, count),
+        buffer[slot : slot + batch],
+        buffer[slot + batch : slot + 2 * batch],
+        buffer[slot + _aligned(2 * batch) :].reshape(batch, count, width),
+    )
+
+
+def _aligned(count: int) -> int:
+    return -(-count // STRIDE) * STRIDE
+
+
+Layer = Callable[[int], Tensor]
+"""Gives keys and values of a layer, [2, B, KV, S, D]: the memory that calls update."""
+
+
+def caches_of(stage: StageRunner, layer: Layer) -> list[KV]:
+    return [(keys, values) for keys, values in map(layer, stage.graph.caches)]
+
+
+class _StageStep:
+    """One stage's part of a :class:`ForwardStep`: copy the inputs to the device, compute the mask,
+    run the graph."""
+
+    def __init__(
+        self,
+        stage: StageRunner,
+        layer: Layer,
+        host_inputs: Tensor,
+        count: int,
+        width: int,
+        logit_rows: int,
+        slots: int,
+        hidden: Tensor | None,
+        pool: object,
+    ) -> None:
+        """Prepare the stage.
+
+        Args:
+            stage: The stage.
+            layer: The KV caches.
+            host_inputs: Inputs in host memory, laid out as in :func:`_input_views`.
+            count: n.
+            width: Columns of the tree mask; 0: a call for chains only.
+            logit_rows: R; the last nodes get logits. Of more than there are nodes, the others are
+                the last node's.
+            slots: Attention reads so many of the first slots; 0: all.
+            hidden: Memory for the previous stage's hidden state [B, n, hidden]; None: this stage
+                takes the tokens.
+            pool: Memory pool for its CUDA graph; None: do not capture.
+        """
+        device = stage.stream.device
+        caches = caches_of(stage, layer)
+        batch = caches[0][0].shape[0]
+        self.stage = stage
+        self._host_inputs = host_inputs
+        self._device_inputs = torch.zeros_like(host_inputs, device=device)
+        views = _input_views(self._device_inputs, batch, count, width)
+        tree = (views.context_len, views.tree_mask) if width else None
+        self._mask = AttentionMask(caches[0][0], count, slots, views.slot, tree)
+        self.x = views.tokens if hidden is None else hidden
+        # A prepared call keeps addresses, not memory.
+        self._rows = torch.arange(
+            max(count - logit_rows, 0), max(count, logit_rows), device=device
+        ).clamp_max(count - 1)
+        inputs = StepInputs(self.x, views.positions, views.slot, self._mask, self._rows, caches)
+        self._call = stage.prepare(inputs)
+        self.results: list[Tensor] = []
+        self.host_results: Tensor | None = None  # of the last stage
+        self._graph = CapturedGraph(stage.stream, pool if stage.capturable else None)
+
+    def body(self) -> None:
+        self._device_inputs.copy_(self._host_inputs, non_blocking=True)
+        self._mask.update()
+        self.results = self._call()
+        if self.host_results is not None:
+            self.host_results.copy_(pack_results(self.results), non_blocking=True)
+
+    def run(self, previous: "_StageStep | None") -> None:
+        """Run behind the previous stage, in this one's stream."""
+        if previous is not None:
+            self.x.copy_(previous.results[0], non_blocking=True)
+        self._graph.run(self.body)
+
+
+class ForwardStep:
+    """A forward call of one node count and number of sequences through all stages of an engine."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        stages: Sequence[StageRunner],
+        is_draft: bool,
+        layer: Layer,
+        count: int,
+        width: int,
+        logit_rows: int,
+        pool: object,
+        slots: int = 0,
+    ) -> None:
+        """Prepare the call.
+
+        Args:
+            manifest: Manifest of the engine directory.
+            stages: The stages of the engine.
+            is_draft: Whether it is the draft engine.
+            layer: The KV caches, which say how many sequences there are.
+            count: n, padding included.
+            width: Columns of the tree mask; 0: a call for chains only, of more nodes than a round
+                has.
+            logit_rows: R; the last nodes of each sequence get logits. A draft's all do.
+            pool: Memory pool for CUDA graphs; None: do not capture.
+            slots: Attention reads so many of the first slots; 0: all.
+        """
+        pinned = stages[0].stream.on_gpu
+        cache = layer(stages[0].graph.caches[0])
+        self._batch, self._slots = cache.shape[1:4:2]
+        self._count = count
+        self._is_draft = is_draft
+        self._last_position = manifest.max_seq_len - 1
+        host_inputs = torch.zeros(
+            _buffer_size(self._batch, count, width), dtype=torch.int64, pin_memory=pinned
+        )
+        views = _input_views(host_inputs.numpy(), self._batch, count, width)
+        self._inputs = [
+            InputViews(*(view[row : row + 1] for view in views)) for row in range(self._batch)
+        ]
+        self._chain = np.tri(count, width, dtype=np.int64)
+        self._stages: list[_StageStep] = []
+        for stage in stages:
+            hidden = None
+            shape = (self._batch, count, manifest.geometry.hidden_size)
+            # Memory is of the current stream, and a context of the current device.
+            with stage.stream.activate():
+                if self._stages:
+                    hidden = torch.zeros(shape, dtype=cache.dtype, device=stage.stream.device)
+                self._stages.append(
+                    _StageStep(
+                        stage, layer, host_inputs, count, width, logit_rows, slots, hidden, pool
+                    )
+                )
+        # Of a draft ids and then log-probabilities.
+        shape = (
+            (2 * self._batch, count, manifest.draft_top_k)
+            if is_draft
+            else (self._batch, logit_rows, 1)
+        )
+        self._host_results = torch.zeros(shape, dtype=torch.float32, pin_memory=pinned)
+        self._stages[-1].host_results, self._found = self._host_results, self._host_results.numpy()
+
+    def set_inputs(self, calls: Sequence[Call | None]) -> None:
+        """Write the inputs of each sequence, up to n nodes. None: one that only fills the call, and
+        writes its last slots."""
+        for inputs, call in zip(self._inputs, calls, strict=True):
+            if call is None:
+                self._set_row(inputs, (), (), self._slots - self._count)
+            else:
+                self._set_row(
+                    inputs, call.tokens, call.positions, call.slot, call.context_len, call.tree_mask
+                )
+
+    def _set_row(
+        self,
+        inputs: InputViews[NDArray[np.int64]],
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        slot: int,
+        context_len: int = 0,
+        tree_mask: NDArray[np.bool_] | None = None,
+    ) -> None:
+        given = len(tokens)
+        inputs.tokens[:, :given] = tokens
+        inputs.positions[:, :given] = positions
+        if given < self._count:
+            # Positions of padding nodes must be within the rotary tables. Spare slots at the end of
+            # the cache are beyond them.
+            last = np.minimum(range(slot + given, slot + self._count), self._last_position)
+            inputs.tokens[:, given:] = 0
+            inputs.positions[:, given:] = last
+        inputs.slot[:], inputs.context_len[:] = slot, slot if tree_mask is None else context_len
+        inputs.tree_mask[:] = self._chain if tree_mask is None else 0
+        if tree_mask is not None:
+            inputs.tree_mask[:, :given, : tree_mask.shape[1]] = tree_mask
+
+    def run(self, wanted: Sequence[tuple[int, int, Choose | None]]) -> list[StepOutputs]:
+        """Run all stages, and wait for the results.
+
+        Args:
+            wanted: Sequences, the number of their first nodes whose results are returned, and what
+                chooses from their logits.
+        """
+        with ExitStack() as stack:  # each stream once: that takes as long as a launch
+            for previous, step in zip((None, *self._stages), self._stages, strict=False):
+                # Those before stay current: copies from there run in them.
+                stack.enter_context(step.stage.stream.activate())
+                step.run(previous)
+            chosen = [self._chosen(*one) for one in wanted]
+        self._stages[-1].stage.stream.synchronize()
+        return [
+            self._outputs(row, count, None if one is None else one.numpy())
+            for (row, count, _), one in zip(wanted, chosen, strict=True)
+        ]
+
+    def _chosen(self, row: int, count: int, choose: Choose | None) -> Tensor | None:
+        """Choose from a sequence's logits, and begin to copy the choice to the host."""
+        if choose is None:
+            return None
+        last = self._stages[-1]
+        return to_host(choose(last.results[0][row, :count].float()), last.stage.stream)
+
+    def _outputs(self, row: int, count: int, chosen: NDArray[np.float64] | None) -> StepOutputs:
+        """The results of the first ``count`` nodes of a sequence."""
+        last = self._stages[-1]
+        results, every = self._found[row :: self._batch, :count], last.results[0]
+        fetch_logits = partial(fetch, lambda: every[row, :count].float(), last.stage.stream)
+        if self._is_draft:
+            return StepOutputs(fetch_logits, results[0].astype(np.int64), results[1], chosen=chosen)
+        return StepOutputs(
+            fetch_logits, argmax_ids=results[0, :, 0].astype(np.int64), chosen=chosen
+        )
