@@ -38,7 +38,7 @@ namespace {
 //
 #include "levels.h"
 //
-#include EESD_INTEGERS
+#include "integers.h"
 //
 #include "products.h"
 //
