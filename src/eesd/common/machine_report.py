@@ -22,7 +22,7 @@ def describe() -> dict[str, str]:
         providers = f"onnxruntime cannot be loaded: {error}"
     return {
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "processor": f"{os.cpu_count()} cores, {', '.join(cpu_features()) or 'features unknown'}",
+        "processor": _describe_processor(),
         "memory": _memory(),
         "GPU": _gpu(),
         "onnxruntime providers": providers,
@@ -31,11 +31,25 @@ def describe() -> dict[str, str]:
 
 def cpu_features() -> list[str]:
     """The vector extensions useful for matrix products, as Linux reports them."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
-    except (OSError, IndexError):
-        return []
+    flags = _processor().get("flags", "").split()
     return [feature for feature in CPU_FEATURES if feature in flags]
+
+
+def _processor() -> dict[str, str]:
+    """What Linux reports of the first processor; empty on other systems."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    named = (line.partition(":") for line in lines)
+    return {name.strip(): value.strip() for name, _, value in named}
+
+
+def _describe_processor() -> str:
+    """Cores, family and model (docs/decisions/0120 has a table by these), and vector extensions."""
+    found = _processor()
+    kinds = [f"{name} {found[name]}" for name in ("cpu family", "model") if name in found]
+    return ", ".join([f"{os.cpu_count()} cores", *kinds, *cpu_features()])
 
 
 def _memory() -> str:
