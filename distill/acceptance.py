@@ -6,7 +6,7 @@ rounds of any draft length, and the counts are equal to those of the runtime's s
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -208,6 +208,7 @@ class ValidationSet:
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
         eos_token_ids: Sequence[int],
+        advance: Callable[[int], None] = lambda _: None,
     ) -> "ValidationSet":
         """Continue the prompts.
 
@@ -216,6 +217,7 @@ class ValidationSet:
             prompts: Token ids of each prompt.
             new_tokens: Maximum number of tokens to append to each prompt.
             eos_token_ids: Tokens that end a continuation.
+            advance: Called with a number of finished continuations.
 
         Returns:
             The validation set, without hidden states.
@@ -225,7 +227,7 @@ class ValidationSet:
         writing = Writing(
             prompts, limits, greedy, np.random.default_rng, eos_token_ids, VALIDATION_ROWS
         )
-        texts = continue_prompts(writer, writing)
+        texts = continue_prompts(writer, writing, advance)
         tokens, ends = padded(texts, max(map(len, texts)))
         return cls(tokens, torch.tensor([len(prompt) for prompt in prompts]), ends, {})
 
@@ -276,7 +278,8 @@ class ValidationSet:
         Args:
             head: The exit head.
             geometry: Shape of the model.
-            lm_head: Weight of the base model's LM head [V, hidden], on the head's device.
+            lm_head: Rows of the base model's LM head for the head's columns [C, hidden], on the
+                head's device; not used if the head has its own.
             batch: Rows in a pass.
 
         Returns:
@@ -361,7 +364,7 @@ def _greedy_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From inputs of the LM head [n, hidden]: the most likely column, its probability, and its
     margin; each [n], on the CPU."""
-    weight = (head.rows_of(lm_head) if head.lm_head is None else head.lm_head.weight).float()
+    weight = (lm_head if head.lm_head is None else head.lm_head.weight).float()
     found = []
     for chunk in torch.split(features, chunk_rows(len(weight), features.device)):
         logits = linear(chunk, weight)

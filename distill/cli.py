@@ -35,7 +35,7 @@ INTERVAL = click.IntRange(1, 10**9)
 @click.option(
     "--exit-layer",
     type=click.IntRange(1, 10_000),
-    help="Number of model layers before the exit head (N).  [default: 4, or fewer]",
+    help="Number of model layers before the exit head (N).  [default: 2, or 1]",
 )
 @click.option(
     "-o",
@@ -56,15 +56,14 @@ INTERVAL = click.IntRange(1, 10**9)
     default=None,
     help=(
         "Train an LM head for the exit head, or use the model's.  [default: its own with a draft "
-        "vocabulary]"
+        "vocabulary, if the head then has at most 10 million weights]"
     ),
 )
 @click.option(
     "--draft-vocab",
     type=click.IntRange(0, LARGEST_SIZE),
     help="Let the head predict only this many tokens, the most used ones of the text; 0: the whole "
-    "vocabulary.  [default: a "
-    "quarter of a large vocabulary]",
+    "vocabulary.  [default: a quarter of a large vocabulary, 8192 to 16384]",
 )
 @click.option(
     "--deep",
@@ -72,6 +71,12 @@ INTERVAL = click.IntRange(1, 10**9)
         "Layers above N whose states verify gives the draft, e.g. 10,20,30, or none.  [default: "
         "the thirds of the model]"
     ),
+)
+@click.option(
+    "--mlp",
+    type=click.IntRange(0, LARGEST_SIZE),
+    help="Width of the MLPs of the head's blocks; 0: none.  [default: the model's width, or what "
+    "10 million weights have room for]",
 )
 @click.option(
     "--init-head",
@@ -117,7 +122,7 @@ INTERVAL = click.IntRange(1, 10**9)
     "--own-rows", type=click.IntRange(1, 10**9), default=4096, help="Number of rows to generate."
 )
 @click.option(
-    "--own-batch", type=click.IntRange(1, 65536), default=64, help="Rows generated at a time."
+    "--own-batch", type=click.IntRange(1, 65536), default=16, help="Rows generated at a time."
 )
 @click.option(
     "--temperatures", default="0,0.7,1", help="Temperatures of the generated rows, in turn."
@@ -282,7 +287,10 @@ def main(charts: bool, **options: Any) -> None:
 
 def _run(run: Run) -> None:
     if run.training.steps:
-        run.train(print_metrics if run.is_main else lambda _: None)
+        if run.is_main:
+            run.train(print_metrics, click.echo)
+        else:
+            run.train(lambda _: None, lambda _: None)
     else:
         run.write_initial_head()
     _evaluate(run)

@@ -186,11 +186,17 @@ class _TorchRows:
         return o.norm(x, o.model.final_norm)
 
 
-def continue_prompts(writer: Writer, writing: Writing) -> list[list[int]]:
-    """Each prompt with its continuation."""
+def continue_prompts(
+    writer: Writer, writing: Writing, advance: Callable[[int], None] = lambda _: None
+) -> list[list[int]]:
+    """Each prompt with its continuation. ``advance`` is called with a number of finished texts."""
     texts = [list(prompt) for prompt in writing.prompts]
+    ended = 0
     for index, text in writer.texts(writing):
         texts[index] = text
+        ended += 1
+        advance(1)
+    advance(len(texts) - ended)  # prompts without room for a token
     return texts
 
 

@@ -55,6 +55,14 @@ class Rows:
     def __len__(self) -> int:
         return len(self.tokens)
 
+    def first(self, count: int) -> "Rows":
+        """The first ``count`` rows, all primary."""
+        return Rows(self.tokens[:count], self.lengths[:count], count)
+
+    def without(self, count: int) -> "Rows":
+        """The rows after the first ``count``, which are primary."""
+        return Rows(self.tokens[count:], self.lengths[count:], self.num_primary - count)
+
     def digest(self, count: int | None = None) -> str:
         """SHA-256 of the tokens and lengths of the first ``count`` rows; None: of all."""
         return hashlib.sha256(
@@ -205,31 +213,35 @@ def read_prompts(
     return [prompts[int(index)] for index in chosen]
 
 
-def hold_out_prompts(rows: Rows, count: int, prompt_tokens: int) -> tuple[list[list[int]], Rows]:
-    """Take validation prompts from the first primary rows, at most a tenth of them.
+def prompts_of_rows(rows: Rows, count: int, prompt_tokens: int) -> list[list[int]]:
+    """The first ``prompt_tokens`` tokens of each of the first ``count`` rows."""
+    sizes = np.minimum(rows.lengths, prompt_tokens)
+    return [rows.tokens[row, : sizes[row]].tolist() for row in range(count)]
+
+
+def prompt_order(rows: int, given: int, own: int, seed: int) -> NDArray[np.int64]:
+    """The prompt of each of the first rows.
+
+    Given prompts come in a random order, another one each time. The model's own prompts come in
+    their order, evenly among the given ones: so the first rows need only the first own prompts.
 
     Args:
-        rows: The training rows.
-        count: Maximum number of prompts.
-        prompt_tokens: Tokens of a prompt.
+        rows: Number of rows.
+        given: Number of given prompts.
+        own: Number of prompts that the model writes.
+        seed: Seed of the orders.
 
     Returns:
-        The prompts, and the rows that no prompt comes from.
-
-    Raises:
-        EESDError: There are fewer than ten primary rows.
+        Indices [rows] of prompts: the given ones, then the model's own.
     """
-    held_out = min(count, rows.num_primary // 10)
-    if not held_out:
-        raise EESDError(
-            f"There are only {rows.num_primary} rows to train on; give more data, or "
-            "--validation FILE."
-        )
-    prompts = [
-        rows.tokens[i, : min(prompt_tokens, int(rows.lengths[i]))].tolist() for i in range(held_out)
-    ]
-    remaining = Rows(rows.tokens[held_out:], rows.lengths[held_out:], rows.num_primary - held_out)
-    return prompts, remaining
+    times, places = np.divmod(np.arange(rows), given + own)
+    before = places * own // (given + own)
+    is_own = (places + 1) * own // (given + own) > before
+    order = given + before
+    for row in np.flatnonzero(~is_own):
+        shuffled = _permutation(seed, int(times[row]), given)
+        order[row] = shuffled[places[row] - before[row]]
+    return order
 
 
 def _check_vocabulary(tokens: Tokens, vocab_size: int, name: str) -> None:

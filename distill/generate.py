@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from eesd.common.errors import EESDError
 from eesd.common.json_input import read_json_object
 from eesd.distill.continuing import Writer, Writing, continue_prompts, padded
-from eesd.distill.data import shard_name, shuffled_indices
+from eesd.distill.data import shard_name
 from eesd.distill.options import first_difference
 from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
@@ -52,6 +52,11 @@ class GenerationOptions:
     prompts: str
     base: str
 
+    @property
+    def shard_rows(self) -> int:
+        """Rows in a shard."""
+        return SHARD_BATCHES * self.batch
+
 
 def self_generate(
     writer: Writer,
@@ -62,7 +67,7 @@ def self_generate(
     advance: Callable[[int], None],
     process: int = 0,
     processes: int = 1,
-) -> None:
+) -> list[Path]:
     """Write the shards that are missing.
 
     Each shard is a function of the options and of its number, so a stopped run continues where it
@@ -70,26 +75,28 @@ def self_generate(
 
     Args:
         writer: The model.
-        prompts: Token ids of each prompt.
+        prompts: Token ids of the prompt of each row, for the first rows or for all.
         options: Options of the text.
         directory: Directory of the shards.
         eos_token_ids: Tokens that end a row.
-        advance: Called with the number of rows of each shard.
+        advance: Called with the number of rows that are there.
         process: Number of this process.
         processes: Number of processes that call this function.
+
+    Returns:
+        The shards of these rows.
 
     Raises:
         EESDError: The directory has text that was generated with other options.
     """
     _check_stored_options(directory, options)
-    shard_rows = SHARD_BATCHES * options.batch
-    for number, start in enumerate(range(0, options.rows, shard_rows)):
-        count = min(shard_rows, options.rows - start)
+    paths = []
+    for number, start in enumerate(range(0, len(prompts), options.shard_rows)):
+        chosen = prompts[start : start + options.shard_rows]
+        count = len(chosen)
         path = directory / shard_name(number)
+        paths.append(path)
         if number % processes == process and not path.exists():
-            chosen = [
-                prompts[i] for i in shuffled_indices(len(prompts), start, count, options.seed)
-            ]
             temperatures = [
                 options.temperatures[(start + i) % len(options.temperatures)] for i in range(count)
             ]
@@ -98,7 +105,9 @@ def self_generate(
             writing = Writing(chosen, limits, temperatures, numbers, eos_token_ids, options.batch)
             texts = [
                 without_echo(text[: options.length + 1], len(prompt))
-                for text, prompt in zip(continue_prompts(writer, writing), chosen, strict=True)
+                for text, prompt in zip(
+                    continue_prompts(writer, writing, advance), chosen, strict=True
+                )
             ]
             tokens, lengths = padded(texts, options.length + 1)
             shard = {
@@ -108,9 +117,11 @@ def self_generate(
             }
             with saved_whole(path) as temporary:
                 save_file(shard, temporary)
-        elif number % processes == process:
-            _check_shard(path, count)
-        advance(count)
+        else:
+            if number % processes == process:
+                _check_shard(path, count)
+            advance(count)
+    return paths
 
 
 def without_echo(text: list[int], start: int) -> list[int]:

@@ -71,6 +71,7 @@ class TrainingOptions:
         draft_vocab: Vd, the tokens that the head can predict. 0: the whole vocabulary.
         deep: Deep layers, of whose states verify makes the head's keys and values of committed
             tokens.
+        mlp: Width of the MLPs of the head's blocks. 0: they have none. None: the model's width.
         losses: Weights of the losses.
         steps: Optimizer steps. 0 trains nothing.
         batch: Rows in a forward pass, on each process.
@@ -91,6 +92,7 @@ class TrainingOptions:
     own_lm_head: bool = False
     draft_vocab: int = 0
     deep: tuple[int, ...] = ()
+    mlp: int | None = None
     losses: LossOptions = LossOptions()
     steps: int = 4000
     batch: int = 8

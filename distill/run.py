@@ -7,10 +7,11 @@ set.
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,28 @@ from eesd.distill.data import (
     Rows,
     add_mixed_rows,
     count_next_tokens,
-    hold_out_prompts,
     most_used,
+    prompt_order,
+    prompts_of_rows,
     read_prompts,
     read_rows,
-    split_documents,
+    shard_name,
 )
 from eesd.distill.generate import GenerationOptions, self_generate
 from eesd.distill.options import DataOptions, Intervals, LossOptions, TrainingOptions, digest
 from eesd.distill.own_engine import EngineTeacher, EngineWriter
-from eesd.distill.self_prompt import SelfPromptOptions, around_turns, self_prompts
+from eesd.distill.portions import FIRST, Portion, portions, time_left
+from eesd.distill.self_prompt import SHARD_TRIES, SelfPromptOptions, around_turns, self_prompts
 from eesd.distill.stored import saving
 from eesd.distill.structure import structure
-from eesd.distill.teacher import OnlineTargets, TargetCache, TargetSource, Teacher, TeacherCall
+from eesd.distill.teacher import (
+    SHARD_ROWS,
+    OnlineTargets,
+    TargetCache,
+    TargetSource,
+    Teacher,
+    TeacherCall,
+)
 from eesd.distill.trainer import Report, Trainer, check_output
 from eesd.model.arrays import to_float32
 from eesd.model.as_torch import as_torch
@@ -60,7 +70,7 @@ from eesd.model.tokenizer_files import resolved_tokenizer
 from eesd.runtime.engines import operators
 from eesd.runtime.text import TextCodec
 
-SLOWLY = "torch writes the model's own text, several times slower than this project's operators."
+SLOWLY = "torch runs the model, several times slower than this project's operators."
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 """Opens a progress bar with a label and a total; gives a function that advances it."""
 
@@ -115,58 +125,110 @@ class Run:
         """The base model, on this process's device."""
         return load_decoder(self.checkpoint, self.dtype).to(self.accelerator.device)
 
-    @cached_property
-    def lm_head(self) -> Tensor:
-        """Weight of the base model's LM head [V, hidden], float32, on this process's device;
-        without rows if the head has its own, because none is read then."""
+    def lm_head(self, head: ExitHead) -> Tensor:
+        """Rows of the base model's LM head for the head's columns [C, hidden], float32, on this
+        process's device. Empty if the head has its own LM head."""
+        device = self.accelerator.device
         if self.training.own_lm_head:
-            return torch.zeros(
-                0, self.checkpoint.geometry.hidden_size, device=self.accelerator.device
-            )
-        return as_torch(to_float32(self.checkpoint.lm_head())).to(self.accelerator.device)
+            return torch.zeros(0, self.checkpoint.geometry.hidden_size, device=device)
+        return head.rows_of(as_torch(to_float32(self.checkpoint.lm_head()))).to(device)
+
+    @property
+    def _in_portions(self) -> bool:
+        """Whether a training begins with a part of the text, and stores the teacher's targets. On a
+        GPU the model writes and reads all of it in less time than a start takes."""
+        one = self.accelerator.num_processes == 1
+        on_cpu = self.accelerator.device.type == "cpu"
+        return one and on_cpu and self.training.steps > 0 and not self.data.mixed
 
     @cached_property
-    def rows(self) -> Rows:
-        """All rows, validation rows included. Empty if nothing needs them: validation has its own
-        prompts, nothing is trained, and no draft vocabulary is chosen."""
-        vocab_size = self.checkpoint.geometry.vocab_size
-        length = self.training.length
-        chooses = self.init_head is None and self.training.draft_vocab
-        if not (self.training.steps or chooses) and self.data.validation:
-            return split_documents((), length)
-        # First, because a file that cannot be used is refused before the model writes text.
-        mixed = (
-            read_rows(self.data.mixed, self.codec, vocab_size, length) if self.data.mixed else None
-        )
-        rows = read_rows(self.data.files or self._generate_rows(), self.codec, vocab_size, length)
-        return rows if mixed is None else add_mixed_rows(rows, mixed)
+    def portions(self) -> list[Portion]:
+        """The portions of the training. Those of own text are whole shards."""
+        files = self.data.files
+        size = self._file_rows.num_primary if files else self.data.own_rows
+        first = size
+        if self._in_portions:
+            shard = 1 if files else self._generation.shard_rows
+            first = -(-FIRST // shard) * shard
+        return portions(size, self.training.steps, first)
 
-    def _generate_rows(self) -> list[Path]:
-        """Generate the missing shards of own text; returns all shards."""
+    @cached_property
+    def _file_rows(self) -> Rows:
+        """The rows of ``--data``, and those that are mixed in."""
+        return self._with_mixed(self._read_rows(self.data.files))
+
+    @cached_property
+    def _mixed_rows(self) -> Rows | None:
+        """The rows of ``--mix``."""
+        return self._read_rows(self.data.mixed) if self.data.mixed else None
+
+    def _read_rows(self, paths: Sequence[Path]) -> Rows:
+        vocab_size = self.checkpoint.geometry.vocab_size
+        return read_rows(paths, self.codec, vocab_size, self.training.length)
+
+    def _with_mixed(self, rows: Rows) -> Rows:
+        return rows if self._mixed_rows is None else add_mixed_rows(rows, self._mixed_rows)
+
+    def rows(self, portion: Portion) -> tuple[Rows, int]:
+        """Read the rows of a portion, validation rows included; own text is written first.
+
+        Returns:
+            All rows that are there, and the number of primary ones that belong to the portion.
+        """
+        if self.data.files:
+            rows = self._file_rows
+            return rows, min(portion.size, rows.num_primary)
+        _ = self._mixed_rows  # refused, if at all, before the model writes text
+        files = self._write_rows(portion.size)
+        count = len(self._read_rows(files))
+        # A run that was stopped may have written more, whose targets are in the cache.
+        while (following := self.data.own_text / shard_name(len(files))).exists():
+            files.append(following)
+        return self._with_mixed(self._read_rows(files)), count
+
+    @cached_property
+    def _generation(self) -> GenerationOptions:
+        """The options of own text."""
         data = self.data
-        if data.prompts:
-            self._prompts(data.prompts, 1)  # refuses before the model is loaded
-        writer = self._writer()
-        read = self._prompts([*data.prompts, *self._write_prompts(writer)], data.own_rows)
-        prompts = [prompt.tokens for prompt in read]
-        options = GenerationOptions(
+        own = [data.self_prompt, data.self_prompt_start, SHARD_TRIES]
+        return GenerationOptions(
             rows=data.own_rows,
             batch=data.own_batch,
             length=self.training.length,
             temperatures=data.temperatures,
             seed=self.training.seed,
-            prompts=digest(prompts),
+            prompts=digest([self._given_prompts, own]),
             base=self.checkpoint.fingerprint(),
         )
-        process = self.accelerator.process_index
-        processes = self.accelerator.num_processes
-        with self.progress("own text", data.own_rows) as advance:
-            eos_token_ids = self.checkpoint.config.eos_token_ids
-            self_generate(
-                writer, prompts, options, data.own_text, eos_token_ids, advance, process, processes
+
+    @cached_property
+    def _given_prompts(self) -> list[list[int]]:
+        """The prompts of files."""
+        data = self.data
+        read = self._prompts(data.prompts, data.own_rows) if data.prompts else []
+        return [prompt.tokens for prompt in read]
+
+    def _write_rows(self, count: int) -> list[Path]:
+        """Let the model write the missing ones of the first rows of own text; returns their
+        files."""
+        data = self.data
+        given = self._given_prompts
+        order = prompt_order(count, len(given), data.self_prompt, self.training.seed)
+        writer = self._writer()
+        prompts = given + self._write_prompts(writer, int(order.max()) + 1 - len(given))
+        with self.progress("own text", count) as advance:
+            paths = self_generate(
+                writer,
+                [prompts[index] for index in order],
+                self._generation,
+                data.own_text,
+                self.checkpoint.config.eos_token_ids,
+                advance,
+                self.accelerator.process_index,
+                self.accelerator.num_processes,
             )
         self.accelerator.wait_for_everyone()
-        return sorted(data.own_text.glob("shard-*.safetensors"))
+        return paths
 
     @cached_property
     def _engine_directory(self) -> Path:
@@ -184,14 +246,12 @@ class Run:
         weights as they are stored."""
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
-        if self.accelerator.device.type == "cpu" and self.is_main:
-            notice(f"{SLOWLY} {operators.missing()}")
         return TorchWriter(self.decoder)
 
-    def _write_prompts(self, writer: Writer) -> list[Path]:
-        """Let the model write its own prompts, on the main process; returns their files."""
+    def _write_prompts(self, writer: Writer, count: int) -> list[list[int]]:
+        """Let the model write its first prompts, on the main process."""
         data = self.data
-        if not data.self_prompt:
+        if count <= 0:
             return []
         assert self.codec is not None  # make_run() has looked
         options = SelfPromptOptions(
@@ -201,19 +261,22 @@ class Run:
             base=self.checkpoint.fingerprint(),
             max_positions=self.checkpoint.config.max_positions,
         )
-        write = partial(
-            self_prompts,
-            codec=self.codec,
-            options=options,
-            directory=data.own_text,
-            rows=data.own_batch,
-        )
-        eos_token_ids = self.checkpoint.config.eos_token_ids
         with (
             self.accelerator.main_process_first(),
-            self.progress("own prompts", data.self_prompt) as advance,
+            self.progress("own prompts", count) as advance,
         ):
-            return write(writer, eos_token_ids=eos_token_ids, advance=advance)
+            paths = self_prompts(
+                writer,
+                self.codec,
+                options,
+                data.own_text,
+                self.checkpoint.config.eos_token_ids,
+                advance,
+                data.own_batch,
+                count,
+            )
+        every = len(paths) * SHARD_TRIES
+        return [prompt.tokens for prompt in self._prompts(paths, every)][:count]
 
     def _prompts(self, paths: Sequence[Path], count: int) -> list[Prompt]:
         return read_prompts(
@@ -226,25 +289,30 @@ class Run:
             seed=self.training.seed,
         )
 
-    def validation_and_training_rows(self) -> tuple[ValidationSet, Rows]:
-        """Make or load the validation set.
-
-        Returns:
-            The validation set, and the rows that are left to train on.
+    @cached_property
+    def validation(self) -> tuple[ValidationSet, int]:
+        """The validation set, made or loaded, and the number of rows that its prompts are from.
 
         Raises:
             EESDError: There are too few rows, or a prompt is too long for the model.
         """
         data = self.data
         kinds = tuple[str, ...]()
-        # First, because a file that cannot be used is refused before the model writes text.
-        read = self._prompts(data.validation, data.validation_prompts) if data.validation else []
-        rows = self.rows
-        if read:
+        held = 0
+        if data.validation:
+            read = self._prompts(data.validation, data.validation_prompts)
             prompts = [prompt.tokens for prompt in read]
             kinds = tuple(prompt.kind for prompt in read)
         else:
-            prompts, rows = hold_out_prompts(rows, data.validation_prompts, data.prompt_tokens)
+            rows, count = self.rows(self.portions[0])
+            every = self._file_rows.num_primary if data.files else data.own_rows
+            held = min(data.validation_prompts, every // 10, count // 2)
+            if not held:
+                raise EESDError(
+                    f"There are only {count} rows to train on; give more data, or "
+                    "--validation FILE."
+                )
+            prompts = prompts_of_rows(rows, held, data.prompt_tokens)
         free = self.checkpoint.config.max_positions - max(map(len, prompts))
         if free < 2:
             raise EESDError(
@@ -257,7 +325,7 @@ class Run:
         if self.is_main:
             self._complete_validation(path, prompts, min(free, data.validation_tokens))
         self.accelerator.wait_for_everyone()
-        return replace(ValidationSet.load(path), kinds=kinds), rows
+        return replace(ValidationSet.load(path), kinds=kinds), held
 
     def _complete_validation(self, path: Path, prompts: list[list[int]], new_tokens: int) -> None:
         """Make the file of the validation set, or add the states of layers that it lacks."""
@@ -265,20 +333,22 @@ class Run:
         if path.exists():
             validation = ValidationSet.load(path)
         else:
-            validation = ValidationSet.make(
-                self._writer(), prompts, new_tokens, self.checkpoint.config.eos_token_ids
-            )
+            eos_token_ids = self.checkpoint.config.eos_token_ids
+            with self.progress("validation texts", len(prompts)) as advance:
+                validation = ValidationSet.make(
+                    self._writer(), prompts, new_tokens, eos_token_ids, advance
+                )
         missing = [layer for layer in self.training.layers if layer not in validation.hidden]
         if missing:
             teacher = self._teacher(missing, validation.tokens.shape[1])
             validation.with_states(teacher, self.accelerator.device).save(path)
 
-    def targets(self, rows: Rows) -> TargetSource:
-        """Make the source of training batches. With ``offline``, the missing part of the cache is
-        computed first.
+    def targets(self, rows: Rows, count: int) -> TargetSource:
+        """Make the source of training batches. With a cache, its missing part is computed first.
 
         Args:
-            rows: The rows to train on.
+            rows: All rows to train on that are there.
+            count: Number of rows that are needed, from the first one.
 
         Returns:
             The source.
@@ -288,23 +358,28 @@ class Run:
         """
         training = self.training
         geometry = self.checkpoint.geometry
-        if self.offline is None:
+        directory = self.offline
+        if directory is None and self._in_portions:
+            directory = self.output / "targets"
+        if directory is None:
             return OnlineTargets(
                 rows, self._teacher(training.layers, training.length), self.accelerator.device
             )
         base = self.checkpoint.fingerprint()
         top_k = min(training.top_k, geometry.vocab_size)
-        cache = TargetCache(self.offline, rows, base, training.layers, top_k, training.precision)
-        missing = len(cache.missing_shards())
+        cache = TargetCache(directory, rows, base, training.layers, top_k, training.precision)
+        missing = len(cache.missing_shards(count))
         if missing:
             process = self.accelerator.process_index
             processes = self.accelerator.num_processes
-            with self.progress("teacher's targets", missing // processes) as advance:
+            total = min(missing * SHARD_ROWS, count) // processes
+            with self.progress("teacher's targets", total) as advance:
                 teacher = self._teacher(cache.layers, training.length)
                 device = self.accelerator.device
                 cache.fill(
                     teacher,
                     device,
+                    count,
                     geometry.hidden_size,
                     training.batch,
                     advance,
@@ -312,7 +387,7 @@ class Run:
                     processes,
                 )
         self.accelerator.wait_for_everyone()
-        vars(self).pop("decoder", None)  # training needs no model beside it, and has its memory
+        vars(self).pop("decoder", None)  # training needs its memory
         return cache
 
     def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
@@ -349,20 +424,18 @@ class Run:
                 if stored.deep != wanted.deep
                 else ""
             )
+            mlp = f" --mlp {stored.mlp}" if stored.mlp is not None else ""
             raise EESDError(
                 f"The head in {self.init_head} was made with --exit-layer {stored.layer} "
                 f"--blocks {stored.blocks} "
-                f"--{lm_head}-lm-head{draft_vocab}{deep}; give these options to start from it."
+                f"--{lm_head}-lm-head{draft_vocab}{deep}{mlp}; give these options to start from it."
             )
         head.exit_config = wanted
         return head
 
-    def initial_head(self, rows: Rows) -> ExitHead:
+    def initial_head(self) -> ExitHead:
         """The head before training: the one in ``init_head``, or one made from the model's last
-        layers.
-
-        Args:
-            rows: The rows to train on; a draft vocabulary has the tokens that they use most.
+        layers. Its draft vocabulary has the tokens that the first portion uses most.
 
         Raises:
             EESDError: The head in ``init_head`` has another shape than the options say.
@@ -372,7 +445,10 @@ class Run:
         if given is not None:
             return given
         if self.training.draft_vocab:
-            counts = count_next_tokens(rows, self.checkpoint.geometry.vocab_size)
+            _, held = self.validation
+            rows, count = self.rows(self.portions[0])
+            counted = rows if self.data.files else rows.first(count)
+            counts = count_next_tokens(counted.without(held), self.checkpoint.geometry.vocab_size)
             eos = self.checkpoint.config.eos_token_ids
             ids = most_used(counts, self.training.draft_vocab, eos)
         return make_initial_head(self.checkpoint, self.head_config(), ids)
@@ -389,34 +465,65 @@ class Run:
             trained=True,
             draft_vocab=training.draft_vocab,
             deep=training.deep,
+            mlp=training.mlp,
         )
 
-    def train(self, report: Report) -> None:
-        """Train one head. ``report`` is called with each line of metrics."""
+    def train(self, report: Report, say: Callable[[str], None]) -> None:
+        """Train one head.
+
+        Args:
+            report: Called with each line of metrics.
+            say: Called with a line about the time that is left.
+        """
         self.output.mkdir(parents=True, exist_ok=True)
         check_output(self.output)
         self.given_head()  # both first, because they refuse before the long work
-        validation, rows = self.validation_and_training_rows()
+        begun = time.monotonic()
+        validation, held = self.validation
+        files = self.data.files
         identity = {
             "base": self.checkpoint.fingerprint(),
-            "data": rows.digest(),
+            "data": self._file_rows.digest() if files else digest(asdict(self._generation)),
             "init_head": str(self.init_head.resolve()) if self.init_head else "",
             "processes": self.accelerator.num_processes,
         }
         trainer = Trainer(
             self.accelerator,
-            self.initial_head(rows),
+            self.initial_head(),
             self.checkpoint.geometry,
             self.lm_head,
             self.training,
-            rows,
-            self.targets(rows),
             validation,
             self.output,
             identity,
         )
-        with self.progress("training", self.training.steps) as advance:
-            trainer.run(self.intervals, report, advance)
+        first = self._read(self.portions[0], held)  # a cache is refused before the training
+        trainer.begin(report)
+        size = 0
+        for number, portion in enumerate(self.portions):
+            if trainer.step < portion.end:
+                used, targets = self._read(portion, held) if number else first
+                read = time.monotonic()
+                steps = portion.end - trainer.step
+                with self.progress(f"training to step {portion.end}", steps) as advance:
+                    trainer.run(used, targets, portion.end, self.intervals, report, advance)
+                texts = self.portions[-1].size - portion.size
+                left = texts * (read - begun) / (portion.size - size)
+                left += (self.training.steps - portion.end) * (time.monotonic() - read) / steps
+                if texts:
+                    say(
+                        f"step {portion.end} of {self.training.steps}: {portion.size} of "
+                        f"{self.portions[-1].size} rows are in use; {time_left(left)} left"
+                    )
+            size = portion.size
+            begun = time.monotonic()
+
+    def _read(self, portion: Portion, held: int) -> tuple[Rows, TargetSource]:
+        """The rows of a portion without the first ``held`` ones, and their targets."""
+        rows, count = self.rows(portion)
+        rows = rows.without(held)
+        count = len(rows) if self.data.mixed else count - held
+        return rows if self.data.mixed else rows.first(count), self.targets(rows, count)
 
     def write_initial_head(self) -> None:
         """Copy the head in ``init_head`` into the output directory, unless it is there already.
@@ -429,17 +536,15 @@ class Run:
         """
         self._check_head()
         if self.init_head is None:
-            rows = (
-                self.validation_and_training_rows()[1] if self.training.draft_vocab else self.rows
-            )
+            head = self.initial_head()
             self._check_head()
             if self.is_main:
-                save_exit_head(self.initial_head(rows), self.output)
+                save_exit_head(head, self.output)
             self.accelerator.wait_for_everyone()
             return
-        head = self.given_head()
-        assert head is not None
-        if not all(value.isfinite().all() for value in head.state_dict().values()):
+        given = self.given_head()
+        assert given is not None
+        if not all(value.isfinite().all() for value in given.state_dict().values()):
             raise EESDError(
                 f"The head in {self.init_head} has weights that are not finite; train it again."
             )
@@ -471,9 +576,9 @@ class Run:
         Raises:
             EESDError: The head computes values that are not finite.
         """
-        validation, _ = self.validation_and_training_rows()
+        validation, _ = self.validation
         head = load_exit_head(self.checkpoint, self.output).to(self.accelerator.device)
-        drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head)
+        drafts = validation.drafts(head, self.checkpoint.geometry, self.lm_head(head))
         if not all(np.isfinite(text.margin).all() for text in drafts):
             raise EESDError(
                 f"The head in {self.output} computes logits that are not finite; train it again."
@@ -606,6 +711,8 @@ def make_run(options: dict[str, Any], progress: ProgressBar) -> Run:
         dtype=getattr(torch, dtype),
         progress=progress,
     )
+    if on_cpu and accelerator.is_main_process and operators.missing():
+        notice(f"{SLOWLY} {operators.missing()}")
     check_exit(checkpoint.geometry, run.head_config())
     if data.self_prompt:
         if run.codec is None:

@@ -18,7 +18,7 @@ from eesd.runtime.decoding.sampling import philox
 from eesd.runtime.text import TextCodec
 
 MARK = "eesd-user-turn"
-SHARD_TRIES = 256
+SHARD_TRIES = 64
 """Prompts that are tried for one file."""
 MAX_TOKENS = 256
 """Longer turns are dropped, as they have no end."""
@@ -31,7 +31,7 @@ class SelfPromptOptions:
     """What determines the prompts.
 
     Attributes:
-        prompts: Number of prompts, at least; 0: none.
+        prompts: Number of prompts, at least.
         starts: Words that the user turns begin with, in turn.
         seed: Seed of sampling.
         base: Fingerprint of the model.
@@ -53,6 +53,7 @@ def self_prompts(
     eos_token_ids: Sequence[int],
     advance: Callable[[int], None],
     rows: int,
+    needed: int,
 ) -> list[Path]:
     """Write the JSON lines files of prompts that are missing.
 
@@ -68,9 +69,10 @@ def self_prompts(
             one.
         advance: Called with the number of prompts of each file.
         rows: Prompts that are decoded together.
+        needed: Number of prompts that are needed now, at least.
 
     Returns:
-        The files, whose lines have ``messages``.
+        The first files, whose lines have ``messages``.
 
     Raises:
         EESDError: The model has no chat template, or writes no prompts.
@@ -93,9 +95,9 @@ def self_prompts(
         written = path.read_bytes().count(b"\n")
         failures = 0 if written else failures + 1
         paths += [path] if written else []
-        advance(min(written, options.prompts - found))
+        advance(min(written, needed - found))
         found += written
-        if found >= options.prompts:
+        if found >= needed:
             return paths
         if failures == MAX_FAILURES:
             raise EESDError(

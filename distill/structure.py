@@ -1,20 +1,29 @@
-"""The structure of the head that a run trains: what the options say, else that of the head it
-starts from, else a usual one."""
+"""The structure of the head that a run trains: from the options, the head that it starts from, or
+the model's size."""
 
 from collections.abc import Mapping
 from dataclasses import fields
+from math import prod
 from typing import Any
 
 from eesd.common.geometry import ExitConfig, Geometry
+from eesd.common.weights import exit_head_shapes
 
-EXIT_LAYER = 4
-"""Layers before the head; of a model with few layers a quarter of them."""
+EXIT_LAYER = 2
+"""Layers before the head, or a quarter of the layers of a small model."""
 LARGE_VOCABULARY = 16384
-"""With more tokens the LM head is a large part of a draft step, and a quarter of them is
-drafted."""
+"""With more tokens the LM head is a large part of a draft step, so the head predicts only a quarter
+of them."""
 LEAST_DRAFTED = 8192
-NAMES = ("exit_layer", "blocks", "own_lm_head", "draft_vocab", "deep")
-"""The options that say it, as in :class:`~eesd.distill.options.TrainingOptions`."""
+MOST_DRAFTED = 16384
+"""Bounds of the draft vocabulary."""
+MOST_WEIGHTS = 10_000_000
+"""Weights of a head: 20 MB in 16 bits. They are a small part of a draft step, and few texts train
+them."""
+MLP_STEP = 256
+"""The width of a narrow MLP is a multiple of this number, which blocks of quantized weights fit."""
+NAMES = ("exit_layer", "blocks", "own_lm_head", "draft_vocab", "deep", "mlp")
+"""The options of the structure, as in :class:`~eesd.distill.options.TrainingOptions`."""
 
 
 def structure(
@@ -31,21 +40,49 @@ def structure(
     if given is not None:
         stored = {field.name: getattr(given, field.name) for field in fields(given)}
         return {name: stored["layer" if name == "exit_layer" else name] for name in NAMES} | said
-    usual = {"exit_layer": min(EXIT_LAYER, max(1, geometry.num_layers // 4)), "blocks": 1} | said
-    large = geometry.vocab_size > LARGE_VOCABULARY
-    trains = usual["blocks"] > 0  # else it is the model's own norm and LM head
-    usual.setdefault(
-        "draft_vocab", max(LEAST_DRAFTED, geometry.vocab_size // 4) if large and trains else 0
+    trains = said.get("blocks", 1) > 0  # without blocks it is the model's own norm and LM head
+    layer = said.get("exit_layer", min(EXIT_LAYER, max(1, geometry.num_layers // 4)))
+    usual: dict[str, Any] = {"exit_layer": layer, "blocks": 1, "draft_vocab": 0, "deep": ()}
+    if trains and geometry.vocab_size > LARGE_VOCABULARY:
+        quarter = geometry.vocab_size // 4
+        usual["draft_vocab"] = min(max(LEAST_DRAFTED, quarter), MOST_DRAFTED)
+    if trains:
+        usual["deep"] = deep_layers(geometry.num_layers, layer)
+    found = usual | said
+    if not 0 < found["blocks"] <= len(geometry.attention_layers):  # which has no LM head, or fails
+        return {"own_lm_head": False, "mlp": None} | found
+    fits = _weights(geometry, found | {"own_lm_head": True}) <= MOST_WEIGHTS
+    drafts_few = 0 < found["draft_vocab"] < geometry.vocab_size
+    found.setdefault("own_lm_head", drafts_few and fits)
+    found.setdefault("mlp", _mlp(geometry, found))
+    return found
+
+
+def _weights(geometry: Geometry, found: dict[str, Any]) -> int:
+    """Number of weights of a head."""
+    config = ExitConfig(
+        found["exit_layer"],
+        found["blocks"],
+        found["own_lm_head"],
+        draft_vocab=found["draft_vocab"],
+        deep=found["deep"],
+        mlp=found.get("mlp"),
     )
-    # Reads no more.
-    usual.setdefault("own_lm_head", trains and 0 < usual["draft_vocab"] < geometry.vocab_size)
-    usual.setdefault(
-        "deep", deep_layers(geometry.num_layers, usual["exit_layer"]) if trains else ()
-    )
-    return usual
+    return sum(map(prod, exit_head_shapes(geometry, config).values()))
+
+
+def _mlp(geometry: Geometry, found: dict[str, Any]) -> int | None:
+    """The width of MLPs that a head of at most :data:`MOST_WEIGHTS` has room for. None: that of the
+    model's MLPs."""
+    if _weights(geometry, found) <= MOST_WEIGHTS:
+        return None
+    free = MOST_WEIGHTS - _weights(geometry, found | {"mlp": 0})
+    blocks: int = found["blocks"]
+    room = free // (3 * geometry.hidden_size * blocks)
+    return max(0, room // MLP_STEP * MLP_STEP)
 
 
 def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
-    """A low, a middle and the last layer: the thirds of a model, of those behind the exit."""
+    """A low, a middle and the last layer: the thirds of a model, without those up to the exit."""
     thirds = {-(-num_layers * part // 3) for part in (1, 2, 3)}
     return tuple(sorted(layer for layer in thirds if layer > exit_layer))

@@ -35,7 +35,7 @@ DEVICE_CHUNKS = 8
 TOP_BLOCK = 64
 """Logits whose largest one is found first, so that a GPU need not search all of them for the k
 largest."""
-SHARD_ROWS = 256
+SHARD_ROWS = 32
 """Rows in a shard of the target cache."""
 
 
@@ -261,7 +261,7 @@ class OnlineTargets:
 
 
 class TargetCache:
-    """A directory with the hidden states and targets of all rows, in safetensors shards of 256
+    """A directory with the hidden states and targets of all rows, in safetensors shards of 32
     rows.
 
     A complete cache replaces the teacher. If rows are added behind the others, only theirs are
@@ -336,10 +336,11 @@ class TargetCache:
         """Exit layers whose hidden states are cached."""
         return list(self.meta["layers"])
 
-    def missing_shards(self) -> list[int]:
-        """Numbers of the shards that do not exist yet, or have fewer rows than there are now."""
+    def missing_shards(self, count: int) -> list[int]:
+        """Numbers of the shards of the first ``count`` rows that do not exist yet, or have fewer
+        rows than there are now."""
         missing = []
-        for number in range(-(-len(self.rows) // SHARD_ROWS)):
+        for number in range(-(-count // SHARD_ROWS)):
             path = self.directory / shard_name(number)
             if not path.exists() or _stored_rows(path) < self._rows_in(number):
                 missing.append(number)
@@ -360,6 +361,7 @@ class TargetCache:
         self,
         teacher: TeacherCall,
         device: torch.device,
+        count: int,
         hidden_size: int,
         batch: int,
         advance: Callable[[int], None],
@@ -371,16 +373,17 @@ class TargetCache:
         Args:
             teacher: Computes hidden states and targets.
             device: Device of the teacher.
+            count: Number of rows, from the first one.
             hidden_size: Width of a hidden state.
             batch: Rows in a pass of the teacher.
-            advance: Called with 1 after each shard.
+            advance: Called with the number of rows of each pass.
             process: Number of this process.
             processes: Number of processes that call this method.
 
         Raises:
             EESDError: The disk is too small.
         """
-        missing = self.missing_shards()
+        missing = self.missing_shards(count)
         needed = len(missing) * SHARD_ROWS * self._row_bytes(hidden_size)
         free = shutil.disk_usage(self.directory).free
         if needed > free:
@@ -395,16 +398,16 @@ class TargetCache:
                     np.int64
                 )
             )
-            parts = [
-                _cached_tensors(*teacher(ids.to(device))) for ids in torch.split(tokens, batch)
-            ]
+            parts = []
+            for ids in torch.split(tokens, batch):
+                parts.append(_cached_tensors(*teacher(ids.to(device))))
+                advance(len(ids))
             shard = {
                 name: torch.cat([part[name] for part in parts]).contiguous() for name in parts[0]
             }
             path = self.directory / shard_name(number)
             with saved_whole(path) as temporary:
                 save_file(shard, temporary)
-            advance(1)
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch:
         targets = Targets(self._read("top_ids", indices), self._read("top_logprobs", indices))

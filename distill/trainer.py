@@ -28,6 +28,7 @@ from eesd.distill.data import Rows, batch_indices
 from eesd.distill.losses import LOSS_NAMES, Student
 from eesd.distill.metrics import MetricsLog
 from eesd.distill.options import Intervals, TrainingOptions, first_difference
+from eesd.distill.portions import HeldSignals, held_signals
 from eesd.distill.stored import damaged, load_tensors, saving
 from eesd.distill.teacher import TargetSource, full_sequence_inputs, on_device, storage_dtype
 from eesd.model import exit_head_file
@@ -129,10 +130,8 @@ class Trainer:
         accelerator: Accelerator,
         head: ExitHead,
         geometry: Geometry,
-        lm_head: Tensor,
+        lm_head: Callable[[ExitHead], Tensor],
         options: TrainingOptions,
-        rows: Rows,
-        targets: TargetSource,
         validation: ValidationSet,
         output: Path,
         identity: dict[str, Any],
@@ -143,10 +142,9 @@ class Trainer:
             accelerator: Distributes the training over processes.
             head: The head to train.
             geometry: Shape of the model.
-            lm_head: Weight of the base model's LM head [V, hidden], float32.
+            lm_head: Returns the rows of the base model's LM head for a head's columns [C, hidden],
+                float32; not used if the head has its own.
             options: Options of the training.
-            rows: The rows to train on.
-            targets: Gives the batches of these rows.
             validation: The validation set.
             output: Existing output directory.
             identity: Model, data and initial weights. A run resumes only if they and the options
@@ -155,12 +153,10 @@ class Trainer:
         self.accelerator = accelerator
         self.geometry = geometry
         self.options = options
-        self.rows = rows
-        self.targets = targets
         self.validation = validation
         self.output = output
         self.head = head
-        self.lm_head = lm_head.to(accelerator.device)
+        self._lm_head_of = lm_head
         head = head.to(accelerator.device)
         self.identity = json.loads(json.dumps(asdict(options) | identity))
         student = Student(head, options.losses, options.precision)
@@ -172,6 +168,8 @@ class Trainer:
         )
         self.metrics = MetricsLog(output)
         self._own_head = False
+        self._saved = -1
+        self._seconds = 0.0
         self.step = 0
         self._means = (
             []
@@ -179,59 +177,77 @@ class Trainer:
             else [value.detach().clone() for value in self.student.parameters()]
         )
 
-    def run(
-        self, intervals: Intervals, report: Report, advance: Callable[[int], None] = lambda _: None
-    ) -> Acceptance:
-        """Train to the last step, from the last checkpoint if there is one.
+    def begin(self, report: Report) -> None:
+        """Load the last checkpoint, or validate the head that training starts from.
 
         Args:
+            report: Called with each line of metrics.
+
+        Raises:
+            EESDError: The checkpoint is damaged, or from a run with other options.
+        """
+        self._resume()
+        self.lm_head = self._lm_head_of(self.head)  # a checkpoint may have other columns
+        if self.step == 0:
+            self._validate(report)
+
+    def run(
+        self,
+        rows: Rows,
+        targets: TargetSource,
+        end: int,
+        intervals: Intervals,
+        report: Report,
+        advance: Callable[[int], None],
+    ) -> None:
+        """Train to a step, validate and save there.
+
+        SIGTERM and Ctrl-C wait for the end of a step, whose weights are saved.
+
+        Args:
+            rows: The rows to train on.
+            targets: Gives the batches of these rows.
+            end: The step.
             intervals: Steps between logged metrics, validations and checkpoints.
             report: Called with each line of metrics.
             advance: Called with the number of finished steps.
 
-        Returns:
-            The final acceptance.
-
         Raises:
-            EESDError: The loss is not a number (the last checkpoint is kept), or the checkpoint is
-                from a run with other options.
+            EESDError: The loss is not a number; the last checkpoint is kept.
         """
-        self._resume()
-        self._lm_head_rows = (
-            self.head.rows_of(self.lm_head) if self.head.lm_head is None else self.lm_head
-        )
-        advance(self.step)
-        acceptance = self._validate(report) if self.step == 0 else None
-        started = time.monotonic()
-        while self.step < self.options.steps:
-            mean = self._train_step()
-            self.step += 1
-            self._average()
-            last = self.step == self.options.steps
-            if (
-                last
-                or self.step == 1
-                or any(self.step % every == 0 for every in asdict(intervals).values())
-            ):
-                metrics = self._read(mean, self.step)
-            if self.step % intervals.log == 0 or last or self.step == 1:
-                report(self._log({"step": self.step, **metrics, **self._spent(started)}))
-            if self.step % intervals.validate == 0 or last:
-                acceptance = self._validate(report)
-            if self.step % intervals.save == 0 or last:
+        alone = self.accelerator.num_processes == 1
+        with held_signals() if alone else nullcontext(HeldSignals()) as held:
+            while self.step < end and held.came is None:
+                started = time.monotonic()
+                mean = self._train_step(rows, targets)
+                self.step += 1
+                self._average()
+                last = self.step == end
+                is_logged = last or self.step == 1 or self.step % intervals.log == 0
+                is_saved = last or self.step % intervals.save == 0
+                is_validated = last or self.step % intervals.validate == 0
+                if is_logged or is_saved or is_validated:
+                    metrics = self._read(mean, self.step)
+                self._seconds += time.monotonic() - started
+                if is_logged:
+                    report(self._log({"step": self.step, **metrics, **self._spent()}))
+                if is_validated:
+                    self._validate(report)
+                if is_saved:
+                    self._save()
+                advance(1)
+            if self.step > self._saved:
                 self._save()
-            advance(1)
-        return acceptance or self._validate(report)
 
-    def _spent(self, started: float) -> dict[str, float]:
-        """Seconds of the training, and on a GPU the most bytes that this process held, of all
+    def _spent(self) -> dict[str, float]:
+        """Seconds of the steps in this process, and on a GPU the most bytes that it held, of all
         phases."""
-        spent: dict[str, float] = {"seconds": round(time.monotonic() - started, 2)}
+        spent: dict[str, float] = {"seconds": round(self._seconds, 2)}
         if self.accelerator.device.type == "cuda":
             spent["peak_bytes"] = torch.cuda.max_memory_allocated(self.accelerator.device)
         return spent
 
-    def _train_step(self) -> Tensor:
+    def _train_step(self, rows: Rows, targets: TargetSource) -> Tensor:
         """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for
         :meth:`_read`.
 
@@ -248,16 +264,12 @@ class Trainer:
             number = (
                 self.step * options.accumulate + micro_step
             ) * processes + self.accelerator.process_index
-            indices = batch_indices(
-                self.rows, options.batch, options.mix_share, number, options.seed
-            )
-            batch = self.targets.batch(indices, options.layers).to(self.accelerator.device)
+            indices = batch_indices(rows, options.batch, options.mix_share, number, options.seed)
+            batch = targets.batch(indices, options.layers).to(self.accelerator.device)
             roots = self._roots(number)
             last = micro_step == options.accumulate - 1
             with nullcontext() if last else self.accelerator.no_sync(self.student):
-                loss, metrics = self.student(
-                    batch, roots, self._lm_head_rows, self._inputs, self._caches
-                )
+                loss, metrics = self.student(batch, roots, self.lm_head, self._inputs, self._caches)
                 self.accelerator.backward(loss / options.accumulate)
             total += torch.cat([loss.detach()[None], metrics]) / options.accumulate
         mean: Tensor = self.accelerator.reduce(total, "mean")
@@ -372,6 +384,7 @@ class Trainer:
                 if other != final and (kept := remove_directory(other, _foreign)):
                     notice(f"{other} is kept: {kept}.")
             self._save_head(averaged)
+        self._saved = self.step
         self.accelerator.wait_for_everyone()
 
     def _save_head(self, head: ExitHead) -> None:
@@ -417,6 +430,7 @@ class Trainer:
             # The run may have been killed between the checkpoint and the head.
             self._save_head(self.full_head())
         self.step = step
+        self._saved = step
         self.metrics.start(self.step)
 
     def _fixed(self, options: dict[str, Any]) -> dict[str, Any]:

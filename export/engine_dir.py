@@ -180,18 +180,23 @@ def _models_own(checkpoint: Checkpoint, config: ExitConfig) -> Head:
     """A head with weights of the model."""
     initial_head.check_exit(checkpoint.geometry, config)
     names = initial_head.initial_names(checkpoint.geometry, config)
-    return Head(config, {name: _own_source(checkpoint, name, base) for name, base in names.items()})
+    sources = {name: _own_source(checkpoint, config, name, base) for name, base in names.items()}
+    return Head(config, sources)
 
 
-def _own_source(checkpoint: Checkpoint, name: str, base: Sequence[str]) -> TensorSource:
+def _own_source(
+    checkpoint: Checkpoint, config: ExitConfig, name: str, base: Sequence[str]
+) -> TensorSource:
     """The source of a head's parameter that is made of the model's tensors. A single tensor is
     returned unchanged, so that it can be linked."""
     parts = [checkpoint.tensors[part] for part in base]
     geometry = checkpoint.geometry
-    if len(parts) == 1 and geometry.experts is None:
+    if len(parts) == 1 and geometry.experts is None and config.mlp is None:
         return parts[0]
     return ComputedTensor(
-        lambda: initial_head.joined(name, [to_float32(part.read()) for part in parts], geometry)
+        lambda: initial_head.joined(
+            name, [to_float32(part.read()) for part in parts], geometry, config
+        )
     )
 
 

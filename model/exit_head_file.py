@@ -50,6 +50,7 @@ def read_exit_config(directory: Path, base: str | None) -> ExitConfig:
             trained=fields.flag("trained"),
             draft_vocab=fields.integer("draft_vocab", 0, least=0, most=LARGEST_SIZE),
             deep=fields.token_ids("deep") or (),
+            mlp=fields.integer("mlp", None, optional=True, least=0, most=LARGEST_SIZE),
         )
         calibration = fields.take("calibration", None)
         if fields.left:

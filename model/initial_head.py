@@ -5,10 +5,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from eesd.common.architecture import Block
 from eesd.common.errors import EESDError
 from eesd.common.geometry import ExitConfig, Geometry, head_fault
-from eesd.common.quantization import LM_HEAD
-from eesd.common.weights import FINAL_NORM, block_shapes, lm_head_name
+from eesd.common.quantization import LM_HEAD, Shape
+from eesd.common.shapes import block_weights
+from eesd.common.weights import FINAL_NORM, lm_head_name
 from eesd.model.arrays import Array
 
 
@@ -52,7 +54,7 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
         names[LM_HEAD] = (lm_head_name(geometry),)
     for index, layer in enumerate(geometry.head_layers(exit_config.blocks)):
         experts = geometry.of_layer(layer).experts
-        for name in block_shapes(geometry.of_head):
+        for name in _block_shapes(geometry, exit_config):
             parts = [name]
             if geometry.parallel:  # which has one norm for attention and MLP
                 parts = [name.replace("post_attention_layernorm", "input_layernorm")]
@@ -65,13 +67,18 @@ def initial_names(geometry: Geometry, exit_config: ExitConfig) -> dict[str, tupl
     return names
 
 
-def joined(name: str, parts: Sequence[Array], geometry: Geometry) -> Array:
+def _block_shapes(geometry: Geometry, exit_config: ExitConfig) -> dict[str, Shape]:
+    """Name and shape of every weight of a block of the head."""
+    return block_weights(Block(geometry.of_head, "", 0, mlp=exit_config.mlp))
+
+
+def joined(name: str, parts: Sequence[Array], geometry: Geometry, exit_config: ExitConfig) -> Array:
     """Combine the base parameters of :func:`initial_names` into one parameter of a head.
 
-    Those of several experts are placed side by side, as if a token used all of them with equal
-    weights. Excess parts are cut off, and missing ones are 0, which adds nothing.
+    Experts stand side by side, as if a token used all of them with the same weight. A narrower MLP
+    takes the first of their rows, and rows that are missing are 0, which adds nothing.
     """
-    block = block_shapes(geometry.of_head)
+    block = _block_shapes(geometry, exit_config)
     shape = block.get(name.partition(".")[2].partition(".")[2])
     if shape is None or (len(parts) == 1 and parts[0].shape == shape):
         return parts[0]

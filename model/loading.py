@@ -44,7 +44,7 @@ def make_initial_head(
     state: dict[str, Tensor] = {}
     for name, sources in initial_names(geometry, exit_config).items():
         parts = [to_float32(checkpoint.tensors[source].read()) for source in sources]
-        state[name] = as_torch(joined(name, parts, geometry))
+        state[name] = as_torch(joined(name, parts, geometry, exit_config))
     head = ExitHead(geometry, exit_config)
     if draft_vocab is not None:
         ids = state[DRAFT_VOCAB] = as_torch(draft_vocab)

@@ -28,10 +28,18 @@ from eesd.distill.acceptance import ValidationSet, replay_acceptance
 from eesd.distill.charts import draw_training
 from eesd.distill.cli import main
 from eesd.distill.continuing import TorchWriter, Writer, Writing, continue_prompts
-from eesd.distill.data import Rows, batch_indices, read_prompts, read_rows, split_documents
+from eesd.distill.data import (
+    Rows,
+    batch_indices,
+    prompt_order,
+    read_prompts,
+    read_rows,
+    split_documents,
+)
 from eesd.distill.generate import without_echo
 from eesd.distill.metrics import MetricsLog
 from eesd.distill.own_engine import EngineTeacher, EngineWriter
+from eesd.distill.portions import portions
 from eesd.distill.run import SLOWLY
 from eesd.distill.teacher import Teacher
 from eesd.distill.trainer import LATE
@@ -42,14 +50,14 @@ from eesd.runtime.engines import operators
 from eesd.runtime.llm import Speculation
 from eesd.runtime.text import TextCodec
 
+SHORT = ("--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60)
+
 
 @pytest.fixture(scope="session")
 def trained(learner: Path, own_rows: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A head after 60 steps."""
     output = tmp_path_factory.mktemp("trained") / "head"
-    distill(
-        learner, own_rows, output, "--steps", 60, "--lr", 1e-2, "--batch", 16, "--save-every", 60
-    )
+    distill(learner, own_rows, output, *SHORT)
     return output
 
 
@@ -57,9 +65,9 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     steps = read_losses(trained)
     assert np.mean([steps[i] for i in range(51, 61)]) < 0.85 * steps[1]
     validations = [line for line in read_metrics(trained) if "acceptance" in line]
-    assert [line["step"] for line in validations] == [0, 60]
-    assert validations[1]["tokens_per_round"] > 1.1 * validations[0]["tokens_per_round"]
-    assert validations[1]["acceptance"][0] > validations[0]["acceptance"][0] + 0.05
+    assert [line["step"] for line in validations] == [0, 15, 30, 60], "64, 128 and all 256 rows"
+    assert validations[-1]["tokens_per_round"] > 1.05 * validations[0]["tokens_per_round"]
+    assert validations[-1]["acceptance"][0] > validations[0]["acceptance"][0] + 0.05
 
 
 @pytest.mark.parametrize(
@@ -98,35 +106,35 @@ def test_a_run_is_drawn_from_its_metrics(tmp_path: Path) -> None:
         draw_training(tmp_path)
 
 
-@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize(
+    ("options", "deep"),
+    [
+        (None, (2, 3)),
+        (("--deep", "none"), ()),
+        (("--mlp", 0), (2, 3)),
+        (("--deep", "3", "--mlp", 7, "--blocks", 2), (3,)),
+    ],
+    ids=["usual", "no deep layers", "no MLP", "narrow MLPs"],
+)
 def test_validation_counts_equal_the_runtime_statistics(
-    learner: Path, own_rows: Path, trained: Path, tmp_path: Path, deep: bool
+    learner: Path,
+    own_rows: Path,
+    trained: Path,
+    tmp_path: Path,
+    options: tuple[object, ...] | None,
+    deep: tuple[int, ...],
 ) -> None:
     """Rounds replayed from parallel passes have, depth by depth, the counts of rounds that the
     engines run."""
     checkpoint = Checkpoint(learner)
-    if not deep:
+    if options is not None:
         trained = tmp_path / "head"
-        distill(
-            learner,
-            own_rows,
-            trained,
-            "--steps",
-            60,
-            "--lr",
-            1e-2,
-            "--batch",
-            16,
-            "--save-every",
-            60,
-            "--deep",
-            "none",
-        )
+        distill(learner, own_rows, trained, *SHORT, *options)
     (stored,) = trained.glob("validation-*.safetensors")
     validation = ValidationSet.load(stored)
     lm_head = as_torch(checkpoint.lm_head())
     head = load_exit_head(checkpoint, trained)
-    assert head.exit_config.deep == ((2, 3) if deep else ())
+    assert head.exit_config.deep == deep
     replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, lm_head), 5)
     llm = eesd.load(
         export_engine(
@@ -193,6 +201,62 @@ def test_resume_after_a_kill_gives_the_same_losses_and_weights(
     assert list(read_losses(tmp_path / "killed")) == list(range(1, 25))
     for name in ("exit_head.safetensors", "checkpoint-24/optimizer.safetensors"):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_run_begins_with_little_text_and_ends_cleanly_when_it_is_told_to(
+    learner: Path, tmp_path: Path
+) -> None:
+    """SIGTERM after the first of three portions; the resumed run is compared with an uninterrupted
+    one."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"t{i} t{i}"}) + "\n" for i in range(5, 60)))
+    arguments = ("--model", learner, "--exit-layer", 1, "--self-generate", prompts, *SMALL)
+    arguments += ("--own-rows", 250, "--own-batch", 4, "--steps", 50, "--own-text")
+    whole = succeed(main, *arguments, tmp_path / "text", "-o", tmp_path / "whole").output
+    assert whole.index("step 12 of 50: 64 of 250 rows are in use") < whole.index("step     13")
+    assert [line["step"] for line in read_metrics(tmp_path / "whole") if "acceptance" in line] == [
+        *(0, 12, 25, 50)
+    ]
+    killed = tmp_path / "killed"
+    command = [*arguments, tmp_path / "more-text", "-o", killed]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "eesd.distill.cli", *map(str, command)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step     14  loss"):
+            process.send_signal(signal.SIGTERM)
+            break
+    assert process.wait() == 128 + signal.SIGTERM
+    texts = len([*(tmp_path / "more-text").glob("shard-*")])
+    assert texts < len([*(tmp_path / "text").glob("shard-*")])
+    assert not [*tmp_path.rglob(".*")], "no temporary file, directory or lock is left"
+    (checkpoint,) = killed.glob("checkpoint-*")
+    assert 14 <= int(checkpoint.name.removeprefix("checkpoint-")) < 25
+    succeed(main, *command)
+    assert read_losses(killed) == read_losses(tmp_path / "whole")
+    name = "exit_head.safetensors"
+    assert (killed / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_the_first_rows_need_only_the_first_prompts_that_the_model_writes() -> None:
+    order = prompt_order(40, given=6, own=3, seed=1)
+    own = order >= 6
+    assert order[own].tolist()[:4] == [6, 7, 8, 6] and own[:9].sum() == 3
+    assert own[:3].sum() == own[3:6].sum() == 1
+    assert sorted(order[:9]) == sorted(order[9:18]) == [*range(9)]
+    assert order[:9].tolist() != order[9:18].tolist()
+    assert prompt_order(5, given=0, own=3, seed=1).tolist() == [0, 1, 2, 0, 1]
+    assert sorted(prompt_order(4, given=4, own=0, seed=1)) == [*range(4)]
+
+
+def test_each_portion_has_twice_the_text_of_the_one_before() -> None:
+    assert portions(500, 1000, 64) == [(64, 128), (128, 256), (256, 512), (500, 1000)]
+    assert portions(500, 5, 64) == [(128, 1), (256, 2), (500, 5)]
+    assert portions(40, 5, 64) == [(40, 5)]
 
 
 def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(

@@ -171,9 +171,9 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(
     start: tuple[object, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = (*start, "--save-every", 2)
-    batch = teacher.OnlineTargets.batch
+    batch = teacher.TargetCache.batch
 
-    def poisoned(self: teacher.OnlineTargets, indices: np.ndarray, layers: Sequence[int]) -> object:
+    def poisoned(self: teacher.TargetCache, indices: np.ndarray, layers: Sequence[int]) -> object:
         result = batch(self, indices, layers)
         calls.append(1)
         if len(calls) == 4:
@@ -181,7 +181,7 @@ def test_a_loss_that_is_not_a_number_keeps_the_last_checkpoint(
         return result
 
     calls: list[int] = []
-    monkeypatch.setattr(teacher.OnlineTargets, "batch", poisoned)
+    monkeypatch.setattr(teacher.TargetCache, "batch", poisoned)
     result = run(main, *arguments)
     assert result.exit_code == 2
     assert_one_line(result.stderr, "step 4", "not a number", "--lr")

@@ -18,6 +18,7 @@ from support.command import assert_one_line, assert_refused, listing, run, slow_
 from support.distilling import SMALL, read_metrics
 
 from eesd.common.files import is_temporary
+from eesd.distill import teacher
 from eesd.distill.cli import main
 
 Damage = Callable[[Path], object]
@@ -35,7 +36,8 @@ def stopped(
     """The output of a run that stopped at step 2 of 4, with a cache of targets."""
     output = tmp_path_factory.mktemp("stopped") / "out"
     calls = "import eesd.distill.trainer as t; f = t.Trainer._train_step; n = iter(range(9))"
-    stop = f"{calls}; t.Trainer._train_step = lambda s: f(s) if next(n) < 2 else exit(3)"
+    one = "import eesd.distill.teacher as c; c.SHARD_ROWS = 256"
+    stop = f"{one}; {calls}; t.Trainer._train_step = lambda *s: f(*s) if next(n) < 2 else exit(3)"
     arguments = (
         *options,
         "--data",
@@ -135,7 +137,9 @@ def test_a_damaged_file_is_named(
     tmp_path: Path,
     name: str,
     damage: Damage,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(teacher, "SHARD_ROWS", 256)
     output = shutil.copytree(stopped, tmp_path / "out")
     (path,) = output.glob(name)
     damage(path)

@@ -162,7 +162,7 @@ def made_head(decoder: Decoder, config: ExitConfig) -> ExitHead:
         parts = [
             parameters[source].numpy() for source in initial_names(decoder.geometry, config)[name]
         ]
-        parameter.data.copy_(as_torch(joined(name, parts, decoder.geometry)))
+        parameter.data.copy_(as_torch(joined(name, parts, decoder.geometry, config)))
     return head
 
 

@@ -275,7 +275,7 @@ def mlp_of(module: Any, x: Tensor) -> Tensor:
 def test_a_head_with_more_room_than_experts_has_zeros(model: Path) -> None:
     geometry = replace(Checkpoint(model).geometry, intermediate_size=40)
     parts = [np.ones((32, 16), np.float32)] * 2
-    found = joined("blocks.0.mlp.down_proj.weight", parts, geometry)
+    found = joined("blocks.0.mlp.down_proj.weight", parts, geometry, ExitConfig(1))
     assert found.shape == (32, 40) and (found[:, :32] == 0.5).all() and not found[:, 32:].any()
 
 

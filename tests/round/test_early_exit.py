@@ -142,9 +142,8 @@ def test_a_calibrated_exit_knows_how_often_it_is_right(
         head.exit_config.blocks == 0 and head.exit_config.trained and head.draft_vocab is not None
     )
     assert len(head.draft_vocab) == SIZE and load_manifest(reduced).exit_head.draft_vocab == SIZE
-    replayed = replay_acceptance(
-        validation.correct_drafts(head, checkpoint.geometry, as_torch(checkpoint.lm_head())), 5
-    )
+    rows = head.rows_of(as_torch(checkpoint.lm_head()))
+    replayed = replay_acceptance(validation.correct_drafts(head, checkpoint.geometry, rows), 5)
     llm = load(
         reduced, "ort", threads=1, speculation=Speculation("fixed:k=5", guard=False, drafter="exit")
     )

@@ -138,6 +138,7 @@ class Block:
         kind: Kind of layer; see :class:`~eesd.common.geometry.Geometry`.
         eagle: The EAGLE-3 head of the block. Its attention reads an embedding and a state side by
             side, hides the first slot, and has separate rotary tables.
+        mlp: Width of the MLP. 0: there is none. None: that of the geometry.
     """
 
     geometry: Geometry
@@ -145,6 +146,7 @@ class Block:
     cache: int
     kind: str = FULL
     eagle: Eagle | None = None
+    mlp: int | None = None
 
     def norm(self, name: str) -> Norm:
         """A norm of the block."""
@@ -285,7 +287,7 @@ class Model(NamedTuple):
         if eagle is not None:
             return Block(eagle.block, prefix, cache, FULL, eagle)
         layer = geometry.head_layers(self.head.blocks)[index]
-        return Block(geometry.of_head, prefix, cache, geometry.kind(layer))
+        return Block(geometry.of_head, prefix, cache, geometry.kind(layer), mlp=self.head.mlp)
 
     @property
     def final_norm(self) -> Norm:
@@ -411,6 +413,8 @@ def attend(o: Operations[X], of: Block, x: X, residual: Sequence[X]) -> X:
 
 def feed_forward(o: Operations[X], of: Block, x: X) -> X:
     """The second half of a block, for each token alone: x plus the output of an MLP or mixture."""
+    if of.mlp == 0:
+        return x
     norm = of.norm("post_attention_layernorm") if of.geometry.norm_before else None
     return _feed(o, of, x, norm, x)
 
@@ -438,7 +442,8 @@ def _inner(o: Operations[X], of: Block, x: X, norm: Norm | None) -> tuple[X, Lin
     """The activated values of a block's MLP, and the layer that reads them."""
     geometry = of.geometry
     prefix = of.prefix
-    gate, up, down = _mlp(f"{prefix}mlp", geometry, geometry.intermediate_size, geometry.mlp_bias)
+    width = of.mlp or geometry.intermediate_size
+    gate, up, down = _mlp(f"{prefix}mlp", geometry, width, geometry.mlp_bias)
     if geometry.gated:
         gated = o.product(x, [gate, up], f"{prefix}gated", norm, activation=geometry.activation)
         return gated, down

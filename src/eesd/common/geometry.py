@@ -408,6 +408,7 @@ class ExitConfig:
         draft_vocab: Vd, the number of tokens that the head can predict. 0: the whole vocabulary.
         deep: Layers above N, ascending, whose hidden states verify writes to the deep cache for the
             draft to read. Empty: no deep cache.
+        mlp: Width of the MLPs of the blocks. 0: there are none. None: that of the model's MLPs.
         eagle: Structure of an EAGLE-3 head: one block with its own LM head right after the
             embeddings (N = 0). None for an exit head.
     """
@@ -420,6 +421,7 @@ class ExitConfig:
     calibration: CalibrationPrior | None = None
     draft_vocab: int = 0
     deep: tuple[int, ...] = ()
+    mlp: int | None = None
     eagle: Eagle | None = None
 
     @property
@@ -448,6 +450,8 @@ def head_fault(geometry: Geometry, exit_config: ExitConfig) -> str | None:
             f"deep layers must ascend, from {exit_config.layer + 1} to at most "
             f"{geometry.num_layers}"
         )
+    if exit_config.mlp is not None and not 0 <= exit_config.mlp <= LARGEST_SIZE:
+        return f"its MLP is {exit_config.mlp} wide"
     if deep and not exit_config.blocks:
         return "a head without blocks has no attention after which they could be added"
     if eagle is None:

@@ -195,7 +195,7 @@ def split_side(name: str) -> int | None:
 def part_shapes(parts: Sequence[str], geometry: Geometry, exit_config: ExitConfig) -> list[Shape]:
     """Shapes of weights or biases of a block of the model or of a head."""
     shapes = block_shapes(geometry.of_head) | block_shapes(geometry)
-    if exit_config.eagle and parts[0].startswith(EXIT_HEAD):
+    if parts[0].startswith(EXIT_HEAD):
         shapes = block_weights(replace(Model(geometry, exit_config).exit_block(0), prefix=""))
     return [shapes[_IN_BLOCK.split(part)[-1]] for part in parts]
 

@@ -1,0 +1,78 @@
+"""Portions of the training text. A run on a CPU trains on a little text first, and then on twice as
+much again and again, so that the first figures of acceptance come after minutes."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NamedTuple
+
+FIRST = 64
+"""Texts or rows of the first portion on a CPU."""
+
+
+class Portion(NamedTuple):
+    """A part of the training.
+
+    Attributes:
+        size: Number of texts or rows in use, from the first one.
+        end: The step at which the portion ends.
+    """
+
+    size: int
+    end: int
+
+
+def portions(size: int, steps: int, first: int) -> list[Portion]:
+    """Split a training into portions, each with twice the text of the portion before.
+
+    Args:
+        size: Number of texts or rows.
+        steps: Steps of the training. Each portion ends when its share of the steps is done.
+        first: Size of the first portion.
+    """
+    found = []
+    while first < size:
+        found.append(Portion(first, steps * first // size))
+        first *= 2
+    return [*(portion for portion in found if portion.end), Portion(size, steps)]
+
+
+def time_left(seconds: float) -> str:
+    """A duration in words."""
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    return f"{minutes / 60:.1f} h"
+
+
+class HeldSignals:
+    """Signals that wait.
+
+    Attributes:
+        came: The first signal that came, set by its handler. None: none came.
+    """
+
+    def __init__(self) -> None:
+        self.came: int | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.came = self.came or number
+
+
+@contextmanager
+def held_signals() -> Iterator[HeldSignals]:
+    """Let SIGTERM, SIGHUP and Ctrl-C wait until the block ends, which looks at ``came`` and saves
+    its work. The usual handlers run afterwards."""
+    held = HeldSignals()
+    before = {}
+    with suppress(ValueError):  # only the main thread has handlers
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            before[number] = signal.signal(number, held)
+    try:
+        yield held
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if held.came is not None:
+            signal.raise_signal(held.came)
