@@ -1,6 +1,6 @@
 """Charts as SVG files, drawn with matplotlib, which the extra ``report`` installs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from io import StringIO
@@ -37,8 +37,12 @@ def drawn(path: Path, titles: Sequence[str]) -> Iterator[Sequence["Axes"]]:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    style = {"svg.hashsalt": "eesd", "svg.fonttype": "none"}
-    style |= {"axes.spines.top": False, "axes.spines.right": False}
+    style: dict[str, object] = {
+        "svg.hashsalt": "eesd",
+        "svg.fonttype": "none",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
     with rc_context(style):
         figure = Figure(figsize=(4.6 * len(titles), 3.6), layout="constrained")
         axes = figure.subplots(1, len(titles), squeeze=False)[0]
@@ -52,7 +56,7 @@ def drawn(path: Path, titles: Sequence[str]) -> Iterator[Sequence["Axes"]]:
         check_own(path, MARK)
 
 
-def draw_acceptance(axes: "Axes", by_depth: dict[str, Sequence[float]]) -> None:
+def draw_acceptance(axes: "Axes", by_depth: Mapping[str, Sequence[float]]) -> None:
     """Draw acceptance by depth, a line for each label."""
     for label, values in by_depth.items():
         axes.plot(range(1, len(values) + 1), values, marker="o", label=label)
