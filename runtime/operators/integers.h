@@ -1,98 +1,48 @@
-// Products of 8-bit activations with levels, group by group, because registers do not hold a block.
+// Products of 8-bit activations with levels, where an instruction adds four products to a sum of 32 bits.
 
-#ifndef EESD_DOT
-// Without an instruction that adds four products to a sum of 32 bits, vpmaddubsw adds two in 16 bits, and RUN groups are added up
-// there. No sum leaves them: 15 127 2 8 = 30480, 31 127 2 4 = 31496, 63 127 2 2 = 32004. Levels of 8 bits are multiplied by halves.
-template <Format format> constexpr int RUN = format == BITS5 ? 4 : format == BITS6 ? 2 : 8;
-#endif
-
-#ifdef EESD_DOT
-// Four products of each column and row, in all groups of a block or half of one; M rows of x are `stride` apart.
-template <Format format, bool fine, int M>
-static inline void add_groups(const uint8_t *p, const uint8_t *lower, int half, const int8_t *x, int64_t stride, Bytes sums[M]) {
-  constexpr int groups = fine ? 4 : 8;
-  asm("" : "+r"(x), "+r"(p));  // what another call has loaded would take registers
-  for (int m = 0; m < M; m++) sums[m] = all_sums(0);
-#pragma GCC unroll 8
-  for (int i = 0; i < groups; i += 2) {
-    const int k = fine ? 4 * half + i : i / 4 * 2 + i / 2 % 2 * 4;
-    Bytes first = load_group<format>(p, lower, k);
-    Bytes second = load_group<format>(p, lower, k + 1);
-#pragma GCC unroll 8
-    for (int m = EESD_PAIRS ? M / 2 * 2 : 0; m < M; m++) {
-      sums[m] = dot<format == BITS8 || format == PLANES>(sums[m], first, all_fours(x + m * stride + 4 * k));
-      sums[m] = dot<format == BITS8 || format == PLANES>(sums[m], second, all_fours(x + m * stride + 4 * k + 4));
-    }
-#if EESD_PAIRS
-    interleave(first, second);
-    for (int m = 0; m + 1 < M; m += 2) dot_pair(sums + m, first, second, x + m * stride + 4 * k, stride);
-#endif
-  }
-#if EESD_PAIRS
-  for (int m = 0; m + 1 < M; m += 2) split_pair(sums + m);
-#endif
-}
-#else
-// The same with levels of at most 6 bits: of wider ones the 4 bits from `shift` on, of a plane all 4.
-template <Format format, bool fine, int shift, int M>
-static inline void add_narrow_groups(const uint8_t *p, int half, const int8_t *x, int64_t stride, Bytes sums[M]) {
-  constexpr int groups = fine ? 4 : 8, run = RUN<format> < groups ? RUN<format> : groups;
-  asm("" : "+r"(x), "+r"(p));  // what another call has loaded would take registers
-  Bytes narrow[M];
-#pragma GCC unroll 8
-  for (int i = 0; i < groups; i++) {
-    const int k = fine ? 4 * half + i : i / 2 + i % 2 * 4;  // two groups share bytes
-    Bytes levels = load_group<format>(p, nullptr, k);
-    if (format == BITS8) levels = low_bits(levels, shift, 15);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      const Bytes pairs = multiply_pairs(levels, all_fours(x + m * stride + 4 * k));
-      narrow[m] = i % run ? add_pairs(narrow[m], pairs) : pairs;
-      keep_order(narrow[m]);
-      if (i % run == run - 1) sums[m] = i < run ? join_pairs(narrow[m]) : add_sums(sums[m], join_pairs(narrow[m]));
-    }
-  }
-}
-
-template <Format format, bool fine, int M>
-static inline void add_groups(const uint8_t *p, const uint8_t *lower, int half, const int8_t *x, int64_t stride, Bytes sums[M]) {
-  constexpr Format own = format == BITS8 ? BITS8 : format == PLANES || format == UPPER ? BITS4 : format;
-  add_narrow_groups<own, fine, 0, M>(format == PLANES ? lower : p, half, x, stride, sums);
-  if (format != BITS8 && format != PLANES) return;
-  Bytes high[M];
-  add_narrow_groups<own, fine, 4, M>(p, half, x, stride, high);
-  for (int m = 0; m < M; m++) sums[m] = add_sums(sums[m], shift_sums(high[m], 4));
-}
-#endif
-
-// M rows of 8-bit activations times a panel of levels. Of each block, or half of one:
+// M rows of 8-bit activations times P panels of levels. Of each block, or half of one:
 //   sum = fma(float(sum of level x - zero sum of x), scale of w * scale of x, sum), then fma(minimum, share, sum)
-template <Format format, bool fine, bool minimums, int M>
-static void multiply_int8(const Matrix &w, const uint8_t *const *panel, const Activations &a, int64_t row, float *out) {
-  constexpr int halves = fine ? 2 : 1;
+template <Format format, bool fine, bool minimums, int P, int M>
+static void multiply_int8(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
+  constexpr int halves = fine ? 2 : 1, groups = 8 / halves;
   const int64_t blocks = w.inputs / BLOCK;
   const Blocks place = w.blocks();
-  Floats sum[M];
-  for (int m = 0; m < M; m++) sum[m] = all(0);
+  Floats sum[M][P];
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < P; i++) sum[m][i] = all(0);
   for (int64_t b = 0; b < blocks; b++) {
-    const uint8_t *p = *panel + place.at(b), *scales = p + LEVEL_BYTES<format>, *factors = *panel + place.factors_at(b);
-    const uint8_t *lower = lower_plane<format>(panel, b);
-    fetch_ahead<format>(p, lower);
+    Bytes levels[P][8];
+    for (int i = 0; i < P; i++) {
+      const uint8_t *p = panels[i] + place.at(b), *lower = lower_plane<format>(panels + i, b);
+      fetch_ahead<format, M>(a, p, lower);
+      load_levels<format>(p, lower, levels[i]);
+    }
     for (int h = 0; h < halves; h++) {
-      const int8_t *x = a.levels + (row * blocks + b) * BLOCK;
-      Bytes products[M];
-      add_groups<format, fine, M>(p, lower, h, x, w.inputs, products);
-      const Floats scale = load_scales(w, scales, h, factors);
-      const Floats minimum = minimums ? load_minimums(w, scales, h, factors) : all(0);
+      Floats scale[P], minimum[P];
+      for (int i = 0; i < P; i++) {
+        const uint8_t *scales = panels[i] + place.at(b) + LEVEL_BYTES<format>, *factors = panels[i] + place.factors_at(b);
+        scale[i] = load_scales(w, scales, h, factors);
+        if (minimums) minimum[i] = load_minimums(w, scales, h, factors);
+      }
       for (int m = 0; m < M; m++) {
         const int64_t block = (row + m) * blocks + b, part = block * halves + h;
-        if (!minimums && format != UPPER) products[m] = add_sums(products[m], all_sums(-w.zero * a.sums[fine][part]));
-        Floats integers = to_floats(products[m]);
-        if (format == UPPER) integers = from_upper(w, integers, (float)a.sums[fine][part]);
-        sum[m] = fma(integers, mul(scale, all(a.scales[block])), sum[m]);
-        if (minimums) sum[m] = fma(minimum, all(a.shares[fine][part]), sum[m]);
+        const int8_t *x = a.levels + block * BLOCK + h * 16;
+        const Bytes zero = all_sums(minimums || format == UPPER ? 0 : -w.zero * a.sums[fine][part]);
+        Bytes products[P];
+        for (int i = 0; i < P; i++) products[i] = zero;
+        for (int k = 0; k < groups; k++) {
+          const Four four = all_fours(x + 4 * k);
+          for (int i = 0; i < P; i++) products[i] = dot<format == BITS8 || format == PLANES>(products[i], levels[i][h * groups + k], four);
+        }
+        for (int i = 0; i < P; i++) {
+          Floats integers = to_floats(products[i]);
+          if (format == UPPER) integers = from_upper(w, integers, (float)a.sums[fine][part]);
+          sum[m][i] = fma(integers, mul(scale[i], all(a.scales[block])), sum[m][i]);
+          if (minimums) sum[m][i] = fma(minimum[i], all(a.shares[fine][part]), sum[m][i]);
+        }
       }
     }
   }
-  for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
+  for (int m = 0; m < M; m++)
+    for (int i = 0; i < P; i++) store(out + (m * 2 + i) * PANEL, sum[m][i]);
 }

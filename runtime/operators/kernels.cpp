@@ -38,7 +38,7 @@ namespace {
 //
 #include "levels.h"
 //
-#include "integers.h"
+#include EESD_INTEGERS
 //
 #include "products.h"
 //

@@ -19,6 +19,7 @@ constexpr int64_t SUPER = 8;   // blocks whose split scales share a factor
 constexpr int64_t HALF = 256;  // bytes of the upper or the lower 4 bits of a block
 constexpr int64_t CHUNK = 128; // positions whose softmax is computed at once
 constexpr int64_t MAX_WIDTH = 512;  // of a head
+constexpr int64_t FEW_ROWS = 3;     // that wait for weights; of more, arithmetic takes most of the time
 
 // PLANES: levels of 8 bits, of which the lower halves lie behind all panels; UPPER: of the same bytes, what lies before them.
 enum Format { FLOAT32, FLOAT16, BFLOAT16, BITS4, BITS5, BITS6, BITS8, PLANES, UPPER };
@@ -46,6 +47,9 @@ struct Matrix {
   [[gnu::always_inline]] bool has_levels() const { return format >= BITS4; }
   [[gnu::always_inline]] bool has_planes() const { return format >= PLANES; }
   [[gnu::always_inline]] int64_t panels() const { return (outputs + PANEL - 1) / PANEL; }
+  [[gnu::always_inline]] bool same_kind(const Matrix &other) const {
+    return format == other.format && zero == other.zero && fine == other.fine && scales == other.scales && minimums == other.minimums;
+  }
   [[gnu::always_inline]] int64_t level_bytes() const {
     return format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
   }
@@ -102,6 +106,7 @@ struct Activations {
   const float *scales;     // [rows, inputs / 32]
   const int32_t *sums[2];  // of levels, [rows, inputs / 32 or 16]
   const float *shares[2];  // of x, or scale times sum: what a minimum is multiplied by
+  bool whole_blocks;       // how up to FEW_ROWS rows fetch levels ahead (fetching.h)
 };
 
 // Rows to be made ready: normalized if there is a norm, then rounded to 8 bits by blocks or added up by blocks, if wanted.

@@ -1,28 +1,43 @@
 // Levels, scales and minimums of a panel, as kernels read them.
 
-constexpr int64_t PAGE = 1 << 12;  // bytes; what is read so far ahead arrives in time
+constexpr int64_t PAGE = 1 << 12;  // bytes, beyond which the processor does not fetch by itself
 template <Format format> constexpr int64_t LEVEL_BYTES = format == BITS5 ? 320 : format == BITS6 ? 384 : format == BITS8 ? 512 : HALF;
 
-// The block of the lower plane, if there are two. Its panel stands two places after the upper one.
+// Of two planes, the lower one of a block. Its panel's stands two places behind the panel's upper one.
 template <Format format> static inline const uint8_t *lower_plane(const uint8_t *const *panel, int64_t block) {
   return format == PLANES ? panel[2] + block * HALF : nullptr;
 }
 
-// Fetch what is read soon. Into the first cache: a Zen 4 fetches half as fast into the second (decision 0120).
-template <Format format> static inline void fetch_ahead(const uint8_t *block, const uint8_t *lower) {
-  for (int64_t i = 0; i < LEVEL_BYTES<format> + 64; i += 64) prefetch(block + PAGE + i);
-  for (int64_t i = 0; format == PLANES && i < HALF; i += 64) prefetch(lower + PAGE + i);
+// What is read soon: whole blocks, or of a few rows a line of the next page for each block, with which some processors fetch the
+// page by themselves (fetching.h).
+template <Format format, int rows> static inline void fetch_ahead(const Activations &a, const uint8_t *block, const uint8_t *lower) {
+  const bool whole = rows > FEW_ROWS || a.whole_blocks;
+  if (!whole) {
+    fetch_second(block + PAGE);
+    if (format == PLANES) fetch_second(lower + PAGE);
+    return;
+  }
+  constexpr int64_t bytes = LEVEL_BYTES<format> + 64;
+  for (int64_t i = 0; i < bytes; i += 64) fetch_second(block + AHEAD + i);
+  for (int64_t i = 0; format == PLANES && i < HALF; i += 64) fetch_second(lower + AHEAD + i);
 }
 
-// The levels of group k of a block: four inputs of 16 columns.
-template <Format format> static inline Bytes load_group(const uint8_t *p, const uint8_t *lower, int k) {
-  if (format == BITS8) return load_bytes(p + 64 * k);
-  const Bytes pair = load_bytes(p + 64 * (k % 4));
-  if (format == PLANES) return join_halves(load_bytes(lower + 64 * (k % 4)), pair, k >= 4);
-  const Bytes low = low_bits(pair, 4 * (k / 4), 15);
-  if (format == BITS5) return join_bits(low, spread_bits(p + 256 + 8 * k, 16), 0);
-  if (format == BITS6) return join_bits(low, low_bits(load_bytes(p + 256 + 64 * (k / 4)), 2 * (k % 4), 3), 4);
-  return low;
+// The levels of a block, 32 inputs of 16 columns: levels[i] has the inputs 4 i to 4 i + 3 of each column.
+template <Format format> static inline void load_levels(const uint8_t *p, const uint8_t *lower, Bytes levels[8]) {
+  if (format == BITS8) {
+    for (int i = 0; i < 8; i++) levels[i] = load_bytes(p + 64 * i);
+    return;
+  }
+  for (int i = 0; i < 4; i++) {
+    const Bytes pair = load_bytes(p + 64 * i), low = format == PLANES ? load_bytes(lower + 64 * i) : pair;
+    levels[i] = format == PLANES ? join_halves(low, pair, false) : low_bits(pair, 0, 15);
+    levels[i + 4] = format == PLANES ? join_halves(low, pair, true) : low_bits(pair, 4, 15);
+  }
+  if (format == BITS5)
+    for (int i = 0; i < 8; i++) levels[i] = join_bits(levels[i], spread_bits(p + 256 + 8 * i, 16), 0);
+  if (format == BITS6)
+    for (int i = 0; i < 8; i++)
+      levels[i] = join_bits(levels[i], low_bits(load_bytes(p + 256 + 64 * (i / 4)), 2 * (i % 4), 3), 4);
 }
 
 // Upper halves h, or a sum of theirs, without the level of 0: each stands for the level 16 h + 7.5. A sum has `count` levels. Exact.

@@ -1,4 +1,5 @@
 // The operators of the domain `eesd`, and how ONNX Runtime registers them. docs/operators.md describes their inputs.
+#include "fetching.h"
 #include "pages.h"
 #include "session.h"
 
@@ -145,7 +146,7 @@ class Ready {
   Activations from(int64_t row) const {
     const int64_t value = row * inputs_, block = levels_ ? value / BLOCK : 0;
     return {(job_.norm ? job_.normed : job_.x) + value, int8_ ? job_.levels + value : nullptr, job_.scales + block,
-            {job_.sums[0] + block, job_.sums[1] + 2 * block}, {job_.shares[0] + block, job_.shares[1] + 2 * block}};
+            {job_.sums[0] + block, job_.sums[1] + 2 * block}, {job_.shares[0] + block, job_.shares[1] + 2 * block}, fetching.whole()};
   }
 
  private:
@@ -166,6 +167,7 @@ class Multiply {
     for (const Matrix &part : parts_) {
       check(part.inputs == inputs_, "weights of one product have the same inputs");
       columns_ += part.outputs, panels_ += part.panels(), levels_ |= part.has_levels();
+      level_bytes_ += part.has_levels() ? part.panels() * part.panel_bytes() : 0;
     }
     norm_ = node.floats(1, inputs_, "the norm has another size");
     bias_ = node.floats(2, columns_, "the bias has another size");
@@ -191,7 +193,10 @@ class Multiply {
                    bias_, residual.size() ? residual.floats() : nullptr, nullptr, rows, outputs_};
     job.y = call.output<float>(0, {rows, outputs_});
     if (rows == 0) return;
-    call.parallel(panels_, settings_.threads * (rows < MANY ? 1 : 4), [&](int64_t first, int64_t last) { settings_.kernels->multiply(job, first, last); });
+    fetching.run(levels_ && rows <= FEW_ROWS ? level_bytes_ : 0, [&](bool whole) {
+      job.a.whole_blocks = whole;
+      call.parallel(panels_, settings_.threads * (rows < MANY ? 1 : 4), [&](int64_t first, int64_t last) { settings_.kernels->multiply(job, first, last); });
+    });
   }
 
  private:
@@ -200,7 +205,7 @@ class Multiply {
   Gating gating_;
   bool levels_ = false;
   Weights parts_;
-  int64_t inputs_, outputs_ = 0, columns_ = 0, panels_ = 0;
+  int64_t inputs_, outputs_ = 0, columns_ = 0, panels_ = 0, level_bytes_ = 0;
   const float *norm_, *bias_;
 };
 

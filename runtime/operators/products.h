@@ -2,6 +2,7 @@
 
 constexpr int64_t ROW_BYTES = 1 << 17;    // of activations, which stay in the cache while panels pass
 constexpr int ONE_STREAM = 5;              // rows up to which a thread reads 16-bit weights of one panel at a time
+constexpr int ONE_STREAM_OF_LEVELS = 3;    // the same for levels
 
 static inline Floats load_weights(Format format, const uint8_t *panel, int64_t k) {
   if (format == FLOAT32) return load((const float *)panel + k * PANEL);
@@ -44,9 +45,9 @@ static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const
   for (int64_t b = 0; b < blocks; b++) {
     const uint8_t *p = *panel + place.at(b), *scales = p + LEVEL_BYTES<format>, *factors = *panel + place.factors_at(b);
     const uint8_t *lower = lower_plane<format>(panel, b);
-    fetch_ahead<format>(p, lower);
+    fetch_ahead<format, M>(a, p, lower);
     Bytes levels[8];
-    for (int i = 0; i < 8; i++) levels[i] = load_group<format>(p, lower, i);
+    load_levels<format>(p, lower, levels);
     for (int h = 0; h < halves; h++) {
       Floats even[M], odd[M];
       for (int m = 0; m < M; m++) even[m] = odd[m] = all(0);
@@ -70,23 +71,26 @@ static void multiply_float32(const Matrix &w, const uint8_t *const *panel, const
   for (int m = 0; m < M; m++) store(out + m * 2 * PANEL, sum[m]);
 }
 
-// Planes have a scale for 32 inputs, and no minimums.
-template <Format format, int M>
-static void multiply_levels(const Matrix &w, const uint8_t *const *panel, const Activations &a, int64_t row, float *out) {
+// Panels of one kind of levels: P of them, times M rows. Planes have a scale for 32 inputs, and no minimums.
+template <Format format, int P, int M>
+static void multiply_levels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
   constexpr bool any = format < PLANES;
-  if (!a.levels) return (w.fine ? multiply_float32<format, any, M> : multiply_float32<format, false, M>)(w, panel, a, row, out);
-  if (w.fine) return (w.minimums ? multiply_int8<format, any, any, M> : multiply_int8<format, any, false, M>)(w, panel, a, row, out);
-  (w.minimums ? multiply_int8<format, false, any, M> : multiply_int8<format, false, false, M>)(w, panel, a, row, out);
+  if (a.levels && w.fine)
+    return (w.minimums ? multiply_int8<format, any, any, P, M> : multiply_int8<format, any, false, P, M>)(w, panels, a, row, out);
+  if (a.levels)
+    return (w.minimums ? multiply_int8<format, false, any, P, M> : multiply_int8<format, false, false, P, M>)(w, panels, a, row, out);
+  for (int i = 0; i < P; i++)
+    (w.fine ? multiply_float32<format, any, M> : multiply_float32<format, false, M>)(w, panels + i, a, row, out + i * PANEL);
 }
 
-template <int M>
-static void multiply_panel(const Matrix &w, const uint8_t *const *panel, const Activations &a, int64_t row, float *out) {
-  if (w.format == BITS4) multiply_levels<BITS4, M>(w, panel, a, row, out);
-  if (w.format == BITS5) multiply_levels<BITS5, M>(w, panel, a, row, out);
-  if (w.format == BITS6) multiply_levels<BITS6, M>(w, panel, a, row, out);
-  if (w.format == BITS8) multiply_levels<BITS8, M>(w, panel, a, row, out);
-  if (w.format == PLANES) multiply_levels<PLANES, M>(w, panel, a, row, out);
-  if (w.format == UPPER) multiply_levels<UPPER, M>(w, panel, a, row, out);
+template <int P, int M>
+static void multiply_panels(const Matrix &w, const uint8_t *const panels[P], const Activations &a, int64_t row, float *out) {
+  if (w.format == BITS4) multiply_levels<BITS4, P, M>(w, panels, a, row, out);
+  if (w.format == BITS5) multiply_levels<BITS5, P, M>(w, panels, a, row, out);
+  if (w.format == BITS6) multiply_levels<BITS6, P, M>(w, panels, a, row, out);
+  if (w.format == BITS8) multiply_levels<BITS8, P, M>(w, panels, a, row, out);
+  if (w.format == PLANES) multiply_levels<PLANES, P, M>(w, panels, a, row, out);
+  if (w.format == UPPER) multiply_levels<UPPER, P, M>(w, panels, a, row, out);
 }
 
 template <Format format, int M>
@@ -109,7 +113,9 @@ static void multiply_rows(const Matrix *const w[2], const int64_t panels[2], int
   if (w[0]->format == FLOAT32) return multiply_two<FLOAT32, M>(at, count, x, inputs, out);
   if (w[0]->format == FLOAT16) return multiply_two<FLOAT16, M>(at, count, x, inputs, out);
   if (w[0]->format == BFLOAT16) return multiply_two<BFLOAT16, M>(at, count, x, inputs, out);
-  for (int i = 0; i < count; i++) multiply_panel<M>(*w[i], at + i, a, row, out + i * PANEL);
+  if (EESD_PANELS == 2 && M > ONE_STREAM_OF_LEVELS && count == 2 && w[0]->same_kind(*w[1])) return multiply_panels<EESD_PANELS, M>(*w[0], at, a, row, out);
+  multiply_panels<1, M>(*w[0], at, a, row, out);
+  if (count == 2) multiply_panels<1, M>(*w[1], at + 1, a, row, out + PANEL);
 }
 
 // Write rows of a panel's results where they belong. The bias of a gate was added before.

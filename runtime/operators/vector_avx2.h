@@ -1,10 +1,13 @@
 // Sixteen lanes in two registers: AVX2 with FMA and F16C.
 
+#define EESD_INTEGERS "integers_groups.h"
 #define EESD_ROWS 6
+#define EESD_PANELS 1
 #define EESD_SUMS 4
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 6, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries <= 3 ? 2 : 1; }
+constexpr int64_t AHEAD = 6144;
 
 struct Floats { __m256 a, b; };
 struct Bytes { __m256i a, b; };

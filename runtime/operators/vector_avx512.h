@@ -1,12 +1,13 @@
 // Sixteen lanes in one register: AVX-512 with VNNI.
 
-#define EESD_DOT
-#define EESD_PAIRS 0
+#define EESD_INTEGERS "integers.h"
 #define EESD_ROWS 8
+#define EESD_PANELS 2
 #define EESD_SUMS 16
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 8, KEY_TILES = 2;
 constexpr int vectors_beside(int queries) { return queries <= 4 ? 4 : 2; }
+constexpr int64_t AHEAD = 16384;
 
 struct Floats { __m512 v; };
 struct Bytes { __m512i v; };

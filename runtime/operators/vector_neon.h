@@ -1,14 +1,17 @@
 // Sixteen lanes in four registers: NEON of AArch64 with dot products (ARMv8.2).
 
+#define EESD_INTEGERS "integers_groups.h"
 #define EESD_DOT
 #ifndef EESD_PAIRS
 #define EESD_PAIRS 0
 #endif
 #define EESD_ROWS 4
+#define EESD_PANELS 1
 #define EESD_SUMS 8
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 4 : queries == 2 ? 2 : 1; }
+constexpr int64_t AHEAD = 2048;
 
 #define EACH for (int i = 0; i < 4; i++)
 
@@ -112,6 +115,7 @@ template <bool wide> static inline Bytes dot(Bytes sums, Bytes levels, Four four
 #endif
   return sums;
 }
+static inline Bytes shift_sums(Bytes x, int shift) { EACH x.v[i] = bytes(vshlq_s32(ints(x.v[i]), vdupq_n_s32(shift))); return x; }
 #if EESD_PAIRS
 // Eight levels of a column, of two groups: in `first` those of the columns 0, 1, 4, 5, ..., in `second` of 2, 3, 6, 7, ...
 static inline void interleave(Bytes &first, Bytes &second) {

@@ -1,13 +1,14 @@
 // Sixteen lanes in plain C++: the specification of the other vector files, and what runs where there is none of them.
 
 // How products of levels add up, and what a kernel holds in registers at most:
-#define EESD_DOT
-#define EESD_PAIRS 0
-#define EESD_ROWS 4 /* rows */
-#define EESD_SUMS 8 /* sums of rows and two panels of floats */
+#define EESD_INTEGERS "integers.h"
+#define EESD_ROWS 4   /* rows */
+#define EESD_PANELS 2 /* panels of levels */
+#define EESD_SUMS 8   /* sums of rows and two panels of floats */
 // What attention holds in registers: the sums of some queries with some tiles of keys, or with some vectors of values.
 constexpr int QUERY_BLOCK = 4, KEY_TILES = 1;
 constexpr int vectors_beside(int queries) { return queries == 1 ? 2 : 1; }
+constexpr int64_t AHEAD = 0;  // levels are fetched so many bytes before they are needed
 
 struct Floats {
   float lane[16];
