@@ -94,7 +94,7 @@ class BatchCosts:
         return np.minimum.accumulate(self._expected(rows, nodes, slots)[::-1])[::-1]
 
     def _expected(self, rows: Any, nodes: Any, slots: float) -> Any:
-        (a, b, c, d) = np.maximum(self._line, LEAST).tolist()
+        a, b, c, d = np.maximum(self._line, LEAST).tolist()
         length = slots / SLOTS
         return (
             self._pace

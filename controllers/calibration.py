@@ -67,8 +67,8 @@ class Calibrator:
     @property
     def covariance(self) -> list[float]:
         """aa, as, ab, ss, sb and bb."""
-        (_, _, aa, as_, ss) = self._model
-        (_, ab, sb, bb) = self._offset
+        _, _, aa, as_, ss = self._model
+        _, ab, sb, bb = self._offset
         return [aa, as_, ab, ss, sb, bb]
 
     def score(self, x: Sequence[float]) -> float:

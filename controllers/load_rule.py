@@ -205,8 +205,8 @@ class LoadRule:
                 (self.rows, self.rows + nodes) for nodes in range(self.rows * (1 + MOST_LEVELS))
             ]
         drafts = [self.draft_size(count, 1) for count in range(1, self.rows + 1)]
-        (rows, nodes) = np.array(sizes).T
-        (drafting, drafted) = np.array(drafts).T
+        rows, nodes = np.array(sizes).T
+        drafting, drafted = np.array(drafts).T
         return self.verify.curve(rows, nodes, self.slots), self.draft.curve(
             drafting, drafted, self.slots
         )

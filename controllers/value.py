@@ -106,8 +106,8 @@ class CostCurve:
             (n, (w * y + STIFFNESS * (y0 + slope * (n - x0))) / (w + STIFFNESS))
             for n, w, y in points
         ]
-        (first, begin) = knots[0]
-        (last, end) = knots[-1]
+        first, begin = knots[0]
+        last, end = knots[-1]
         table = [begin + slope * (n - first) for n in range(first)]
         for (n, y), (following, to) in pairwise(knots):
             rise = (to - y) / (following - n)

@@ -23,7 +23,7 @@ class Steps:
 
     def report(self) -> None:
         """Log the time of a step that has run for long without progress."""
-        (step, began) = self._began[-1] if self._began else ("", 0.0)
+        step, began = self._began[-1] if self._began else ("", 0.0)
         now = perf_counter()
         if step and now - self._said >= SILENCE:
             self._log(f"{step}, {now - began:.0f} s")
@@ -51,7 +51,7 @@ class Steps:
 
     def _log_progress(self, total: int) -> None:
         """Log the completed share and the remaining time, every few seconds."""
-        (step, began) = self._began[-1]
+        step, began = self._began[-1]
         now = perf_counter()
         if now - self._said < SECONDS or not total:
             return

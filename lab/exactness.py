@@ -93,7 +93,7 @@ def open_with(directory: Path, backend: str, kernels: str, threads: int, activat
     from eesd.runtime.engines.cpu_engine import CpuEngine
 
     build = built_for_cpu(directory, manifest)
-    (name, _, cache) = kernels.partition(":")
+    name, _, cache = kernels.partition(":")
     options = threads, activations == "int8", name, cache or "float32"
     verify = CpuEngine(build, manifest, manifest.verify, *options)
     stages = [manifest.draft] if manifest.exit_head.can_draft else []

@@ -1,14 +1,12 @@
-"""``python -m lab.round_files PLANS``: the files that a default round crosses on the CPU.
-
-PLANS is an engine directory, such as that of examples/pycode/model. For each number of draft steps
-and nodes, the round with the fewest changes of file counts.
-"""
+"""The files that a default round crosses on the CPU."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+import click
 
 from eesd.runtime.llm import load
 
@@ -36,8 +34,15 @@ def files_of(action: Callable[[], object]) -> list[Path]:
     return files
 
 
-def main() -> None:
-    llm = load(sys.argv[1], "ort", threads=1)
+@click.command()
+@click.argument("plans", type=click.Path(path_type=Path))
+def main(plans: Path) -> None:
+    """Print the files, lines and changes of file of a default round.
+
+    PLANS is an engine directory, such as that of examples/pycode/model. For each number of draft
+    steps and nodes, the round with the fewest changes of file counts.
+    """
+    llm = load(plans, "ort", threads=1)
     prompt = (ROOT / "examples/pycode/prompt.txt").read_text()
     found = dict[tuple[int, int], list[Path]]()
     with llm.session(prompt, max_new_tokens=200, ignore_eos=True) as session:

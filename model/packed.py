@@ -120,7 +120,7 @@ def _packed_experts(
             raise EESDError(
                 f"{levels.path}: the tensors {name} and {module}_scales do not fit each other."
             )
-        (count, outputs, blocks, size) = levels.shape
+        count, outputs, blocks, size = levels.shape
         levels = replace(levels, shape=(count * outputs, blocks * size))
         scales = replace(scales, shape=(count * outputs, blocks))
         before, _, last = module.rpartition(".")
@@ -437,7 +437,7 @@ class PackedFloats(PackedTensor):
     """A weight stored as floating-point numbers of 8 bits (e4m3)."""
 
     def _shape(self) -> tuple[int, int]:
-        (outputs, inputs) = self._levels_part.shape
+        outputs, inputs = self._levels_part.shape
         shape = self._scales_part.shape
         rows = self._packing.rows
         columns = self._packing.group or inputs

@@ -96,7 +96,7 @@ def quantize(weight: Array, kind: str, dtype: str) -> Quantized:
         kind: One of :data:`~eesd.common.quantization.LEVELS`.
         dtype: Element type of the scales, or of their factor; the scales of uint4 are float16.
     """
-    (outputs, inputs) = weight.shape
+    outputs, inputs = weight.shape
     block = NVFP4.block if kind == FP4 else BLOCK
     type_of_scales = {"uint4": NUMPY_TYPES["float16"], FP4: FLOAT8}.get(kind, NUMPY_TYPES[dtype])
     levels = np.empty(inputs * outputs * BITS[kind] // 8, np.uint8)

@@ -88,7 +88,7 @@ def _side_by_side(parts: Sequence[Bytes], rows: int, widths: Sequence[int], bits
 
 def part_of(weight: Quantized, kind: str, blocks: slice, outputs: Sequence[slice]) -> Quantized:
     """A copy of some blocks of some outputs of a linear weight."""
-    (count, width) = weight.scales.shape
+    count, width = weight.scales.shape
     bits = BITS[kind]
     block = len(weight.levels) * 8 // (bits * count * width)
     rows = slice(blocks.start * block, blocks.stop * block)

@@ -41,12 +41,16 @@ _AS_IT_STANDS = "TokenizersBackend"
 """The class that uses ``tokenizer.json`` unchanged; also named ``PreTrainedTokenizerFast``."""
 CLASS_OF_TYPE = (
     dict.fromkeys(("llama", "smollm3", "hunyuan_v1_dense", "lfm2", "seed_oss", "exaone4"))
+    | dict.fromkeys(("apertus", "arcee", "cwm", "gpt_oss", "vaultgemma"))
     | dict.fromkeys(("mistral", "mixtral", "phi3", "granite", "olmo2", "olmo3"), _AS_IT_STANDS)
     | dict.fromkeys(("ernie4_5", "glm", "glm4", "granitemoehybrid"), _AS_IT_STANDS)
     | dict.fromkeys(("ministral", "ministral3", "mistral3"), _AS_IT_STANDS)
-    | dict.fromkeys(("internlm3", "iquestcoder"), _AS_IT_STANDS)
-    | dict.fromkeys(("qwen2", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
+    | dict.fromkeys(("internlm3", "iquestcoder", "nemotron", "stablelm"), _AS_IT_STANDS)
+    | dict.fromkeys(("granitemoe", "granitemoeshared"), _AS_IT_STANDS)
+    | dict.fromkeys(("qwen2", "qwen2_moe", "qwen3", "qwen3_moe"), "Qwen2Tokenizer")
     | dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer")
+    | dict.fromkeys(("jais2", "starcoder2"), "GPT2Tokenizer")
+    | dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer")
     | {"olmoe": "GPTNeoXTokenizer"}
 )
 """The class that transformers registers for a ``model_type``; None if there is none."""

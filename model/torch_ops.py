@@ -411,7 +411,7 @@ class TorchOperations:
     def _write(self, index: int, keys: Tensor, values: Tensor) -> None:
         """Write keys and values [B, KV, n, D] of the tokens into a cache."""
         at = self._inputs().write_indices
-        (old_keys, old_values) = self.caches[index]
+        old_keys, old_values = self.caches[index]
         self.caches[index] = write_cache(old_keys, keys, at), write_cache(old_values, values, at)
 
     def write_state(self, x: Tensor, name: str) -> Tensor:

@@ -271,7 +271,7 @@ def passes_command(
     )
     names = chosen([c.name for c in able], only)
     members = [c for c in able if c.name in names]
-    (weights, products) = passes.tensor_sizes(Path(record.model))
+    weights, products = passes.tensor_sizes(Path(record.model))
     options = given | {"rows": sorted({1, *given["rows"]}), "behind": sorted(given["behind"])}
     result = passes.Passes(Path(record.model).name, options, weights, products)
     passes.measure(

@@ -22,7 +22,7 @@ def compare_tokens(
 ) -> list[dict[str, Any]]:
     """Decode each prompt with two runtimes. Returns for each prompt its id, the number of equal
     tokens, and the margins of the first difference."""
-    (own, other) = running
+    own, other = running
     found: list[dict[str, Any]] = []
     for prompt in prompts:
         asked = {"prompt": prompt.tokens, "count": prompt.count, "temperature": 0.0}

@@ -61,7 +61,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
     for name, only in {"swiglu_alpha": CLAMPED_SLOPE, "swiglu_limit": CLAMP}.items():
         if fields.number(name, only) != only:
             raise ValueError(f"{name} must be {only}, as in all published models")
-    (count, used) = take_experts(fields, 128, 4)
+    count, used = take_experts(fields, 128, 4)
     fields.taken.add("experts_per_token")  # another name of it in published configs
     size = fields.integer("intermediate_size", 2880)
     bias = fields.flag("attention_bias", True)

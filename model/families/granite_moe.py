@@ -29,7 +29,7 @@ def _own_of_shared(fields: Fields, sizes: Sizes) -> Own:
 
 def _mixed(fields: Fields, sizes: Sizes, shared: int) -> Own:
     size = fields.integer("intermediate_size")
-    (count, used) = take_experts(fields, 8, 2)
+    count, used = take_experts(fields, 8, 2)
     own = take_factors(fields, sizes)
     # Nothing has this size but the exit head: what a token uses.
     parts = {

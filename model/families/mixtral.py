@@ -15,7 +15,7 @@ from eesd.model.fields import Fields
 def _own(fields: Fields, _: Sizes) -> Own:
     refuse_layer_types(fields, "MixtralForCausalLM")
     size = fields.integer("intermediate_size")
-    (count, used) = take_experts(fields, 8, 2)
+    count, used = take_experts(fields, 8, 2)
     fields.taken.add("router_jitter_noise")  # only in training
     # Nothing of it has this size but the exit head: what a token uses.
     return Own(

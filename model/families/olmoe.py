@@ -12,7 +12,7 @@ def _own(fields: Fields, _: Sizes) -> Own:
     if fields.take("clip_qkv", None) is not None:
         raise ValueError("clip_qkv is not supported; it must be null")
     size = fields.integer("intermediate_size")
-    (count, used) = take_experts(fields, 64, 8)
+    count, used = take_experts(fields, 64, 8)
     experts = Experts(count, used, size, fields.flag("norm_topk_prob"))
     # Nothing of it has this size but the exit head: what a token uses.
     parts = {"intermediate_size": used * size, "experts": experts, "qk_norm_joint": True}

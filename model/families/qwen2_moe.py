@@ -27,7 +27,7 @@ def _window(fields: Fields, layers: int) -> int | None:
 
 def _own(fields: Fields, sizes: Sizes) -> Own:
     parts: dict[str, Any] = {"qkv_bias": fields.flag("qkv_bias", True)}
-    (count, used) = take_experts(fields, 60, 4, least=0)
+    count, used = take_experts(fields, 60, 4, least=0)
     size = fields.integer("moe_intermediate_size", 1408)
     shared = fields.integer("shared_expert_intermediate_size", 5632)
     normed = fields.flag("norm_topk_prob")

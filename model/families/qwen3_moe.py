@@ -18,7 +18,7 @@ def _own(fields: Fields, sizes: Sizes) -> Own:
         )
     window: int | None = fields.integer("sliding_window", 4096, optional=True)
     parts = attention_biases(fields) | {"qk_norm": True}
-    (count, used) = take_experts(fields, 128, 8, least=0)
+    count, used = take_experts(fields, 128, 8, least=0)
     size = fields.integer("moe_intermediate_size", 768)
     normed = fields.flag("norm_topk_prob")
     dense = dense_layers(fields, sizes.layers)

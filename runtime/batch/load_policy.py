@@ -135,7 +135,7 @@ class LoadPolicy(Policy):
         if not calls:
             return
         rule = self._rule
-        (drafting, verifying) = seconds
+        drafting, verifying = seconds
         nodes, slots, computed = self._verify.work(calls)
         drafted = any(current.error is None and current.tree.steps for current in rounds)
         if not drafted:  # deciding not to draft counts as plain-round time

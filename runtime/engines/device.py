@@ -224,7 +224,7 @@ class ResultMemory:
     def tensors(self, inputs: StepInputs) -> list[Tensor]:
         """The outputs of a call. Those of more sequences than before take other memory; outputs
         given out before stay valid."""
-        (batch, count) = inputs.position_ids.shape
+        batch, count = inputs.position_ids.shape
         rows = len(inputs.logit_rows)
         if count > self._largest:
             return self._allocate(batch, count, rows)

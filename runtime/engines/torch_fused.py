@@ -202,8 +202,8 @@ def rotate_and_write(
         The queries [B, n, H, D].
     """
     keys, values = cache
-    (batch, count) = x.shape[:2]
-    (kv_heads, size) = keys.shape[1::2]
+    batch, count = x.shape[:2]
+    kv_heads, size = keys.shape[1::2]
     heads = x.shape[2] // size - 2 * kv_heads
     x = x.contiguous()
     q = x.new_empty((batch, count, heads, size))
@@ -338,10 +338,10 @@ def attend_in_splits(q: Tensor, cache: tuple[Tensor, Tensor], inputs: Inputs) ->
         [B, n, H D].
     """
     keys, values = cache
-    (batch, count, heads, size) = q.shape
+    batch, count, heads, size = q.shape
     kv_heads = keys.shape[1]
     slots = inputs.attn_mask.shape[3]
-    (below, tree) = inputs.tree or (None, None)
+    below, tree = inputs.tree or (None, None)
     first = inputs.write_indices
     width = max(triton.next_power_of_2(size), 16)
     group = heads // kv_heads
@@ -440,7 +440,7 @@ def find_best(logits: Tensor, count: int, tokens: Tensor | None = None) -> Tenso
         In float32: the ids [B, n, K] and behind them the log-probabilities, [2 B, n, K]; or the
         tokens [B, n, 1].
     """
-    (batch, nodes, size) = logits.shape
+    batch, nodes, size = logits.shape
     kept = max(count, 1)
     device = logits.device
     rows = batch * nodes

@@ -227,8 +227,8 @@ def multiply(
     Returns:
         The products [n, out] in the type of x.
     """
-    (rows, inputs) = x.shape
-    (blocks, outputs) = scales.shape
+    rows, inputs = x.shape
+    blocks, outputs = scales.shape
     y = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     groups = min(max(triton.cdiv(rows, ROWS), 1), MOST_GROUPS)
     step = levels.shape[3] * 32 // bits

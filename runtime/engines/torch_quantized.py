@@ -77,7 +77,7 @@ def arranged(
 
 def _words(levels: Tensor, bits: int) -> Tensor:
     """Levels without a sign [in, out], a byte each, as ``multiply`` takes them."""
-    (inputs, outputs) = levels.shape
+    inputs, outputs = levels.shape
     count = 32 // bits
     levels = nn.functional.pad(levels, (0, -outputs % PANEL, 0, -inputs % (WORDS * count)))
     apart = levels.view(-1, count, WORDS, levels.shape[1] // PANEL, PANEL).permute(1, 3, 0, 4, 2)

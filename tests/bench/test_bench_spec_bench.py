@@ -228,7 +228,7 @@ def test_other_files_are_refused(
     ("options", "words"),
     [
         (("--method", "draft"), ("drafter",)),
-        (("--method", "exit,tree=x"), ("no number of nodes",)),
+        (("--method", "exit,tree=x"), ("not a number of nodes",)),
         (("--method", "exit,tree=99"), ("tree is 99",)),
         (("--method", "exit,speed"), ("speed",)),
         (("--samplings", "rejection"), ("sampling",)),

@@ -283,7 +283,8 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
     still refused."""
     monkeypatch.setattr(teacher, "SHARD_ROWS", 64)
     rows = np.load(own_rows)
-    (first, second) = (tmp_path / "first.npy", tmp_path / "second.npy")
+    first = tmp_path / "first.npy"
+    second = tmp_path / "second.npy"
     np.save(first, rows[:160])
     np.save(second, rows[160:])
     options: tuple[object, ...] = (

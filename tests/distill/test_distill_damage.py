@@ -29,6 +29,15 @@ def options(learner: Path) -> tuple[object, ...]:
     return ("--model", learner, "--exit-layer", 1, *SMALL, "--steps", 4)
 
 
+ONE_SHARD = "import eesd.distill.teacher as c; c.SHARD_ROWS = 256"
+
+
+@pytest.fixture
+def one_shard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All targets lie in one shard, as in the run that stopped."""
+    monkeypatch.setattr(teacher, "SHARD_ROWS", 256)
+
+
 @pytest.fixture(scope="module")
 def stopped(
     options: tuple[object, ...], own_rows: Path, tmp_path_factory: pytest.TempPathFactory
@@ -36,8 +45,7 @@ def stopped(
     """The output of a run that stopped at step 2 of 4, with a cache of targets."""
     output = tmp_path_factory.mktemp("stopped") / "out"
     calls = "import eesd.distill.trainer as t; f = t.Trainer._train_step; n = iter(range(9))"
-    one = "import eesd.distill.teacher as c; c.SHARD_ROWS = 256"
-    stop = f"{one}; {calls}; t.Trainer._train_step = lambda *s: f(*s) if next(n) < 2 else exit(3)"
+    stop = "t.Trainer._train_step = lambda *s: f(*s) if next(n) < 2 else exit(3)"
     arguments = (
         *options,
         "--data",
@@ -52,7 +60,7 @@ def stopped(
     line = [
         sys.executable,
         "-c",
-        f"{stop}; from eesd.distill.cli import main; main()",
+        f"{ONE_SHARD}; {calls}; {stop}; from eesd.distill.cli import main; main()",
         *map(str, arguments),
     ]
     assert subprocess.run(line, stdout=subprocess.DEVNULL).returncode == 3
@@ -129,6 +137,7 @@ CASES = [
 ]
 
 
+@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize(("name", "damage"), CASES)
 def test_a_damaged_file_is_named(
     options: tuple[object, ...],
@@ -137,9 +146,7 @@ def test_a_damaged_file_is_named(
     tmp_path: Path,
     name: str,
     damage: Damage,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(teacher, "SHARD_ROWS", 256)
     output = shutil.copytree(stopped, tmp_path / "out")
     (path,) = output.glob(name)
     damage(path)
@@ -178,6 +185,7 @@ def test_damaged_own_text_is_named(
     assert_refused(run(main, *arguments), name, "delete")
 
 
+@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize("damage", [truncate, text('{"step": 1'), empty])
 def test_a_last_line_that_was_cut_off_is_dropped(
     options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, damage: Damage
@@ -199,6 +207,7 @@ def test_a_last_line_that_was_cut_off_is_dropped(
     assert read_metrics(output)[-1]["step"] == 4
 
 
+@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize(
     "line",
     [
@@ -232,6 +241,7 @@ def test_damaged_metrics_are_named(
     assert_refused(run(main, *arguments), "metrics.jsonl", "delete it")
 
 
+@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize(
     "name",
     slow_but(
@@ -263,6 +273,7 @@ def test_somebodys_directories_are_left_alone(
     )
 
 
+@pytest.mark.usefixtures("one_shard")
 @pytest.mark.parametrize("limit", slow_but([200, 5_000, 12_000, 30_000], 30_000))
 def test_a_full_disk_keeps_the_last_checkpoint(
     options: tuple[object, ...], own_rows: Path, stopped: Path, tmp_path: Path, limit: int
@@ -286,7 +297,8 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
 
-    line = [sys.executable, "-m", "eesd.distill.cli", *map(str, arguments)]
+    start = f"{ONE_SHARD}; from eesd.distill.cli import main; main()"
+    line = [sys.executable, "-c", start, *map(str, arguments)]
     done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
     assert done.returncode == 2
     # The tokenizer is the first that is written, in a scratch place.

@@ -81,7 +81,8 @@ def spoiled(llm: LLM, speculation: Speculation, garbage: float, speaks: bool) ->
     """An LLM whose draft engine spoils the cache."""
     other = llm.with_speculation(speculation)
     assert llm.engines.draft is not None
-    other.engines = llm.engines._replace(draft=Spoiling(llm.engines.draft, garbage, speaks))
+    engine = Spoiling(llm.engines.draft, garbage, speaks)
+    other.drafting = other.drafting.with_drafter(engine=engine)
     return other
 
 

@@ -109,7 +109,7 @@ def split(
 ) -> tuple[Harness, Harness]:
     """A four-layer model with an exit head of two blocks: in one piece and in stages. A stage may
     end at the exit."""
-    (layer, stages) = request.param
+    layer, stages = request.param
     directory = tmp_path_factory.mktemp("split")
     model = tiny_models.build(directory / "model", 97, layers=4, damping=0.3, seed=0)
     whole, split = (

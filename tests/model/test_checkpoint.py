@@ -209,7 +209,7 @@ def test_eos_ids_of_the_generation_config_take_precedence(
         ({"text_config": {}}, ("text_config", "text model")),
         (
             {"layer_types": ["sliding_attention"] * 3},
-            ("layer_types", "not supported for LlamaForCausalLM"),
+            ("layer_types", "all layers have full attention"),
         ),
         ({"rms_norm_eps": float("nan")}, ("rms_norm_eps is nan",)),
         ({"rms_norm_eps": -1.0}, ("rms_norm_eps is -1.0", "at least 0")),

@@ -69,7 +69,7 @@ def test_architecture_shows_the_round_of_the_example() -> None:
         .partition("Its round:\n\n")[2]
         .partition("\nThe runtime's")[0]
     )
-    assert "root, drafted" in page and page.replace(
+    assert "drafted = list" in page and page.replace(
         "\n    ", "\n        "
     ).strip() in EXAMPLE.read_text("utf-8")
 

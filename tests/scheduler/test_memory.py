@@ -102,7 +102,7 @@ def test_kv_cache_has_the_size_of_the_runtimes_cache(staged: Path) -> None:
 
 def test_buffers_hold_mask_hidden_state_and_logits(staged: Path) -> None:
     manifest = load_manifest(staged)
-    (first, second) = estimated(staged)["devices"]
+    first, second = estimated(staged)["devices"]
     nodes = manifest.max_tree_nodes + 1
     vocab_size = manifest.geometry.vocab_size
     for key, tokens, rows in (

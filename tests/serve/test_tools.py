@@ -659,5 +659,5 @@ def test_calls_that_come_back_damaged_are_refused(llm: LLM, calls: Any) -> None:
 
 def test_arguments_that_are_no_json_come_back_as_they_were() -> None:
     call = {"id": "x", "function": {"name": "weather", "arguments": '{"city": '}}
-    (_, told) = _in_words([*USER, {"role": "assistant", "tool_calls": [call]}])
+    _, told = _in_words([*USER, {"role": "assistant", "tool_calls": [call]}])
     assert json.dumps('{"city": ') in told["content"]

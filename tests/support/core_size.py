@@ -31,11 +31,11 @@ CPU = tuple(
 for them."""
 TESTS = Path(__file__).parent.parent
 BUDGETS = {
-    "core": (4538, 44),
-    "CPU backend": (2594, 32),
-    "core with all devices": (8578, 76),
-    "Python outside tests": (25250, 287),
-    "tests": (23862, 200),
+    "core": (4764, 46),
+    "CPU backend": (2641, 32),
+    "core with all devices": (8971, 82),
+    "Python outside tests": (24786, 282),
+    "tests": (24539, 195),
 }
 """Largest numbers of statements and files."""
 NOT_CODE = re.compile(

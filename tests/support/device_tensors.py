@@ -118,7 +118,7 @@ class DeviceMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _on_device(self, func: Any, args: Any, kwargs: Any, index: int) -> Any:
         stream = self.machine.own.current[index]
-        (inner, options) = tree_map(_inner, (args, kwargs))
+        inner, options = tree_map(_inner, (args, kwargs))
         if "device" in options:
             options = {**options, "device": torch.device("cpu"), "pin_memory": False}
         returned = func._schema.returns[0].alias_info

@@ -243,7 +243,7 @@ def _mixtral(rng: random.Random, _: Options) -> Options:
 
 
 def _qwen3_moe(rng: random.Random, sizes: Options) -> Options:
-    (count, used) = _experts(rng)
+    count, used = _experts(rng)
     layers = sizes["num_hidden_layers"]
     window = rng.choice((None, 50))
     return (
@@ -435,7 +435,7 @@ def _qwen2_moe(rng: random.Random, sizes: Options) -> Options:
 
 
 def _granite_moe(rng: random.Random, sizes: Options) -> Options:
-    (count, used) = _experts(rng)
+    count, used = _experts(rng)
     own = {key: one for key, one in _granite(rng, sizes).items() if key != "mlp_bias"}
     return own | {"num_local_experts": count, "num_experts_per_tok": used}
 
@@ -445,7 +445,7 @@ def _granite_moe_shared(rng: random.Random, sizes: Options) -> Options:
 
 
 def _gpt_oss(rng: random.Random, sizes: Options) -> Options:
-    (count, used) = _experts(rng)
+    count, used = _experts(rng)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 24}
     yarn |= {"rope_theta": 150000.0, "truncate": rng.random() < 0.5}
     rope = rng.choice(({}, _rope(rng), {"rope_parameters": yarn}))

@@ -39,7 +39,7 @@ def engines(directory: Path) -> dict[str, Any]:
         found = open_torch(directory, load_manifest(directory), 1, True, "cpu", kernels=kernels)
         logits.append(logits_of(*found))
         kept.append([levels_of(engine.stages[0]) for engine in found if engine is not None])
-    (verify, draft) = kept[1]
+    verify, draft = kept[1]
     pairs = list(zip(*logits, strict=True))
     return {
         "difference": [float(abs(one - other).max()) for one, other in pairs],

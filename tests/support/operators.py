@@ -235,8 +235,8 @@ class Product:
             y += self.bias
             size += np.abs(self.bias)
         if self.gating:
-            (gate, up) = np.split(y, 2, 1)
-            (g, u) = np.split(size, 2, 1)
+            gate, up = np.split(y, 2, 1)
+            g, u = np.split(size, 2, 1)
             with np.errstate(over="ignore"):
                 y = gated_in_float64(gate, up, self.gating)
                 size = g * u + g + u

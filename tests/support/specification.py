@@ -337,8 +337,8 @@ class Heads:
         scores: Floats = np.zeros((self.heads, seen), np.float32)
         scale = np.float32(self.scale)
         if self.dtype == "int8":
-            (levels, scales) = round_rows(keys, 127)
-            (own, factor) = round_rows(query, 32767)
+            levels, scales = round_rows(keys, 127)
+            own, factor = round_rows(query, 32767)
             scores = np.einsum("hsd,hd->hs", levels, own).astype(np.float32) * (
                 scales * (factor * scale)[:, None]
             )

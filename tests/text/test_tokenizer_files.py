@@ -295,7 +295,7 @@ def test_the_classes_of_model_types_are_those_of_transformers() -> None:
     } == tokenizer_files.CLASS_OF_TYPE
     assert {
         *tokenizer_files.OVERRULED,
-        *("phi3", "ernie4_5", "internlm3", "iquestcoder"),
+        *("phi3", "ernie4_5", "internlm3", "iquestcoder", "nemotron"),
     } == registered.MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS & FAMILIES.keys()
 
 
