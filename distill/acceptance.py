@@ -1,8 +1,9 @@
 """Acceptance of a head's drafts, replayed from one parallel pass over the model's own greedy text.
 
-For given tokens, a parallel pass computes what drafting computes, and a greedy draft is accepted if
-it is the next token of the model's greedy text. One bit per position is therefore enough to replay
-rounds of any draft length, and the counts are equal to those of the runtime's statistics.
+For the same tokens, a parallel pass computes the same values as drafting, and a greedy draft is
+accepted if it is the next token of the model's greedy text. One bit per position is therefore
+enough to replay rounds of any draft length, and the counts are equal to those of the runtime's
+statistics.
 """
 
 import re
@@ -28,9 +29,9 @@ from eesd.distill.teacher import TeacherCall, chunk_rows, full_sequence_inputs
 from eesd.model.decoder import ExitHead
 
 DRAFTS_PER_ROUND = 8
-"""Draft length of the replayed rounds, unless another one is given."""
+"""Default draft length of the replayed rounds."""
 VALIDATION_ROWS = 64
-"""Validation texts that are decoded together."""
+"""Validation texts decoded in one batch."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,9 @@ class Acceptance:
     """Counts over replayed rounds, as in the runtime's statistics.
 
     Attributes:
-        verified: For each depth, rounds that drafted to this depth and had all drafts before it
-            accepted.
-        accepted: For each depth, rounds whose draft at this depth was accepted, too.
+        verified: For each depth, number of rounds that drafted to this depth and whose earlier
+            drafts were all accepted.
+        accepted: For each depth, number of rounds whose draft at this depth was also accepted.
         rounds: Number of rounds.
         tokens: Number of tokens that the rounds generated.
     """
@@ -52,7 +53,8 @@ class Acceptance:
 
     @property
     def by_depth(self) -> list[float]:
-        """For each depth, the probability that a draft is accepted if all drafts before it are."""
+        """Probability at each depth that a draft is accepted, given that all earlier drafts
+        were."""
         return [a / v if v else 0.0 for a, v in zip(self.accepted, self.verified, strict=True)]
 
     @property
@@ -83,8 +85,8 @@ def replay_rounds(correct: NDArray[np.bool_], draft_length: int) -> Iterator[Rep
     """Replay rounds over one text.
 
     Args:
-        correct: Whether the head's draft of token i, behind a drafted tokens, is token i [A, T];
-            more than A - 1 count as so many.
+        correct: Whether the head's draft of token i after a drafted tokens is token i [A, T];
+            larger values of a count as A - 1.
         draft_length: Drafts in a round. The last round has fewer, because each round ends with a
             token of the verifier.
 
@@ -131,10 +133,10 @@ def replay_acceptance(
 
 @dataclass(frozen=True)
 class GreedyDrafts:
-    """The head's greedy draft for each token of one text, behind 0, 1, ... A - 1 drafted tokens.
+    """The head's greedy draft for each token of one text, after 0, 1, ... A - 1 drafted tokens.
 
-    Without deep layers A is 1, because it makes no difference. Drafts that no round can reach are
-    not computed, and false or 0: those behind a drafted token that is wrong.
+    Without deep layers A is 1, because the number of drafted tokens makes no difference. No round
+    reaches a draft after a wrong drafted token; such drafts are not computed and are false or 0.
 
     Attributes:
         correct: Whether the draft is the text's token [A, T].
@@ -151,7 +153,7 @@ class GreedyDrafts:
 def drafted_rounds(
     drafts: GreedyDrafts, draft_length: int = DRAFTS_PER_ROUND
 ) -> list[DraftedRound]:
-    """Replay rounds over one text, with what a controller is told of each draft up to the first
+    """Replay rounds over one text, with the controller's input for each draft up to the first
     rejection.
 
     Args:
@@ -171,7 +173,7 @@ def drafted_rounds(
 
 
 def _step(drafts: GreedyDrafts, index: int, depth: int) -> DraftStep:
-    """The draft of one of the text's tokens, as one of a chain."""
+    """The draft of one token of the text, as a step of a chain."""
     age = min(depth, len(drafts.probability)) - 1
     probability = float(drafts.probability[age, index])
     return DraftStep(
@@ -192,7 +194,7 @@ class ValidationSet:
         starts: Index of the first token of each continuation [P].
         ends: Index after the last token of each continuation [P].
         hidden: For each exit layer, the hidden states after it [P, T, hidden].
-        kinds: Kind of each prompt [P]; empty: they are all of one kind.
+        kinds: Kind of each prompt [P]. Empty if all prompts are of one kind.
     """
 
     tokens: Tensor
@@ -234,8 +236,8 @@ class ValidationSet:
     def with_states(
         self, teacher: TeacherCall, device: torch.device, batch: int = 16
     ) -> "ValidationSet":
-        """The same texts with the hidden states of a teacher on this device, which gets ``batch``
-        rows at a time."""
+        """Return the same texts with hidden states, computed by a teacher on this device from
+        ``batch`` rows at a time."""
         passes = [teacher(part.to(device))[0] for part in torch.split(self.tokens, batch)]
         hidden = {
             layer: torch.cat([states[layer] for states in passes]).cpu() for layer in passes[0]
@@ -302,10 +304,10 @@ class ValidationSet:
     def _drafts_of_rows(
         self, head: ExitHead, geometry: Geometry, lm_head: Tensor, rows: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What :class:`GreedyDrafts` holds, of some texts [A, B, T].
+        """Compute the fields of :class:`GreedyDrafts` for some texts [A, B, T].
 
-        A draft behind a drafted tokens is reached if they are accepted: if the position before is
-        right at age a - 1.
+        A draft after a drafted tokens is reached if these are accepted, that is, if the position
+        before it is correct at age a - 1.
         """
         device = lm_head.device
         config = head.exit_config
@@ -344,8 +346,8 @@ class ValidationSet:
     def correct_drafts(
         self, head: ExitHead, geometry: Geometry, lm_head: Tensor
     ) -> list[NDArray[np.bool_]]:
-        """For each continuation, whether the head's draft of token i is token i [A, T]. Arguments
-        as for :meth:`drafts`."""
+        """For each continuation, whether the head's draft of token i is token i [A, T]. The
+        arguments are those of :meth:`drafts`."""
         return [drafts.correct for drafts in self.drafts(head, geometry, lm_head)]
 
 

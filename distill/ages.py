@@ -1,9 +1,9 @@
-"""The age of a drafted token, and what a head with deep layers knows at it.
+"""The age of a drafted token, and the deep state that a head with deep layers reads at it.
 
-All draft steps of a round read the deep state of the token before the root. So what a position
-computes depends on its *age*, the number of drafted tokens before it in the round. Training gives
-each position of a row a root, with rounds of random lengths; validation computes each age where
-rounds reach it.
+All draft steps of a round read the deep state of the token before the root. The result at a
+position therefore depends on its *age*, the number of drafted tokens before it in the round.
+Training gives each position of a row a root, with rounds of random lengths; validation computes
+each age at the positions where rounds reach it.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ from torch import Tensor
 from eesd.model.decoder import ExitHead
 
 AGES = 8
-"""Ages that are told apart: in training most drafts are shorter, and validation replays rounds of
-so many drafts."""
+"""Number of distinct ages: most drafts in training are shorter, and validation replays rounds of
+this many drafts."""
 MEAN_ROUND = 3.0
-"""Tokens of a training round on average: about what rounds commit, so most roots are where they
-matter."""
+"""Mean number of tokens in a training round, close to the number that a round commits, so most
+roots are where they matter."""
 
 
 def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
@@ -30,7 +30,7 @@ def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
         batch: B.
         tokens: T.
         seed: Seed of the training.
-        number: Number of the batch; the same one gives the same roots.
+        number: Number of the batch; the same number gives the same roots.
     """
     random = np.random.default_rng([seed, number, AGES])
     begins: NDArray[np.bool_] = random.random((batch, tokens)) < 1 / MEAN_ROUND
@@ -41,8 +41,8 @@ def random_roots(batch: int, tokens: int, seed: int, number: int) -> Tensor:
 
 
 def states_before(head: ExitHead, hidden: Sequence[Tensor], roots: Tensor) -> Tensor:
-    """The deep state [B, T, 2 KV D] that each position reads: that of the token before its root,
-    zero if there is none.
+    """Return the deep state that each position reads [B, T, 2 KV D]: the state of the token before
+    its root, or zero without such a token.
 
     Args:
         head: A head with deep layers.

@@ -20,14 +20,14 @@ from eesd.controllers.calibration import Calibrator, features, sigmoid
 
 SCORES = ("accept", "following")
 """Fields of the prior. ``accept`` predicts whether a draft is accepted, ``following`` whether the
-next draft is, too."""
+next draft is accepted, too."""
 FOLDS = 4
 """Folds of the cross-validation over texts."""
 REQUEST_STDS = (0.1, 0.2, 0.3, 0.4, 0.55, 0.75)
 """Candidate standard deviations of the request offset. With larger ones an offset can fall so low
 that nothing is drafted, and then no label arrives to raise it again."""
 MIN_GAIN = 0.005
-"""A standard deviation must lower the loss by this fraction. One that gained less made sampling
+"""Least fraction by which a standard deviation must lower the loss. Smaller gains made sampling
 slower."""
 BINS = 10
 """Bins of the expected calibration error, all of equal width."""
@@ -43,7 +43,7 @@ class DraftedRound(NamedTuple):
     """A round that drafted a chain.
 
     Attributes:
-        steps: What a controller is told of each draft.
+        steps: The controller's input for each draft.
         accepted: Number of drafts that were accepted.
     """
 
@@ -55,9 +55,9 @@ def label_rounds(rounds: Iterable[DraftedRound]) -> LabelledText:
     """Label the drafts of a text's rounds.
 
     Returns:
-        For ``accept``, each draft up to the first rejection, with whether it is accepted. For
-        ``following``, each accepted draft that has a labelled next one, with whether that one is
-        accepted.
+        For ``accept``, each draft up to the first rejection, labelled with its acceptance. For
+        ``following``, each accepted draft followed by a labelled draft, labelled with the
+        acceptance of that next draft.
     """
     accept: list[LabelledRound] = []
     following: list[LabelledRound] = []
@@ -126,11 +126,10 @@ class Predictions(NamedTuple):
 def predict(
     prior: CalibrationPrior, score: str, texts: Sequence[LabelledText], online: bool = True
 ) -> list[Predictions]:
-    """Predict the labels of several texts, as a controller does that gets them as requests, one
-    after another.
+    """Predict the labels of several texts as a controller would if they were consecutive requests.
 
     Args:
-        prior: The prior to begin with.
+        prior: The initial prior.
         score: One of ``SCORES``.
         texts: The labelled texts.
         online: Whether the calibration learns from each round. If not, only the prior predicts.

@@ -1,4 +1,4 @@
-"""A training run as a chart: loss and tokens a round over steps, and acceptance by depth."""
+"""Chart of a training run: loss and tokens per round over steps, and acceptance by depth."""
 
 from pathlib import Path
 

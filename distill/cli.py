@@ -277,7 +277,7 @@ def main(charts: bool, **options: Any) -> None:
         if charts and run.is_main:
             click.echo(draw_training(run.output), err=True)
     except RuntimeError as error:
-        # What torch raises on CPUs, and on GPUs.
+        # Out-of-memory errors of torch on CPUs and on GPUs.
         if "allocate" not in str(error) and type(error).__name__ != "OutOfMemoryError":
             raise
         raise EESDError(
@@ -338,7 +338,7 @@ def _parse_numbers(
 
 
 def _parse_counts(option: str, text: str | None, most: int) -> tuple[int, ...]:
-    """The same for different whole numbers above 0."""
+    """Parse distinct whole numbers from 1 to ``most``, separated by commas."""
     numbers = _parse_numbers(option, text, int, 1, most)
     if len(set(numbers)) < len(numbers):
         raise EESDError(f"{option} has a number twice: {text}; give each once.")

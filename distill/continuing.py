@@ -1,8 +1,7 @@
-"""Continuing prompts in rows that are decoded together. A row whose text has ended takes the next
-prompt.
+"""Continuation of prompts in rows of one batch. A row whose text has ended takes the next prompt.
 
-A text has random numbers of its own, so it does not depend on how many rows there are, nor on which
-one it has. Tokens are chosen where the logits are: a GPU sends tokens to the host, and no logits.
+Each text has its own random numbers, so it does not depend on the number of rows or on its row.
+Tokens are chosen on the device of the logits: a GPU sends tokens to the host, but no logits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,24 +28,25 @@ SLOT_BUCKET = 64
 PREFILL_ROWS = 16
 """Prompts that torch prefills together, padded to the longest."""
 BLOCK = 64
-"""Tokens whose probabilities are summed first, so that few sums depend on each other."""
+"""Tokens in a block, whose probabilities are summed first, so that few sums depend on each
+other."""
 
 RandomNumbers = Callable[[int], np.random.Generator]
-"""Gives the random numbers of a text by its number."""
+"""Returns the random numbers of a text, given its number."""
 
 
 @dataclass(frozen=True)
 class Writing:
-    """What is to be written: prompts that a model continues.
+    """Prompts for a model to continue, and the settings of each text.
 
     Attributes:
         prompts: Token ids of each prompt; lengths may differ.
-        limits: Maximum number of tokens of each text, its prompt included. A text also ends behind
+        limits: Maximum number of tokens of each text, its prompt included. A text also ends after
             its first EOS token.
         temperatures: Sampling temperature of each text. 0 is greedy.
         numbers: The random numbers of each text.
         eos_token_ids: Tokens that end a text.
-        rows: Most texts that are decoded together; None: all.
+        rows: Maximum number of texts in a batch. None: all texts.
     """
 
     prompts: Sequence[Sequence[int]]
@@ -69,7 +69,7 @@ class Writing:
             raise EESDError("Temperatures must be 0 or above, and rows at least 1.")
 
     def waiting(self) -> list[int]:
-        """The prompts with room for a token, the first one last."""
+        """Indices of the prompts with room for a token, in reverse order."""
         return [
             index
             for index in reversed(range(len(self.prompts)))
@@ -77,7 +77,7 @@ class Writing:
         ]
 
     def random(self, index: int) -> np.random.Generator | None:
-        """The random numbers of a text; None if it is greedy."""
+        """Random numbers of a text; None if the text is greedy."""
         return self.numbers(index) if self.temperatures[index] else None
 
 
@@ -85,8 +85,8 @@ class Writer(Protocol):
     """A model that writes."""
 
     def texts(self, writing: Writing) -> Iterator[tuple[int, list[int]]]:
-        """Each prompt's index and the prompt with its continuation, as they end. A prompt that
-        fills its limit has none."""
+        """Yield each prompt's index and the prompt with its continuation, in the order in which the
+        texts end. A prompt that fills its limit is skipped."""
         ...
 
 
@@ -141,8 +141,8 @@ class _TorchRows:
             )
 
     def _prefill(self, rows: list[int], texts: Sequence[Sequence[int]]) -> None:
-        """The slots after a short text get values, too, which its own tokens replace before they
-        are seen."""
+        """Also writes the slots after a short text; its later tokens overwrite them before
+        attention reads them."""
         longest = max(map(len, texts))
         if not longest:
             return
@@ -178,7 +178,7 @@ class _TorchRows:
         )
 
     def _normed(self, ids: Tensor, inputs: Inputs, caches: Sequence[KV]) -> Tensor:
-        """What the LM head reads [B, n, hidden] for ids [B, n]. Writes the caches in place."""
+        """Inputs of the LM head [B, n, hidden] for ids [B, n]. Updates the caches in place."""
         o = self._decoder.operations(inputs, caches)
         x = o.embed(ids.to(self._weight.device))
         for index in range(o.model.geometry.num_layers):
@@ -189,7 +189,8 @@ class _TorchRows:
 def continue_prompts(
     writer: Writer, writing: Writing, advance: Callable[[int], None] = lambda _: None
 ) -> list[list[int]]:
-    """Each prompt with its continuation. ``advance`` is called with a number of finished texts."""
+    """Return each prompt with its continuation. ``advance`` is called with a number of finished
+    texts."""
     texts = [list(prompt) for prompt in writing.prompts]
     ended = 0
     for index, text in writer.texts(writing):
@@ -204,11 +205,11 @@ def continue_prompts(
 def texts_of_rows(
     open_rows: Callable[[int, int], TextRows], writing: Writing
 ) -> Iterator[tuple[int, list[int]]]:
-    """What :meth:`Writer.texts` gives, from rows whose tokens are chosen here.
+    """Yield the results of :meth:`Writer.texts` from rows whose tokens are chosen here.
 
     Args:
-        open_rows: Opens rows: how many, and the most tokens of a text.
-        writing: What to write.
+        open_rows: Opens rows, given their number and the maximum number of tokens in a text.
+        writing: The prompts and their settings.
     """
     waiting = writing.waiting()
     limits = writing.limits
@@ -266,8 +267,9 @@ def padded(texts: Sequence[Sequence[int]], width: int) -> tuple[Tensor, Tensor]:
 def chosen_tokens(
     logits: Tensor, temperatures: Sequence[float], uniforms: Sequence[float]
 ) -> list[int]:
-    """A token of each row [B] for logits [B, V]: the most likely one at temperature 0, else by
-    inversion of the cumulative distribution, with a uniform random number for each row."""
+    """Choose a token for each row [B] from logits [B, V]: the most likely token at temperature 0,
+    else a sample by inversion of the cumulative distribution, with one uniform random number for
+    each row."""
     best = logits.argmax(-1)
     warm = [row for row, temperature in enumerate(temperatures) if temperature]
     if warm:
@@ -292,7 +294,7 @@ def _sampled(logits: Tensor, best: Tensor, heat: Tensor, drawn: Tensor) -> Tenso
     inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0]
     before = torch.where(block > 0, ends.gather(1, (block - 1).clamp_min(0)), 0.0)
     within = torch.searchsorted(inside.cumsum(-1, dtype=torch.float64) + before, drawn, right=True)
-    # Its sums may round to less than the block's own: the last token that has a probability then is
-    # meant.
+    # The sums within the block may round to less than the block's total; the last token with a
+    # probability is then chosen.
     last = (torch.arange(BLOCK, device=logits.device) * (inside > 0)).amax(-1, keepdim=True)
     return (block * BLOCK + torch.where(within < BLOCK, within, last))[:, 0]

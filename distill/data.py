@@ -64,7 +64,7 @@ class Rows:
         return Rows(self.tokens[count:], self.lengths[count:], self.num_primary - count)
 
     def digest(self, count: int | None = None) -> str:
-        """SHA-256 of the tokens and lengths of the first ``count`` rows; None: of all."""
+        """SHA-256 of the tokens and lengths of the first ``count`` rows; None: of all rows."""
         return hashlib.sha256(
             self.tokens[:count].tobytes() + self.lengths[:count].tobytes()
         ).hexdigest()
@@ -78,8 +78,8 @@ def add_mixed_rows(primary: Rows, mixed: Rows) -> Rows:
 
 
 def count_next_tokens(rows: Rows, vocab_size: int) -> NDArray[np.int64]:
-    """How often the primary rows use each token where training predicts it: everywhere but at the
-    beginning of a row [V]."""
+    """Count how often each token is a training target in the primary rows [V]: at every position
+    except the beginning of a row."""
     tokens = rows.tokens[: rows.num_primary, 1:]
     lengths = rows.lengths[: rows.num_primary, None] - 1
     return np.bincount(tokens[np.arange(tokens.shape[1]) < lengths], minlength=vocab_size)
@@ -111,8 +111,8 @@ def split_documents(documents: Iterable[Document], length: int) -> Rows:
 
 
 def _joined(documents: Iterable[Document], length: int) -> Iterator[NDArray[Any]]:
-    """Join consecutive documents that fit into a row. Head and teacher see the same tokens before
-    each: targets stay right."""
+    """Join consecutive documents that fit into a row. Head and teacher see the same preceding
+    tokens, so the targets remain correct."""
     row: list[NDArray[Any]] = []
     for document in documents:
         ids = np.asarray(document)
@@ -220,10 +220,11 @@ def prompts_of_rows(rows: Rows, count: int, prompt_tokens: int) -> list[list[int
 
 
 def prompt_order(rows: int, given: int, own: int, seed: int) -> NDArray[np.int64]:
-    """The prompt of each of the first rows.
+    """Choose the prompt of each of the first rows.
 
-    Given prompts come in a random order, another one each time. The model's own prompts come in
-    their order, evenly among the given ones: so the first rows need only the first own prompts.
+    Given prompts come in a random order, which changes with each pass. The model's own prompts keep
+    their order and are spread evenly among the given prompts, so the first rows need only the first
+    own prompts.
 
     Args:
         rows: Number of rows.
@@ -282,8 +283,8 @@ def _needed(codec: TextCodec | None, path: Path) -> TextCodec:
 def _read_lines(
     path: Path, codec: TextCodec | None, answer: bool
 ) -> Iterator[tuple[list[int], str]]:
-    """Token ids and kind of each line of a ``.jsonl`` file; with ``answer``, chats up to where the
-    model answers."""
+    """Yield the token ids and kind of each line of a ``.jsonl`` file; with ``answer``, chats end
+    where the model answers."""
     codec = _needed(codec, path)
     for line in _read_json_lines(path):
         kind = next(
@@ -425,8 +426,7 @@ def most_used(counts: NDArray[np.int64], size: int, always: Iterable[int]) -> ND
         always: Tokens that are always chosen: the tokens that end a text.
 
     Returns:
-        The ids [Vd], ascending. Of tokens that were seen as often, those with the lowest ids are
-        chosen.
+        The ids [Vd], ascending. Among tokens with equal counts, the lowest ids are chosen.
     """
     ranked = counts.copy()
     ranked[[token for token in always if token < len(counts)]] = counts.max(initial=0) + 1

@@ -1,4 +1,4 @@
-"""The model's own text: shards of continued prompts, with which a stopped run continues."""
+"""The model's own text: shards of continued prompts, from which a stopped run continues."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -19,15 +19,14 @@ from eesd.distill.stored import damaged, load_tensors, saved_whole
 from eesd.runtime.decoding.sampling import philox
 
 SHARD_BATCHES = 4
-"""Texts in a shard, as a multiple of the texts that are decoded together: at a shard's end fewer
-and fewer rows are busy."""
+"""Batches of texts in a shard: near the end of a shard fewer and fewer rows are busy."""
 
 LONGEST_ECHO = 64
 LEAST_ECHO = 16
-"""Tokens that a text may say again and again at its end, and how many that are taken for an echo at
-least."""
+"""Longest passage, in tokens, whose repetition at the end of a text is detected, and the minimum
+length of an echo."""
 STREAM = 2
-"""Of the random numbers of own text; prompts that the model writes have the next one."""
+"""Random stream of own text; prompts that the model writes have the next stream."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def self_generate(
         options: Options of the text.
         directory: Directory of the shards.
         eos_token_ids: Tokens that end a row.
-        advance: Called with the number of rows that are there.
+        advance: Called with the number of existing rows.
         process: Number of this process.
         processes: Number of processes that call this function.
 
@@ -125,8 +124,8 @@ def self_generate(
 
 
 def without_echo(text: list[int], start: int) -> list[int]:
-    """A text that does not end by saying the same again and again: what a continuation repeats at
-    its end stays there once.
+    """Return the text without repetition at its end: a passage that the continuation repeats there
+    is kept once.
 
     Args:
         text: Prompt and continuation.
@@ -142,7 +141,7 @@ def without_echo(text: list[int], start: int) -> list[int]:
 
 
 def _random_numbers(seed: int, start: int, text: int) -> np.random.Generator:
-    """Those of a text of the shard that begins with the text ``start``."""
+    """Random numbers of a text in the shard that begins with the text ``start``."""
     return philox(seed, STREAM, start + text)
 
 

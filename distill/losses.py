@@ -22,13 +22,13 @@ def token_losses(
 ) -> tuple[Tensor, Tensor]:
     """Compute the losses of n tokens.
 
-    Logits are computed in chunks, and again in the backward pass: with a large vocabulary they take
-    too much memory to keep. A token outside of the draft vocabulary has no cross-entropy. In the KL
-    divergence the tokens that are not kept are one outcome: the kept ones alone, scaled to 1, would
-    teach a head to be too sure. It is times the probability that the teacher gives to the draft
-    vocabulary, so a position counts as much as the draft can win there. The total variation is the
-    probability that rejection sampling at temperature 1 refuses the draft's token, without tokens
-    that are not kept.
+    Logits are computed in chunks and recomputed in the backward pass, because with a large
+    vocabulary they take too much memory to keep. A token outside of the draft vocabulary has no
+    cross-entropy. The KL divergence treats all tokens that are not kept as one outcome: scaling the
+    kept tokens to a sum of 1 would make the head overconfident. It is multiplied by the teacher's
+    probability of the draft vocabulary, so each position counts in proportion to the possible gain
+    of the draft. The total variation is the probability that rejection sampling at temperature 1
+    rejects the draft's token, ignoring tokens that are not kept.
 
     Args:
         features: The head's LM head inputs [n, hidden].

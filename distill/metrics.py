@@ -26,8 +26,7 @@ class MetricsLog:
             temporary.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
     def lines(self) -> list[dict[str, Any]]:
-        """All metrics so far. A last line without an end, which a killed run may leave, does not
-        count."""
+        """All metrics so far. An incomplete last line, which a killed run may leave, is ignored."""
         if not self.path.exists():
             return []
         remedy = "delete it, and the next run begins a new one"
@@ -47,7 +46,7 @@ class MetricsLog:
 
 
 def _is_metrics(line: Any) -> bool:
-    """Whether a value is what the log has in a line: metrics of a step, or a validation."""
+    """Whether a value is a valid line of the log: metrics of a step, or a validation."""
     if not isinstance(line, dict) or type(line.get("step")) is not int:
         return False
     values = (

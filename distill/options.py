@@ -1,4 +1,4 @@
-"""Options of a run. The command checks the range of each; here stands what ranges do not say. Needs
+"""Options of a run. The command checks the range of each option; this module checks the rest. Needs
 no torch."""
 
 import hashlib
@@ -35,7 +35,7 @@ STARTS = (
     ),
     *("Compare ", "List ", "Make a table of ", "Extract the names from this text: "),
 )
-"""What the prompts that a model writes begin with, in turn: kinds of tasks that people have."""
+"""Beginnings of the prompts that a model writes, used in turn: kinds of tasks that people have."""
 PRECISIONS = ("bf16", "float32")
 
 
@@ -45,8 +45,8 @@ class LossOptions:
 
     Attributes:
         ce: Weight of the cross-entropy on the teacher's most likely token.
-        kl: Weight of the KL divergence from the teacher's distribution: its top k tokens, and all
-            others as one.
+        kl: Weight of the KL divergence from the teacher's distribution: its top k tokens, with all
+            other tokens as one outcome.
         tv: Weight of the total variation distance from it.
     """
 
@@ -69,9 +69,9 @@ class TrainingOptions:
         blocks: E, the number of decoder blocks in the head.
         own_lm_head: Whether the head trains its own LM head.
         draft_vocab: Vd, the tokens that the head can predict. 0: the whole vocabulary.
-        deep: Deep layers, of whose states verify makes the head's keys and values of committed
-            tokens.
-        mlp: Width of the MLPs of the head's blocks. 0: they have none. None: the model's width.
+        deep: Deep layers. Verify computes the head's keys and values of committed tokens from their
+            states.
+        mlp: Width of the MLPs of the head's blocks. 0: no MLPs. None: the model's width.
         losses: Weights of the losses.
         steps: Optimizer steps. 0 trains nothing.
         batch: Rows in a forward pass, on each process.
@@ -126,14 +126,14 @@ class DataOptions:
         prompts: Files of prompts that the model continues into ``own_rows`` rows. Used instead of
             ``files``.
         self_prompt: Number of prompts that the model writes itself, besides those of ``prompts``.
-        self_prompt_start: What those begin with, in turn.
+        self_prompt_start: Beginnings of these prompts, used in turn.
         mixed: Files of ground-truth text to mix in.
         own_text: Directory of the generated rows.
         own_rows: Number of rows to generate.
         own_batch: Rows generated at a time.
         temperatures: Temperatures of the generated rows, in turn.
         prompt_tokens: Tokens in a prompt that is cut from text.
-        validation: Files of validation prompts. Without any, some of the training rows are held
+        validation: Files of validation prompts. Without such files, some training rows are held
             out.
         validation_prompts: Maximum number of validation prompts.
         validation_tokens: Tokens that the model appends to each validation prompt.
@@ -187,5 +187,5 @@ def first_difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
 
 
 def digest(value: Any) -> str:
-    """SHA-256 of a value that JSON can hold: the name of what these options made."""
+    """SHA-256 of a JSON value, which names the files made with these options."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()

@@ -1,5 +1,5 @@
-"""The frozen model as an engine of this project's operators, which writes and reads text. Weights
-are the checkpoint's."""
+"""The frozen model as an engine of this project's operators, which writes and reads text. The
+weights are those of the checkpoint."""
 
 import shutil
 from collections.abc import Iterator, Sequence
@@ -25,22 +25,21 @@ from eesd.runtime.engines.cpu_engine import CpuEngine
 from eesd.runtime.engines.operators import make_session
 
 LEAST_SLOTS = 1024
-"""Slots of an engine, at least, if the model has so many positions: own prompts and own text then
-share it."""
+"""Minimum number of slots in an engine, limited by the model's positions. Own prompts and own text
+then share one engine."""
 LAYER = 1
-"""The exit layer of its head, which nothing runs."""
+"""Exit layer of the engine's head, which is never run."""
 READING = "states.onnx"
-"""The graph that returns hidden states, too."""
+"""The graph that also returns hidden states."""
 
 
 def own_engine(checkpoint: Checkpoint, directory: Path, slots: int) -> tuple[Path, Manifest]:
     """Export the model into a directory, unless an engine of this model with enough slots is there.
 
     Args:
-        checkpoint: The model. Levels of a quantized one stay as they are, and so do weights of 16
-            and 32 bits.
-        directory: The process's own. An engine with fewer slots that is there is replaced.
-        slots: Slots of the engine, at least.
+        checkpoint: The model. Quantized levels and weights of 16 and 32 bits are kept unchanged.
+        directory: Directory of this process. An existing engine with fewer slots is replaced.
+        slots: Minimum number of slots in the engine.
 
     Returns:
         The directory that engines open, and its manifest.
@@ -65,8 +64,7 @@ def _export(checkpoint: Checkpoint, directory: Path, slots: int) -> Manifest:
 
 
 def _stored(checkpoint: Checkpoint, directory: Path) -> Manifest | None:
-    """The manifest of the engine that is there; None if there is none of this model, or a damaged
-    one."""
+    """The manifest of the existing engine; None if it is missing, damaged, or of another model."""
     try:
         manifest = load_manifest(directory)
     except EESDError:
@@ -97,7 +95,7 @@ class EngineWriter:
 
 
 class _EngineRows:
-    """A KV cache for each row, which starts anew where a text begins."""
+    """A KV cache for each row, which is reset when a text begins."""
 
     most_idle = 0.0
 
@@ -131,13 +129,13 @@ class _EngineRows:
 
 
 class EngineTeacher:
-    """Reads rows one after another, with the states that drafting will see.
+    """Reads rows one after another, and returns the states that drafting will see.
 
-    It is called as :class:`~eesd.distill.teacher.Teacher` is, and gives the same, nearly.
+    It is called like :class:`~eesd.distill.teacher.Teacher`, and returns nearly the same values.
     """
 
     CHUNK = 256
-    """Tokens of a call."""
+    """Maximum number of tokens in a call."""
 
     def __init__(
         self,
@@ -157,7 +155,7 @@ class EngineTeacher:
             layers: Layers whose hidden states are returned, counted from 1.
             top_k: Tokens of the distribution to keep, at most the whole vocabulary.
             precision: ``bf16`` or ``float32``, in which the states are returned.
-            slots: Most tokens of a row.
+            slots: Maximum number of tokens in a row.
             threads: CPU threads.
         """
         self.layers = tuple(layers)
@@ -187,15 +185,15 @@ class EngineTeacher:
         )
 
     def _chunks(self, row: Tensor) -> list[tuple[int, Tensor]]:
-        """The pieces of a row, and where they begin."""
+        """Start and tokens of each chunk of a row."""
         return [
             (self.CHUNK * number, piece)
             for number, piece in enumerate(torch.split(row, self.CHUNK))
         ]
 
     def _read(self, ids: Tensor, start: int) -> tuple[list[Tensor], Tensor, Tensor]:
-        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row, whose beginning
-        was read before."""
+        """States [n, hidden] and the most likely tokens [n, K] of a chunk of a row; the chunks
+        before it must have been read."""
         count = len(ids)
         slots = np.arange(start, start + count)
         tokens = np.stack(
@@ -213,7 +211,8 @@ class EngineTeacher:
 
 
 def _add_states(graph: Path, output: Path, layers: Sequence[int]) -> None:
-    """Write a graph beside its weights that also returns the states after some layers."""
+    """Write, beside the weights of a graph, a copy that also returns the states after some
+    layers."""
     import onnx
 
     model = read_graph(graph)

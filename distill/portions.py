@@ -1,5 +1,5 @@
-"""Portions of the training text. A run on a CPU trains on a little text first, and then on twice as
-much again and again, so that the first figures of acceptance come after minutes."""
+"""Portions of the training text. A run on a CPU trains on a small amount of text first and then
+doubles it repeatedly, so that the first acceptance figures come after minutes."""
 
 import signal
 from collections.abc import Iterator
@@ -47,10 +47,10 @@ def time_left(seconds: float) -> str:
 
 
 class HeldSignals:
-    """Signals that wait.
+    """Signals that wait until the end of a block.
 
     Attributes:
-        came: The first signal that came, set by its handler. None: none came.
+        came: The first signal that arrived, set by its handler, or None.
     """
 
     def __init__(self) -> None:
@@ -62,8 +62,8 @@ class HeldSignals:
 
 @contextmanager
 def held_signals() -> Iterator[HeldSignals]:
-    """Let SIGTERM, SIGHUP and Ctrl-C wait until the block ends, which looks at ``came`` and saves
-    its work. The usual handlers run afterwards."""
+    """Defer SIGTERM, SIGHUP and Ctrl-C to the end of the block, which checks ``came`` and saves its
+    work. The usual handlers run afterwards."""
     held = HeldSignals()
     before = {}
     with suppress(ValueError):  # only the main thread has handlers

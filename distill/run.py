@@ -1,4 +1,5 @@
-"""One ``eesd-distill`` command: its options checked, its parts built, training and evaluation.
+"""One ``eesd-distill`` command: checks of the options, construction of the parts, training and
+evaluation.
 
 The base model itself loads only if something is missing: generated rows, targets, or the validation
 set.
@@ -72,7 +73,7 @@ from eesd.runtime.text import TextCodec
 
 SLOWLY = "torch runs the model, several times slower than this project's operators."
 ProgressBar = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar with a label and a total; gives a function that advances it."""
+"""Opens a progress bar with a label and a total; returns a function that advances it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Run:
         intervals: Steps between logged metrics, validations and checkpoints.
         dtype: Element type of the base model's weights.
         progress: Opens progress bars.
-        resources: What this process alone needs until the command ends.
+        resources: Resources of this process, kept until the command ends.
     """
 
     checkpoint: Checkpoint
@@ -135,15 +136,15 @@ class Run:
 
     @property
     def _in_portions(self) -> bool:
-        """Whether a training begins with a part of the text, and stores the teacher's targets. On a
-        GPU the model writes and reads all of it in less time than a start takes."""
+        """Whether training begins with a part of the text and caches the teacher's targets. On a
+        GPU the model writes and reads all text in less time than startup takes."""
         one = self.accelerator.num_processes == 1
         on_cpu = self.accelerator.device.type == "cpu"
         return one and on_cpu and self.training.steps > 0 and not self.data.mixed
 
     @cached_property
     def portions(self) -> list[Portion]:
-        """The portions of the training. Those of own text are whole shards."""
+        """The portions of the training. Portions of own text are whole shards."""
         files = self.data.files
         size = self._file_rows.num_primary if files else self.data.own_rows
         first = size
@@ -154,7 +155,7 @@ class Run:
 
     @cached_property
     def _file_rows(self) -> Rows:
-        """The rows of ``--data``, and those that are mixed in."""
+        """The rows of ``--data``, and the mixed-in rows."""
         return self._with_mixed(self._read_rows(self.data.files))
 
     @cached_property
@@ -173,7 +174,7 @@ class Run:
         """Read the rows of a portion, validation rows included; own text is written first.
 
         Returns:
-            All rows that are there, and the number of primary ones that belong to the portion.
+            All existing rows, and the number of primary rows in the portion.
         """
         if self.data.files:
             rows = self._file_rows
@@ -209,7 +210,7 @@ class Run:
         return [prompt.tokens for prompt in read]
 
     def _write_rows(self, count: int) -> list[Path]:
-        """Let the model write the missing ones of the first rows of own text; returns their
+        """Let the model write the missing rows among the first rows of own text. Return the
         files."""
         data = self.data
         given = self._given_prompts
@@ -232,7 +233,8 @@ class Run:
 
     @cached_property
     def _engine_directory(self) -> Path:
-        """The engine that writes and reads in this process. It stays until ``resources`` end."""
+        """Directory of the engine that writes and reads in this process. It exists until
+        ``resources`` are closed."""
         self.output.mkdir(parents=True, exist_ok=True)
         return self.resources.enter_context(temporary_beside(self.output / "engine"))
 
@@ -242,8 +244,8 @@ class Run:
         return self.accelerator.device.type == "cpu" and not operators.missing()
 
     def _writer(self) -> Writer:
-        """What writes the model's own text: on a CPU this project's operators, which read the
-        weights as they are stored."""
+        """The writer of the model's own text: on a CPU, this project's operators, which read the
+        weights as stored."""
         if self._has_operators:
             return EngineWriter(self.checkpoint, self._engine_directory, torch.get_num_threads())
         return TorchWriter(self.decoder)
@@ -253,7 +255,7 @@ class Run:
         data = self.data
         if count <= 0:
             return []
-        assert self.codec is not None  # make_run() has looked
+        assert self.codec is not None  # make_run() has checked it
         options = SelfPromptOptions(
             prompts=data.self_prompt,
             starts=data.self_prompt_start,
@@ -291,7 +293,7 @@ class Run:
 
     @cached_property
     def validation(self) -> tuple[ValidationSet, int]:
-        """The validation set, made or loaded, and the number of rows that its prompts are from.
+        """The validation set, made or loaded, and the number of rows that its prompts come from.
 
         Raises:
             EESDError: There are too few rows, or a prompt is too long for the model.
@@ -347,8 +349,8 @@ class Run:
         """Make the source of training batches. With a cache, its missing part is computed first.
 
         Args:
-            rows: All rows to train on that are there.
-            count: Number of rows that are needed, from the first one.
+            rows: All existing training rows.
+            count: Number of rows needed, from the first one.
 
         Returns:
             The source.
@@ -391,7 +393,7 @@ class Run:
         return cache
 
     def _teacher(self, layers: Sequence[int], slots: int) -> TeacherCall:
-        """On a CPU this project's operators read."""
+        """The teacher: on a CPU, this project's operators."""
         top_k = self.training.top_k
         precision = self.training.precision
         if self._has_operators:
@@ -405,7 +407,7 @@ class Run:
         """The head in ``init_head``, with its draft vocabulary; None without one.
 
         Raises:
-            EESDError: It has another shape than the options say.
+            EESDError: Its shape differs from the options.
         """
         if self.init_head is None:
             return None
@@ -438,7 +440,7 @@ class Run:
         layers. Its draft vocabulary has the tokens that the first portion uses most.
 
         Raises:
-            EESDError: The head in ``init_head`` has another shape than the options say.
+            EESDError: The shape of the head in ``init_head`` differs from the options.
         """
         given = self.given_head()
         ids = None
@@ -454,7 +456,7 @@ class Run:
         return make_initial_head(self.checkpoint, self.head_config(), ids)
 
     def head_config(self) -> ExitConfig:
-        """What these options say about the head."""
+        """Configuration of the head that the options describe."""
         training = self.training
         base = self.checkpoint.fingerprint()
         return ExitConfig(
@@ -527,12 +529,12 @@ class Run:
 
     def write_initial_head(self) -> None:
         """Copy the head in ``init_head`` into the output directory, unless it is there already.
-        Without one the head is the model's own norm and LM head, with the draft vocabulary that the
-        options say.
+        Without ``init_head`` the head is the model's own norm and LM head, with the draft
+        vocabulary of the options.
 
         Raises:
-            EESDError: The head has another shape than the options say, or weights that are not
-                finite; or the output directory has another head.
+            EESDError: The shape of the head differs from the options, its weights are not finite,
+                or the output directory has another head.
         """
         self._check_head()
         if self.init_head is None:
@@ -557,7 +559,7 @@ class Run:
 
     def _check_head(self) -> None:
         """Raise :class:`EESDError` if the output directory has a head that this command would not
-        make again."""
+        reproduce."""
         weights = self.output / WEIGHTS_FILE
         config = self.output / CONFIG_FILE
         if not weights.exists():
@@ -606,12 +608,13 @@ def make_accelerator() -> Accelerator:
 def checked(
     options: dict[str, Any], config: ModelConfig, given: ExitConfig | None
 ) -> tuple[TrainingOptions, DataOptions]:
-    """Check what the command's options say about training and data.
+    """Check the command's options for training and data.
 
     Args:
         options: The options of ``eesd-distill``, by parameter name.
         config: Configuration of the model.
-        given: Of the head that the run starts from; None: it starts from the model's last layers.
+        given: Configuration of the head that the run starts from. None: the run starts from the
+            model's last layers.
 
     Raises:
         EESDError: An option is wrong, or a file is missing.

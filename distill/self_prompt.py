@@ -19,7 +19,7 @@ from eesd.runtime.text import TextCodec
 
 MARK = "eesd-user-turn"
 SHARD_TRIES = 64
-"""Prompts that are tried for one file."""
+"""Prompts attempted for one file."""
 MAX_TOKENS = 256
 """Longer turns are dropped, as they have no end."""
 MAX_FAILURES = 8
@@ -28,14 +28,14 @@ MAX_FAILURES = 8
 
 @dataclass(frozen=True)
 class SelfPromptOptions:
-    """What determines the prompts.
+    """Options that determine the prompts.
 
     Attributes:
-        prompts: Number of prompts, at least.
+        prompts: Minimum number of prompts.
         starts: Words that the user turns begin with, in turn.
         seed: Seed of sampling.
         base: Fingerprint of the model.
-        max_positions: Of the model.
+        max_positions: Maximum number of positions of the model.
     """
 
     prompts: int
@@ -65,11 +65,11 @@ def self_prompts(
         codec: The tokenizer and chat template.
         options: Options of the prompts.
         directory: Directory of the files.
-        eos_token_ids: Tokens that end a turn, besides the first token that the template puts behind
-            one.
+        eos_token_ids: Tokens that end a turn, besides the first token that the template puts after
+            a turn.
         advance: Called with the number of prompts of each file.
-        rows: Prompts that are decoded together.
-        needed: Number of prompts that are needed now, at least.
+        rows: Prompts in a batch.
+        needed: Minimum number of prompts needed now.
 
     Returns:
         The first files, whose lines have ``messages``.
@@ -121,7 +121,7 @@ def _user_turns(
     eos_token_ids: Sequence[int],
     rows: int,
 ) -> list[str]:
-    """The different user turns of one file that the model has ended."""
+    """Distinct user turns of one file, without turns that the model did not end."""
     opening, closing = around_turns(codec)
     encode = codec.tokenizer.encode
     ends = {*eos_token_ids, *encode(closing, add_special_tokens=False).ids[:1]}

@@ -32,9 +32,10 @@ def structure(
     """The values of ``NAMES``.
 
     Args:
-        options: The command's options; None where nothing was said.
+        options: The command's options; None for options that were not given.
         geometry: Shape of the model.
-        given: Of the head that the run starts from; None: it starts from the model's last layers.
+        given: Configuration of the head that the run starts from. None: the run starts from the
+            model's last layers.
     """
     said = {name: options[name] for name in NAMES if options[name] is not None}
     if given is not None:
@@ -72,8 +73,8 @@ def _weights(geometry: Geometry, found: dict[str, Any]) -> int:
 
 
 def _mlp(geometry: Geometry, found: dict[str, Any]) -> int | None:
-    """The width of MLPs that a head of at most :data:`MOST_WEIGHTS` has room for. None: that of the
-    model's MLPs."""
+    """MLP width that fits a head of at most :data:`MOST_WEIGHTS`. None: the width of the model's
+    MLPs."""
     if _weights(geometry, found) <= MOST_WEIGHTS:
         return None
     free = MOST_WEIGHTS - _weights(geometry, found | {"mlp": 0})
@@ -83,6 +84,6 @@ def _mlp(geometry: Geometry, found: dict[str, Any]) -> int | None:
 
 
 def deep_layers(num_layers: int, exit_layer: int) -> tuple[int, ...]:
-    """A low, a middle and the last layer: the thirds of a model, without those up to the exit."""
+    """A low, a middle and the last layer: the thirds of a model, without layers up to the exit."""
     thirds = {-(-num_layers * part // 3) for part in (1, 2, 3)}
     return tuple(sorted(layer for layer in thirds if layer > exit_layer))

@@ -31,10 +31,10 @@ from eesd.model.torch_ops import KV, Inputs, capped
 LOGITS_PER_CHUNK = 1 << 25
 """Logits in memory at a time (128 MiB in float32)."""
 DEVICE_CHUNKS = 8
-"""How much more logits a GPU has in memory at a time: fewer and larger kernels."""
+"""Factor by which a GPU holds more logits in memory at a time, for fewer and larger kernels."""
 TOP_BLOCK = 64
-"""Logits whose largest one is found first, so that a GPU need not search all of them for the k
-largest."""
+"""Logits in a block, whose maximum is found first, so that a GPU need not search all logits for the
+k largest."""
 SHARD_ROWS = 32
 """Rows in a shard of the target cache."""
 
@@ -53,7 +53,7 @@ class Targets:
 
 
 TeacherCall = Callable[[Tensor], tuple[dict[int, Tensor], Targets]]
-"""A :class:`Teacher`, or an engine that reads like one."""
+"""A :class:`Teacher`, or an engine that is called like a teacher."""
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class Batch:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor on a device. A GPU copies it from pinned memory, so that nothing waits for the work
-    before it."""
+    """Return a tensor on a device. Copies to a GPU use pinned memory, so that nothing waits for
+    earlier work."""
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -128,7 +128,7 @@ def full_sequence_inputs(
         dtype: Type of the KV caches, the rotary tables and the mask.
         device: Device of all tensors.
         whole: Whether the pass needs no caches and no mask; they are then empty. None: on all
-            devices but CPUs.
+            devices except CPUs.
 
     Returns:
         The inputs of the blocks, and the empty KV caches.
@@ -152,8 +152,8 @@ def full_sequence_inputs(
 class Teacher(nn.Module):
     """The frozen model as a module from token ids [B, T] to hidden states and targets.
 
-    All layers share the caches of one: a pass over whole sequences reads only what the same layer
-    just wrote.
+    All layers share the caches of one layer: a pass over whole sequences reads only what the same
+    layer just wrote.
     """
 
     def __init__(self, decoder: Decoder, layers: Sequence[int], top_k: int, precision: str) -> None:
@@ -224,8 +224,8 @@ def top_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """What ``topk`` gives for logits [n, V], from the blocks with the largest maxima: no other
-    block has one of the tokens."""
+    """Return the result of ``topk`` for logits [n, V], from the blocks with the largest maxima; no
+    other block has one of the tokens."""
     if logits.shape[1] % TOP_BLOCK or logits.shape[1] // TOP_BLOCK <= count:
         return logits.topk(count)
     blocks = logits.view(len(logits), -1, TOP_BLOCK)
@@ -237,7 +237,7 @@ def largest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class TargetSource(Protocol):
-    """Gives batches with targets, by row indices, with the states after the given layers."""
+    """Returns batches for row indices, with targets and with the states after the given layers."""
 
     def batch(self, indices: NDArray[np.int64], layers: Sequence[int]) -> Batch: ...
 
@@ -264,8 +264,8 @@ class TargetCache:
     """A directory with the hidden states and targets of all rows, in safetensors shards of 32
     rows.
 
-    A complete cache replaces the teacher. If rows are added behind the others, only theirs are
-    computed. Shards contain ``hidden.<layer>``, ``top_ids`` and ``top_logprobs``.
+    A complete cache replaces the teacher. If rows are appended, only their targets are computed.
+    Shards contain ``hidden.<layer>``, ``top_ids`` and ``top_logprobs``.
     """
 
     def __init__(
@@ -283,7 +283,8 @@ class TargetCache:
             directory: Directory of the cache.
             rows: The rows to cache.
             base: Fingerprint of the model.
-            layers: Exit layers whose hidden states are needed. A cache that has more serves, too.
+            layers: Exit layers whose hidden states are needed. A cache with more layers can also be
+                used.
             top_k: Tokens of the distribution that are cached.
             precision: ``bf16`` or ``float32``.
 

@@ -39,19 +39,19 @@ Report = Callable[[dict[str, Any]], None]
 """Called with each line of metrics."""
 
 LATE = 3
-"""How much more later weights count in the mean of a run at a constant rate: step t as t to this
-power, so that the mean is a fifth of the run old."""
+"""Exponent of the mean of the weights in a run at a constant rate: step t counts as t to this
+power, so that the mean lags by a fifth of the run."""
 _FILES = ("head.safetensors", "average.safetensors", "optimizer.safetensors", "run.json")
-"""Of a checkpoint."""
+"""Files of a checkpoint."""
 _STATES = {
     torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"),
     torch.optim.Muon: ("momentum_buffer",),
 }
-"""What an optimizer remembers of a parameter."""
+"""State that an optimizer keeps for each parameter."""
 
 
 def _foreign(checkpoint: Path) -> str:
-    """Why a checkpoint's directory may not be replaced or deleted; "" if it holds nothing else."""
+    """Return why a checkpoint's directory may not be replaced or deleted, or "" if it may."""
     other = (
         path.name for path in checkpoint.iterdir() if path.name not in _FILES or not path.is_file()
     )
@@ -240,7 +240,7 @@ class Trainer:
                 self._save()
 
     def _spent(self) -> dict[str, float]:
-        """Seconds of the steps in this process, and on a GPU the most bytes that it held, of all
+        """Seconds of the steps in this process and, on a GPU, its peak memory in bytes over all
         phases."""
         spent: dict[str, float] = {"seconds": round(self._seconds, 2)}
         if self.accelerator.device.type == "cuda":
@@ -251,7 +251,8 @@ class Trainer:
         """Run one optimizer step over ``accumulate`` batches; returns its mean metrics, for
         :meth:`_read`.
 
-        A GPU gets the next step before it has done this one: nothing here reads a number of its.
+        A GPU receives the next step before it has finished this one: nothing here reads a value
+        from it.
         """
         options = self.options
         processes = self.accelerator.num_processes
@@ -282,8 +283,8 @@ class Trainer:
         return mean
 
     def _read(self, mean: Tensor, step: int) -> dict[str, float]:
-        """The metrics of a step. A loss that is not a number stays so: what a GPU trained with it
-        is not saved."""
+        """Metrics of a step. A non-finite loss stays non-finite in later steps, so weights that a
+        GPU trained with it are never saved."""
         values = mean.tolist()
         if not math.isfinite(values[0]):
             raise EESDError(
@@ -298,15 +299,15 @@ class Trainer:
 
     @torch.no_grad()
     def _average(self) -> None:
-        """Let the mean follow the weights (Shamir and Zhang 2013). It does what a cooldown does,
-        and needs no end."""
+        """Update the mean of the weights (Shamir and Zhang 2013). The mean has the effect of a
+        cooldown, but needs no fixed end."""
         share = (LATE + 1) / (self.step + LATE)
         for mean, value in zip(self._means, self.student.parameters(), strict=False):
             mean.lerp_(value, share)
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Within it the head has the mean of its weights, if it is averaged."""
+        """Give the head the mean of its weights within the block, if the run averages them."""
         self._swap()
         try:
             yield
@@ -389,7 +390,7 @@ class Trainer:
 
     def _save_head(self, head: ExitHead) -> None:
         if not self._own_head:
-            _check_head(self.output)  # one may have come in the meantime
+            _check_head(self.output)  # a head may have appeared in the meantime
         self._own_head = True
         with saving(self.output / exit_head_file.WEIGHTS_FILE):
             save_exit_head(head, self.output)
@@ -434,7 +435,7 @@ class Trainer:
         self.metrics.start(self.step)
 
     def _fixed(self, options: dict[str, Any]) -> dict[str, Any]:
-        """What a run must keep of its options. At a constant rate it may go on with more steps and
+        """Options that a run must keep. At a constant rate a run may continue with more steps and
         more data."""
         return options | {"steps": 0, "data": ""} if self.options.cooldown == 0 else options
 
