@@ -37,7 +37,7 @@ class _Application(FastAPI):
 
 
 def make_app(service: Service, options: ServeOptions) -> FastAPI:
-    """The application over a running service.
+    """Make the application over a running service.
 
     ``app.state.serving`` is the :class:`~eesd.serve.http.options.Serving` of its routes. The caller
     closes the service.
@@ -46,8 +46,8 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
         service: The batch.
         options: Limits and names.
     """
-    # One span a request, where OpenTelemetry is configured (older versions ignore this). No pages
-    # of documentation: they load scripts from elsewhere.
+    # One span per request if OpenTelemetry is configured (older versions ignore this). No
+    # documentation pages, because they load scripts from other hosts.
     traced: Any = {"operation_spans": False, "exclude": lambda scope: path_of(scope) in QUIET}
     app = _Application(
         title="EESD",
@@ -81,8 +81,7 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
 
 
 def _schema(app: FastAPI) -> dict[str, Any]:
-    """What the server does: an invalid body is a 400, as with OpenAI, and a key is a bearer
-    token."""
+    """The OpenAPI schema: an invalid body is a 400, as with OpenAI, and a key is a bearer token."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     for path in schema["paths"].values():
         for operation in path.values():

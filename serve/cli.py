@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 LOG_FORMATS = ("text", "json")
 KEYS = "EESD_API_KEY"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine. Who listens on one of them answers for all of them, and for no other."""
+"""Names of this machine. A server that listens on one of them accepts all of them as its host, and
+no other name."""
 NAMES = (
     "Name that clients give as model; repeatable. Answers have the first.  [default: the model's]"
 )
@@ -49,7 +50,7 @@ TRITON = "Write a model for Triton Inference Server into this repository instead
 
 
 def _configure(ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
-    """Make what a configuration file says the defaults of the command's options."""
+    """Use the values of a configuration file as defaults of the command's options."""
     prefix = f"{ctx.auto_envvar_prefix}_"
     known_variables = {f"{prefix}{str(one.name).upper()}" for one in ctx.command.params}
     for name in sorted(os.environ.keys() - known_variables):
@@ -188,9 +189,9 @@ def main(host: str, port: int, **options: Any) -> None:
     limits = limits_of(options, answers_for_itself=host in LOOPBACK)
     log_to_stderr(options["log_format"])
     if rank() > 0:
-        # runs what rank 0 says, which has the port, until rank 0 ends
+        # runs the calls of rank 0, which has the port, until rank 0 ends
         load_as_asked(engine_dir_of(options), options, speculation)
-    # Before the model is loaded: a port that is taken is known at once.
+    # Before the model is loaded, so that a port in use is reported at once.
     with bind(host, port) as bound:
         llm = load_as_asked(engine_dir_of(options), options, speculation)
         app = make_app(Service(llm, batch), limits)
@@ -218,22 +219,22 @@ def _write_triton_repository(
 
 
 def batch_of(options: dict[str, Any]) -> BatchOptions:
-    """The limits of the batch that the options of the command say."""
+    """The limits of the batch, from the command's options."""
     return BatchOptions(**{field.name: options[field.name] for field in fields(BatchOptions)})
 
 
 def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "ServeOptions":
-    """The limits and names of a server that the options of the command say.
+    """The limits and names of a server, from the command's options.
 
     Args:
-        options: By their names. What is missing is as
-            :class:`~eesd.serve.http.options.ServeOptions` has it.
+        options: The options by name. Missing options have the defaults of
+            :class:`~eesd.serve.http.options.ServeOptions`.
         answers_for_itself: Whether requests must be for this machine if the options name no host.
 
     Raises:
         EESDError: A value cannot be used.
     """
-    from eesd.serve.http.options import ServeOptions  # needs what serving needs
+    from eesd.serve.http.options import ServeOptions  # needs the packages for serving
 
     name, *aliases = options["model_name"] or ("",)
     hosts = options["allowed_host"]
@@ -252,8 +253,8 @@ def limits_of(options: dict[str, Any], answers_for_itself: bool = False) -> "Ser
 
 
 def api_keys(file: Path | None) -> tuple[str, ...]:
-    """The keys in a file, one a line; without a file those in EESD_API_KEY, with commas between
-    them.
+    """Return the keys in a file, one per line; without a file, the keys in EESD_API_KEY, separated
+    by commas.
 
     Raises:
         EESDError: The file has no key.

@@ -1,4 +1,4 @@
-"""A request of the Messages API as the chat request that it is."""
+"""Translation of a request of the Messages API into a chat request."""
 
 import json
 from collections.abc import Sequence
@@ -20,10 +20,10 @@ from eesd.serve.openai.params import chat_of
 from eesd.serve.openai.schemas import ChatBody, GenerationBody
 
 REFUSED = ("mcp_servers", "container")
-"""Fields that ask for what this server does not do."""
+"""Fields for features that this server does not support."""
 BILLING = "x-anthropic-billing-header:"
-"""Begins a line that Claude Code puts in front of its system prompt, with other digits in each
-request. No kept prefix would fit the next request, so the line is left out."""
+"""Start of a line that Claude Code puts before its system prompt, with different digits in each
+request. The line is left out, because with it no cached prefix would match the next request."""
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_", "mcp_")
 """Types of tools that Anthropic's servers run."""
 THOUGHTS = ("thinking", "redacted_thinking")
@@ -31,10 +31,10 @@ EFFORTS = {"enabled": "medium", "disabled": "none", "adaptive": None}
 
 
 def as_chat(body: PromptBody) -> ChatBody:
-    """The chat request. A last message of the assistant is gone on with.
+    """Return the chat request. If the last message is the assistant's, the answer continues it.
 
     Raises:
-        APIError: The request asks for what this server does not do.
+        APIError: The request asks for something that this server does not support.
     """
     extra = body.model_extra or {}
     for name in REFUSED:
@@ -78,7 +78,7 @@ def as_chat(body: PromptBody) -> ChatBody:
 
 
 def _system(given: str | Sequence[Block] | None) -> list[dict[str, Any]]:
-    """The system message, if there is one, without the line of Claude Code that changes in every
+    """The system message, if any, without the line of Claude Code that changes with every
     request."""
     if given is None:
         return []
@@ -95,7 +95,7 @@ def _edited(body: PromptBody) -> list[Turn]:
     :func:`check_edits`.
 
     Raises:
-        APIError: It asks for another edit.
+        APIError: The request asks for another edit.
     """
     turns = body.messages
     for edit in _edits(body):
@@ -114,7 +114,8 @@ def _edits(body: PromptBody) -> Sequence[Edit]:
 
 
 def _without_thoughts(turns: list[Turn], edit: Edit) -> list[Turn]:
-    """The turns, of which only the last ones with thoughts keep them: ``edit.keep``, or one."""
+    """Return the turns with thoughts removed from all except the last ``edit.keep`` turns with
+    thoughts (by default one)."""
     if edit.keep == "all":
         return turns
     left = edit.keep.value if edit.keep else 1
@@ -132,11 +133,11 @@ def _without_thoughts(turns: list[Turn], edit: Edit) -> list[Turn]:
 
 
 def check_edits(body: PromptBody, tokens: int) -> None:
-    """Refuse to clear results of tools, which this server does not do, if the prompt has so many
-    tokens, or so many uses of tools, that ``context_management`` asks for it.
+    """Refuse a request whose prompt exceeds the number of tokens, or of tool uses, beyond which
+    ``context_management`` clears tool results, because this server cannot clear them.
 
     Raises:
-        APIError: There is something to clear.
+        APIError: There are tool results to clear.
     """
     blocks = [block for turn in body.messages for block in turn.content]
     uses = sum(isinstance(block, Block) and block.type == "tool_use" for block in blocks)
@@ -153,8 +154,8 @@ def check_edits(body: PromptBody, tokens: int) -> None:
 
 
 def _messages(turn: Turn) -> list[dict[str, Any]]:
-    """A turn as messages of a chat: results of calls are messages of their own, before the text
-    beside them."""
+    """Return a turn as chat messages. Results of calls become separate messages, before the text of
+    the same turn."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     results = [block for block in turn.content if block.type == "tool_result"]

@@ -1,4 +1,4 @@
-"""``POST /v1/messages``: Anthropic's Messages API, over what answers chats."""
+"""``POST /v1/messages``: Anthropic's Messages API, built on chat completions."""
 
 import json
 from collections.abc import Iterator
@@ -68,8 +68,8 @@ async def _whole(writer: "_Writer", generations: Generations) -> MessageAnswer:
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """The events of a stream. What is refused before the first one has a status; what fails later
-    is a last event."""
+    """Yield the events of a stream. A refusal before the first event has a status; a later failure
+    is the last event."""
     async with generations:
         yield _event("message_start", message=writer.answer())
         try:
@@ -93,7 +93,7 @@ def _event(kind: str, **fields: Any) -> bytes:
 
 
 class _Writer:
-    """Makes the blocks of an answer, and the events that tell them."""
+    """Makes the blocks of an answer, and the events that stream them."""
 
     def __init__(self, serving: Serving, generations: Generations, reader: Reader) -> None:
         self._generations = generations
@@ -102,11 +102,11 @@ class _Writer:
         self._model = serving.model_name
         self._blocks: list[AnswerBlock] = []
         self._pieces: list[str] = []
-        """What the open block has so far."""
+        """Pieces of the open block so far."""
         self._open = False
 
     def see(self, update: Update) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Take an update in. Yields the events that it adds; all of them must be read."""
+        """Process an update. Yields the events that it adds, all of which must be consumed."""
         for delta in self._reader.see(update):
             yield from self._take(delta)
         if self._reader.progress.finish_reason:
@@ -164,7 +164,7 @@ class _Writer:
         yield "content_block_stop", {"index": len(self._blocks) - 1}
 
     def answer(self) -> MessageAnswer:
-        """The answer as far as it has come."""
+        """The answer so far."""
         progress = self._reader.progress
         usage = self._generations.usage()
         cached = usage.prompt_tokens_details.cached_tokens
@@ -193,7 +193,7 @@ class _Writer:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """The input of a call; nothing if it was cut off, which ``stop_reason`` says."""
+    """The input of a call; empty if it was cut off, as ``stop_reason`` then shows."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -78,7 +78,7 @@ class ContextManagement(Body):
 
 
 class PromptBody(Body):
-    """What becomes the prompt."""
+    """The fields that make up the prompt."""
 
     messages: Annotated[list[Turn], Many]
     system: str | Blocks | None = None
@@ -115,7 +115,7 @@ class AnswerBlock(BaseModel):
 
 
 class MessageUsage(BaseModel):
-    """Tokens. ``input_tokens`` are those of the prompt that were not kept from earlier requests."""
+    """Tokens. ``input_tokens`` counts prompt tokens that were not cached by earlier requests."""
 
     input_tokens: int
     output_tokens: int
@@ -140,7 +140,7 @@ class MessageAnswer(BaseModel):
 
 
 class MessageEvent(BaseModel):
-    """An event of a stream. What else it has depends on its type."""
+    """An event of a stream. Its other fields depend on its type."""
 
     model_config = ConfigDict(extra="allow")
 

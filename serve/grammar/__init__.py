@@ -1,1 +1,1 @@
-"""Output by a grammar: constraints, and the calls of tools."""
+"""Grammar-constrained output and tool calls."""

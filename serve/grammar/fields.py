@@ -1,4 +1,4 @@
-"""The constraint that the fields of a request ask for."""
+"""The output constraint of a request, from its fields."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,14 +20,14 @@ _FIELDS = {
 FIELDS = {*_FIELDS, "response_format", "guided_json_object", "format", "structured_outputs"}
 """All fields of a request that constrain its output."""
 _OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
-"""The entries of vLLM's ``structured_outputs`` that say what is allowed."""
+"""The entries of vLLM's ``structured_outputs`` that define the allowed output."""
 _IGNORED = ("disable_any_whitespace", "disable_fallback")
-"""Entries that change nothing here."""
+"""Entries that have no effect here."""
 _OBJECT = {"type": "object"}
 
 
 def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None:
-    """The constraint that a request asks for: OpenAI's ``response_format``, vLLM's
+    """Return the constraint of a request: OpenAI's ``response_format``, vLLM's
     ``structured_outputs`` or ``guided_*``, Ollama's ``format``, or ``json_schema``, ``regex``,
     ``grammar`` and ``ebnf`` of llama.cpp and SGLang.
 
@@ -39,7 +39,7 @@ def constraint_of(body: Mapping[str, Any], llm: LLM) -> GrammarConstraint | None
         None if the request asks for none.
 
     Raises:
-        EESDError: It asks for one that cannot be used, or for several.
+        EESDError: The request asks for several constraints, or for one that cannot be used.
     """
     asked = _of_response_format(body.get("response_format"))
     asked += [

@@ -1,4 +1,4 @@
-"""Text between two others, with the tokens for it that models of code were trained with."""
+"""Fill-in-the-middle prompts, with the special tokens that code models were trained with."""
 
 from eesd.common.errors import EESDError
 from eesd.runtime.text import TextCodec
@@ -11,28 +11,28 @@ MARKS = (
     # DeepSeek-Coder.
     ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>", "<\uff5cfim\u2581end\uff5c>"),
 )
-"""What stands before the text in front, before the text behind, and before the text between
-(Bavarian et al. 2022, https://arxiv.org/abs/2207.14255)."""
+"""Marks before the prefix, before the suffix, and before the middle (Bavarian et al. 2022,
+https://arxiv.org/abs/2207.14255)."""
 
 _ENDS = {
     *("<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "\u2581<EOT>"),
     *("<|repo_name|>", "<|file_sep|>", "<file_sep>", "<|file_separator|>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 }.union(*MARKS)
-"""What models write behind the text between, though not all name it as their EOS token."""
+"""Marks that models write after the middle, though not all of them list it as an EOS token."""
 
 
 def ends_between(codec: TextCodec) -> list[int]:
-    """The tokens of the model that end a text between two others, besides its EOS tokens."""
+    """The model's tokens that end the middle of a text, besides its EOS tokens."""
     found = map(codec.tokenizer.token_to_id, sorted(_ENDS))
     return [token for token in found if token is not None]
 
 
 def fill_in(before: str, behind: str, codec: TextCodec) -> list[int]:
-    """Token ids of a prompt for the text between two texts.
+    """Return the token ids of a prompt for the text between two texts.
 
     Raises:
-        EESDError: The tokenizer has no tokens for that.
+        EESDError: The tokenizer has no such special tokens.
     """
     for names in MARKS:
         marks = [

@@ -17,7 +17,7 @@ CHANNEL = "<|channel|>"
 CONSTRAIN = "<|constrain|>"
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-"""Marks that end a message; the last one begins another."""
+"""Marks that end a message; the last mark begins the next message."""
 MARKS = (CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*([a-z]+)")
 _RECIPIENT = re.compile(r"to=functions\.([A-Za-z0-9_.-]+)")
@@ -30,12 +30,12 @@ def writes_harmony(codec: TextCodec) -> bool:
 
 
 class HarmonyParser:
-    """Reads an answer, piece by piece.
+    """Parses an answer, piece by piece.
 
     Args:
-        names: The functions that there are. A message for another function is content.
-        streaming: Whether arguments are told as they come. False: calls that are no JSON object are
-            content.
+        names: Names of the functions. A message for another function is content.
+        streaming: Whether arguments are returned as they come. False: calls that are not a JSON
+            object are content.
 
     Attributes:
         calls: The number of calls so far.
@@ -52,7 +52,8 @@ class HarmonyParser:
         self._begun = False
 
     def push(self, text: str, last: bool) -> list[ToolDelta]:
-        """What is certain with more text; all of it with the ``last`` piece."""
+        """Return the deltas that are certain with more text; all of them with the ``last``
+        piece."""
         self._held += text
         deltas: list[ToolDelta] = []
         while self._held:
@@ -68,7 +69,7 @@ class HarmonyParser:
         return deltas
 
     def _header(self, last: bool) -> Iterator[ToolDelta]:
-        """Read what stands before a message, once it is whole."""
+        """Read the header of a message, once it is complete."""
         header, mark, rest = self._held.partition(MESSAGE)
         if not mark:
             return
@@ -87,7 +88,7 @@ class HarmonyParser:
                 yield ToolDelta(index=self.calls, id=HARMONY.call_id(), name=self._name)
 
     def _body(self, last: bool) -> Iterator[ToolDelta]:
-        """Tell a message, up to what may be its end."""
+        """Yield the text of a message, up to a possible end mark."""
         found = [(at, mark) for mark in ENDS if (at := self._held.find(mark)) >= 0]
         at, mark = min(found, default=(len(self._held), ""))
         if not found and not last:
@@ -106,7 +107,7 @@ class HarmonyParser:
             self._kind = "header"
 
     def _end_call(self) -> Iterator[ToolDelta]:
-        """Count a call, and tell it if it is not told yet."""
+        """Count a call, and yield it if it has not been yielded yet."""
         self._kind = "header"
         if not self._streaming and not _is_object(self._arguments):
             yield ToolDelta(self._arguments)

@@ -1,4 +1,4 @@
-"""What a model thinks, told apart from its answer: ``<think>...</think>`` in front, as Qwen3,
+"""Thoughts of a model, separated from its answer: a leading ``<think>...</think>``, as Qwen3,
 DeepSeek and SmolLM3 write it."""
 
 from eesd.runtime.text import TextCodec, overlap
@@ -9,14 +9,14 @@ BLANKS = " \t\r\n"
 
 
 def may_think(codec: TextCodec) -> bool:
-    """Whether a model's chat template knows these marks."""
+    """Whether a model's chat template contains these marks."""
     template = codec.chat_template
     return template is not None and END in template.source
 
 
 class ThinkParser:
-    """Splits an answer, piece by piece, into what the model thinks and what it says. Blanks around
-    the marks are dropped.
+    """Splits an answer, piece by piece, into thoughts and answer text. Blanks around the marks are
+    dropped.
 
     Args:
         begun: Whether the prompt ends with ``<think>``, so that the answer begins inside.
@@ -32,8 +32,8 @@ class ThinkParser:
         return self._state in ("start", "thinking")
 
     def push(self, text: str, last: bool) -> tuple[str, str]:
-        """What is certain with more text: thoughts and answer; all of it with the ``last``
-        piece."""
+        """Return the thoughts and the answer text that are certain with more text; all of it with
+        the ``last`` piece."""
         self._held += text
         thought = ""
         if self._state == "before":
@@ -51,7 +51,7 @@ class ThinkParser:
             if mark:
                 self._held = rest
                 self._state = "end"
-            else:  # neither what may be the mark, nor blanks that may stand before it
+            else:  # neither a possible mark nor the blanks before it
                 sure = (
                     thought
                     if last

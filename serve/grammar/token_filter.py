@@ -12,7 +12,7 @@ from eesd.runtime.text import TextCodec
 
 
 def word_tokens(words: Sequence[str], codec: TextCodec) -> list[tuple[int, ...]]:
-    """The ways to write each word in tokens: as a text begins, and behind a space."""
+    """Tokenizations of each word: at the beginning of a text, and after a space."""
     ways = dict.fromkeys(
         tuple(codec.ids(before + word.lstrip(), special=False))
         for word in words
@@ -22,16 +22,17 @@ def word_tokens(words: Sequence[str], codec: TextCodec) -> list[tuple[int, ...]]
 
 
 class TokenFilter:
-    """A :class:`~eesd.runtime.request.Constraint` by lists of tokens, and another one.
+    """A :class:`~eesd.runtime.request.Constraint` that combines lists of tokens with another
+    constraint.
 
     Args:
-        size: Tokens of the model.
-        only: Tokens that may come; None: all.
-        words: Runs of tokens that may not come.
-        inner: What else restricts the text.
+        size: Number of tokens in the vocabulary.
+        only: Allowed tokens; None: all.
+        words: Forbidden sequences of tokens.
+        inner: Another constraint of the text.
 
     Attributes:
-        ignored: The keywords of a JSON schema that the text need not fit.
+        ignored: Keywords of a JSON schema that are not enforced.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class TokenFilter:
         """The tokens [V] that may follow these.
 
         Raises:
-            ConstraintError: None may, or the other constraint cannot tell.
+            ConstraintError: No token may follow, or the other constraint failed.
         """
         inner = self._inner.allowed(tokens) if self._inner else None
         mask = self._mask.copy() if inner is None else self._mask & inner
@@ -64,5 +65,5 @@ class TokenFilter:
         return mask
 
     def forced(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """What the other constraint says must follow."""
+        """The tokens that the other constraint forces."""
         return self._inner.forced(tokens, most) if self._inner else ()

@@ -1,4 +1,5 @@
-"""Calls of functions in a model's answer, as they come: the three formats that most models write.
+"""Incremental parser of function calls in a model's answer, for the three formats that most models
+write.
 
     hermes   <tool_call>{"name": "f", "arguments": {...}}</tool_call>  Hermes, Qwen, and models that
                                                                        are told to
@@ -6,9 +7,9 @@
     mistral  [TOOL_CALLS][{"name": "f", "arguments": {...}}]           Mistral; newer:
                                                                        [TOOL_CALLS]f{...}
 
-Where the format has marks, an answer that is nothing but calls without them is read, too: some
-models write them bare, in a fence, or between other tags. What is no call of a known function stays
-content, every letter of it. Blanks around calls are dropped.
+If the format has marks, an answer that consists only of calls without them is parsed, too: some
+models write calls bare, in a fence, or between other tags. All text that is not a call of a known
+function stays content. Blanks around calls are dropped.
 """
 
 import json
@@ -25,8 +26,7 @@ from eesd.runtime.text import overlap
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How calls are written: what stands before and behind them, and under which name an object has
-    the arguments."""
+    """Format of calls: the marks before and after them, and the key of the arguments."""
 
     name: str
     begin: str
@@ -34,7 +34,7 @@ class ToolFormat:
     arguments: str
 
     def call_id(self) -> str:
-        """A new id. Mistral's templates want nine letters or digits."""
+        """A new id. Mistral's templates require nine letters or digits."""
         letters = string.ascii_letters + string.digits
         return (
             "".join(secrets.choice(letters) for _ in range(9))
@@ -47,10 +47,10 @@ HERMES = ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments")
 LLAMA = ToolFormat("llama", "", "", "parameters")
 MISTRAL = ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments")
 HARMONY = ToolFormat("harmony", "<|channel|>", "", "arguments")
-"""Of gpt-oss, which :mod:`eesd.serve.grammar.harmony` reads."""
+"""The format of gpt-oss, which :mod:`eesd.serve.grammar.harmony` parses."""
 BLANKS = " \t\r\n"
 BETWEEN = {HERMES: BLANKS, LLAMA: BLANKS + ";", MISTRAL: BLANKS + "[,]"}
-"""What is skipped before a call."""
+"""Characters skipped before a call."""
 
 OTHER_MARKS = (
     *("```json", "```xml", "```", "[", ",", "]"),
@@ -60,22 +60,22 @@ OTHER_MARKS = (
         for slash in ("", "/")
     ),
 )
-"""What stands around calls without the marks of their format. llama.cpp reads the same tags."""
+"""Text around calls without the marks of their format. llama.cpp accepts the same tags."""
 _HEAD = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _NAMED = re.compile(r"([\w.-]{1,64})\s*(?:\[ARGS\])?\s*(?=\{)", re.ASCII)
 _NAMED_SO_FAR = re.compile(r"[\w.-]{1,64}\s*(\[(A(R(G(S\]?)?)?)?)?)?\s*", re.ASCII)
 _LONGEST_HEAD = 300
-"""Letters of a call, up to its arguments, with the blanks in it."""
+"""Maximum number of characters in a call before its arguments, blanks included."""
 _OUTSIDE = frozenset(" \t\r\n{}[],:0123456789+-.eEtrufalsn")
-"""What JSON has outside of strings."""
+"""Characters of JSON outside of strings."""
 
 
 @dataclass(frozen=True)
 class ToolDelta:
-    """What a piece of text added to the answer: content, a thought, the beginning of a call (``id``
-    and ``name``), or its arguments."""
+    """Addition of a piece of text to the answer: content, a thought, the beginning of a call
+    (``id`` and ``name``), or its arguments."""
 
     content: str = ""
     index: int = 0
@@ -112,10 +112,10 @@ class _Object:
     """Finds the end of a JSON object whose text comes in pieces.
 
     Attributes:
-        start: Where it begins.
-        at: How far it has read.
-        end: Behind the object's last bracket; None: not there yet.
-        broken: Whether this is no JSON.
+        start: Index of the object's first bracket.
+        at: Index up to which the text has been read.
+        end: Index after the object's last bracket; None: not found yet.
+        broken: Whether the text is not JSON.
     """
 
     def __init__(self, start: int) -> None:
@@ -125,7 +125,7 @@ class _Object:
         self._escaped = False
 
     def read(self, text: str) -> None:
-        """Go on in ``text``, which has grown."""
+        """Continue reading in ``text``, which has grown."""
         while self.at < len(text) and self.end < 0 and not self.broken:
             letter = text[self.at]
             if self._in_string:
@@ -145,14 +145,14 @@ class _Object:
 
 
 class _BareCalls:
-    """Reads an answer, piece by piece, that may be nothing but calls without marks.
+    """Reads an answer, piece by piece, that may consist only of calls without marks.
 
     Args:
         names: The functions that there are.
 
     Attributes:
         text: The answer so far.
-        calls: The calls so far: name, arguments, and where each ends.
+        calls: The calls so far: name, arguments, and end index.
     """
 
     def __init__(self, names: Collection[str]) -> None:
@@ -167,13 +167,12 @@ class _BareCalls:
 
     @property
     def whole(self) -> bool:
-        """Whether the answer so far is calls, and nothing else."""
+        """Whether the answer so far consists only of calls."""
         rest = self.text[self._at :].strip(BLANKS)
         return bool(self.calls) and (not rest or rest in OTHER_MARKS)
 
     def push(self, text: str) -> bool:
-        """Take more text in. Returns whether the answer may still become calls, and nothing
-        else."""
+        """Add text. Return whether the answer may still consist only of calls."""
         self.text += text
         while rest := self.text[self._at :].lstrip(BLANKS):
             start = len(self.text) - len(rest)
@@ -198,27 +197,27 @@ class _BareCalls:
         return True
 
     def _begins(self, text: str) -> bool:
-        """Whether an object begins, or may go on, as a call does."""
+        """Whether an object begins, or may continue, like a call."""
         squeezed = "".join(text[:_LONGEST_HEAD].split())
         return any(head.startswith(squeezed[: len(head)]) for head in self._heads)
 
 
 class ToolParser:
-    """Reads an answer, piece by piece.
+    """Parses an answer, piece by piece.
 
     Args:
         format: How the model writes calls.
         names: The functions that there are.
-        streaming: Tell a call as soon as its name is known and its arguments begin, and these as
-            they come. They may then turn out to be cut off, or no JSON. False: tell whole calls
-            only; what is none is content.
-        most: Calls to tell; more stay content.
-        forced: Whether the answer must be calls. The beginning of one at which the answer is cut
-            off is then no content.
-        marks: What special tokens stand for, which have no text of their own.
+        streaming: Whether to return a call as soon as its name is known and its arguments begin,
+            and the arguments as they come, though they may turn out to be cut off or not JSON.
+            False: return complete calls only; anything else is content.
+        most: Maximum number of calls; further calls stay content.
+        forced: Whether the answer must be calls. The beginning of a call at which the answer is cut
+            off is then not content.
+        marks: Text of special tokens, which the tokenizer decodes to nothing.
 
     Attributes:
-        calls: How many calls were told.
+        calls: Number of calls returned so far.
         marks: As given.
     """
 
@@ -240,19 +239,20 @@ class ToolParser:
         self._forced = forced
         self.calls = 0
         self._bare = _BareCalls(names) if format.begin and not forced else None
-        """What reads calls without marks, as long as there may be nothing else."""
+        """Parser of calls without marks, as long as the answer may consist only of them."""
         self._text = ""
-        """What is not told yet."""
+        """Text not returned yet."""
         self._raw = ""
-        """What was skipped before a call, and is content if there is none."""
+        """Text skipped before a call, which is content if no call follows."""
         self._state = self._content if format.begin else self._before
         self._object = _Object(0)
         self._arguments: _Object | None = None
-        """The arguments of a call whose beginning is told, and how far they are told."""
+        """The arguments of a call whose beginning was returned; ``_told`` is the index up to which
+        they were returned."""
         self._told = 0
 
     def push(self, text: str) -> list[ToolDelta]:
-        """What is certain with more text."""
+        """Return the deltas that are certain with more text."""
         if self._bare is not None:
             if self._bare.push(text):
                 return []
@@ -268,7 +268,7 @@ class ToolParser:
                 return deltas
 
     def finish(self) -> list[ToolDelta]:
-        """What is left at the end of the answer."""
+        """Return the remaining deltas at the end of the answer."""
         if (bare := self._bare) is not None:
             self._bare = None
             return self._bare_calls(bare) if bare.whole else [*self.push(bare.text), *self.finish()]
@@ -293,7 +293,7 @@ class ToolParser:
         return [*deltas, ToolDelta(more)] if more else deltas
 
     def _content(self) -> Iterator[ToolDelta]:
-        """Tell content, but neither what may begin a call, nor blanks that may stand before one."""
+        """Yield content, except a possible beginning of a call and the blanks before it."""
         begin = self._format.begin
         at = self._text.find(begin) if begin and self.calls < self._most else -1
         sure = at if at >= 0 else len(self._text) - overlap(self._text, begin)
@@ -308,7 +308,7 @@ class ToolParser:
         return iter([ToolDelta(content)] if content else [])
 
     def _before(self) -> Iterator[ToolDelta]:
-        """Skip what stands before a call. Mistral's newer models write their mark before each."""
+        """Skip the text before a call. Mistral's newer models write their mark before each."""
         rest = self._text.lstrip(BETWEEN[self._format])
         if self._format is MISTRAL:
             marked = self._text.lstrip(BLANKS + ",]")
@@ -329,7 +329,7 @@ class ToolParser:
             yield from self._no_call(0)
 
     def _call(self) -> Iterator[ToolDelta]:
-        """Tell a call."""
+        """Yield a call."""
         self._object.read(self._text)
         whole = self._object.end >= 0
         if self._object.broken and self._arguments is None:
@@ -355,8 +355,8 @@ class ToolParser:
             self._end_call(self._object.end if whole else self._object.at)
 
     def _head(self, whole: bool) -> tuple[str, int] | None:
-        """Name of the function, and where its arguments begin: if it is known, and unless
-        streaming, if the call is JSON."""
+        """Name of the function and start of its arguments, if the function is known and, unless
+        streaming, the call is JSON."""
         if not (whole or self._streaming):
             return None
         match = _HEAD.match(self._text) or (
@@ -391,7 +391,7 @@ class ToolParser:
         return iter(())
 
     def _no_call(self, end: int) -> Iterator[ToolDelta]:
-        """What was skipped, and the text up to ``end``, are content."""
+        """Yield the skipped text, and the text up to ``end``, as content."""
         content = self._raw + self._text[:end]
         self._text = self._text[end:]
         self._raw = ""
@@ -407,8 +407,8 @@ def _parsed(text: str) -> Any:
 
 
 def _other_form(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """Name and arguments of a call whose entries come in another order, or with others; None if it
-    is no call."""
+    """Name and arguments of a call whose entries have another order, or that has more entries; None
+    if the text is not a call."""
     call = _parsed(text)
     if (
         not isinstance(call, dict)

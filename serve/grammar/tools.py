@@ -1,9 +1,8 @@
-"""Function calling: the tools of a chat request in the prompt, and the grammar of calls that must
-come.
+"""Function calling: the tools of a chat request in the prompt, and the grammar of required calls.
 
-Tools go to the chat template if it reads them. Other models are told about them in plain words, in
-the system message, and asked for calls in the hermes format. :mod:`eesd.serve.grammar.tool_calls`
-reads the answer.
+Tools are passed to the chat template if it reads them. For other models the system message
+describes the tools in plain words and requests calls in the hermes format.
+:mod:`eesd.serve.grammar.tool_calls` parses the answer.
 """
 
 import json
@@ -43,8 +42,8 @@ _OTHER_FIELDS = (
 )
 MAX_TOOLS = 128
 MAX_CALLS = 16
-"""Calls of one answer whose number is not given; else a model that has to call could do so for
-ever."""
+"""Maximum number of calls in an answer if the request sets none; otherwise a model that must call
+could do so for ever."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 TOLD = """You can call these functions, given with JSON schemas of their parameters:
 {tools}
@@ -54,12 +53,12 @@ To call a function, answer with its name and arguments as JSON between two tags:
 {{"name": "NAME", "arguments": {{...}}}}
 </tool_call>
 Results come between <tool_response> tags."""
-"""What a model is told whose template does not read tools."""
+"""Instructions for a model whose template does not read tools."""
 
 
 @dataclass(frozen=True)
 class Tools:
-    """The functions of a request.
+    """The functions in a request.
 
     Attributes:
         tools: As the client gave them.
@@ -76,12 +75,12 @@ class Tools:
 
     @property
     def functions(self) -> dict[str, Mapping[str, Any]]:
-        """By name."""
+        """The functions by name."""
         return {tool["function"]["name"]: tool["function"] for tool in self.tools}
 
     @property
     def most(self) -> int:
-        """Calls of an answer. Llama 3 and gpt-oss write one."""
+        """Maximum number of calls in an answer. Llama 3 and gpt-oss write one."""
         return (
             MAX_CALLS
             if self.parallel
@@ -91,9 +90,9 @@ class Tools:
         )
 
     def parser(self, codec: TextCodec, *, streaming: bool) -> ToolParser:
-        """What reads an answer; one for each."""
+        """Make the parser of one answer."""
         most = 128 if self.parallel else 1
-        # A call that must come, and is cut off, is part of one and no content.
+        # A required call that is cut off is part of a call, not content.
         streaming = streaming or self.choice != "auto"
         marks = {
             token: text
@@ -109,18 +108,18 @@ class Tools:
     def constraint(
         self, llm: LLM, answer: GrammarConstraint | None = None
     ) -> GrammarConstraint | None:
-        """The grammar of the calls that must come; or if none must, of calls and of the answer that
-        is no call.
+        """The grammar of the required calls or, if none is required, of calls and of an answer
+        without calls.
 
         Args:
             llm: The model.
-            answer: What such an answer must fit.
+            answer: Constraint of an answer without calls.
 
         Returns:
-            None if the model may write what it likes.
+            None if the output is unconstrained.
 
         Raises:
-            EESDError: The parameters of a function are no JSON schema that can be used.
+            EESDError: The parameters of a function are not a supported JSON schema.
         """
         if self.choice == "auto" and answer is None:
             return None
@@ -134,8 +133,8 @@ class Tools:
         return made
 
     def _grammar(self, codec: TextCodec, left_out: set[str]) -> str:
-        """The grammar; and into ``left_out``, the keywords of parameters that are left out of
-        it."""
+        """Return the grammar. Add to ``left_out`` the keywords of parameters that it does not
+        enforce."""
         names = [name for name in self.functions if self.choice in ("auto", "required", name)]
         rule = self._harmony_rule if self.format is HARMONY else self._call_rule
         rules = [f"call_{index}: {rule(name, left_out, codec)}" for index, name in enumerate(names)]
@@ -146,7 +145,8 @@ class Tools:
         several = one if self.most == 1 else f"{one} ({next_one}){{0,{self.most - 1}}}"
         start = f'{begin} "[" {several} "]"' if self.format is MISTRAL else several
         if self.choice == "auto" and self.format is not HARMONY:
-            # A call without marks, too: who begins one would have to end it as an answer.
+            # Also a call without marks: a model that begins one would otherwise have to end it as
+            # an answer.
             start = f"@answer | {call}" + (f" | {start}" if self.format.begin else "")
         elif self.choice == "auto":
             start = f"@answer | {call}"
@@ -163,7 +163,7 @@ class Tools:
         return f'{channel} {head} {constrain} "json" {message} %json {text}'
 
     def _parameters(self, name: str, left_out: set[str]) -> tuple[dict[str, Any], Any]:
-        """The schema of a function's arguments, and how strictly it counts."""
+        """The schema of a function's arguments, and how strictly it is enforced."""
         function = self.functions[name]
         lenient = function.get("strict") is not True
         schema = {
@@ -197,8 +197,8 @@ class Tools:
 
 
 def special_token(text: str, codec: TextCodec) -> int | None:
-    """The special token that is written so, if the model has one: no text spells it, and it is not
-    part of the answer's."""
+    """The special token with this name, if the model has one: no text encodes to it, and it is not
+    part of the answer's text."""
     token = codec.tokenizer.token_to_id(text)
     added = codec.tokenizer.get_added_tokens_decoder()
     return token if token in added and added[token].special else None
@@ -218,7 +218,7 @@ def tools_of(body: Mapping[str, Any], codec: TextCodec) -> Tools | None:
         codec: Tokenizer and chat template of the model.
 
     Returns:
-        None if there are none, or ``tool_choice`` is ``none``: the model is then not told of them.
+        None if there are no tools, or if ``tool_choice`` is ``none``: the prompt then omits them.
 
     Raises:
         EESDError: A value cannot be used.
@@ -274,12 +274,12 @@ def _check_tool(tool: Any, name: str) -> None:
 
 
 def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """What the model must do, and the tools that it is told of: all of them, but for OpenAI's
+    """The choice, and the names of the tools in the prompt: all of them, except with OpenAI's
     ``allowed_tools``."""
     chosen = given.get("type") if isinstance(given, Mapping) else given
     if chosen in (None, "none", "auto", "required"):
         return chosen or "auto", names
-    if chosen == "any":  # as Mistral and Anthropic have it
+    if chosen == "any":  # the name at Mistral and Anthropic
         return "required", names
     if chosen == "allowed_tools":
         inner = given.get(chosen, given)
@@ -298,7 +298,7 @@ def _choice(given: Any, names: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def _named(given: Any, names: Sequence[str]) -> str:
-    """The name in a choice of a function: OpenAI's form in chats or in responses, or
+    """The function name in a tool choice: in OpenAI's form for chats or for responses, or in
     Anthropic's."""
     found = (
         given if isinstance(given, Mapping) and given.get("type") in ("function", "tool") else {}
@@ -318,7 +318,7 @@ def _named(given: Any, names: Sequence[str]) -> str:
 
 
 def _format_of(codec: TextCodec) -> ToolFormat:
-    """How the model writes calls, by what its template does with them."""
+    """The model's format of calls, derived from its chat template."""
     template = codec.tool_template
     if template is None or not template.reads_tools or HERMES.begin in template.source:
         return HERMES
@@ -343,10 +343,9 @@ def encode_chat(
         messages: The messages.
         tools: The functions.
         codec: Tokenizer and chat template of the model.
-        effort: How much the model should think, for templates that read it; None: as the template
-            has it.
+        effort: Reasoning effort, for templates that read it; None: the template's default.
         variables: Values that the template reads.
-        ending: ``answer`` begins an answer, ``end`` begins none, and ``continue`` leaves the last
+        ending: ``answer`` begins an answer, ``end`` does not, and ``continue`` leaves the last
             message open.
 
     Raises:
@@ -370,8 +369,8 @@ def encode_chat(
 
 
 def _check_variables(variables: Mapping[str, Any], codec: TextCodec) -> None:
-    """Refuse values that other fields have, and text that could write special tokens where messages
-    may not."""
+    """Refuse variables that other fields set, and text that could write special tokens where
+    messages may not."""
     for name, value in variables.items():
         if name in _OTHER_FIELDS:
             raise EESDError(
@@ -390,8 +389,8 @@ def _continued(
     codec: TextCodec,
     variables: Mapping[str, Any],
 ) -> list[int]:
-    """Token ids up to the end of the last message's content, as transformers finds it: where the
-    text comes last."""
+    """Token ids up to the end of the last message's content, found as in transformers: at the last
+    occurrence of the text."""
     if codec.plain is not None:
         raise EESDError(
             "continue_final_message is not supported with --plain-content; leave it out."
@@ -419,7 +418,7 @@ def _effort(effort: str, template: ChatTemplate) -> dict[str, Any]:
 
 @cache
 def _warn_of_effort() -> None:
-    """Once: clients send an effort with each request."""
+    """Warn once, because clients send an effort with each request."""
     LOGGER.warning(
         "This model's chat template knows no reasoning effort; reasoning_effort of requests "
         "is ignored."
@@ -427,8 +426,8 @@ def _warn_of_effort() -> None:
 
 
 def _with_arguments(message: Message) -> Message:
-    """A message whose calls have their arguments as JSON, as templates expect them, and not as
-    text."""
+    """Return the message with the arguments of its calls as JSON instead of text, as templates
+    expect."""
     calls = message.get("tool_calls")
     if calls is None:
         return message
@@ -460,8 +459,8 @@ def _parsed(function: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _in_words(messages: Sequence[Message]) -> list[Message]:
-    """Calls and results as text, for a template that knows only contents. Results in a row become
-    one message of the user."""
+    """Return calls and results as text, for a template that reads only contents. Results in a row
+    become one message of the user."""
     told: list[Message] = []
     after_result = False
     for message in messages:
@@ -500,7 +499,7 @@ def _plain_text(message: Message) -> str:
 
 
 def _told(messages: list[Message], tools: Tools | None) -> list[Message]:
-    """The messages, with the tools in words in the system message."""
+    """Return the messages, with the tools described in the system message."""
     if tools is None:
         return messages
     text = TOLD.format(

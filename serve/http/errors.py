@@ -28,14 +28,14 @@ STATUSES = {
     500: ("server_error", "The server failed."),
     503: ("service_unavailable_error", "The server is stopping, or cannot answer in time."),
 }
-"""The statuses of errors: the type in the body, and the words in the schema of a route; "" if no
-route declares it."""
+"""For each error status, the type in the body and the description in the schema of a route; "" if
+no route declares it."""
 NO_PATH = (
     "There is no such path here; /openapi.json lists all, such as /v1/chat/completions and "
     "/v1/completions."
 )
 LEFT = 499
-"""What the log says about a request whose client left."""
+"""The status logged for a request whose client left."""
 
 
 class ErrorDetail(BaseModel):
@@ -58,20 +58,20 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     for status, (_, words) in STATUSES.items()
     if words
 }
-"""What routes declare in the schema."""
+"""Responses that routes declare in the schema."""
 ANSWERS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}, **ERRORS}
-"""What routes declare that can stream."""
+"""Responses that streaming routes declare."""
 
 
 class APIError(Exception):
-    """An error with a status of HTTP.
+    """An error with an HTTP status.
 
     Attributes:
         status: One of :data:`STATUSES`.
         message: One sentence that says what is wrong and what to do.
         param: The field of the body that is wrong.
-        code: A word for programs.
-        headers: More headers of the response.
+        code: A machine-readable code.
+        headers: Additional headers of the response.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class APIError(Exception):
 
     @property
     def type(self) -> str:
-        """A word for programs, by the status."""
+        """The machine-readable type for the status."""
         return STATUSES[self.status][0]
 
     @property
@@ -106,7 +106,7 @@ class APIError(Exception):
         return json.dumps({"error": detail}).encode()
 
     def response_for(self, scope: Scope) -> Response:
-        """The response of a request. Anthropic's form has one field more."""
+        """The response to a request. Anthropic's form has one more field."""
         body = self.body
         if path_of(scope).startswith("/v1/messages"):
             body = b'{"type": "error", ' + body[1:]
@@ -114,7 +114,7 @@ class APIError(Exception):
 
 
 def unsupported(param: str, message: str) -> APIError:
-    """An error for a field that asks for something that this server does not do."""
+    """Make the error for a field whose feature this server does not support."""
     return APIError(400, message, param, "unsupported_value")
 
 
@@ -129,8 +129,8 @@ class ClientLeftError(Exception):
 
 
 def as_api_error(error: Exception) -> APIError:
-    """What a client is told about an exception; for a mistake of ours nothing that it could learn
-    from."""
+    """Return the error that a client receives for an exception. A bug of the server reveals no
+    details."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, QueueFullError):
@@ -154,7 +154,7 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def _invalid(error: RequestValidationError) -> APIError:
-    """The first field that is wrong, and everything that it could have been."""
+    """An error for the first wrong field, with all forms that it may have."""
     found = error.errors()
     place = [str(part) for part in found[0]["loc"] if part != "body"]
     if not place:

@@ -1,5 +1,4 @@
-"""Who may come in, and how much they may bring: API keys, the size and the pace of bodies, and
-nobody new while stopping."""
+"""Admission of requests: API keys, size and pace of bodies, and no new requests while stopping."""
 
 import asyncio
 import hmac
@@ -16,8 +15,8 @@ from eesd.serve.http.observe import QUIET
 from eesd.serve.http.options import Serving
 
 LINGER = 8
-"""A body that is too large is read up to so many times the limit, so that the client sees the
-answer and not a reset."""
+"""A body that is too large is read up to this multiple of the limit, so that the client receives
+the answer instead of a reset."""
 CLOSE = {"Connection": "close"}
 
 
@@ -26,7 +25,7 @@ class Gate:
 
     Args:
         app: The routes.
-        serving: What they share.
+        serving: The state that the routes share.
         open_paths: Paths that need no API key.
     """
 
@@ -60,19 +59,19 @@ class Gate:
         """The body of a request that may enter; None if the client left before it was complete.
 
         Raises:
-            APIError: It may not enter.
+            APIError: The request is not admitted.
         """
         headers = Headers(scope=scope)
         options = self._serving.options
         path = path_of(scope)
         if "content-length" in headers and "transfer-encoding" in headers:
-            # RFC 9112, 6.1: a proxy that reads the one and a server that reads the other see
+            # RFC 9112, 6.1: a proxy that reads one header and a server that reads the other see
             # different requests
             message = "The request has both Content-Length and Transfer-Encoding; send one of them."
             raise APIError(400, message, code="ambiguous_length", headers=CLOSE)
         key = self._key(headers)
         scope.setdefault("state", {})["key"] = key
-        # HTTP/1.0 has none: probes of load balancers use it, browsers do not.
+        # HTTP/1.0 has no Host header: load balancers use it for probes, browsers do not.
         host = headers.get("host")
         if (
             self._hosts
@@ -118,15 +117,15 @@ class Gate:
             raise APIError(408, message, code="timeout", headers=CLOSE) from None
 
     def _any_host(self, path: str, key: str) -> bool:
-        """Whether a path answers for every name. Kubernetes and Prometheus ask for an address, and
-        a page learns nothing."""
+        """Whether a path is served for every host name. Kubernetes and Prometheus use an address,
+        and a page learns nothing from the answer."""
         return path in ("/health", "/ready") or (
             path == "/metrics" and (bool(key) or self._serving.options.metrics_open)
         )
 
     def _key(self, headers: Headers) -> str:
-        """What the log calls the key of a request: the beginning of its SHA-256. Empty if it is
-        none of the keys.
+        """Name of a request's key in the log: the beginning of its SHA-256. Empty if the key is not
+        valid.
 
         Takes the same time for every wrong key.
         """
@@ -173,7 +172,7 @@ async def _read(headers: Headers, receive: Receive, most: int) -> bytes | None:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives the body first."""
+    """Return a ``receive`` that delivers the body first."""
     given = False
 
     async def replayed() -> Message:

@@ -1,5 +1,4 @@
-"""Routes whose JSON goes through the one door for outside input, and the server that they belong
-to."""
+"""Routes that parse JSON with the checks for outside input, and the server that they belong to."""
 
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
@@ -24,7 +23,7 @@ class _CheckedRequest(Request):
 
 
 class JSONRoute(APIRoute):
-    """Refuses JSON that is nested too deeply, or no UTF-8, in one sentence."""
+    """Refuses JSON that is nested too deeply or not UTF-8, with one sentence."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler = super().get_route_handler()

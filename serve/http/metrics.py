@@ -95,7 +95,7 @@ LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 5
 ITERATIONS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 """Upper bounds of histograms: seconds of three kinds, and tokens of a request and of a round."""
 REASONS = {"cancelled": "abort"}
-"""vLLM's names of finish reasons, where they differ."""
+"""vLLM's names of finish reasons, where they differ from ours."""
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
 
 HISTOGRAMS = {
@@ -204,7 +204,7 @@ class Metrics:
         return Counter(name, text, (*self._labels, *labels), registry=self.registry)
 
     def _set(self, name: str, text: str, **labels: str) -> None:
-        """A gauge that says something with its labels, and is always 1."""
+        """Add a gauge whose value is always 1 and whose labels carry the information."""
         labels = self._labels | labels
         Gauge(name, text, labels, registry=self.registry).labels(**labels).set(1)
 
@@ -212,7 +212,7 @@ class Metrics:
         """Count a request of HTTP, refused ones included.
 
         Args:
-            method: Its method. Those that anybody can make up count together.
+            method: Its method. Methods that clients make up are counted together.
             route: Its path in the schema, or ``other``.
             status: Of the answer.
         """
@@ -229,7 +229,7 @@ class Metrics:
         self._tokens[name].inc(amount)
 
     def asked(self, requests: list[Request]) -> None:
-        """Note the limits of the texts that were asked for, for one prompt."""
+        """Record the limits of the requested texts of one prompt."""
         self.observe("request_params_n", len(requests))
         for request in requests:
             self.observe("request_params_max_tokens", request.max_new_tokens)
@@ -240,7 +240,7 @@ class Metrics:
         self._success.labels(**self._labels, finished_reason=reason).inc()
 
     def drafted(self, before: Stats, now: Stats) -> None:
-        """Count what was drafted between two statistics of one request."""
+        """Count the drafts between two statistics of one request."""
         self.count("spec_decode_num_drafts", num_drafts(now) - num_drafts(before))
         self.count("spec_decode_num_draft_tokens", now.draft_tokens - before.draft_tokens)
         self.count("spec_decode_num_accepted_tokens", now.accepted_tokens - before.accepted_tokens)
@@ -260,12 +260,12 @@ class Meter:
     Args:
         metrics: The server's.
         generation: The text.
-        start: When it was asked for.
-        keep_tokens: Whether the client gets the tokens. If it wants only the prompt's
-            log-probabilities, none count.
+        start: Time of the request.
+        keep_tokens: Whether the client receives the tokens. If it wants only the prompt's
+            log-probabilities, no tokens are counted.
 
     Attributes:
-        tokens: Tokens that the client got.
+        tokens: Number of tokens that the client received.
     """
 
     def __init__(
@@ -282,7 +282,7 @@ class Meter:
         self.tokens = 0
 
     def see(self, update: Update, now: float) -> None:
-        """Take in an update that came ``now``."""
+        """Process an update that arrived at time ``now``."""
         if update.tokens:
             self._take(update, now)
         self._metrics.drafted(self._stats, update.stats)
@@ -325,7 +325,7 @@ class Meter:
                 metrics.observe("request_time_per_output_token_seconds", per_token)
 
     def _began(self, now: float) -> float:
-        """When the text got its row; ``now`` if it waits."""
+        """Time when the text got its row; ``now`` if it still waits."""
         return self._generation.began or now
 
     def facts(self) -> dict[str, float]:
@@ -348,7 +348,7 @@ def num_drafts(stats: Stats) -> int:
 
 
 class _LoadCollector(Collector):
-    """The state of the batch when Prometheus asks."""
+    """Collects the state of the batch when Prometheus scrapes."""
 
     def __init__(self, service: Service, labels: Mapping[str, str]) -> None:
         self._service = service

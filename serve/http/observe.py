@@ -23,8 +23,8 @@ except ImportError:
 
 LOGGER = logging.getLogger("eesd.serve")
 QUIET = ("/health", "/ready", "/metrics")
-"""Paths that are asked for all the time. They are not logged, need no place in the batch, and
-answer while the server stops."""
+"""Paths that are polled constantly. They are not logged, need no place in the batch, and respond
+while the server stops."""
 TRACED = {
     "route": "http.route",
     "operation": "gen_ai.operation.name",
@@ -41,8 +41,8 @@ TRACED = {
     "queue_seconds": "gen_ai.latency.time_in_queue",
     "prefill_seconds": "gen_ai.latency.time_in_model_prefill",
 }
-"""Names of facts in OpenTelemetry's conventions, and vLLM's for two times that these lack. Others
-begin with ``eesd.``."""
+"""Names of facts in OpenTelemetry's conventions, and vLLM's names of two times that the conventions
+lack. Other names begin with ``eesd.``."""
 OPERATIONS = {
     "/v1/completions": "text_completion",
     **dict.fromkeys(("/v1/chat/completions", "/v1/responses", "/v1/messages"), "chat"),
@@ -72,7 +72,7 @@ class JSONFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """One readable line, with the id of the request and its facts behind the message."""
+    """One readable line, with the id of the request and its facts after the message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(message)s")
@@ -88,7 +88,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _printable(text: str) -> str:
-    """A text without what would begin a line of its own, or change a terminal."""
+    """Return a text without characters that would begin a new line or control a terminal."""
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
     )
@@ -118,8 +118,8 @@ class Observe:
     """
 
     def __init__(self, app: ASGIApp, serving: Serving, paths: Collection[str]) -> None:
-        """``paths`` are those of the routes. Metrics count all other ones together, as anybody can
-        make up more."""
+        """``paths`` are the paths of the routes. Metrics count all other paths together, because
+        clients can make up any number of them."""
         self._app = app
         self._serving = serving
         self._paths = paths
@@ -131,7 +131,7 @@ class Observe:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _GIVEN_ID.fullmatch(given) else uuid4().hex
         _REQUEST_ID.set(request_id)
-        # As it was sent: decoded, it could begin a line of its own.
+        # As sent: a decoded path could begin a new line.
         path = scope["raw_path"].decode("latin-1")[:200]
         facts: dict[str, Any] = {"method": scope["method"], "path": path}
         if scope.get("client"):
@@ -169,8 +169,8 @@ class Observe:
             LOGGER.info("%s %s %s", facts["method"], facts["path"], status, extra={"facts": facts})
 
     def _traced(self, path: str) -> dict[str, str]:
-        """What a trace has of a request besides the facts of the log: its route, and if it
-        generates, the operation."""
+        """Facts of a request that only a trace has: its route and, if it generates, the
+        operation."""
         if path not in self._paths:
             return {"route": "other"}
         if path not in OPERATIONS:
@@ -184,8 +184,8 @@ class Observe:
 
 
 def _outcome(scope: Scope, status: int, start: float) -> dict[str, Any]:
-    """What became of a request so far: status, seconds, the name of its key, the model that it
-    names, fields that change nothing, tokens."""
+    """Outcome of a request so far: status, seconds, name of its key, requested model, fields
+    without effect, tokens."""
     state = scope.get("state", {})
     found: dict[str, Any] = {"status": status, "seconds": round(monotonic() - start, 4)}
     for name in ("key", "model", "ignored_fields"):

@@ -1,4 +1,4 @@
-"""How a server is set up, and what all its routes share."""
+"""Options of a server, and the state that all its routes share."""
 
 import re
 from dataclasses import dataclass, field
@@ -29,19 +29,19 @@ class ServeOptions:
 
     Attributes:
         model_name: The name that clients give as ``model``; "": the name in the engine directory.
-        aliases: More names that they may give.
-        api_keys: Any one of these must come as a bearer token; empty: no key is needed.
+        aliases: Additional names that clients may give.
+        api_keys: Requests must have one of these keys as a bearer token; empty: no key is needed.
         allowed_hosts: Names that requests may be for (``Host``), without ports, in any case; empty:
-            any. A page of another site whose name is made to lead here (DNS rebinding) is then
-            refused. A request without ``Host``, as of HTTP/1.0, is answered, and so are probes.
+            any. Requests of another site's page whose name resolves to this server (DNS rebinding)
+            are then refused. Requests without ``Host``, as in HTTP/1.0, and probes are answered.
         allowed_origins: Origins of pages that may ask from a browser (CORS), or ``*`` for all of
             them.
         metrics_open: Whether ``/metrics`` needs no key.
         max_body_bytes: Largest body.
         max_prompt_tokens: Longest prompt; 0: what the engines' KV cache holds.
         max_n: Most texts of one request: prompts times ``n``.
-        request_timeout: Seconds until a request is ended with what it has.
-        body_timeout: Seconds within which a body, or the head of a request, must have come.
+        request_timeout: Seconds until a request ends with the tokens that it has.
+        body_timeout: Seconds within which a body, or the head of a request, must arrive.
         send_timeout: Seconds that a client may leave an answer unread; for
             :func:`~eesd.serve.http.run.serve`.
         drain_seconds: Time that running requests have to finish when the server stops.
@@ -108,14 +108,14 @@ class ServeOptions:
 
 @dataclass(kw_only=True)
 class Serving:
-    """What the routes of one server share.
+    """State that the routes of one server share.
 
     Attributes:
         service: The batch.
         options: The limits.
-        model_name: The name that answers have as ``model``.
+        model_name: The name in the ``model`` field of answers.
         codec: Tokenizer and chat template; None if the model has none.
-        metrics: What Prometheus is told.
+        metrics: Metrics for Prometheus.
         active: Requests that are being answered, probes not counted.
         draining: Whether the server is stopping: running requests finish, new ones are refused.
     """

@@ -1,4 +1,4 @@
-"""``/health``, ``/ready`` and ``/metrics``: for those who watch the server."""
+"""``/health``, ``/ready`` and ``/metrics``, for monitoring."""
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response

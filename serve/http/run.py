@@ -1,5 +1,5 @@
-"""The server as a process: one socket, connections that may not idle in mid-request, and a stop
-that lets requests finish."""
+"""The server process: one socket, connections that may not idle in mid-request, and a shutdown that
+lets requests finish."""
 
 import asyncio
 import socket
@@ -20,19 +20,18 @@ from eesd.serve.http.observe import LOGGER
 from eesd.serve.http.options import Serving
 
 KEEP_SECONDS = 65
-"""How long a connection is kept for the next request: longer than proxies and clients keep
+"""Seconds that a connection is kept for the next request: longer than proxies and clients keep
 theirs."""
 UNREAD_BYTES = 64 << 10
-"""How much of a stream the system buffers. With more, a client that reads nothing would be noticed
-minutes later."""
+"""Bytes of a stream that the system buffers. With a larger buffer, a client that reads nothing
+would be noticed minutes later."""
 LAST_SECONDS = 5
-"""Time for the last responses to be written, after the requests that took too long were
-cancelled."""
+"""Seconds for writing the last responses after requests that took too long are cancelled."""
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket for an address, which does not listen yet: clients are refused until there is a
-    model. Port 0 takes a free one.
+    """Bind a socket to an address without listening: clients are refused until the model is loaded.
+    Port 0 chooses a free port.
 
     Raises:
         EESDError: The address cannot be used.
@@ -43,7 +42,7 @@ def bind(host: str, port: int) -> socket.socket:
         )[0]
         bound = socket.socket(family, kind, protocol)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Its connections inherit it.
+        # Accepted connections inherit this option.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, UNREAD_BYTES)
         try:
             bound.bind(address)
@@ -103,8 +102,8 @@ def _allow_many_connections() -> None:
 
 
 class _Server(uvicorn.Server):
-    """Stops in two steps: it refuses new requests and says so to probes, then it ends when the
-    running ones have finished."""
+    """Stops in two steps: it refuses new requests and fails the readiness probe, then ends when the
+    running requests have finished."""
 
     def __init__(self, config: uvicorn.Config, serving: Serving) -> None:
         super().__init__(config)
@@ -135,9 +134,9 @@ class _Server(uvicorn.Server):
 
 
 class _PatientProtocol(H11Protocol):
-    """Closes a connection that begins a request and does not complete its head, or never begins
-    one; and one that leaves what was sent unread. Who waits for it to be read, or to be closed with
-    what is unread, could wait for ever."""
+    """Closes connections that never begin a request, do not complete its head, or leave the answer
+    unread. Waiting for the client to read the answer, or for a close with unread data, could take
+    for ever."""
 
     serving: Serving
     _head: asyncio.TimerHandle | None = None
@@ -164,7 +163,7 @@ class _PatientProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         super().send_400_response(msg)
-        # No application hears of what is no HTTP.
+        # Input that is not HTTP never reaches the application.
         self.serving.metrics.answered("other", "other", 400)
 
     def connection_lost(self, exc: Exception | None) -> None:

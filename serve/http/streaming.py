@@ -19,11 +19,11 @@ DONE = b"data: [DONE]\n\n"
 COMMENT = b": waiting\n\n"
 """Clients ignore it. Proxies close a connection on which nothing comes for long."""
 QUIET_SECONDS = 10.0
-"""How long nothing comes before a comment does."""
+"""Seconds without an event before a comment is sent."""
 
 
 def json_bytes(value: BaseModel) -> bytes:
-    """A response as JSON. What was not set is left out."""
+    """Return a response as JSON, without fields that were not set."""
     return value.model_dump_json(exclude_unset=True).encode(errors="replace")
 
 
@@ -37,8 +37,8 @@ def event(value: BaseModel) -> bytes:
 
 
 def stream_error(error: Exception) -> APIError:
-    """What tells a client that a stream failed whose status has been sent. The server's own faults
-    are logged."""
+    """Return the error for a client whose stream failed after the status was sent. Errors of the
+    server are logged."""
     api_error = as_api_error(error)
     if api_error.status == 500:
         LOGGER.error("A stream failed.", exc_info=error)
@@ -48,9 +48,9 @@ def stream_error(error: Exception) -> APIError:
 class EventStream(Response):
     """A response that sends events as they come.
 
-    What is raised before the first event becomes an error with a status. Later the status has been
-    sent, and an error is the last event: ``data: {"error": ...}`` without ``[DONE]``. While nothing
-    comes, comments do, the first one with the status.
+    An exception before the first event becomes an error with a status. Later the status has been
+    sent, and an error is the last event: ``data: {"error": ...}`` without ``[DONE]``. Comments are
+    sent while no event comes; the first comment comes with the status.
 
     Args:
         events: The events; closed at the end, also when the client leaves.
