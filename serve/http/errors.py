@@ -154,7 +154,7 @@ def as_api_error(error: Exception) -> APIError:
 
 
 def _invalid(error: RequestValidationError) -> APIError:
-    """An error for the first wrong field, with all forms that it may have."""
+    """An error for the first wrong field, with the reasons for the forms that it may have."""
     found = error.errors()
     place = [str(part) for part in found[0]["loc"] if part != "body"]
     if not place:

@@ -40,7 +40,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        if scope["method"] == "HEAD":  # of monitors: a GET, of which the server sends the head
+        if scope["method"] == "HEAD":  # from monitors: a GET with only the head sent
             scope = {**scope, "method": "GET"}
         quiet = path_of(scope) in QUIET
         self._serving.active += not quiet

@@ -1,4 +1,4 @@
-"""An answer of completions and chats, whole or as a stream of chunks."""
+"""Answers to completions and chats, whole or as a stream of chunks."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,10 +18,10 @@ from eesd.serve.openai.schemas import Answer, Choice, GenerationBody
 
 
 class Writer(Protocol):
-    """Makes one choice."""
+    """Builds one choice."""
 
     def see(self, update: Update) -> object:
-        """Take in an update of a choice that is told when it is whole."""
+        """Process an update of a choice that is returned whole."""
         ...
 
     def choice(self) -> Choice:
@@ -29,16 +29,16 @@ class Writer(Protocol):
         ...
 
     def chunks(self, update: Update) -> Sequence[Choice]:
-        """Take in an update of a stream. Returns what it adds to the choice; the last part has a
-        finish reason."""
+        """Process an update of a stream. Return the parts that it adds to the choice; the last part
+        has a finish reason."""
         ...
 
 
 def new_answer(
     model: type[Answer], kind: str, prefix: str, serving: Serving, generations: Generations
 ) -> Callable[..., Answer]:
-    """A function that makes an answer, or its chunks. Their ``object`` is ``kind``, and their id
-    begins with ``prefix``."""
+    """Return a function that makes an answer, or its chunks. Their ``object`` is ``kind``, and
+    their id begins with ``prefix``."""
     generations.id = f"{prefix}-{uuid4().hex}"
     return partial(
         model,
@@ -50,7 +50,7 @@ def new_answer(
 
 
 def finished(progress: Progress) -> dict[str, Any]:
-    """How a choice ended, so far not at all."""
+    """The finish reason of a choice (None while it runs) and, at the end, the stop reason."""
     found = {"finish_reason": progress.finish_reason}
     if progress.finish_reason:
         found["stop_reason"] = progress.stop_reason
@@ -68,12 +68,12 @@ async def respond(
     """Run the generations and answer with their choices.
 
     Args:
-        body: What the client asked for.
-        request: Its request.
-        generations: What comes.
+        body: The body of the request.
+        request: The HTTP request.
+        generations: The generations to run.
         writers: One for each choice.
         new: From :func:`new_answer`.
-        first: What a stream begins with, when the requests have been accepted.
+        first: First choices of a stream, sent when the requests have been accepted.
     """
     if body.stream:
         return EventStream(_chunks(body, generations, writers, new, first))
@@ -100,8 +100,8 @@ async def _chunks(
     new: Callable[..., Answer],
     first: Sequence[Choice],
 ) -> Events:
-    """A chunk for each part of a choice, one for usage if it is wanted, and the end. The last chunk
-    says what drafting did."""
+    """Yield a chunk for each part of a choice, a usage chunk if requested, and the end. The last
+    chunk has the drafting metrics."""
     async with generations:
         for choice in first:
             yield event(new(choices=[choice]))

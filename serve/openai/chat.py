@@ -57,10 +57,10 @@ async def chat_completions(body: ChatBody, request: Request, serving: Shared) ->
 async def begin(
     body: ChatBody, request: Request, serving: Serving
 ) -> tuple[Generations, list["Reader"]]:
-    """What answers a chat, in whichever form the client asked for it, and what reads the answers.
+    """Make the generations that answer a chat, in any API, and a reader for each answer.
 
     Raises:
-        APIError, EESDError: The server cannot do what is asked for.
+        APIError, EESDError: The server cannot fulfil the request.
     """
     admit(body, request, serving)
     codec = serving.service.llm.codec
@@ -79,8 +79,8 @@ async def begin(
 
 
 def encode(body: ChatBody | TokenizeBody, codec: TextCodec) -> tuple[Tools | None, list[int]]:
-    """The tools, and the messages as tokens. A template is a program and may take long: call this
-    in a thread.
+    """Return the tools, and the messages as tokens. A template is a program and may take long, so
+    call this in a thread.
 
     Raises:
         APIError, EESDError: The body contradicts itself, or a message or a tool cannot be used.
@@ -104,10 +104,10 @@ def encode(body: ChatBody | TokenizeBody, codec: TextCodec) -> tuple[Tools | Non
 
 
 class Reader:
-    """Reads one answer: what the model thinks, its text, and the calls in it.
+    """Reads one answer: the thoughts of the model, its text, and its calls.
 
     Attributes:
-        progress: What has come.
+        progress: The output so far.
         tools: The functions that may be called.
     """
 
@@ -116,7 +116,8 @@ class Reader:
     ) -> None:
         self.progress = progress
         self.tools = tools
-        # Who constrains the output asks for it alone: the model does not think.
+        # With constrained output the model does not think, because the client wants only that
+        # output.
         is_free = progress.request.constraint is None
         has_messages = writes_harmony(codec) and (is_free or tools is not None)
         names = tools.functions if tools else ()
@@ -132,7 +133,7 @@ class Reader:
         self._thoughts = ThinkParser(end.rstrip().endswith(BEGIN)) if thinks else None
 
     def see(self, update: Update) -> list[ToolDelta]:
-        """Take an update in. Returns what it adds to the answer."""
+        """Process an update. Return the deltas that it adds to the answer."""
         text = self.progress.see(update)
         last = self.progress.finish_reason is not None
         marks = dict(self._marks)
@@ -165,7 +166,7 @@ class Reader:
     def _think(
         self, thoughts: ThinkParser, pieces: Sequence[str], held: str, last: bool
     ) -> tuple[str, str]:
-        """The thought and the text that tokens added. Counts the tokens of thoughts."""
+        """Return the thought and the text that tokens added, and count the tokens of thoughts."""
         thought = ""
         text = ""
         for piece in pieces:
@@ -179,7 +180,7 @@ class Reader:
 
 
 class _Writer:
-    """Makes one choice of a chat."""
+    """Builds one choice of a chat."""
 
     def __init__(self, body: ChatBody, serving: Serving, index: int, reader: Reader) -> None:
         self._body = body

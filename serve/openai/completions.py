@@ -55,7 +55,7 @@ async def completions(body: CompletionBody, request: Request, serving: Shared) -
 
 
 def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
-    """Tokens and text of each prompt. Takes long for a long text, so it runs in a thread."""
+    """Return tokens and text of each prompt. A long text takes long, so this runs in a thread."""
     prompt = body.prompt
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     found: list[tuple[Sequence[int], str]] = []
@@ -79,7 +79,7 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
 
 
 class _Writer:
-    """Makes one choice of a completion."""
+    """Builds one choice of a completion."""
 
     def __init__(
         self, body: CompletionBody, serving: Serving, index: int, progress: Progress, echoed: str
@@ -109,7 +109,7 @@ class _Writer:
         return [choice] if says else []
 
     def _part(self, text: str, outputs: Sequence[TokenOutput]) -> CompletionChoice:
-        """A choice with new text and its tokens; the first one has the echoed prompt, too."""
+        """A choice with new text and its tokens; the first part also has the echoed prompt."""
         first = not self._begun
         self._begun = True
         progress = self._progress

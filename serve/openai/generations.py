@@ -1,5 +1,5 @@
-"""The generations of one HTTP request: from the thread of the batch into the event loop, and
-cancelled when nobody listens."""
+"""The generations of one HTTP request: passed from the thread of the batch into the event loop, and
+cancelled when the client leaves."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -26,13 +26,13 @@ from eesd.serve.openai.schemas import (
 )
 
 LIVENESS_SECONDS = 5.0
-"""How often a request that hears nothing looks whether the batch is alive."""
+"""Interval at which a request without updates checks whether the batch is alive."""
 
 
 @dataclass
 class Progress:
-    """What has come for one choice. ``finish_reason`` is OpenAI's; ``stop_reason`` a stop string,
-    or ``deadline``. The reader of a chat sets ``thought_tokens``."""
+    """The output of one choice so far. ``finish_reason`` is OpenAI's; ``stop_reason`` a stop
+    string, or ``deadline``. The reader of a chat sets ``thought_tokens``."""
 
     request: Request
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Progress:
     stats: Stats = field(default_factory=Stats)
 
     def see(self, update: Update) -> str:
-        """Take an update in. Returns the text that it brought."""
+        """Process an update. Return its new text."""
         text = "".join(output.text for output in update.tokens) + update.held
         self.outputs += update.tokens
         self.text.append(text)
@@ -63,18 +63,18 @@ class Progress:
 
 class Generations:
     """Runs requests and yields ``(index, update)`` as they come, in an ``async with`` block that
-    cancels what is left.
+    cancels the remaining requests.
 
     Args:
         serving: The server.
-        requests: One for each choice; those of a prompt follow each other.
-        choices: Choices of each prompt.
-        keep_tokens: False: only the prompts are wanted, and the token that each request generates
-            is dropped.
+        requests: A request for each choice; the requests of a prompt are adjacent.
+        choices: Number of choices for each prompt.
+        keep_tokens: Whether to keep generated tokens. False: only the prompts are scored, and the
+            one generated token of each request is dropped.
 
     Attributes:
         id: The id of the answer; its writer sets it.
-        progress: What has come for each choice.
+        progress: The output of each choice so far.
 
     Raises:
         EESDError: When the block is entered: a request cannot be used, or the queue is full.
@@ -205,14 +205,14 @@ class Generations:
         return usage
 
     def metrics(self) -> ResponseMetrics:
-        """What drafting did for all choices together."""
+        """Drafting metrics of all choices together."""
         all_stats = [choice.stats for choice in self.progress]
         rounds = sum(map(num_drafts, all_stats))
         drafted = sum(stats.draft_tokens for stats in all_stats)
         accepted = sum(stats.accepted_tokens for stats in all_stats)
         depth = max(len(stats.accepted_at_depth) for stats in all_stats)
-        # Of the rounds that verified a draft: the rounds that accepted at least d tokens, from d =
-        # 0 on.
+        # Among rounds that verified a draft, the number that accepted at least d tokens, from d =
+        # 0.
         at_least = [rounds] + [
             sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats)
             for d in range(depth)
@@ -230,11 +230,11 @@ class Generations:
         return ResponseMetrics(speculative_decoding=speculative)
 
     def extras(self) -> dict[str, Any]:
-        """What an answer has besides the fields of its API."""
+        """Additional fields of an answer, beyond those of its API."""
         return {"metrics": self.metrics(), **self._ignored()}
 
     def _ignored(self) -> dict[str, list[str]]:
-        """The keywords of JSON schemas that the answer need not fit, if there are any."""
+        """The keywords of JSON schemas that are not enforced, if any."""
         constraint = self.progress[0].request.constraint
         known = isinstance(constraint, GrammarConstraint | TokenFilter) and constraint.ignored
         return {"ignored_keywords": sorted(known)} if known else {}

@@ -27,16 +27,15 @@ class TokenWriter:
         self._offset = 0
 
     def _written(self, token: int) -> bytes:
-        """The bytes of a token; for a special token, and one that the tokenizer does not know, a
-        name."""
+        """The bytes of a token; for special and unknown tokens, the bytes of a name."""
         name = self._codec.tokenizer.id_to_token(token) if self._codec else None
         if not self._bytes or name is None:
             return f"token_id:{token}".encode()
         return self._bytes.added(token, self._before) if self._bytes.name(token) else name.encode()
 
     def _name(self, token: int) -> str:
-        """A token as text; parts of characters as bytes, as OpenAI writes them, so that they are
-        not all alike."""
+        """A token as text. Parts of characters are written as bytes, as OpenAI does, so that
+        different tokens stay distinct."""
         written = self._written(token)
         try:
             return written.decode()
@@ -61,7 +60,7 @@ class TokenWriter:
                 result.top_logprobs.append(None)
             else:
                 top: dict[str, float] = {}
-                # Best first: of equal texts the best stays.
+                # Best first: among equal texts the best one stays.
                 for token, logprob in (*item.top, (item.token, item.logprob)):
                     top.setdefault(self._name(token), _finite(logprob))
                 result.token_logprobs.append(_finite(item.logprob))

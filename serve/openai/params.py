@@ -1,4 +1,4 @@
-"""From the body of a request to what the batch is asked for."""
+"""Conversion of a request body into requests for the batch."""
 
 import re
 from collections.abc import Sequence
@@ -70,16 +70,17 @@ NEUTRAL: dict[str, Any] = {
     **{"do_sample": True, "negative_prompt": "", "echo": False},
 }
 """Fields of the APIs of OpenAI, vLLM, SGLang, llama.cpp, Ollama and transformers that shape the
-text and are not supported, and the value that changes nothing. An alias is refused beside the field
-that it stands for, and where there is no such field."""
+text and are not supported, and the value that has no effect. An alias is refused together with the
+field that it stands for, and where that field does not exist."""
 TOOLS = {"tools", "tool_choice", "parallel_tool_calls"}
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MOST_NAMED = 32
-"""Ignored fields that an answer names."""
+"""Ignored fields that are listed in an answer."""
 
 
 def chat_of(values: dict[str, Any]) -> ChatBody:
-    """The chat that a request of another API is. What is None is left out.
+    """Make the chat request that corresponds to a request of another API. Values of None are left
+    out.
 
     Raises:
         RequestValidationError: A field that only chats have, under its name elsewhere, has a value
@@ -96,11 +97,11 @@ def chat_of(values: dict[str, Any]) -> ChatBody:
 
 
 def check_supported(body: Body, choices: int = 1) -> None:
-    """Refuse what would change the text and is not supported, rather than ignore it.
+    """Refuse unsupported fields that would change the text, rather than ignore them.
 
     Args:
-        body: What the client sent. Fields that its kind of body has are supported.
-        choices: Texts of each prompt.
+        body: The body of the request. Fields of its own model are supported.
+        choices: Number of texts for each prompt.
 
     Raises:
         APIError: A field has a value that is not supported.
@@ -123,8 +124,8 @@ class Named(Protocol):
 
 
 def admit(body: Named, request: HTTPRequest, serving: Serving) -> None:
-    """Check the model that a body names, and note for the answer and the log which of its fields
-    change nothing.
+    """Check the model that a body names, and record its fields without effect for the answer and
+    the log.
 
     Raises:
         APIError: There is no such model.
@@ -141,8 +142,8 @@ def admit(body: Named, request: HTTPRequest, serving: Serving) -> None:
 
 
 def check_model(model: str | None, serving: Serving) -> None:
-    """Raises :class:`APIError` (404) for the name of another model. No name, or "", means the model
-    that there is."""
+    """Raise :class:`APIError` (404) for the name of another model. No name, or "", means the served
+    model."""
     if model and model not in serving.model_names:
         names = ", ".join(map(repr, serving.model_names))
         raise APIError(
@@ -154,7 +155,7 @@ def check_model(model: str | None, serving: Serving) -> None:
 
 
 def check_ids(tokens: Sequence[int], llm: LLM, field: str) -> None:
-    """Raises :class:`APIError` for ids that the model does not have, which a tokenizer cannot
+    """Raise :class:`APIError` for ids that the model does not have, which a tokenizer cannot
     decode."""
     size = llm.manifest.geometry.vocab_size
     if any(token >= size for token in tokens):
@@ -164,7 +165,7 @@ def check_ids(tokens: Sequence[int], llm: LLM, field: str) -> None:
 
 
 def check_prompt(tokens: Sequence[int], serving: Serving) -> None:
-    """Raises :class:`APIError` for a prompt that is longer than the server allows."""
+    """Raise :class:`APIError` for a prompt that is longer than the server allows."""
     most = min(
         serving.options.max_prompt_tokens or serving.max_model_len, serving.max_model_len - 1
     )
@@ -183,26 +184,27 @@ def requests_of(
     tools: Tools | None = None,
     key: str = "",
 ) -> list[Request]:
-    """The requests for all choices, those of a prompt one after another.
+    """Make the requests for all choices; the requests of a prompt are adjacent.
 
     Args:
         body: The body.
         prompts: Token ids of each prompt.
         serving: The server.
-        max_tokens: Most new tokens of a choice; None: as many as fit.
+        max_tokens: Maximum number of new tokens in a choice; None: all that fit.
         logprobs, prompt_logprobs: Alternatives to report for each token; None: no
             log-probabilities.
         tools: Functions that may or must be called.
-        key: Whose request it is. What is kept of its prompts serves nobody else.
+        key: The key that sent the request. Cached prefixes of its prompts are not shared with other
+            keys.
 
     Raises:
-        APIError, EESDError: The server cannot do what is asked for.
+        APIError, EESDError: The server cannot fulfil the request.
     """
     check_supported(body, body.choices)
     texts = len(prompts) * body.choices
     most = serving.options.max_n
     places = serving.service.places
-    if texts > min(most, places):  # beyond the places a 429 would promise that there will be room
+    if texts > min(most, places):  # beyond the places: a 429 would promise later room
         limit = f"ask for at most {most}" if texts > most else f"this server has {places} places"
         raise APIError(400, f"The request asks for {texts} texts; {limit}.", "n")
     llm = serving.service.llm
@@ -260,8 +262,8 @@ def _check_window(body: Body, sampling: Sampling) -> None:
 
 
 def _constraint(body: GenerationBody, llm: LLM, tools: Tools | None) -> Constraint | None:
-    """What restricts the output: the calls that must come, or what the body asks for; and lists of
-    tokens. ``response_format`` is for answers that are no calls."""
+    """The constraint of the output: required calls or the constraint of the body, and lists of
+    tokens. ``response_format`` applies to answers without calls."""
     given = body.given()
     asked = constraint_of(given, llm)
     answer = asked if (given.get("response_format") or {}).get("type", "text") != "text" else None

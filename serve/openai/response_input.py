@@ -1,4 +1,4 @@
-"""A request of the Responses API as the chat request that it is."""
+"""Translation of a request of the Responses API into a chat request."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ REFUSED = {
     "background": "background is not supported; leave it out, and wait for the response.",
     "prompt": "This server has no stored prompts; leave prompt out, and send input.",
 }
-"""Fields that ask for what a server without memory cannot do."""
+"""Fields that require a server with memory."""
 LOGPROBS = "message.output_text.logprobs"
 CUSTOM = {
     "type": "object",
@@ -27,7 +27,7 @@ CUSTOM = {
     "required": ["input"],
     "additionalProperties": False,
 }
-"""The parameters of the function as which a model sees a custom tool."""
+"""Parameters of the function that represents a custom tool for the model."""
 TEXTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
 
@@ -35,12 +35,12 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
     """The chat request.
 
     Args:
-        body: What the client sent.
-        knows_developer: Whether the chat template has messages of the role ``developer``. If not,
-            they are those of the system.
+        body: The body of the request.
+        knows_developer: Whether the chat template supports messages of the role ``developer``. If
+            not, they become system messages.
 
     Raises:
-        APIError: The request asks for what this server does not do.
+        APIError: The request asks for something that this server does not support.
     """
     extra = body.model_extra or {}
     for name, message in REFUSED.items():
@@ -88,7 +88,7 @@ def as_chat(body: ResponsesBody, knows_developer: bool) -> ChatBody:
 
 
 def _without_effect(body: ResponsesBody) -> dict[str, Any]:
-    """Values that change nothing here, under the names by which the answer lists them."""
+    """Values that have no effect here, under the names that the answer lists."""
     found: dict[str, Any] = {}
     if set(body.include or ()) - {LOGPROBS}:
         found["include"] = body.include
@@ -125,7 +125,7 @@ def _messages(given: str | Sequence[InputItem]) -> list[dict[str, Any]]:
                 and messages[-1]["role"] == "assistant"
                 and not thought
             ):
-                # The same answer.
+                # Part of the same answer.
                 messages[-1].setdefault("tool_calls", []).extend(message["tool_calls"])
             else:
                 messages.append(message)
@@ -209,7 +209,7 @@ _READERS: dict[str, Callable[[InputItem, int], dict[str, Any]]] = {
 def _text(
     given: str | Sequence[ContentPart] | None, number: int, nothing: str, joined: bool = False
 ) -> Any:
-    """A content as chat messages have it: a text, or several parts unless they are ``joined``."""
+    """Return a content in the form of chat messages: a text, or several parts unless ``joined``."""
     if given is None or (joined and not given and given != ""):
         raise APIError(
             400, f"Input item {number} has {nothing}; give text.", "input", "invalid_value"

@@ -61,7 +61,7 @@ class Reasoning(Body):
 
 
 class ResponsesBody(GenerationBody, TemplateBody):
-    """``POST /v1/responses``: what needs no memory of earlier responses."""
+    """``POST /v1/responses``, without memory of earlier responses."""
 
     input: str | Annotated[list[InputItem], Many]
     instructions: str | None = None
@@ -85,7 +85,7 @@ class ResponsesBody(GenerationBody, TemplateBody):
 
 
 class OutputText(BaseModel):
-    """A part of a message, or the text of what the model thinks, which has no annotations and
+    """A part of a message, or the text of a thought, which has no annotations or
     log-probabilities."""
 
     type: str
@@ -95,7 +95,7 @@ class OutputText(BaseModel):
 
 
 class OutputItem(BaseModel):
-    """A message of the model, what it thinks (``reasoning``), a call of a function, whose
+    """A message of the model, its thoughts (``reasoning``), a call of a function, whose
     ``arguments`` are JSON, or a call of a custom tool, whose ``input`` is text."""
 
     id: str
@@ -130,7 +130,7 @@ class ResponsesUsage(BaseModel):
 
 
 class IncompleteDetails(BaseModel):
-    """Why a text was cut off. ``stop_reason`` is ``deadline`` if its time was over."""
+    """Why a text was cut off. ``stop_reason`` is ``deadline`` after a timeout."""
 
     reason: str
     stop_reason: str | None = None
@@ -175,7 +175,7 @@ class ResponsesAnswer(BaseModel):
 
 
 class ResponsesEvent(BaseModel):
-    """An event of a stream. What else it has depends on its type."""
+    """An event of a stream. Its other fields depend on its type."""
 
     model_config = ConfigDict(extra="allow")
 

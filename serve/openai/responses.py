@@ -1,4 +1,4 @@
-"""``POST /v1/responses``: OpenAI's Responses API without memory, over what answers chats."""
+"""``POST /v1/responses``: OpenAI's Responses API without memory, built on chat completions."""
 
 import json
 from collections.abc import Iterator
@@ -42,12 +42,12 @@ from eesd.serve.openai.schemas import ChatLogprob
 
 router = APIRouter(route_class=JSONRoute)
 Event = tuple[str, dict[str, Any]]
-"""The type of an event, and what it has besides its number."""
+"""The type of an event, and its fields except the number."""
 
 
 @router.post("/v1/responses", response_model=ResponsesAnswer, responses=ANSWERS)
 async def responses(body: ResponsesBody, request: Request, serving: Shared) -> Response:
-    """Answer an input, with calls of functions or text. Nothing of it is kept."""
+    """Answer an input, with calls of functions or text. Nothing is stored."""
     template = serving.codec.chat_template if serving.codec else None
     chat = as_chat(body, template is not None and "developer" in template.source)
     generations, (reader,) = await begin(chat, request, serving)
@@ -67,8 +67,8 @@ async def _whole(writer: "_Writer", generations: Generations) -> ResponsesAnswer
 
 
 async def _events(writer: "_Writer", generations: Generations) -> Events:
-    """The events of a stream. What is refused before the first one has a status; what fails later
-    is two last events."""
+    """Yield the events of a stream. A refusal before the first event has a status; a later failure
+    adds two last events."""
     number = 0
 
     def numbered(events: Iterator[Event]) -> Iterator[bytes]:
@@ -94,7 +94,7 @@ async def _events(writer: "_Writer", generations: Generations) -> Events:
 
 
 class _Writer:
-    """Makes the output of a response, and the events that tell it."""
+    """Builds the output of a response, and the events that stream it."""
 
     def __init__(
         self,
@@ -113,10 +113,10 @@ class _Writer:
         self._model = serving.model_name
         self._items: list[OutputItem] = []
         self._pieces: list[str] = []
-        """What the open item has so far: its text or its arguments."""
+        """Pieces of the open item so far: its text or its arguments."""
         self._open = False
         self._logprobs: list[ChatLogprob] = []
-        """Of the open text, and of what comes before the next piece of text."""
+        """Log-probabilities of the open text, and of tokens before the next piece of text."""
         self._told = 0
         self._custom = {
             tool.get("name") for tool in body.tools or () if tool.get("type") == "custom"
@@ -127,12 +127,12 @@ class _Writer:
         return "incomplete" if self._reader.progress.finish_reason == "length" else "completed"
 
     def begin(self) -> Iterator[Event]:
-        """What comes when the request has been accepted."""
+        """Yield the events after the request has been accepted."""
         for kind in ("response.created", "response.in_progress"):
             yield kind, {"response": self.answer("in_progress")}
 
     def see(self, update: Update) -> Iterator[Event]:
-        """Take an update in. Yields what it adds to the output; all of it must be read."""
+        """Process an update. Yields the events that it adds, all of which must be consumed."""
         deltas = self._reader.see(update)
         if self._tokens:
             self._logprobs += self._tokens.chat(update.tokens).content
@@ -149,13 +149,13 @@ class _Writer:
         yield f"response.{self.status}", {"response": self.answer(self.status)}
 
     def fail(self, error: APIError) -> Iterator[Event]:
-        """The last events if something went wrong."""
+        """Yield the last events after an error."""
         yield (
             "error",
             {"code": error.code or "server_error", "message": error.message, "param": error.param},
         )
         code = "invalid_prompt" if error.status < 500 else "server_error"
-        list(self._close("incomplete"))  # what there is
+        list(self._close("incomplete"))  # the open item
         answer = self.answer("failed")
         answer.error = ResponsesError(code=code, message=error.message)
         yield "response.failed", {"response": answer}
@@ -255,8 +255,8 @@ class _Writer:
         yield "response.output_item.done", {"output_index": len(self._items) - 1, "item": item}
 
     def _close_custom(self, item: OutputItem, arguments: str) -> Iterator[Event]:
-        """The events with the input of a call of a custom tool, which is known when its JSON is
-        whole."""
+        """Yield the events with the input of a custom tool's call, which is known when its JSON is
+        complete."""
         item.status = "incomplete"
         if _is_whole(arguments):
             item.status = "completed"
@@ -266,12 +266,12 @@ class _Writer:
         yield f"{kind}.done", {**self._place(), "input": item.input}
 
     def _place(self, content: int | None = None) -> dict[str, Any]:
-        """What an event within the last item says of its place."""
+        """The position fields of an event within the last item."""
         inside = {} if content is None else {"content_index": content}
         return {"item_id": self._items[-1].id, "output_index": len(self._items) - 1, **inside}
 
     def answer(self, status: str) -> ResponsesAnswer:
-        """The response as far as it has come."""
+        """The response so far."""
         body = self._body
         progress = self._reader.progress
         sampling = progress.request.sampling

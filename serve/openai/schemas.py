@@ -1,5 +1,5 @@
-"""Bodies of requests and responses. Fields that are not known are kept and do no harm; known ones
-must have their types."""
+"""Bodies of requests and responses. Unknown fields are kept and have no effect; known fields must
+have the right types."""
 
 from typing import Annotated, Any, Literal
 
@@ -46,21 +46,21 @@ ALIASES = {
     "think": "reasoning_effort",
     "enable_thinking": "reasoning_effort",
 }
-"""Names that other servers have for a field."""
+"""Names of a field in other servers."""
 THINKING = {"enabled": "medium", "disabled": "none", True: "medium", False: "none"}
-"""Efforts as Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek (``thinking``, an object
-with this type) have them."""
+"""Values of Ollama (``think``), Qwen (``enable_thinking``) and DeepSeek (``thinking``, an object
+with this type), as efforts."""
 
 
 class GenerationBody(Body):
-    """What both ways to generate have in common. Fields that are left out, or null, take the
+    """Common fields of all bodies that generate. Fields that are left out, or null, take the
     server's defaults."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_others_write_it(cls, given: Any) -> Any:
-        """Fields in the forms of other servers: their names, -1 tokens for no limit, empty stop
-        strings, biases as pairs."""
+        """Convert fields from the forms of other servers: their names, -1 tokens for no limit,
+        empty stop strings, biases as pairs."""
         if not isinstance(given, dict):
             return given
         found = {**given}
@@ -137,7 +137,7 @@ class GenerationBody(Body):
 
     @property
     def choices(self) -> int:
-        """Texts of each prompt."""
+        """Number of texts for each prompt."""
         return self.n or 1
 
     @property
@@ -243,14 +243,14 @@ class Usage(BaseModel):
 
 
 class SpeculativeDecoding(BaseModel):
-    """What drafting did for a response.
+    """Drafting metrics of a response.
 
     Attributes:
-        mean_acceptance_length: Tokens of a round that verified a draft, on average: the accepted
-            ones and one more.
+        mean_acceptance_length: Mean number of tokens in a round that verified a draft: the accepted
+            tokens and one more.
         draft_acceptance_rate: Share of the verified draft tokens that were accepted.
-        acceptance_histogram: Rounds with 0, 1, 2, ... accepted tokens, of the rounds that verified
-            a draft.
+        acceptance_histogram: Number of rounds with 0, 1, 2, ... accepted tokens, among rounds that
+            verified a draft.
         num_spec_steps: Rounds that verified a draft.
         num_accepted_draft_tokens, num_draft_tokens: Draft tokens accepted, and verified.
     """
@@ -292,7 +292,7 @@ class ChatLogprobs(BaseModel):
 
 
 class Choice(BaseModel):
-    """What choices of all kinds have. ``stop_reason`` is the stop string that ended the text, or
+    """Common fields of all choices. ``stop_reason`` is the stop string that ended the text, or
     ``deadline``."""
 
     index: int
@@ -315,8 +315,8 @@ class CalledFunction(BaseModel):
 
 
 class ToolCall(BaseModel):
-    """A call of a function. In a stream the first piece has ``id`` and ``name``, and the others go
-    on with its arguments."""
+    """A call of a function. In a stream the first piece has ``id`` and ``name``, and the others
+    continue the arguments."""
 
     index: int | None = None
     id: str | None = None
@@ -349,8 +349,8 @@ class ChatChunkChoice(Choice):
 
 
 class Answer(BaseModel):
-    """What responses and chunks of all kinds have. ``created`` is in seconds since 1970.
-    ``ignored_keywords`` are those of the request's JSON schemas that the answer need not fit."""
+    """Common fields of all responses and chunks. ``created`` is in seconds since 1970.
+    ``ignored_keywords`` are keywords of the request's JSON schemas that are not enforced."""
 
     id: str
     object: str
@@ -398,8 +398,8 @@ class DetokenizeAnswer(BaseModel):
 
 
 class TokenizerInfo(BaseModel):
-    """The special tokens that clients which cut prompts themselves ask for. None: the model has
-    none."""
+    """The special tokens, for clients that cut prompts themselves. None: the model does not have
+    the token."""
 
     bos_token: str | None
     eos_token: str | None

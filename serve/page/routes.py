@@ -42,7 +42,7 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 LEARNED_SECONDS = 0.25
-"""Least time between two events with the controller's estimates."""
+"""Minimum time between two events with the controller's estimates."""
 
 router = APIRouter(route_class=JSONRoute, include_in_schema=False)
 
@@ -69,7 +69,7 @@ class About(BaseModel):
 
 
 class PlayToken(BaseModel):
-    """A new token: with log-probabilities also its own, and the most likely tokens in its place,
+    """A new token and, if requested, its log-probability and the most likely tokens in its place,
     best first."""
 
     id: int
@@ -145,12 +145,12 @@ async def _events(generations: Generations, serving: Serving, writer: TokenWrite
 
 
 def estimates(deciding: Drafting | LoadRule) -> dict[str, Any]:
-    """What the rule that decided the last round estimates, as JSON values.
+    """Return the estimates of the rule that decided the last round, as JSON values.
 
     Returns:
         ``accept`` and ``text``: mean and covariance of the calibrators of the exit head's drafts,
-        and of drafts from the text, where the rule has one. ``alone``: whether it is the rule of a
-        request that ran alone. ``plain_seconds``: then, seconds of a plain round, if known.
+        and of drafts from the text, where the rule has one. ``alone``: whether the request ran
+        alone. ``plain_seconds``: seconds of a plain round, if known, for a request that ran alone.
     """
     if isinstance(deciding, LoadRule):
         return {"alone": False, "accept": _state(deciding.accept), "text": _state(deciding.text)}

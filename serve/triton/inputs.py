@@ -1,4 +1,4 @@
-"""From the tensors of a Triton request to what the batch is asked for."""
+"""Conversion of the tensors of a Triton request into a request for the batch."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,17 +27,17 @@ GUIDES = {
     "ebnf_grammar": "grammar",
     "choice": "choice",
 }
-"""What a guide may be, under the names of tensorrtllm_backend; choices, in JSON, are ours."""
+"""Kinds of guides, under the names of tensorrtllm_backend; choices, in JSON, are an addition."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for.
+    """The request of a client.
 
     Attributes:
         request: For the batch.
-        guide: Kind and value of what restricts the output, for :func:`eesd.make_constraint`; None:
-            nothing does.
+        guide: Kind and value of the output constraint, for :func:`eesd.make_constraint`; None:
+            unconstrained.
         stream: Whether each round's tokens come in a response of their own.
         prefix: Text that goes before the first response.
     """
@@ -49,7 +49,7 @@ class Asked:
 
 
 def read_request(triton_request: Any, llm: LLM) -> Asked:
-    """Read the inputs of a Triton request. What is not given is the model's default.
+    """Read the inputs of a Triton request. Missing inputs have the model's defaults.
 
     Raises:
         EESDError: An input cannot be used.
@@ -95,7 +95,7 @@ def _tokens(tensor: Any) -> list[int]:
 
 
 def _chat(text: str) -> list[Any]:
-    """Chat messages from JSON. What each must be the codec says."""
+    """Chat messages from JSON. The codec checks each message."""
     messages = parse_json(text, "messages", 'give [{"role": "user", "content": "..."}]')
     if (
         not isinstance(messages, list)

@@ -1,5 +1,5 @@
-"""What Triton's /metrics says of EESD, under the names that vLLM uses. Imported by Triton's Python
-alone."""
+"""Metrics of EESD in Triton's /metrics, under the names that vLLM uses. Imported only by Triton's
+Python."""
 
 from collections.abc import Callable
 from threading import Lock
@@ -28,7 +28,7 @@ COUNTERS: dict[str, tuple[str, Callable[[Stats], int]]] = {
 }
 """Counted from the statistics of each request when it ends."""
 REASONS = {"cancelled": "abort"}
-"""Finish reasons that vLLM calls otherwise."""
+"""vLLM's names of finish reasons, where they differ."""
 FIRST_TOKEN = [
     0.001,
     0.005,
@@ -80,14 +80,14 @@ class Metrics:
                     self._metric(name, text).increment(amount)
 
     def first_token(self, seconds: float) -> None:
-        """Note the time from a request's arrival to its first token."""
+        """Record the time from a request's arrival to its first token."""
         with self._lock:
             self._metric(
                 "time_to_first_token_seconds", "Time until the first token.", "HISTOGRAM"
             ).observe(seconds)
 
     def load(self, service: Service) -> None:
-        """Note how busy the batch is."""
+        """Record how busy the batch is."""
         now = service.load()
         load = now.running + now.prefilling, now.queued
         if load == self._load:

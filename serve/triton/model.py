@@ -1,4 +1,4 @@
-"""The model that Triton's Python backend loads. Imported by Triton's Python alone."""
+"""The model that Triton's Python backend loads. Imported only by Triton's Python."""
 
 import os
 import time
@@ -21,15 +21,15 @@ from eesd.serve.triton.replies import FINAL, Replies, failure
 from eesd.serve.triton.repository import read_settings
 
 ORPHAN_SECONDS = 1.0
-"""How often the stub looks whether its server is there."""
+"""Interval at which the stub checks whether its server still runs."""
 
 
 class TritonPythonModel:
-    """Takes requests as they come, answers them from another thread, and so never makes Triton
-    wait."""
+    """Takes requests as they come and answers them from another thread, so that Triton never
+    waits."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Load the engines. What is wrong becomes Triton's reason for not loading the model."""
+        """Load the engines. An error becomes Triton's reason for not loading the model."""
         Thread(
             target=_end_with, args=(os.getppid(),), name="eesd-triton-orphan", daemon=True
         ).start()
@@ -82,15 +82,15 @@ def _refusals(sender: Any) -> Iterator[None]:
         code = pb_utils.TritonError.UNAVAILABLE if busy else pb_utils.TritonError.INVALID_ARG
         sender.send(failure(str(error), code), flags=FINAL)
     except Exception as error:
-        # Whatever is wrong with one request, the others get their answers, and its client hears of
-        # it.
+        # If one request fails, the others still get their answers, and its client receives the
+        # error.
         pb_utils.Logger.log_error(f"A request failed: {error!r}")
         message = "The request failed; the server's log says why."
         sender.send(failure(message, pb_utils.TritonError.INTERNAL), flags=FINAL)
 
 
 def _end_with(server: int) -> None:
-    """End this process when the server is gone: a stub outlives a server that was killed, with the
+    """End this process when the server is gone: the stub of a killed server lives on, with the
     model and its memory.
 
     The shared memory of both is the stub's second argument, and nobody else removes it.

@@ -1,4 +1,4 @@
-"""The thread that answers Triton's clients. Imported by Triton's Python alone."""
+"""The thread that answers Triton's clients. Imported only by Triton's Python."""
 
 from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
@@ -15,8 +15,8 @@ from eesd.serve.triton.inputs import Asked
 from eesd.serve.triton.metrics import Metrics
 
 POLL_SECONDS = 0.05
-"""How often it is asked whether clients still want an answer. Asking takes a message to the server
-for each request."""
+"""Interval at which cancellation by clients is checked. A check takes a message to the server for
+each request."""
 LEAST = -9999.0
 """Stands for the logarithm of zero, which JSON cannot write."""
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -28,12 +28,12 @@ class Reply:
 
     Attributes:
         sender: Triton's response sender.
-        asked: What the client asked for.
-        generation: What the batch makes of it; None for a moment at first.
+        asked: The request of the client.
+        generation: Its generation in the batch; None at first.
         start: When the request came.
-        text, tokens, logprobs: What was not sent yet.
+        text, tokens, logprobs: Output not sent yet.
         total: Sum of all log-probabilities so far.
-        started: Whether there was a token.
+        started: Whether a token has been generated.
     """
 
     sender: Any
@@ -51,7 +51,7 @@ class Reply:
 
 
 class Replies:
-    """Sends what the batch generates, and cancels what no client waits for, in a thread of its own.
+    """Sends the output of the batch and cancels abandoned requests, in a separate thread.
 
     Messages to the server take longer than the batch should wait for, and the batch must not be
     called from two places.
@@ -70,7 +70,7 @@ class Replies:
         """Give a request to the batch, and answer it.
 
         Raises:
-            EESDError: The batch refuses it. Nothing was sent.
+            EESDError: The batch refuses the request. Nothing was sent.
         """
         reply = Reply(sender, asked, monotonic())
         with self._lock:
@@ -84,7 +84,7 @@ class Replies:
             raise
 
     def close(self) -> None:
-        """End the thread when all that came before is sent."""
+        """End the thread when all earlier output is sent."""
         self._updates.put(None)
         self._thread.join()
 
@@ -109,7 +109,7 @@ class Replies:
                 polled = monotonic()
 
     def _poll(self) -> None:
-        """Cancel what no client waits for any more."""
+        """Cancel requests that no client waits for any more."""
         with self._lock:
             waiting = [
                 reply for reply in self._open if reply.generation and not reply.generation.cancelled
@@ -120,7 +120,7 @@ class Replies:
         self._metrics.load(self._service)
 
     def _see(self, reply: Reply, update: Update) -> None:
-        """Take in what a round brought, and send it if it is wanted now."""
+        """Process the output of a round, and send it if the client wants it now."""
         if update.tokens and not reply.started:
             reply.started = True
             self._metrics.first_token(monotonic() - reply.start)
@@ -134,7 +134,7 @@ class Replies:
         try:
             reply.sender.send(_response(reply, update), flags=FINAL if update.finish_reason else 0)
         except Exception as error:
-            # Whatever is wrong with one client, the others get their answers.
+            # If one client fails, the others still get their answers.
             pb_utils.Logger.log_error(f"A response could not be sent: {error}")
             if reply.generation:
                 reply.generation.cancel()
@@ -147,7 +147,7 @@ class Replies:
 
 
 def _response(reply: Reply, update: Update) -> Any:
-    """What was not sent yet, or why there is nothing."""
+    """A response with the output not sent yet, or with the error."""
     if update.finish_reason == "error":
         code = pb_utils.TritonError.INVALID_ARG if update.refused else pb_utils.TritonError.INTERNAL
         return failure(update.error or "The request failed; the server's log says why.", code)
@@ -176,5 +176,5 @@ def _response(reply: Reply, update: Update) -> Any:
 
 
 def failure(message: str, code: int) -> Any:
-    """A response that says in a sentence what is wrong."""
+    """A response with an error message of one sentence."""
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))

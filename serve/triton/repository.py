@@ -1,5 +1,5 @@
-"""A model repository for Triton Inference Server: it is written here, and its settings are read
-inside Triton."""
+"""Model repositories for Triton Inference Server: writes them, and reads their settings inside
+Triton."""
 
 import json
 import os
@@ -23,7 +23,7 @@ BATCH = BatchOptions()
 _REMEDY = "write the repository again"
 
 # The names are those of NVIDIA's frontends, tensorrtllm_backend and vllm_backend; messages, in
-# JSON, are ours.
+# JSON, are an addition.
 INPUTS = (
     ("text_input", "STRING", 1),
     ("messages", "STRING", 1),
@@ -123,7 +123,7 @@ def write_triton_repository(
         engine_dir: A directory that ``eesd-export`` wrote.
         output: The repository.
         name: The model's name, and its directory in the repository.
-        settings: Of :class:`Settings`.
+        settings: Fields of :class:`Settings`.
 
     Returns:
         The model's directory.
