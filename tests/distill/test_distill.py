@@ -85,8 +85,8 @@ def test_training_lowers_the_loss_and_raises_acceptance(trained: Path) -> None:
     ],
 )
 def test_an_echo_at_the_end_of_own_text_is_left_out(written: list[int], kept: int) -> None:
-    """Three times the same, and 16 tokens more than once at least; what comes before, and the
-    prompt, stay."""
+    """An echo repeats at least three times and has at least 16 repeated tokens; the text before it,
+    and the prompt, are kept."""
     prompt = [4] * 50
     assert without_echo([*prompt, *written], 50) == [*prompt, *written[:kept]]
 
@@ -124,8 +124,8 @@ def test_validation_counts_equal_the_runtime_statistics(
     options: tuple[object, ...] | None,
     deep: tuple[int, ...],
 ) -> None:
-    """Rounds replayed from parallel passes have, depth by depth, the counts of rounds that the
-    engines run."""
+    """At each depth, rounds replayed from parallel passes have the counts of rounds run by the
+    engines."""
     checkpoint = Checkpoint(learner)
     if options is not None:
         trained = tmp_path / "head"
@@ -279,8 +279,8 @@ def test_training_from_a_cache_gives_the_same_losses_without_the_teacher(
 def test_a_run_at_a_constant_rate_goes_on_with_more_text(
     learner: Path, own_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first targets stay, and so does the draft vocabulary. What is fixed in other runs is
-    still refused."""
+    """The first targets and the draft vocabulary are kept. Changes that other runs refuse are still
+    refused."""
     monkeypatch.setattr(teacher, "SHARD_ROWS", 64)
     rows = np.load(own_rows)
     first = tmp_path / "first.npy"
@@ -338,7 +338,7 @@ def test_a_run_at_a_constant_rate_goes_on_with_more_text(
 def test_a_run_at_a_constant_rate_gives_the_mean_of_its_weights(
     learner: Path, own_rows: Path, tmp_path: Path
 ) -> None:
-    """Also of one that goes on; later weights count more."""
+    """Also for a run that continues; later weights count more."""
     mean: dict[str, torch.Tensor] = {}
     for step in (1, 2, 3):
         distill(
@@ -428,7 +428,7 @@ def test_self_generation_writes_only_missing_shards(learner: Path, tmp_path: Pat
 def test_the_rows_of_a_seed_do_not_depend_on_how_many_are_written_together(
     learner: Path, tmp_path: Path, batch: int
 ) -> None:
-    """Sampled ones, too. The engine that wrote and read them is gone at the end."""
+    """Also sampled rows. The engine that wrote and read them is deleted at the end."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "abc def"}\n{"text": "x = 1"}\n')
     arguments = (
@@ -476,7 +476,8 @@ def test_without_operators_torch_writes_and_says_so(
 
 
 def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None:
-    """Turns begin as asked, are whole, and are continued; files that are there stay."""
+    """Turns begin with the given words, are complete, and are continued; existing files are
+    kept."""
     arguments = (
         "--model",
         learner,
@@ -516,7 +517,7 @@ def test_the_model_writes_its_own_prompts(learner: Path, tmp_path: Path) -> None
 
 @pytest.fixture(params=["torch", "operators"])
 def writer(request: pytest.FixtureRequest, learner: Path, tmp_path: Path) -> Writer:
-    """All ways to write text."""
+    """Each kind of writer."""
     checkpoint = Checkpoint(learner)
     if request.param == "torch":
         return TorchWriter(load_decoder(checkpoint))
@@ -530,7 +531,7 @@ def needs_operators() -> None:
 
 
 def test_continuations_in_a_batch_equal_those_of_single_prompts(writer: Writer) -> None:
-    """Also sampled ones, where a row takes another prompt when its text has ended, and at the end,
+    """Also when sampled, when a row takes another prompt after its text has ended, and at the end,
     when rows are dropped."""
     prompts = [[5, 6, 7], [10] * 70, [40, 41], [9], [50, 51, 52], [8, 9], [3] * 12, [7, 4]]
     limits = [23, 90, 7, 21, 30, 40, 12, 64]
@@ -580,8 +581,8 @@ def test_sampled_continuations_follow_the_model_distribution(learner: Path, writ
 def test_operators_write_what_an_engine_directory_generates(
     kind: str, learner: Path, tmp_path: Path
 ) -> None:
-    """Greedy texts are those of ``eesd.load``; a file's own levels are kept. Rows and threads
-    change no sampled text either."""
+    """Greedy texts equal those of ``eesd.load``; the quantized levels of a file are kept. Numbers
+    of rows and threads do not change sampled texts either."""
     needs_operators()
     model = (
         gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices=kind))
@@ -621,7 +622,7 @@ def test_operators_write_what_an_engine_directory_generates(
 
 
 def test_operators_read_what_they_wrote(tmp_path: Path) -> None:
-    """Behind each token of a greedy text, the best token of the targets is the next one."""
+    """After each token of a greedy text, the best token of the targets is the next token."""
     needs_operators()
     checkpoint = Checkpoint(
         gguf_files.write(tmp_path / "model.gguf", Spec("llama", matrices="Q4_1"))
@@ -693,7 +694,7 @@ def test_short_documents_share_a_row() -> None:
 def test_chats_are_read_to_their_answers_and_asked_for_new_ones(
     learner: Path, tmp_path: Path
 ) -> None:
-    """As rows, nothing follows the last answer; as prompts, the model's own answer does."""
+    """In rows, nothing follows the last answer; in prompts, the model's own answer follows."""
     codec = TextCodec(learner)
     path = tmp_path / "chats.jsonl"
     messages = [

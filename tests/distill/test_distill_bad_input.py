@@ -1,4 +1,4 @@
-"""Bad input to ``eesd-distill``: each is refused with one sentence and exit code 2."""
+"""Bad input to ``eesd-distill`` is refused with one sentence and exit code 2."""
 
 import json
 import shutil

@@ -1,5 +1,5 @@
-"""``eesd-distill`` over damaged files of its own, and on a full disk: one sentence with the file
-and what to do."""
+"""``eesd-distill`` with damaged files of an earlier run, and on a full disk: one sentence with the
+file and the remedy."""
 
 import json
 import os
@@ -164,14 +164,14 @@ def test_a_damaged_file_is_named(
     result = run(main, *arguments)
     assert result.exit_code == 2, result.output
     assert_one_line(result.stderr, str(output))
-    # A JSON object of other content.
+    # A JSON object with other content.
     if "other options" in result.stderr or "other data" in result.stderr:
         return
     assert path.name in result.stderr and "delete" in result.stderr
     doomed = re.search(r"delete (/\S+?),", result.stderr)
     for target in {doomed[1] if doomed else str(path)}:
         shutil.rmtree(target) if Path(target).is_dir() else Path(target).unlink()
-    succeed(main, *arguments)  # what the message says helps
+    succeed(main, *arguments)  # the remedy of the message works
 
 
 @pytest.mark.parametrize("name", ["generation.json", "shard-00001.safetensors"])
@@ -301,7 +301,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
     line = [sys.executable, "-c", start, *map(str, arguments)]
     done = subprocess.run(line, preexec_fn=limited, capture_output=True, text=True)
     assert done.returncode == 2
-    # The tokenizer is the first that is written, in a scratch place.
+    # The tokenizer is the first file written, in a scratch directory.
     place = "tokenizer.json" if limit < 1000 else str(output)
     assert_one_line(done.stderr, place, "cannot be written (", "free some space")
     assert {path.name: path.read_bytes() for path in (output / "checkpoint-2").iterdir()} == before
@@ -316,7 +316,7 @@ def test_a_full_disk_keeps_the_last_checkpoint(
 def test_json_lines_end_at_line_feeds_only(
     options: tuple[object, ...], own_rows: Path, tmp_path: Path, option: str
 ) -> None:
-    """Strings may hold the other line ends of Unicode; a byte order mark is no text."""
+    """Strings may contain other Unicode line ends; a byte order mark is not text."""
     lines = [
         json.dumps({"text": f"abc{number} \u2028\u2029\u0085\x0c" * 9}, ensure_ascii=False)
         for number in range(40)

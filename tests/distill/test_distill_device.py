@@ -1,4 +1,4 @@
-"""What distillation does on GPUs only, on the CPU: whole passes, and the k largest logits."""
+"""GPU-only code of distillation, tested on the CPU: whole passes, and the k largest logits."""
 
 from collections.abc import Callable
 from functools import partial

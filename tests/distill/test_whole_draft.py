@@ -1,5 +1,4 @@
-"""The whole model in fewer bits as the draft of itself: what it may do to the KV cache, and what it
-brings."""
+"""The whole model in fewer bits as its own draft: its effect on the KV cache, and its benefit."""
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -53,8 +52,8 @@ def plans(model: Path) -> Path:
 
 
 class Spoiling:
-    """An engine that writes garbage into every slot of its call, and perhaps into those after them,
-    and says nonsense."""
+    """An engine that writes garbage into every slot of its call, optionally into later slots, and
+    returns nonsense."""
 
     draft_chain = None
 
@@ -132,7 +131,7 @@ def test_a_draft_that_spoils_the_cache_changes_no_token(
 @pytest.mark.parametrize("backend", ["ort", "torch"])
 def test_what_a_cancelled_draft_wrote_is_never_seen(plans: Path, backend: str) -> None:
     """A round is cancelled after the draft wrote garbage into eight slots; the next rounds are
-    short, and see none of them."""
+    short, and see none of the garbage."""
     llm = load(plans, backend, threads=1)
     plain = llm.with_speculation(None).generate(PROMPT, max_new_tokens=20, ignore_eos=True).tokens
     wrong = spoiled(llm, Speculation("fixed:k=8", guard=False, drafter="exit"), np.nan, speaks=True)
@@ -187,7 +186,7 @@ def test_rows_beside_a_spoiling_draft_keep_their_tokens(plans: Path, backend: st
     expected = [plain.generate(one, max_new_tokens=30, ignore_eos=True).tokens for one in prompts]
     service = Service(wrong, BatchOptions(max_rows=3, prefix_memory=1 << 20))
     try:
-        for _ in range(2):  # the second time behind kept prefixes
+        for _ in range(2):  # the second time after cached prefixes
             asked = [wrong.request(one, max_new_tokens=30, ignore_eos=True) for one in prompts]
             with ThreadPoolExecutor() as pool:
                 assert [one.tokens for one in pool.map(service.generate, asked)] == expected

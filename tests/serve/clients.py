@@ -1,7 +1,7 @@
-"""Clients of other people, unchanged: ``python clients.py URL MODEL`` prints a JSON line for each
-call, with what it gave.
+"""Third-party clients, unchanged: ``python clients.py URL MODEL`` prints a JSON line with the
+result of each call.
 
-It runs in an environment that has them and nothing of this project.
+It runs in an environment with these clients and without this project.
 """
 
 import asyncio
@@ -27,13 +27,13 @@ from pydantic_ai.providers.openai import OpenAIProvider  # noqa: E402
 
 COUNT = 16
 ROOM = 60
-"""Tokens of a text (litellm asks for 16 at least), and of an object or a call at most."""
+"""Maximum number of tokens in a text (litellm requests at least 16), and in an object or a call."""
 CHAT: Any = [{"role": "user", "content": "import os"}]
 PROMPT = "def f(x):"
 
 
 class City(BaseModel):
-    """What is asked for as JSON."""
+    """The object requested as JSON."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=4)
@@ -49,11 +49,11 @@ FORMAT: Any = {
 
 
 def show(client: str, call: str, give: Callable[[], Any]) -> None:
-    """Print what a call gives; an object as a dictionary."""
+    """Print the result of a call; an object as a dictionary."""
     try:
         found = give()
         found = {"found": found.model_dump() if isinstance(found, BaseModel) else found}
-    except Exception as error:  # the test says what was expected
+    except Exception as error:  # the test compares it with its expectation
         found = {"error": f"{type(error).__name__}: {error}"}
     print(json.dumps({"client": client, "call": call, **found}), flush=True)
 

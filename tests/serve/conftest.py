@@ -1,4 +1,4 @@
-"""Servers that the tests of this folder share. No test changes what another one sees."""
+"""Servers that the tests of this folder share. No test changes a result that another test sees."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +12,7 @@ from eesd.runtime.batch.scheduler import BatchOptions
 
 @pytest.fixture(scope="package")
 def server(engine: Path) -> Iterator[Served]:
-    """Each round drafts three levels, whatever calls cost here."""
+    """Each round drafts three levels, whatever the cost of calls on the machine."""
     with served(engine, batch=BatchOptions(levels=3)) as running:
         yield running
 

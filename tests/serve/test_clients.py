@@ -1,8 +1,7 @@
-"""Clients that other people have, unchanged, against the real server: each gets what ``generate``
-gives.
+"""Third-party clients, unchanged, against the real server: each receives the texts of ``generate``.
 
-They run in environments of their own: Python's from ``tests/environments/clients.txt``, npm's from
-the directory beside it.
+They run in separate environments: Python's from ``tests/environments/clients.txt``, npm's from the
+directory beside it.
 """
 
 import json
@@ -36,7 +35,7 @@ CALLS = {
     "ai": "chat stream usage function streamed_function object",
     "ai by responses": "chat stream usage function streamed_function object",
 }
-"""What each is asked for. The clients of npm are those of JavaScript."""
+"""The calls of each client. The clients of npm are the JavaScript clients."""
 JAVASCRIPT = {name for name in CALLS if "npm" in name or name.partition(" ")[0] == "ai"}
 COUNT = 16
 
@@ -48,7 +47,7 @@ def server(bundled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def ask(command: list[Path | str], server: Served, **environment: str) -> dict[str, dict[str, Any]]:
-    """What each call of each client gave."""
+    """Return the result of each call of each client."""
     arguments = [*map(str, command), f"{server.url}/v1", server.serving.model_name]
     done = subprocess.run(
         arguments, capture_output=True, text=True, timeout=300, env=environment or None
@@ -61,8 +60,8 @@ def ask(command: list[Path | str], server: Served, **environment: str) -> dict[s
 
 
 def check(found: dict[str, dict[str, Any]], server: Served, names: Set[str]) -> None:
-    """Texts and their lengths are those of ``generate``; objects and arguments of functions have
-    their schema's form."""
+    """Texts and their lengths equal those of ``generate``; objects and arguments of functions fit
+    their schemas."""
     assert {client: set(calls) for client, calls in found.items()} == {
         name: {*CALLS[name].split()} for name in names
     }
@@ -101,6 +100,6 @@ def test_clients_for_javascript(server: Served) -> None:
         directory = environments.make_npm("clients")
     except environments.Unavailable as reason:
         pytest.skip(f"no clients here: {reason}")
-    # A module finds packages beside itself.
+    # A module finds packages in its directory.
     script = shutil.copy(CLIENTS / "clients.mjs", directory)
     check(ask(["node", script], server), server, JAVASCRIPT)

@@ -1,5 +1,5 @@
-"""What a constraint allows is what its schema, expression or grammar says: nothing else, and EOS
-where it may end."""
+"""A constraint allows exactly the texts of its schema, expression or grammar, and EOS where a text
+may end."""
 
 import json
 import random
@@ -120,7 +120,7 @@ CLOSED = {"type": "object", "additionalProperties": False}
     ],
 )
 def test_the_texts_of_rules_for_keys(more: dict[str, Any], texts: list[str]) -> None:
-    """All that fit, and no others."""
+    """All texts that fit, and no other texts."""
     grammar = read_schema({**CLOSED, **more}, lenient=False)[1]
     made = GrammarConstraint(grammar, BYTES, [EOS], JSON_TOKENS)
     found = {random_bytes(made, random.Random(seed)) for seed in range(40)}
@@ -302,7 +302,7 @@ def by_schema(schema: Any, **more: bool) -> dict[str, Any]:
 
 
 def test_a_schema_that_is_not_strict_may_have_unknown_keywords(llm: LLM) -> None:
-    """And patterns that cannot be read. Who says nothing is not strict, as with OpenAI."""
+    """Also unsupported patterns. A schema without ``strict`` is not strict, as with OpenAI."""
     unknown = {"type": "array", "items": {"const": 1}, "maxItems": 2, "uniqueItems": True}
     pattern = {"type": "string", "pattern": LOOK_AHEAD, "maxLength": 3}
     counted = {"type": "object", "properties": dict.fromkeys("abcdefg", True), "maxProperties": 2}
@@ -402,8 +402,8 @@ OPEN = {"type": "object", "additionalProperties": {"const": 1}}
 def test_a_text_that_would_need_equal_keys_is_refused(
     llm: LLM, schema: dict[str, Any], taken: bool
 ) -> None:
-    """The grammar counts members. Who reads the text keeps one of equal keys, and then the object
-    has too few."""
+    """The grammar counts members. A parser keeps one of several equal keys, and then the object has
+    too few members."""
     nested = {
         "type": "object",
         "properties": {"map": schema},
@@ -426,8 +426,8 @@ def may_begin(made: GrammarConstraint, llm: LLM, text: str) -> bool:
 
 
 def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
-    """The grammar would take it for another key, and readers for the same one, whose value must be
-    a number."""
+    """The grammar would treat it as another key, and parsers as the same key, whose value must be a
+    number."""
     schema = {
         "type": "object",
         "properties": {"a": {"type": "integer"}},
@@ -455,7 +455,7 @@ def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
     ],
 )
 def test_digits_end(llm: LLM, schema: dict[str, Any], begins: str, digits: int) -> None:
-    """Some models write zeros for ever, where they may."""
+    """Some models write zeros for ever where zeros are allowed."""
     made = constraint("json", schema, llm)
     assert may_begin(made, llm, begins + "5" * digits) and not may_begin(
         made, llm, begins + "5" * (digits + 1)
@@ -543,8 +543,8 @@ class Words:
 
 
 def test_a_grammar_that_reads_a_text_in_too_many_ways_is_an_error() -> None:
-    """Each of its masks takes longer than the last one, up to seconds, in which all requests would
-    wait."""
+    """Each mask takes longer than the one before, up to seconds, and all requests would wait for
+    it."""
     vocabulary = LLTokenizer(TokenizerWrapper(Words()), len(Words.tokens), [0])
     made = GrammarConstraint("start: e\ne: e e | /[a-z]/", vocabulary, [0])
     with pytest.raises(ConstraintError, match="takes too much"):
@@ -562,8 +562,8 @@ def test_a_large_schema_is_no_error(llm: LLM) -> None:
 
 
 def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> None:
-    """While a mask is computed or while tokens are read. A failed matcher calls itself stopped,
-    which must not end the text."""
+    """While a mask is computed or while tokens are read. A failed matcher reports that it has
+    stopped, which must not end the text."""
     made = constraint("regex", TOO_MUCH, llm)
     draw = random.Random(0)
     tokens = list[int]()
@@ -582,8 +582,8 @@ def test_what_takes_too_much_is_an_error_wherever_it_is_found_out(llm: LLM) -> N
 
 
 def test_a_long_text_is_read_once(llm: LLM) -> None:
-    """Each question goes on where the last one ended, so the time of a text does not grow with its
-    square."""
+    """Each call continues where the last call ended, so the time is not quadratic in the length of
+    the text."""
     made = constraint("regex", "(ab)*", llm)
     tokens = list[int]()
     reads = list[int]()

@@ -1,4 +1,4 @@
-"""The playground in a browser: it shows what the batch did, and a failure never looks like
+"""The playground in a browser: it shows the results of the batch, and a failure never looks like
 success."""
 
 import json
@@ -236,7 +236,7 @@ def test_an_exchange_can_be_copied_retried_and_edited(page: Page) -> None:
         expect(page.locator("#output .tools")).to_have_count(count)
     page.get_by_text("Copy").last.click()
     assert page.evaluate("window.copied") == generated(page)
-    expect(page.get_by_text("Retry")).to_have_count(1)  # for the last message alone
+    expect(page.get_by_text("Retry")).to_have_count(1)  # for the last message only
     page.get_by_text("Retry").click()
     expect(page.locator("#output .exchange")).to_have_count(2)
     expect(page.locator("#output .tools")).to_have_count(2)
@@ -393,7 +393,7 @@ def test_more_options_lie_in_a_fold(page: Page) -> None:
     expect(page.locator("#system")).to_be_hidden()
     page.locator("#top-p").evaluate("input => input.value = 2")
     ask(page, "ab ab")
-    expect(page.locator("#more")).to_have_attribute("open", "")  # what is wrong can be seen
+    expect(page.locator("#more")).to_have_attribute("open", "")  # the wrong field is visible
     assert not asked
     page.locator("#top-p").fill("0.9")
     page.locator("#stops").fill("b\n\\n\n")
@@ -401,7 +401,7 @@ def test_more_options_lie_in_a_fold(page: Page) -> None:
     expect(page.locator("#status")).to_contain_text("tokens in")
     assert (asked[-1]["top_p"], asked[-1]["stop"]) == (0.9, ["b", "\n"])
     assert "b" not in generated(page) and "\n" not in generated(page)
-    expect(page.locator("#system")).to_be_hidden()  # of a chat alone
+    expect(page.locator("#system")).to_be_hidden()  # for chats only
     page.locator("input[value=chat]").check()
     page.locator("#system").fill("Be brief.")
     page.locator("#prompt").fill("Hi")

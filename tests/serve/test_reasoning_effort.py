@@ -1,5 +1,5 @@
-"""How much a model should think goes to the chat template, if that reads it, and what it thinks is
-told apart."""
+"""Reasoning effort is passed to chat templates that read it, and thoughts are separated from
+answers."""
 
 import json
 import logging
@@ -50,7 +50,7 @@ def test_the_templates_variable_is_set_as_in_transformers(tmp_path: Path) -> Non
 
 
 def shown(server: Served, effort: str | None, **more: Any) -> str:
-    """The prompt of a chat, which is also that of a response."""
+    """The prompt of a chat, which equals that of a response."""
     body = {
         "messages": HI,
         "max_tokens": 1,
@@ -114,7 +114,7 @@ CLOSED = (
 
 
 def test_a_prompt_can_go_on_with_the_last_message(engine: Path, tmp_path: Path) -> None:
-    """As in transformers: up to the end of its content, whatever the template writes behind."""
+    """As in transformers: up to the end of its content, whatever the template writes after it."""
     said: Any = [*HI, {"role": "assistant", "content": " Well, "}]
     with served(with_new_lines(engine, tmp_path / "closed", CLOSED)) as server:
         for more, text in (
@@ -165,8 +165,8 @@ def test_thoughts_are_told_apart_wherever_the_text_is_cut(
 
 
 def test_thoughts_reach_the_client(engine: Path, tmp_path: Path) -> None:
-    """The prompt opens them, and the model of this test never closes them: all that it writes is
-    thought."""
+    """The prompt opens the thoughts, and the model of this test never closes them, so its whole
+    output is thought."""
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{# </think> #}<think>"
     with served(with_new_lines(engine, tmp_path / "thinking", template)) as server:
         expected = server.llm.generate(HI, max_new_tokens=12, ignore_eos=True).text.strip()
@@ -208,7 +208,7 @@ def test_thoughts_reach_the_client(engine: Path, tmp_path: Path) -> None:
 
 
 def test_tokens_of_thoughts_are_counted(engine: Path, tmp_path: Path) -> None:
-    """With the marks around them, whether a round brings one token or several."""
+    """Including the marks around them, whether a round adds one token or several."""
     directory = with_new_lines(engine, tmp_path / "plans", "{{ messages[0].content }}</think>")
     codec = TextCodec(directory)
     pieces = [" ", "<think>", "a", "b", "</think>", "\n", "c", "d"]

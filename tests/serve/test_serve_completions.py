@@ -1,5 +1,5 @@
-"""``/v1/completions``, asked by the client of OpenAI: the tokens are those of ``llm.generate``,
-whatever the form."""
+"""``/v1/completions``, called by OpenAI's client: the tokens equal those of ``llm.generate`` in
+every form."""
 
 import json
 from collections.abc import Sequence
@@ -99,8 +99,8 @@ def test_fields_in_the_forms_of_other_servers(server: Served) -> None:
 
 @pytest.mark.parametrize("draft", [True, False])
 def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> None:
-    """Words may come neither where the text begins nor behind a space; a word of several tokens may
-    begin."""
+    """Words may come neither at the beginning of the text nor after a space; a word of several
+    tokens may begin."""
     options: dict[str, Any] = {
         "max_tokens": 60,
         "temperature": 1.5,
@@ -127,7 +127,7 @@ def test_tokens_can_be_allowed_and_forbidden(server: Served, draft: bool) -> Non
 
 
 def test_a_text_between_two_others(engine_copy: Path) -> None:
-    """By the tokens that models of code have for it."""
+    """With the special tokens that code models have for it."""
     file = engine_copy / "tokenizer.json"
     tokenizer = json.loads(file.read_text())
     vocabulary = tokenizer["model"]["vocab"]
@@ -158,7 +158,7 @@ def test_a_text_between_two_others(engine_copy: Path) -> None:
 
 
 def test_parts_of_characters_stay_apart(tmp_path: Path) -> None:
-    """In the form that OpenAI has for them. The tokens themselves, and their alternatives."""
+    """In OpenAI's form. Both the tokens and their alternatives."""
     names = ["<s>", "a", "\u00f0", "\u0141", "\u0142"]  # bytes of level GPT-2: F0, 9F, A0
     tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
     tokenizer.decoder = decoders.ByteLevel()
@@ -260,14 +260,15 @@ def test_min_tokens_keeps_a_text_going(server: Served) -> None:
 def test_a_stop_string_ends_no_text_before_min_tokens(
     server: Served, least: int, draft: bool
 ) -> None:
-    """As in vLLM: only one that is complete behind these tokens does. The text before it stays."""
+    """As in vLLM: only a stop string that is complete after these tokens does. The text before it
+    is kept."""
     body = {"temperature": 0, "max_tokens": COUNT, "ignore_eos": True, "draft": draft}
     ids = server.complete(PROMPT, **body, return_token_ids=True)["choices"][0]["token_ids"]
     decode = server.llm.codec.decode
     text = decode(ids)
 
     def whole_with(letters: int) -> int:
-        """The number of tokens that bring so many letters. Special tokens bring none."""
+        """The number of tokens that add this many letters. Special tokens add none."""
         return next(count for count in range(COUNT + 1) if len(decode(ids[:count])) >= letters)
 
     for start in (0, 3, 6, 10):
@@ -289,7 +290,8 @@ def log_softmax(logits: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def rows(llm: LLM, prompt: Sequence[int], count: int) -> list[np.ndarray[Any, Any]]:
-    """The model's log-probabilities behind a prompt and behind its greedy continuation."""
+    """The model's log-probabilities after a prompt and after each token of its greedy
+    continuation."""
     found: list[np.ndarray[Any, Any]] = []
     llm.observer = lambda _, logits: found.extend(log_softmax(row) for row in np.array(logits))
     llm.generate(prompt, Sampling(), max_new_tokens=count, ignore_eos=True)
@@ -323,7 +325,8 @@ def test_log_probabilities_are_those_of_the_model(server: Served) -> None:
 
 
 def test_sampling_does_not_change_log_probabilities(server: Served) -> None:
-    """They are the model's, before temperature and filters: what lm_eval and perplexities need."""
+    """They are the model's, before temperature and filters, as lm_eval and perplexities need
+    them."""
     body = {"max_tokens": 1, "echo": True, "logprobs": 1}
     greedy, hot = (
         server.complete(PROMPT, temperature=t, seed=3, **body)["choices"][0]["logprobs"]
@@ -334,7 +337,7 @@ def test_sampling_does_not_change_log_probabilities(server: Served) -> None:
 
 @pytest.mark.parametrize("most", [0, 1])
 def test_echo_with_log_probabilities_scores_a_prompt(server: Served, most: int) -> None:
-    """What lm_eval asks for: the log-probability of each token of the prompt but the first."""
+    """As lm_eval requests: the log-probability of each token of the prompt except the first."""
     ids = server.llm.encode("<s>" + PROMPT) if most else server.llm.encode(PROMPT)
     found = server.complete([ids], max_tokens=most, echo=True, logprobs=1, temperature=0)
     (choice,) = found["choices"]
@@ -394,8 +397,7 @@ def test_a_stream_has_what_the_whole_answer_has(server: Served, logprobs: int | 
 
 
 def test_requests_at_once_get_what_they_get_alone(server: Served) -> None:
-    """Whole and streamed, greedy and sampled, long and short, and between them clients that
-    leave."""
+    """Whole and streamed, greedy and sampled, long and short, among clients that leave."""
 
     def one(number: int) -> None:
         prompt = PROMPT[: 3 + number % 12]

@@ -1,5 +1,5 @@
-"""Connections that go wrong: clients that leave, read slowly, send slowly, send too much, or never
-say anything."""
+"""Failing connections: clients that leave, read slowly, send slowly, send too much, or never send
+anything."""
 
 import json
 import logging
@@ -31,7 +31,7 @@ def server(engine: Path) -> Iterator[Served]:
 
 
 def raw(server: Served, path: str, body: Any, receive_buffer: int = 0) -> socket.socket:
-    """A connection on which a request was sent."""
+    """Open a connection and send a request."""
     content = json.dumps(body).encode()
     connection = socket.socket()
     if receive_buffer:
@@ -70,7 +70,7 @@ def test_who_leaves_is_cancelled(
     connection = raw(server, path, {**LONG, **prompt, "stream": stream})
     assert held.reached.wait(30)
     connection.close()
-    eventually(lambda: server.serving.active == 0)  # the server knows, and has cancelled
+    eventually(lambda: server.serving.active == 0)  # the server has noticed, and has cancelled
     held.release()
     server.idle()
     assert server.metric("vllm:request_success_total", finished_reason="abort") == aborted + 1
@@ -92,7 +92,7 @@ def test_who_leaves_the_queue_is_forgotten(
             waiting = raw(server, "/v1/completions", {**LONG, "stream": stream})
             eventually(lambda: server.metric("vllm:num_requests_waiting") == 1)
             waiting.close()
-            # While the batch is held: nothing came for the one that left.
+            # While the batch is held, before any update for the client that left.
             eventually(lambda: server.serving.active == 1)
             held.release()
             assert running.recv(1000).startswith(b"HTTP/1.1 200 ")
@@ -104,8 +104,8 @@ def test_who_leaves_the_queue_is_forgotten(
 def test_who_does_not_read_is_cancelled(
     server: Served, caplog: pytest.LogCaptureFixture, stream: bool
 ) -> None:
-    """The answer is larger than all buffers on its way, so the server has to wait, and does so for
-    a second. Then the connection is closed: it would stay for as long as the client likes."""
+    """The answer is larger than all buffers on its way, so the server has to wait, and waits for a
+    second. Then it closes the connection, which the client could keep open for ever."""
     body = {
         "prompt": ["abc"] * 16,
         "max_tokens": 250,
@@ -143,7 +143,7 @@ def test_a_slow_body_is_a_408(server: Served) -> None:
 )
 def test_a_head_that_is_never_complete_is_dropped(server: Served, begun: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        # Behind a request that was answered: a connection that is kept has the same limit.
+        # After an answered request: a kept connection has the same limit.
         if begun:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
             received = b""
@@ -211,8 +211,8 @@ def test_a_broken_request_line_is_a_400(server: Served) -> None:
 
 
 def test_a_stream_that_waits_says_so(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxies close a connection on which nothing comes. The head comes with the first comment, and
-    the text is not changed."""
+    """Proxies close idle connections. The head comes with the first comment, and the text is
+    unchanged."""
     held = Held()
     monkeypatch.setattr(params, "constraint_of", lambda *_: held)
     monkeypatch.setattr(streaming, "QUIET_SECONDS", 0.2)
@@ -231,7 +231,7 @@ def test_a_stream_that_waits_says_so(engine: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_deadline_gives_what_there_is(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The request's time is over while the batch is held, so it ends with the tokens that it has by
+    """The request times out while the batch is held, so it ends with the tokens that it has by
     then."""
     held = Held(after=3)
     monkeypatch.setattr(params, "constraint_of", lambda *_: held)

@@ -181,8 +181,7 @@ def test_a_body_that_is_no_request(server: Served, content: bytes, word: str) ->
 @pytest.mark.parametrize("item", ["a", 1.5, [], None])
 @pytest.mark.parametrize("good", [1, "b", [1]])
 def test_a_list_is_refused_at_its_first_wrong_item(good: Any, item: Any) -> None:
-    """A message for each item, and for each form that a prompt may have, would take seconds and
-    gigabytes."""
+    """Messages for each item and each form of a prompt would take seconds and gigabytes."""
     with pytest.raises(ValidationError) as caught:
         CompletionBody.model_validate(
             {
@@ -241,7 +240,7 @@ def test_tokens_that_do_not_exist(server: Served) -> None:
 
 
 def test_an_error_in_a_stream_has_a_status(server: Served) -> None:
-    """Nothing has been sent yet, so a stream that cannot begin is not a stream."""
+    """Nothing has been sent yet, so a stream that cannot begin is an ordinary error."""
     refused(server.post(COMPLETIONS, {"prompt": "a" * 200, "stream": True}), 400, "at most 100")
     refused(server.post(COMPLETIONS, {"prompt": [97], "stream": True}), 400, "97", param="prompt")
 

@@ -1,4 +1,4 @@
-"""``/v1/messages`` of Anthropic: what it says is what a chat completion says."""
+"""Anthropic's ``/v1/messages``: its answers equal those of chat completions."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def stream(lined: Served, **body: Any) -> list[dict[str, Any]]:
 
 
 def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer that a client puts together from events."""
+    """The answer that a client assembles from events."""
     answer: dict[str, Any] = events[0]["message"]
     assert (
         events[0]["type"] == "message_start"
@@ -172,7 +172,7 @@ def counted(server: Served, **body: Any) -> int:
 
 
 def test_the_line_of_claude_code_that_changes_leaves_kept_prefixes(lined: Served) -> None:
-    """Its digits differ in each request, and it stands in front of everything else."""
+    """Its digits differ in each request, and it precedes all other text."""
     salt = {"cache_salt": "billing", "max_tokens": 1}
     rest = {"type": "text", "text": "be brief " * 20}
     lines = [f"x-anthropic-billing-header: cc_version=2.1; cch={n};" for n in ("0a1b2", "fffff")]
@@ -215,7 +215,7 @@ def test_context_management_clears_thoughts(engine: Path, tmp_path: Path) -> Non
 
 
 def test_results_of_tools_are_not_cleared(lined: Served) -> None:
-    """Below what triggers it nothing would be; beyond it the request is refused."""
+    """Below the trigger there is nothing to clear; beyond it the request is refused."""
     use = {"type": "tool_use", "id": "a", "name": "weather", "input": {}}
     turns = [
         {"role": "assistant", "content": [use]},
