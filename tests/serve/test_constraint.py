@@ -437,7 +437,7 @@ def test_a_key_cannot_be_spelled_in_another_way(llm: LLM) -> None:
     assert may_begin(made, llm, '{"a": 1, "b": "\\n') and not may_begin(made, llm, '{"\\u')
     assert may_begin(constraint("json", {"type": "object"}, llm), llm, '{"a":"\\"')
     assert not may_begin(constraint("json", {"type": "object"}, llm), llm, '{"a":"\\u')
-    only = constraint("json", {"const": "\x07"}, llm)  # what can be written in no other way
+    only = constraint("json", {"const": "\x07"}, llm)  # can be written only as an escape
     assert may_begin(only, llm, '"\\u0007"')
     assert may_begin(constraint("regex", '"\\\\u00e9"', llm), llm, '"\\u00e9"')  # no JSON of ours
 

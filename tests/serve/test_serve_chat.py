@@ -159,7 +159,7 @@ def test_a_window_of_penalties_is_neutral_without_penalties(server: Served) -> N
 
 
 def test_fields_that_change_nothing_are_named(server: Served) -> None:
-    """In a header, if they can be header text; supported fields are not named."""
+    """In a header, if the name can be written there; supported fields are not named."""
     unread = {"user": "u", "verbosity": "low", "metadata": {}, "a\r\nb": 1, "\u00ff": 1, "": 1}
     read = {"tools": [], "response_format": {"type": "text"}, "best_of": 1, "typical_p": 1}
     body = {"messages": MESSAGES, "max_tokens": 1, **unread, **read}

@@ -1,4 +1,4 @@
-"""What Prometheus and the log are told."""
+"""The metrics for Prometheus, and the log."""
 
 import json
 import logging
@@ -87,7 +87,7 @@ TIMES = (
 
 
 def test_every_number_is_recounted(engine: Path) -> None:
-    """From the answers of all routes, of several choices and prompts, and of scored prompts."""
+    """From the answers of all routes, to several choices and prompts, and to scored prompts."""
     with served(engine, batch=BatchOptions(levels=3)) as server:
         expected = asked(server)
         server.idle()
@@ -111,7 +111,8 @@ def test_every_number_is_recounted(engine: Path) -> None:
     cached = found["vllm:prefix_cache_hits_total"]
     assert found["vllm:prompt_tokens_cached_total"] == cached > 0
     computed = found["vllm:prefix_cache_queries_total"] - cached
-    # A scored prompt is not looked up. Of one that is only scored, the token is dropped.
+    # A scored prompt is not looked up in the cache. If a prompt is only scored, the token is
+    # dropped.
     scored = expected.pop("scored")
     tokens = expected["vllm:generation_tokens_total"]
     assert found["vllm:iteration_tokens_total_sum"] == computed + scored + tokens + 1
@@ -141,7 +142,7 @@ def samples(text: str) -> dict[str, float]:
 
 
 def asked(server: Served) -> dict[str, Any]:
-    """Ask on all routes. Returns what /metrics must say."""
+    """Send requests on all routes. Return the expected values of /metrics."""
     hi: Any = [{"role": "user", "content": "Hi"}]
     short = {"temperature": 0, "ignore_eos": True}
     bodies: list[tuple[str, dict[str, Any]]] = [
@@ -172,7 +173,7 @@ def asked(server: Served) -> dict[str, Any]:
         inputs += usage.get("cache_read_input_tokens", 0)
         outputs = usage.get("completion_tokens", usage.get("output_tokens"))
         prompts += [inputs] * n if groups == 1 else [len("a b"), len("import")] * n
-        # Nothing ends these texts before their limit.
+        # These texts run to their limit.
         lengths += [outputs // (n * groups)] * n * groups
         longest += [outputs // (n * groups)] * groups
         limits += [max(outputs // (n * groups), 1)] * n * groups
@@ -267,7 +268,7 @@ def test_the_log_has_a_line_for_a_request(server: Served, caplog: pytest.LogCapt
     )
     assert response.headers["x-request-id"] == "mine-1"
 
-    # uvicorn's lines have the id, too, where their level lets them through.
+    # uvicorn's lines have the id, too, if their level is enabled.
     def lines() -> list[dict[str, Any]]:
         every = map(json.loads, caplog.text.splitlines())
         return [

@@ -1,4 +1,4 @@
-"""What operators and attackers do with the server: hosts, logs, metrics, keys, configuration."""
+"""The server under operators and attackers: hosts, logs, metrics, keys, configuration."""
 
 import asyncio
 import http.client
@@ -160,8 +160,8 @@ def test_keys_come_from_a_file_or_the_environment(
     ],
 )
 def test_a_request_for_another_host_is_refused(server: Served, host: str, status: int) -> None:
-    """A page of another site can have its name lead here (DNS rebinding), and the browser calls it
-    the same origin."""
+    """A page of another site can make its name resolve to this server (DNS rebinding), and the
+    browser treats the server as the same origin."""
     response = server.post(
         "/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(Host=host)
     )
@@ -174,8 +174,8 @@ def test_a_request_for_another_host_is_refused(server: Served, host: str, status
 
 
 def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
-    """kubelet asks for the pod's address, the container's own check for 127.0.0.1, and Prometheus
-    for either."""
+    """kubelet uses the pod's address, the container's health check 127.0.0.1, and Prometheus
+    either."""
     other = {"Host": "10.1.2.3:8000"}
     with server.http as client:
         assert [
@@ -196,13 +196,13 @@ def test_probes_come_for_an_address(server: Served, engine: Path) -> None:
         assert [
             client.get("/metrics", headers=one).status_code for one in (own, bearer(**own))
         ] == [401, 200]
-        # Open to everybody but the pages of other sites.
+        # Open to everybody except pages of other sites.
         assert client.get("/metrics", headers=other).status_code == 400
         assert client.get("/health", headers=other).status_code == 200
 
 
 def test_a_prefix_of_all_paths_changes_nothing(server: Served) -> None:
-    """A server that mounts the application under one passes it as ``root_path``."""
+    """A server that mounts the application under a prefix passes it as ``root_path``."""
     app = make_app(server.serving.service, ServeOptions(api_keys=KEYS, metrics_open=True))
 
     async def main() -> None:
@@ -268,8 +268,8 @@ def test_a_model_has_several_names(server: Served) -> None:
 
 
 def test_a_request_with_two_lengths_is_refused(server: Served) -> None:
-    """A proxy that believes Content-Length would take the second request for a part of the first
-    one's body."""
+    """A proxy that uses Content-Length would treat the second request as part of the first
+    request's body."""
     second = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEYS[0]}\r\n"
@@ -306,7 +306,7 @@ def test_who_listens_on_this_machine_alone_answers_for_it_alone(
 
 
 def started(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> ServeOptions:
-    """The options of the server that a command would run."""
+    """The server options that a command results in."""
     found: list[ServeOptions] = []
 
     def noted(app: Any, *_: Any) -> None:
@@ -323,7 +323,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> ServeOptions
 def test_options_come_from_the_environment_and_a_file(
     engine: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The command line goes before the environment, and this before the file."""
+    """The command line overrides the environment, which overrides the file."""
     file = tmp_path / "serve.toml"
     file.write_text(
         'max-n = 5\nmodel-name = "file"\nbody-timeout = 3.5\nport = 0\nallowed-host = '
@@ -394,7 +394,7 @@ def test_a_path_cannot_forge_a_line_of_the_log(
 
 
 def test_the_log_says_who_asked(server: Served, caplog: pytest.LogCaptureFixture) -> None:
-    """The client's address, and a name for the key that does not give the key away."""
+    """The client's address, and a name of the key that does not reveal the key."""
     with caplog.at_level(logging.INFO, "eesd.serve"):
         for key in (*KEYS, "a-wrong-key"):
             server.post("/v1/completions", {"prompt": "a", "max_tokens": 1}, headers=bearer(key))
@@ -437,7 +437,7 @@ def test_refusals_are_counted_too(server: Served) -> None:
 
 
 def test_a_full_queue_is_counted_and_what_never_fits_is_a_400(engine: Path) -> None:
-    """Retry-After would promise room that there never will be."""
+    """Retry-After would promise room that never comes."""
     with served(engine, ServeOptions(), BatchOptions(max_rows=1, max_queue=1)) as server:
         response = server.post("/v1/completions", {"prompt": "a", "n": 3, "max_tokens": 1})
         assert response.status_code == 400 and "2 places" in response.json()["error"]["message"]
@@ -491,7 +491,7 @@ def test_prometheus_needs_no_users_key_and_finds_what_rules_and_dashboard_name(
 
 
 def test_a_key_learns_nothing_of_what_others_asked(server: Served) -> None:
-    """Not by cached_tokens; a salt of the client's own parts its prompts further."""
+    """Not through cached_tokens; a client's salt separates its prompts further."""
 
     def cached(key: str, **more: str) -> int:
         body = {"prompt": BEGINNING, "max_tokens": 1, **more}
@@ -507,7 +507,7 @@ def test_a_key_learns_nothing_of_what_others_asked(server: Served) -> None:
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenized(
     server: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokenizing megabytes takes seconds of a processor."""
+    """Tokenizing megabytes takes seconds of processor time."""
     monkeypatch.setattr(
         TextCodec, "tokenizer", property(lambda _: pytest.fail("it is tokenized")), raising=False
     )
@@ -537,8 +537,8 @@ def test_negative_seeds_are_seeds(server: Served) -> None:
 
 
 def test_chats_share_little_memory(engine: Path) -> None:
-    """Their texts need three times as much as there is. None says how long it may be, and none is
-    refused or changed."""
+    """Their texts need three times the memory. No request limits its length, and no text is refused
+    or changed."""
     slot = load(engine).engines.verify.new_kv_caches()[0].slot_bytes
     with served(engine, ServeOptions(), BatchOptions(max_rows=6, kv_memory=330 * slot)) as server:
         prompts = [f"text {number} " * (1 + 3 * (number % 4)) for number in range(8)]

@@ -1,4 +1,4 @@
-"""``eesd-serve`` as a process: start, SIGTERM, what it keeps over a restart, and bad options in one
+"""``eesd-serve`` as a process: start, SIGTERM, state kept over a restart, and bad options in one
 sentence."""
 
 import gzip
@@ -34,8 +34,8 @@ LONG = {
     "stream": True,
     "logprobs": 5,
 }
-"""Its stream is larger than all buffers between server and client: it cannot end before the client
-reads it."""
+"""A request whose stream is larger than all buffers between server and client, so it cannot end
+before the client reads it."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Running:
         return httpx2.get(f"{self.url}{path}", timeout=30).status_code
 
     def begin(self, body: Any) -> socket.socket:
-        """A connection on which a request was sent, with a small buffer."""
+        """Open a connection with a small buffer and send a request."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
         connection.settimeout(60)
@@ -178,7 +178,7 @@ def test_without_its_packages_the_command_says_what_to_install(
 
 
 class Collector(BaseHTTPRequestHandler):
-    """An OpenTelemetry collector that keeps what it gets."""
+    """An OpenTelemetry collector that stores the spans that it receives."""
 
     spans: list[Any]
 
@@ -201,7 +201,7 @@ class Collector(BaseHTTPRequestHandler):
 def test_opentelemetry_instruments_the_command_unchanged(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One span a request, below the client's, whatever is streamed; none for probes."""
+    """One span per request, below the client's span, streamed or not; none for probes."""
     instrument = "from opentelemetry.instrumentation.auto_instrumentation import run; run()"
     trace = "0af7651916cd43dd8448eb211c80319c"
     parent = "b7ad6b7169203331"

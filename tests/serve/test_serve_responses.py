@@ -1,4 +1,4 @@
-"""``/v1/responses``, asked by the client of OpenAI: what it says is what a chat completion says."""
+"""``/v1/responses``, called by OpenAI's client: its answers equal those of chat completions."""
 
 import json
 from typing import Any, Literal
@@ -44,7 +44,7 @@ def raw_events(lined: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def kinds(events: list[dict[str, Any]]) -> list[str]:
-    """Types without what they begin with, and each run of deltas as one."""
+    """Types without their common prefix, and each run of deltas as one entry."""
     names = [event["type"].removeprefix("response.") for event in events]
     return [
         name
@@ -393,7 +393,7 @@ def test_what_cannot_be_done_is_a_clear_400(
 
 
 def test_a_custom_tool_is_called_with_text(lined: Served) -> None:
-    """As Codex gives them: the model sees a function of one text."""
+    """As Codex defines them: the model sees a function with one text parameter."""
     tools = [{"type": "custom", "name": "patch", "description": "p", "format": {"type": "text"}}]
     choice = {"type": "custom", "name": "patch"}
     body = {"input": "Hi", "tools": tools, "tool_choice": choice, "temperature": 1.0, "seed": 1}
@@ -418,7 +418,7 @@ def test_a_custom_tool_is_called_with_text(lined: Served) -> None:
 
 
 def test_calls_of_custom_tools_come_back(lined: Served) -> None:
-    """The prompt is that of a function which was called with the same text."""
+    """The prompt equals that of a function called with the same text."""
     output = {"type": "custom_tool_call_output", "call_id": "c", "output": "done"}
     custom = {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'a "b"'}
     arguments = json.dumps({"input": 'a "b"'})

@@ -1,5 +1,5 @@
-"""The OpenAPI schema says what the server does: schemathesis asks what the schema allows, and what
-it forbids."""
+"""The OpenAPI schema describes the server: schemathesis sends requests that the schema allows, and
+requests that it forbids."""
 
 import os
 from collections.abc import Iterator
@@ -55,7 +55,7 @@ OPERATIONS = [
     ),
 ]
 PATIENCE = 300
-"""Seconds for an answer: a machine may be busy."""
+"""Time limit for an answer in seconds: a machine may be busy."""
 THOROUGH = int(os.environ.get("SCHEMA_CASES", 600))
 """Requests for each operation in the slow test."""
 
@@ -120,7 +120,7 @@ def test_every_operation_declares_its_errors(server: Served) -> None:
 
 
 def test_the_batch_lives_on(server: Served) -> None:
-    """What schemathesis sent has harmed nothing."""
+    """The requests of schemathesis have harmed nothing."""
     server.idle()
     assert (
         server.complete("abc", max_tokens=8)["choices"][0]["text"]

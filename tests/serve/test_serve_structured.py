@@ -1,5 +1,5 @@
-"""Constrained output and function calling over the real batch and the real server: drafting changes
-no token of them."""
+"""Constrained output and function calling with the real batch and the real server: drafting changes
+no token."""
 
 import json
 import logging
@@ -100,9 +100,9 @@ def test_one_constraint_serves_several_requests_at_once(lined: Served) -> None:
 
 
 def test_forced_tokens_are_drafted_and_accepted(lined: Served) -> None:
-    """What must follow costs no draft step, and nearly no round."""
+    """Forced tokens need no draft step, and nearly no round."""
     llm = lined.llm
-    # What calls cost here does not decide.
+    # The cost of calls on this machine has no effect.
     service = Service(llm, BatchOptions(max_rows=1, levels=16))
     made = constraint("choice", ["a sentence that can only go on in one way"], llm)
     completion = service.generate(
@@ -114,7 +114,7 @@ def test_forced_tokens_are_drafted_and_accepted(lined: Served) -> None:
 
 
 def test_a_constraint_goes_before_min_tokens(lined: Served) -> None:
-    """A text that has come to its end is not made longer by tokens that the constraint forbids."""
+    """A complete text is not extended with tokens that the constraint forbids."""
     found = lined.complete("x", guided_choice=["yes"], min_tokens=10, max_tokens=20)["choices"][0]
     assert (found["text"], found["finish_reason"]) == ("yes", "stop")
     found = lined.complete("x", guided_regex="[ab]{1,15}", min_tokens=10, max_tokens=20)["choices"][
@@ -145,7 +145,7 @@ def test_the_client_gets_json_that_fits_its_schema(lined: Served) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_reaches_the_client(lined: Served, choice: Any, stream: bool) -> None:
-    """Streamed or not, the same call; its arguments fit; and it can be answered."""
+    """Streamed or not, the call is the same, its arguments fit, and the client can answer it."""
     create = lined.openai.chat.completions.create
     options: dict[str, Any] = {
         "tools": TOOLS,
@@ -228,7 +228,7 @@ def bodies(choice: str) -> dict[str, dict[str, Any]]:
 
 
 def parts(answer: dict[str, Any]) -> tuple[str, list[tuple[str, Any]]]:
-    """The text of an answer of any of the APIs, and its calls."""
+    """The text and the calls of an answer from any API."""
     if "choices" in answer:
         message = answer["choices"][0]["message"]
         calls = [call["function"] for call in message.get("tool_calls", [])]
@@ -313,7 +313,7 @@ def test_an_answer_says_which_keywords_were_ignored(
         assert stream.headers["x-ignored-keywords"] == "not, uniqueItems"
         assert '"ignored_keywords":["not","uniqueItems"]' in stream.read().decode()
     lined.idle()
-    # The last request of another test may be logged late.
+    # Another test's last request may be logged late.
     facts = [record.facts for record in caplog.records if hasattr(record, "facts")]
     told = [fact.get("ignored_keywords") for fact in facts]
     assert told.count(["not", "uniqueItems"]) == 2

@@ -32,7 +32,7 @@ def pod() -> dict[str, Any]:
 @pytest.mark.parametrize("file", [CONTAINER, UNIT, MANIFEST], ids=lambda file: file.name)
 def test_options_are_those_of_the_command(file: Path) -> None:
     lines = [line for line in file.read_text().splitlines() if not line.lstrip().startswith("#")]
-    # What starts the server, and the lines that go on with it.
+    # The command that starts the server, and its continuation lines.
     started = re.findall(r"(?:ENTRYPOINT|CMD|ExecStart=|args:).*(?:\n  --.*)*", "\n".join(lines))
     used = set(re.findall(r"--[a-z-]+", " ".join(started)))
     known = {name for parameter in main.params for name in parameter.opts}

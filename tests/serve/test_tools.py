@@ -1,5 +1,4 @@
-"""Function calling: what the model is told, the calls that it must write, and the calls that are
-found in what it writes."""
+"""Function calling: the tools in the prompt, required calls, and the parser of calls in answers."""
 
 import json
 from collections.abc import Sequence
@@ -102,7 +101,7 @@ FLAT = {"type": "function", "name": "h"}
 
 
 def answer(parser: ToolParser, pieces: Sequence[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The content, and name and arguments of each call, as a client puts them together."""
+    """The content, and name and arguments of each call, as a client assembles them."""
     deltas = [delta for piece in pieces for delta in parser.push(piece)] + parser.finish()
     return put_together(deltas)
 
@@ -178,7 +177,7 @@ def test_choices_of_tools_in_the_forms_of_others(
         return
     tools = tools_of(given, codec)
     assert tools is not None and (tools.choice, "".join(tools.functions)) == (chosen, names)
-    # A call that must come, and is cut off, is part of a call with and without streaming.
+    # A required call that is cut off is part of a call, with and without streaming.
     cut = '<tool_call>\n{"name": "g", "arguments": {"a'
     found = answer(tools.parser(codec, streaming=False), [cut])
     assert found == (("", [("g", '{"a')]) if chosen != "auto" else (cut, []))
@@ -366,7 +365,7 @@ BARE_CALLS = [
     f"<json>{BARE}</json>",
     '{"name": "f", "parameters": {"a": 1}}',
 ]
-"""One call each, as some models write it though they are told another form."""
+"""Texts with one call each, in forms that some models write despite their instructions."""
 
 
 @pytest.mark.parametrize("text", BARE_CALLS)
@@ -401,7 +400,7 @@ def test_an_answer_that_is_nothing_but_calls_needs_no_marks(
     ),
 )
 def test_other_answers_are_returned_to_the_letter(data: st.DataObject, text: str) -> None:
-    """However they are cut, streamed or not."""
+    """However the text is split, streamed or not."""
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=5)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     for streaming in (False, True):
@@ -474,7 +473,7 @@ def test_what_is_no_call_stays_content(format: ToolFormat, text: str) -> None:
 @pytest.mark.parametrize("pieces", [["\n<tool_call>\n"], ["\n<tool", "_call>"], ["<tool_"], ["\n"]])
 @pytest.mark.parametrize("streaming", [True, False])
 def test_the_beginning_of_a_forced_call_is_no_content(pieces: list[str], streaming: bool) -> None:
-    """The answer was cut off there. Where the model decides, it may have meant it."""
+    """The answer was cut off there. If the model may choose, the text may be meant as content."""
     assert answer(ToolParser(HERMES, {"f"}, streaming=streaming, forced=True), pieces) == ("", [])
     assert answer(ToolParser(HERMES, {"f"}, streaming=streaming), pieces) == ("".join(pieces), [])
     cut = [*pieces[:1], '<tool_call>{"name": "f", "arg'] if pieces == ["\n"] else [*pieces, '{"na']
@@ -500,7 +499,7 @@ def test_ids_are_unlike_and_short_for_mistral() -> None:
 
 
 def test_marks_that_are_special_tokens_are_seen_and_written(tmp_path: Path) -> None:
-    """A special token has no text of its own, and no text spells it."""
+    """A special token has no text, and no text encodes to it."""
     codec = codec_of(tmp_path, TEMPLATES["mistral_v3"], special=["[TOOL_CALLS]"])
     tools = tools_of({"tools": TOOLS, "tool_choice": "required"}, codec)
     assert tools is not None and tools._grammar(codec, set()).startswith('start: <[3]> "["')

@@ -137,7 +137,7 @@ def test_settings_that_were_edited_wrongly_are_refused(
         read_settings(directory)
 
 
-# From here on with a real server. It is started once; the last test kills its stub.
+# The tests below use a real server. It is started once; the last test kills its stub.
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +166,7 @@ def llm(bundled: Path) -> LLM:
 
 
 class Client:
-    """Sends requests and gives the responses to each."""
+    """Sends requests and returns the responses to each."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Client:
         self.answers: list[list[dict[str, Any]]] = [[] for _ in requests]
 
     def next(self) -> dict[str, Any] | None:
-        """The next response to any request; None: there are no more."""
+        """The next response to any request; None: there are no more responses."""
         assert self.process.stdout
         line = self.process.stdout.readline()
         if not line:
@@ -321,7 +321,7 @@ def test_penalties_log_probabilities_and_guides_are_those_of_generate(
             "guided_decoding_guide_type": kind,
             "guided_decoding_guide": value if isinstance(value, str) else json.dumps(value),
         }
-        if kind in ("", "json"):  # clients of other servers send empty ones
+        if kind in ("", "json"):  # clients of other servers send empty guides
             inputs["guided_decoding_guide"] = ""
         requests.append({"inputs": inputs})
         constraint = make_constraint(own, value, llm) if own else None
@@ -418,20 +418,19 @@ def test_a_stream_that_is_cancelled_leaves_the_batch(
 def test_a_killed_stub_answers_again_after_a_reload(
     triton_python: Path, bundled: Path, tmp_path: Path, llm: LLM
 ) -> None:
-    """Or after a restart: now and then Triton ends with its stub, and the clients' streams
-    break."""
+    """Or after a restart: sometimes Triton ends with its stub, and the clients' streams break."""
     write_triton_repository(bundled, tmp_path / "models", threads=1)
     with triton_server(triton_python, tmp_path / "models", tmp_path) as server:
-        # So many that none is complete when the stub is killed: together they take long, on every
-        # processor.
+        # Enough requests that none is complete when the stub is killed: together they take long on
+        # every processor.
         client = Client(triton_python, server, [{"inputs": RUNNING}] * 16, seconds=3)
         assert client.next()
         (stub,) = server.stubs()
         os.kill(stub, signal.SIGKILL)
         errors = {answers[-1]["error"] for answers in client.all()}
         if server.process.poll() is None:
-            # Triton tells only clients whose request still waited for the stub: all need a time
-            # limit of their own.
+            # Triton tells only clients whose request still waited for the stub: all clients need a
+            # time limit.
             assert {error for error in errors if "is not healthy" not in error} == {"timeout"}, (
                 server.log.read_text()
             )
@@ -444,7 +443,7 @@ def test_a_killed_stub_answers_again_after_a_reload(
 
 
 def reload_killed(python: Path, server: TritonServer) -> None:
-    """Load the model again when the server has noticed that its stub is gone."""
+    """Load the model again after the server has noticed that its stub is gone."""
 
     def is_refused() -> bool:
         (answers,) = Client(python, server, [{"inputs": RUNNING}], seconds=3).all()
