@@ -22,7 +22,7 @@ from eesd.common.json_input import decode, json_lines
 from eesd.runtime.text import TextCodec
 
 MIN_TOKENS = 16
-"""A window with fewer tokens is dropped, unless it fills a row."""
+"""Minimum number of tokens in a window. Shorter windows are dropped unless they fill a row."""
 
 Tokens = NDArray[np.int32]
 Document = Sequence[int] | NDArray[Any]

@@ -62,7 +62,7 @@ class LossOptions:
 @dataclass(frozen=True)
 class TrainingOptions:
     """Options that determine a training run. The same options and data give the same losses,
-    resumed or not.
+    whether the run was resumed or not.
 
     Attributes:
         exit_layer: N, the number of base layers before the head.

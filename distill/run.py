@@ -179,7 +179,7 @@ class Run:
         if self.data.files:
             rows = self._file_rows
             return rows, min(portion.size, rows.num_primary)
-        _ = self._mixed_rows  # refused, if at all, before the model writes text
+        _ = self._mixed_rows  # errors are raised before the model writes text
         files = self._write_rows(portion.size)
         count = len(self._read_rows(files))
         # A run that was stopped may have written more, whose targets are in the cache.
@@ -479,7 +479,7 @@ class Run:
         """
         self.output.mkdir(parents=True, exist_ok=True)
         check_output(self.output)
-        self.given_head()  # both first, because they refuse before the long work
+        self.given_head()  # both first, to raise errors before the long work
         begun = time.monotonic()
         validation, held = self.validation
         files = self.data.files

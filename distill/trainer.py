@@ -322,7 +322,7 @@ class Trainer:
             mean.copy_(kept)
 
     def _roots(self, number: int) -> Tensor | None:
-        """Where the rounds of a batch begin, for a head with deep layers."""
+        """Root of each position of a batch, for a head with deep layers."""
         options = self.options
         if not options.deep:
             return None

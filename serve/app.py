@@ -64,7 +64,7 @@ def make_app(service: Service, options: ServeOptions) -> FastAPI:
     handle_errors(app)
     open_paths = ("/health", "/ready", *(["/metrics"] if options.metrics_open else []), *FILES)
     app.add_middleware(Gate, serving=app.state.serving, open_paths=open_paths)
-    if options.allowed_origins:  # in front of the gate: a browser asks for permission without a key
+    if options.allowed_origins:  # before the gate: a preflight request has no key
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.allowed_origins,

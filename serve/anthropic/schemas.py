@@ -65,8 +65,8 @@ class Amount(Body):
 
 
 class Edit(Body):
-    """What to clear from the messages (``clear_thinking_...``, ``clear_tool_uses_...``), and
-    when."""
+    """A rule for clearing parts of the messages (``clear_thinking_...``,
+    ``clear_tool_uses_...``)."""
 
     type: str
     keep: Literal["all"] | Amount | None = None

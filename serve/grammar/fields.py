@@ -69,7 +69,7 @@ def _of_response_format(given: Any) -> list[tuple[str, Any, bool]]:
         )
     if given["type"] == "text":
         return []
-    # llama.cpp and others have the schema beside the type
+    # llama.cpp and other servers put the schema beside the type
     beside = given.get("schema")
     if given["type"] == "json_object":
         return [("json", _OBJECT if beside is None else beside, False)]

@@ -107,7 +107,7 @@ class HarmonyParser:
             self._kind = "header"
 
     def _end_call(self) -> Iterator[ToolDelta]:
-        """Count a call, and yield it if it has not been yielded yet."""
+        """Count a call, and yield it unless it was streamed."""
         self._kind = "header"
         if not self._streaming and not _is_object(self._arguments):
             yield ToolDelta(self._arguments)

@@ -148,7 +148,7 @@ class _BareCalls:
     """Reads an answer, piece by piece, that may consist only of calls without marks.
 
     Args:
-        names: The functions that there are.
+        names: Names of the functions.
 
     Attributes:
         text: The answer so far.
@@ -207,7 +207,7 @@ class ToolParser:
 
     Args:
         format: How the model writes calls.
-        names: The functions that there are.
+        names: Names of the functions.
         streaming: Whether to return a call as soon as its name is known and its arguments begin,
             and the arguments as they come, though they may turn out to be cut off or not JSON.
             False: return complete calls only; anything else is content.

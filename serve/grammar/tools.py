@@ -197,8 +197,8 @@ class Tools:
 
 
 def special_token(text: str, codec: TextCodec) -> int | None:
-    """The special token with this name, if the model has one: no text encodes to it, and it is not
-    part of the answer's text."""
+    """The special token with this name, if the model has one: no other tokens spell it, and it is
+    not part of the answer's text."""
     token = codec.tokenizer.token_to_id(text)
     added = codec.tokenizer.get_added_tokens_decoder()
     return token if token in added and added[token].special else None

@@ -39,7 +39,7 @@ LEFT = 499
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong, in a sentence."""
+    """The details of an error; ``message`` is one sentence."""
 
     message: str
     type: str
@@ -68,7 +68,7 @@ class APIError(Exception):
 
     Attributes:
         status: One of :data:`STATUSES`.
-        message: One sentence that says what is wrong and what to do.
+        message: One sentence with the problem and the remedy.
         param: The field of the body that is wrong.
         code: A machine-readable code.
         headers: Additional headers of the response.

@@ -93,7 +93,8 @@ WHOLE = (
 )
 LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 ITERATIONS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper bounds of histograms: seconds of three kinds, and tokens of a request and of a round."""
+"""Upper bounds of histograms: three scales of seconds, tokens of a request, and tokens of a
+round."""
 REASONS = {"cancelled": "abort"}
 """vLLM's names of finish reasons, where they differ from ours."""
 METHODS = ("GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE")
@@ -250,7 +251,7 @@ class Metrics:
                 self._positions.labels(**self._labels, position=str(position)).inc(new)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 

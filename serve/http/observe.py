@@ -150,7 +150,7 @@ class Observe:
                 for name in ("keywords", "fields"):
                     if ignored := outcome.get(f"ignored_{name}"):
                         headers[f"X-Ignored-{name.title()}"] = ", ".join(ignored)
-            elif not message.get("more_body", False):  # sending this ends the span
+            elif not message.get("more_body", False):  # sending this message ends the span
                 _add_to_span(traced | facts | _outcome(scope, status, start))
             await send(message)
 

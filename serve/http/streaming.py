@@ -1,4 +1,4 @@
-"""Server-sent events, and what happens to a request whose client leaves."""
+"""Server-sent events, and cancellation of requests whose client leaves."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine

@@ -69,7 +69,8 @@ def _encode(body: CompletionBody, llm: LLM) -> list[tuple[Sequence[int], str]]:
             )
         return [(fill_in(str(item), body.suffix, llm.codec), "") for item in prompts]
     for item in prompts:
-        # A text without the tokenizer's special tokens, or what llm.encode makes of a text or ids.
+        # A text without the tokenizer's special tokens, or the result of llm.encode for a text or
+        # ids.
         bare = isinstance(item, str) and body.add_special_tokens is False
         tokens = llm.codec.ids(str(item), special=False) if bare else llm.encode(item)
         check_ids(tokens, llm, "prompt")

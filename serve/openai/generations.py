@@ -211,8 +211,8 @@ class Generations:
         drafted = sum(stats.draft_tokens for stats in all_stats)
         accepted = sum(stats.accepted_tokens for stats in all_stats)
         depth = max(len(stats.accepted_at_depth) for stats in all_stats)
-        # Among rounds that verified a draft, the number that accepted at least d tokens, from d =
-        # 0.
+        # Among rounds that verified a draft, the number that accepted at least d tokens (d = 0, 1,
+        # ...).
         at_least = [rounds] + [
             sum(sum(stats.accepted_at_depth[d : d + 1]) for stats in all_stats)
             for d in range(depth)

@@ -128,7 +128,7 @@ def admit(body: Named, request: HTTPRequest, serving: Serving) -> None:
     the log.
 
     Raises:
-        APIError: There is no such model.
+        APIError: The model does not exist.
     """
     check_model(body.model, serving)
     request.state.model = body.model or serving.model_name

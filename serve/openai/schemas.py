@@ -22,7 +22,7 @@ Logprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 
 
 class Body(BaseModel):
-    """What a client sends."""
+    """A request body."""
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
 

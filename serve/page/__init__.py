@@ -1,1 +1,1 @@
-"""The playground: a page that shows what drafting does."""
+"""The playground: a page that visualizes drafting."""

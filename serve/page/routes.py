@@ -150,7 +150,7 @@ def estimates(deciding: Drafting | LoadRule) -> dict[str, Any]:
     Returns:
         ``accept`` and ``text``: mean and covariance of the calibrators of the exit head's drafts,
         and of drafts from the text, where the rule has one. ``alone``: whether the request ran
-        alone. ``plain_seconds``: seconds of a plain round, if known, for a request that ran alone.
+        alone. ``plain_seconds``: only then, the seconds of a plain round, if known.
     """
     if isinstance(deciding, LoadRule):
         return {"alone": False, "accept": _state(deciding.accept), "text": _state(deciding.text)}

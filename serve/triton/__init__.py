@@ -1,5 +1,5 @@
 """EESD inside Triton Inference Server, by its Python backend.
 
-``repository`` writes a model repository. ``model`` and what it imports run inside Triton, whose own
-module they need.
+``repository`` writes a model repository. ``model`` and its imports run inside Triton and need
+Triton's own module.
 """

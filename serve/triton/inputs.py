@@ -129,7 +129,7 @@ def _guide(given: dict[str, Any]) -> tuple[str, Any] | None:
 
 def _sampling(given: dict[str, Any]) -> dict[str, Any]:
     chosen = {name: _value(given, name) for name in SAMPLING if name in given}
-    if chosen.get("top_k", 0) < 0:  # what some clients send for all tokens
+    if chosen.get("top_k", 0) < 0:  # some clients send -1 for all tokens
         chosen["top_k"] = 0
     seeds = [_value(given, name) for name in ("seed", "random_seed") if name in given]
     if len(set(seeds)) > 1:

@@ -58,7 +58,7 @@ class TritonPythonModel:
 
     def _start_guided(self, sender: Any, asked: Asked, kind: str, value: Any) -> None:
         with _refusals(sender):
-            from eesd.runtime.constraint import make_constraint  # needs an optional package
+            from eesd.runtime.constraint import make_constraint  # imports an optional package
 
             constraint = make_constraint(kind, value, self._service.llm)
             self._replies.start(

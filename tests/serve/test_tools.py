@@ -499,7 +499,7 @@ def test_ids_are_unlike_and_short_for_mistral() -> None:
 
 
 def test_marks_that_are_special_tokens_are_seen_and_written(tmp_path: Path) -> None:
-    """A special token has no text, and no text encodes to it."""
+    """A special token has no text, and no other tokens spell it."""
     codec = codec_of(tmp_path, TEMPLATES["mistral_v3"], special=["[TOOL_CALLS]"])
     tools = tools_of({"tools": TOOLS, "tool_choice": "required"}, codec)
     assert tools is not None and tools._grammar(codec, set()).startswith('start: <[3]> "["')
