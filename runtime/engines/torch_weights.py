@@ -154,8 +154,8 @@ def load_modules(
 
 
 def has_kernels(manifest: Manifest, device: torch.device) -> bool:
-    """Whether a device is a GPU, and its kernels support this directory's type. Warns if they do
-    not work there."""
+    """Whether a device is a GPU whose kernels support this directory's type. Gives a notice if the
+    kernels do not work there."""
     if device.type == "cpu" or manifest.dtype not in TYPES:
         return False
     fault = fault_of_kernel(device, getattr(torch, manifest.dtype))
