@@ -30,8 +30,8 @@ class Differences:
         positions: Rows that were compared.
         differing: Rows in which a bit differs.
         largest: Largest absolute difference of a logit.
-        kinds: The sizes that made calls differ: ``rows`` (of a call), ``slots`` (of the cache),
-            ``chunks`` (of the prompt), ``threads``.
+        kinds: Kinds of variation among calls that differ: ``rows`` (of a call), ``slots`` (of the
+            cache), ``chunks`` (of the prompt), ``threads``.
     """
 
     calls: int = 0

@@ -84,7 +84,7 @@ class StageModules:
         verify: The stage of verify.
         draft: The draft, over the same weights; only on the device of the first stage.
         rotary_tables: cos and sin, each [S, D/2].
-        by_rows: Whether a row's states in verify do not depend on the number of rows of a call.
+        by_rows: Whether a row's states in verify are independent of the number of rows in a call.
     """
 
     verify: Verify
