@@ -75,7 +75,7 @@ class Request:
         prompt_logprobs: The same for the tokens of the prompt, except the first.
         seconds: Deadline in seconds. The request returns the tokens that it has by then.
         constraint: Restricts the tokens.
-        salt: Keys and values that are kept from one request serve only those with the same salt.
+        salt: Keys and values kept from a request serve only requests with the same salt.
             A user with another salt cannot infer, by time or by ``cached_tokens``, whether a text
             was seen before.
 

@@ -85,7 +85,7 @@ class EngineOptions:
         threads: CPU threads of an engine; None: :func:`default_threads`, shared by the ranks.
         draft: Whether to load the draft engine.
         exact: True: drafting changes no bit of a logit. On a GPU every pass of verify has one node
-            count, and where trees round otherwise than chains, a tree's path is cut where its bits
+            count, and where trees round unlike chains, a tree's path is cut where its bits
             would differ. None: on a GPU one node count where that costs little; trees are cut only
             where activations are int8. False: on a GPU as few nodes as possible, which in a batch
             the longest row decides.

@@ -108,7 +108,7 @@ class KVCache(Protocol):
         """Begin another sequence."""
 
     def compact(self, start: int, sources: list[int]) -> None:
-        """Move the slots ``sources`` (ascending, each at or behind its target) to ``start``,
+        """Move the slots ``sources`` (ascending, each at or after its target) to ``start``,
         ``start + 1``, ..."""
 
     def clear(self, start: int, stop: int | None = None) -> None:

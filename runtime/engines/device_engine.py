@@ -2,7 +2,7 @@
 
 Calls of a round over caches of one memory run as one call. On a GPU it has all rows of the memory,
 so that CUDA graphs stay valid. Exact engines give it one node count and all slots, so one kernel
-computes a row, whatever runs beside it; other engines use the smallest call that holds the longest
+computes a row, whatever runs with it; other engines use the smallest call that holds the longest
 row. Where a row's states do not depend on the number of rows, an exact call of one sequence has few
 nodes, too, and only the LM head keeps the full row count.
 

@@ -232,7 +232,7 @@ class Team:
         exception reaches."""
         self._ending.acquire()
         if self._leaving:
-            threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # behind a sum that does not end
+            threading.Timer(LEAVING / 2, os._exit, (0,)).start()  # in case a sum does not end
             self._end_sums()
         else:
             print(

@@ -365,7 +365,7 @@ def _stored_levels(
 
 
 def _stored_tensor(tensor: TensorProto, dtype: str, shape: Sequence[int], files: Files) -> Array:
-    """A view of a tensor in its file: flat bytes if it is quantized, otherwise with its type and
+    """A view of a tensor in its file: flat bytes if it is quantized, else with its type and
     shape.
 
     Args:
